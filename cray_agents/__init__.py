@@ -1,0 +1,1 @@
+"""Agents that train themselves. See README.md; each public name's docstring says how to use it."""

@@ -1,0 +1,142 @@
+"""Every error this package raises on purpose. Each is also an error of the standard library.
+
+    CrayError
+    ├── BadInput (ValueError)            a value the caller gave cannot be used
+    │   └── ConfigError                  ... in a configuration file, variable or flag
+    ├── NotFound (LookupError)           no such model, version, run, dataset, job
+    ├── SetupError (RuntimeError)        this machine lacks something, or a port is taken
+    ├── EngineError (RuntimeError)       the model server answered with an error
+    │   ├── EngineTimeout (TimeoutError)     ... or not in time
+    │   └── EngineUnavailable (ConnectionError)  ... or not at all
+    ├── ToolError (RuntimeError)         a tool failed; told to the model, never ends a run
+    ├── RewardError (RuntimeError)       a reward function failed; the run has no such reward
+    ├── StoreError (OSError)             the shared root cannot be written or read
+    │   └── Corrupt                      a file is not what its checksum says
+    ├── SwapError (RuntimeError)         new weights did not come up, or could not be proven
+    └── JobError (RuntimeError)          a training job failed; carries the log's tail
+        └── SchedulerError               ... because Slurm or the launcher refused it
+
+A message says what happened, with which value, and what to do about it.
+Read next: records.py, the data these errors speak of.
+"""
+
+
+class CrayError(Exception):
+    """The root: `except CrayError` catches whatever this package raises on purpose."""
+
+    #: Machine-readable name, used as `code` in OpenAI's error envelope.
+    code = "internal_error"
+
+
+class BadInput(CrayError, ValueError):
+    """A value cannot be used. `param` names it, as OpenAI's error envelope does."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code:
+            self.code = code
+
+
+class ConfigError(BadInput):
+    """A configuration file, variable or flag holds something that cannot be used."""
+
+    code = "invalid_config"
+
+
+class NotFound(CrayError, LookupError):
+    """No such model, version, run, dataset or job. `param` names the field that asked."""
+
+    code = "not_found"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code:
+            self.code = code
+
+
+class SetupError(CrayError, RuntimeError):
+    """This machine lacks something the command needs; the message says how to get it."""
+
+    code = "setup_error"
+
+
+class EngineError(CrayError, RuntimeError):
+    """The model server answered with an error. `status` is its HTTP status (0: none came)."""
+
+    code = "engine_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        if code:
+            self.code = code
+
+
+class EngineTimeout(EngineError, TimeoutError):
+    """The model server did not answer in time."""
+
+    code = "engine_timeout"
+
+
+class EngineUnavailable(EngineError, ConnectionError):
+    """No model server answered: it is starting, restarting or gone."""
+
+    code = "engine_unavailable"
+
+
+class ToolError(CrayError, RuntimeError):
+    """A tool failed. The text is told to the model, and the run goes on."""
+
+    code = "tool_error"
+
+
+class RewardError(CrayError, RuntimeError):
+    """A reward function failed: the run carries no such reward, and is not trained on."""
+
+    code = "reward_error"
+
+
+class StoreError(CrayError, OSError):
+    """The shared root cannot be written or read."""
+
+    code = "store_error"
+
+
+class Corrupt(StoreError):
+    """A file is not what its checksum or format says."""
+
+    code = "corrupt"
+
+
+class SwapError(CrayError, RuntimeError):
+    """New weights did not come up, or their golden probe did not match."""
+
+    code = "swap_failed"
+
+
+class JobError(CrayError, RuntimeError):
+    """A training job failed. `log_tail` holds the last lines of its log."""
+
+    code = "job_failed"
+
+    def __init__(self, message: str, *, log_tail: str = "") -> None:
+        super().__init__(message)
+        self.log_tail = log_tail
+
+
+class SchedulerError(JobError):
+    """Slurm, or the local launcher, refused or lost a job."""
+
+    code = "scheduler_error"

@@ -1,0 +1,117 @@
+"""The seams: small Protocols with two used implementations each.
+
+    ChatEngine   answers chat requests          OpenAIEngine | ScriptedEngine
+    Engine       ... and takes new weights      VllmEngine (HTTP) | ScriptedEngine
+    Scheduler    runs a command somewhere       Slurm | LocalProcesses
+    Trainer      turns a JobSpec into weights   MegatronTrainer | ScriptedTrainer
+
+Requests, completions and stream chunks are dicts in the shapes of OpenAI's chat completions.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import Field
+
+from cray_agents.records import JobSpec, JobStatus, ProbePrompt, Record
+
+
+class ChatEngine(Protocol):
+    """What an agent needs of a model."""
+
+    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a chat completion request. Raises EngineError and its kinds."""
+        ...
+
+    def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Answer as chat completion chunks. Raises as `chat` does, also in mid-stream."""
+        ...
+
+
+class Engine(ChatEngine, Protocol):
+    """What the pool needs of a replica's engine, beyond chatting."""
+
+    async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
+        """Put a checkpoint's weights in the place of the present ones; no cache outlives it.
+
+        The caller has drained all requests. Returns seconds by phase: pause, load, resume.
+        """
+        ...
+
+    async def score(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Logprobs of each prompt's tokens but its first, under the weights now loaded."""
+        ...
+
+
+class Command(Record):
+    """A command for a scheduler. `name` is unique for ever: the same name is the same job.
+
+    `ranks` processes' worth of `cpus_per_rank` cores (and a GPU each, if `gpus`) are reserved on
+    `nodes` nodes; the command itself is started once per node.
+    """
+
+    name: str
+    argv: list[str]
+    directory: str
+    log: str
+    environment: dict[str, str] = Field(default_factory=dict)
+    nodes: int = 1
+    ranks: int = 1
+    cpus_per_rank: int = 1
+    gpus: bool = False
+    minutes: int | None = None
+
+
+CommandState = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
+
+
+class CommandStatus(Record):
+    """What a scheduler says of a command. `unknown`: it never had it, or has forgotten it."""
+
+    state: CommandState
+    id: str = ""
+    exit_code: int | None = None
+    reason: str = ""
+
+
+class Scheduler(Protocol):
+    """Where commands run. Names make submission idempotent, also across restarts and crashes."""
+
+    name: str
+
+    def submit(self, command: Command) -> str:
+        """Queue a command, or find it when its name is live already; returns the scheduler's id.
+
+        A name whose command ended before is queued anew. Raises SchedulerError.
+        """
+        ...
+
+    def status(self, name: str) -> CommandStatus:
+        """Where the newest command of that name stands."""
+        ...
+
+    def cancel(self, name: str) -> None:
+        """End the command: SIGTERM, then SIGKILL after a grace period. Not an error if it ended."""
+        ...
+
+
+class Trainer(Protocol):
+    """Where training jobs run. A job's id is the hash of its spec: submitting twice is once."""
+
+    def submit(self, spec: JobSpec) -> JobStatus:
+        """Start the job, or find it; a finished job is returned as it is. Raises JobError."""
+        ...
+
+    def status(self, job_id: str) -> JobStatus:
+        """Where it stands; restarts a job whose process died, up to a limit. Raises NotFound."""
+        ...
+
+    def cancel(self, job_id: str) -> JobStatus:
+        """End it for good: a cancelled job is never started again."""
+        ...
+
+
+def golden(probe: list[ProbePrompt]) -> list[list[int]]:
+    """The token ids of a probe's prompts, as `Engine.score` takes them."""
+    return [prompt.token_ids for prompt in probe]

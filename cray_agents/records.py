@@ -1,0 +1,376 @@
+"""The nouns: what happened, as plain immutable data that goes to disk and over HTTP as JSON.
+
+    Task -> Run -> Trajectory(Turn(ModelCall, ToolCall...)...) -> Reward
+    DatasetRecipe -> dataset;  JobSpec -> TrainingJob -> Checkpoint -> ModelVersion
+
+Everybody imports this module; it imports nobody. Times are unix seconds, durations seconds.
+"""
+
+import hashlib
+import json
+import time
+import uuid
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Message = dict[str, Any]  # one chat message in OpenAI's shape
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys and no spaces: equal values give equal bytes, on any machine."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def digest(value: Any, length: int = 16) -> str:
+    """The first `length` hex digits of the SHA-256 of a value's canonical JSON."""
+    return hashlib.sha256(canonical(value)).hexdigest()[:length]
+
+
+def new_id(prefix: str) -> str:
+    """A fresh name such as `run_018f...`; names made later sort later."""
+    return f"{prefix}_{int(time.time() * 1000):011x}{uuid.uuid4().hex[:14]}"
+
+
+class Record(BaseModel):
+    """Immutable; unknown fields are kept out, so that an older reader can read a newer file."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class StrictRecord(Record):
+    """Immutable, and an unknown field is an error: for what people write by hand."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StopReason(StrEnum):
+    """Why a run ended."""
+
+    completed = "completed"
+    max_turns = "max_turns"
+    timeout = "timeout"
+    error = "error"
+    cancelled = "cancelled"
+
+
+Split = Literal["train", "holdout", "test"]
+
+
+class Task(StrictRecord):
+    """An input to an agent. The id defaults to a hash of input and target."""
+
+    input: str
+    target: Any = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    split: Split = "train"
+    id: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name(cls, data: Any) -> Any:
+        if isinstance(data, dict) and not data.get("id") and "input" in data:
+            return {**data, "id": digest([data["input"], data.get("target")])}
+        return data
+
+
+class Usage(Record):
+    """Tokens, summed over the model calls of a run."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    calls: int = 0
+
+
+class ModelCall(Record):
+    """One request to a model, with the exact tokens it read and sampled.
+
+    `token_ids` and `logprobs` are parallel: [sampled]. `logprobs` are of the distribution that was
+    sampled from. `model` is `name@version`.
+    """
+
+    id: str
+    run_id: str
+    model: str
+    messages: list[Message]
+    message: Message
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    prompt_token_ids: list[int] = Field(default_factory=list)
+    token_ids: list[int] = Field(default_factory=list)
+    logprobs: list[float] = Field(default_factory=list)
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    finish_reason: str | None = None
+    started: float = 0.0
+    seconds: float = 0.0
+
+
+class ToolCall(Record):
+    """One tool call: what the model asked for, and what came of it."""
+
+    id: str
+    name: str
+    arguments: str
+    result: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+class Turn(Record):
+    """One model call and the tool calls it asked for. `call` is joined in by the store."""
+
+    call_id: str
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    call: ModelCall | None = None
+
+
+class Trajectory(Record):
+    """What was said and done in a run, in order."""
+
+    messages: list[Message] = Field(default_factory=list)
+    turns: list[Turn] = Field(default_factory=list)
+
+
+class Reward(Record):
+    """A named number on a run, with who gave it."""
+
+    name: str
+    value: float
+    source: str = "function"
+    time: float = Field(default_factory=time.time)
+
+
+class RunError(Record):
+    """Why a run or one of its rewards failed. Infrastructure failures never become rewards."""
+
+    type: str
+    message: str
+    infrastructure: bool = False
+
+
+class Run(Record):
+    """One execution of an agent on an input; it always ends with a trajectory and a reason."""
+
+    id: str
+    agent: str
+    model: str
+    input: str
+    output: Any = None
+    stop_reason: StopReason
+    error: RunError | None = None
+    trajectory: Trajectory = Field(default_factory=Trajectory)
+    rewards: list[Reward] = Field(default_factory=list)
+    task: Task | None = None
+    loop: str | None = None
+    generation: int | None = None
+    attempt: int | None = None
+    started: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of the rewards; None while there are none."""
+        return sum(r.value for r in self.rewards) if self.rewards else None
+
+    @property
+    def calls(self) -> list[ModelCall]:
+        """The model calls that are known, in order."""
+        return [turn.call for turn in self.trajectory.turns if turn.call is not None]
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts over the known model calls."""
+        calls = self.calls
+        return Usage(
+            prompt_tokens=sum(len(c.prompt_token_ids) for c in calls),
+            completion_tokens=sum(len(c.token_ids) for c in calls),
+            calls=len(calls),
+        )
+
+
+EventKind = Literal["call", "run", "reward"]
+
+
+class Event(Record):
+    """One line of the store. The same id twice is the same event: appending is idempotent.
+
+    `body` is a ModelCall, a Run whose turns name their calls by id only, or a Reward.
+    """
+
+    id: str
+    run_id: str
+    kind: EventKind
+    body: dict[str, Any]
+    time: float = Field(default_factory=time.time)
+
+
+class DatasetRecipe(StrictRecord):
+    """What goes into a training set. The same recipe over the same runs gives the same dataset.
+
+    `demonstrations` are conversations (lists of messages) to imitate, rendered with the tokenizer
+    and chat template of `tokenizer` (a checkpoint directory); `tools` are theirs. `run_ids`
+    restricts the runs of `loop`; a run is accepted when its reward is at least `min_reward`.
+    `rewards` overrides the recorded rewards by run id (controls use it).
+    """
+
+    loop: str | None = None
+    generations: list[int] | None = None
+    split: Split = "train"
+    min_reward: float = 1.0
+    max_per_task: int | None = None
+    balance_by: str | None = None
+    demonstrations: list[list[Message]] = Field(default_factory=list)
+    demonstrations_metadata: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tokenizer: str | None = None
+    rewards: dict[str, float] | None = None
+
+
+class Sample(Record):
+    """One training sequence. The four lists are parallel: [tokens]; mask 1 = trained on."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    weight: float = 1.0
+    reward: float = 0.0
+    advantage: float = 0.0
+    version: str = ""
+    run_id: str = ""
+    task_id: str = ""
+
+
+class Hyperparameters(StrictRecord):
+    """How to train. `batch_size` counts sequences per optimizer step, over all data ranks.
+
+    `order`: `epoch` goes through a seeded permutation of the samples per epoch; `weighted` draws
+    each step's samples with probability proportional to their weight. Both depend on `seed` and the
+    step alone, so that a resumed job sees the data an undisturbed one would.
+    """
+
+    steps: int = Field(gt=0)
+    batch_size: int = Field(16, gt=0)
+    learning_rate: float = Field(1e-3, gt=0)
+    min_learning_rate: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(0.1, ge=0)
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = Field(1.0, gt=0)
+    order: Literal["epoch", "weighted"] = "epoch"
+    seed: int = 0
+    max_tokens_per_microbatch: int = Field(4096, gt=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class Layout(StrictRecord):
+    """Over how many ranks a job is spread, and along which dimensions."""
+
+    data: int = Field(1, gt=0)
+    tensor: int = Field(1, gt=0)
+    pipeline: int = Field(1, gt=0)
+    expert: int = Field(1, gt=0)
+    sequence_parallel: bool = False
+
+    @property
+    def world(self) -> int:
+        """Ranks in all; expert parallelism lives inside the data ranks."""
+        return self.data * self.tensor * self.pipeline
+
+
+class JobSpec(StrictRecord):
+    """A training job. Two specs with the same id are the same job, whoever submits them.
+
+    `dataset` is a dataset id; `parent` the directory of a Hugging Face checkpoint and
+    `parent_sha256` the hash of its weights. `optimizer_from` names the job whose optimizer state
+    goes on. The layout and how often to save are how the job is run, not what it is.
+    """
+
+    method: Literal["sft"] = "sft"
+    dataset: str
+    parent: str
+    parent_sha256: str
+    optimizer_from: str | None = None
+    hyperparameters: Hyperparameters
+    code: str = ""
+    layout: Layout = Field(default_factory=Layout)
+    save_every: int = Field(50, gt=0)
+
+    @property
+    def id(self) -> str:
+        """`job-` and a hash of everything that decides the resulting weights."""
+        what = self.model_dump(exclude={"layout", "save_every", "parent"}, mode="json")
+        return f"job-{digest(what)}"
+
+
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+
+
+class JobStatus(Record):
+    """Where a training job stands. `progress` is (step, steps)."""
+
+    id: str
+    state: JobState
+    scheduler: str = ""
+    scheduler_job_id: str = ""
+    step: int = 0
+    steps: int = 0
+    attempts: int = 0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    trained_tokens: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    checkpoint: str | None = None
+
+
+class ProbePrompt(Record):
+    """A golden prompt: `logprobs[i]` is of `token_ids[i + 1]` given what stands before it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Manifest(Record):
+    """What a checkpoint is and where it came from; published last, beside the weights."""
+
+    files: dict[str, str]  # name -> sha256
+    weights_sha256: str
+    parent_sha256: str | None = None
+    job: str | None = None
+    dataset: str | None = None
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    probe: list[ProbePrompt] = Field(default_factory=list)
+    created: float = Field(default_factory=time.time)
+
+
+class ModelVersion(Record):
+    """`name@number`: one immutable set of weights under a name people use."""
+
+    name: str
+    number: int
+    checkpoint: str
+    weights_sha256: str
+    job: str | None = None
+    created: float = Field(default_factory=time.time)
+
+    @property
+    def id(self) -> str:
+        """`name@number`, the string that every token is stamped with."""
+        return f"{self.name}@{self.number}"
+
+
+class ProbeReport(Record):
+    """How far a replica's logprobs on the golden probe are from the trainer's."""
+
+    version: str
+    prompts: int
+    tokens: int
+    max_logprob_diff: float
+    tolerance: float
+    passed: bool
+    seconds: dict[str, float] = Field(default_factory=dict)  # pause, load, prove, resume

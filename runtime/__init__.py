@@ -1,0 +1,1 @@
+"""The platform: gateway, pool, store, scheduler."""

@@ -1,0 +1,1 @@
+"""Where commands run: Slurm, or processes of this machine."""

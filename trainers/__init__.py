@@ -1,0 +1,1 @@
+"""Learning: datasets to batches, Megatron-core."""

@@ -1,0 +1,174 @@
+"""A tiny Qwen3 that knows nothing yet: the demo's starting point, made here and never downloaded.
+
+The cookbook's calculator loop and the end-to-end tests call `make_seed_model`; vLLM, transformers
+and the Megatron trainer then read the directory like any other Hugging Face model. Two choices
+matter to the reader of a run:
+
+* The chat template gives back, token for token, what the model sampled: a tool call is rendered
+  from its parsed form in the one canonical spelling that the demonstrations use. So the prompt of
+  an agent's second turn starts with the tokens of its first, and one run is one training sequence.
+* Digits are single tokens, hence an unseen number is only ever an unseen order of known tokens.
+
+The same seed and corpus give the same bytes. Read next: `cookbook/02_calculator_loop.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# Not special: the hermes parser must find them in the decoded text (as in Qwen's own tokenizer).
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+
+CHAT_TEMPLATE = """\
+{%- macro turn(role, text) %}{{ '<|im_start|>' + role + '\\n' + text + '<|im_end|>\\n' }}\
+{%- endmacro %}
+{%- if messages[0].role == 'system' or tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content }}
+    {%- endif %}
+    {%- for tool in tools or [] %}
+        {%- set arguments = tool.function.parameters.properties | list %}
+        {{- '\\n' + tool.function.name + '(' + arguments | join(', ') + ')' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set arguments = call.function.arguments %}
+            {%- if arguments is not string %}
+                {%- set arguments = arguments | tojson %}
+            {%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- arguments + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role != 'system' %}
+        {{- turn(message.role, message.content) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The size of the model; the defaults make 0.54M parameters.
+
+    `head_size` must be one of vLLM's attention sizes on CPU (32, 64, 80, 96, 112, 128).
+    Embeddings are untied because an in-place weight change on CPU needs that (docs/FACTS).
+    """
+
+    vocabulary: int = 512
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 32
+    feed_forward: int = 256
+    context: int = 1024
+    rope_theta: float = 10_000.0
+    init_std: float = 0.02
+
+
+DEFAULT_SHAPE = ModelShape()
+
+
+def make_seed_model(
+    directory: Path, *, seed: int, corpus: Iterable[str], shape: ModelShape = DEFAULT_SHAPE
+) -> None:
+    """Write a randomly initialised model with its own tokenizer as a Hugging Face directory.
+
+    `corpus` is the text that the tokenizer's merges are learned from, usually the rendered
+    demonstrations. Raises ValueError if it is empty.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(corpus, shape.vocabulary)
+    _write_tokenizer(directory, tokenizer, shape.context)
+    _write_model(directory, tokenizer, seed, shape)
+
+
+def train_tokenizer(corpus: Iterable[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE whose digits are never merged; unused ids are left without a token."""
+    texts = list(corpus)
+    if not texts:
+        raise ValueError("the tokenizer's corpus is empty: pass the demonstrations' texts")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = [AddedToken(mark, special=True, normalized=False) for mark in (PAD, START, END)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - 2,  # room for the two tool marks below
+        special_tokens=marks,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_without_marks(texts), trainer)
+    tokenizer.add_tokens(
+        [AddedToken(mark, special=False, normalized=False) for mark in (TOOL_CALL, TOOL_CALL_END)]
+    )
+    return tokenizer
+
+
+def _without_marks(texts: Iterable[str]) -> Iterator[str]:
+    """The trainer splits no added tokens off, and would learn merges out of their letters."""
+    for text in texts:
+        for mark in (PAD, START, END, TOOL_CALL, TOOL_CALL_END):
+            text = text.replace(mark, "\n")
+        yield text
+
+
+def _write_tokenizer(directory: Path, tokenizer: Tokenizer, context: int) -> None:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(settings, indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+def _write_model(directory: Path, tokenizer: Tokenizer, seed: int, shape: ModelShape) -> None:
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        intermediate_size=shape.feed_forward,
+        max_position_embeddings=shape.context,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        initializer_range=shape.init_std,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.token_to_id(END),
+        pad_token_id=tokenizer.token_to_id(PAD),
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to move
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    model.save_pretrained(directory)  # also writes generation_config.json
