@@ -15,13 +15,15 @@ The same seed and corpus give the same bytes. Read next: `cookbook/02_calculator
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.chat_template_utils import render_jinja_template
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Not special: the hermes parser must find them in the decoded text (as in Qwen's own tokenizer).
@@ -67,7 +69,7 @@ class ModelShape:
     """The size of the model; the defaults make 0.54M parameters.
 
     `head_size` must be one of vLLM's attention sizes on CPU (32, 64, 80, 96, 112, 128).
-    Embeddings are untied because an in-place weight change on CPU needs that (docs/FACTS).
+    Embeddings are untied: vLLM's in-place reload on CPU would miss a tied output layer.
     """
 
     vocabulary: int = 512
@@ -97,6 +99,12 @@ def make_seed_model(
     tokenizer = train_tokenizer(corpus, shape.vocabulary)
     _write_tokenizer(directory, tokenizer, shape.context)
     _write_model(directory, tokenizer, seed, shape)
+
+
+def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    """One conversation as the chat template spells it; such texts make a good corpus."""
+    texts, _ = render_jinja_template([messages], tools=tools, chat_template=CHAT_TEMPLATE)
+    return str(texts[0])
 
 
 def train_tokenizer(corpus: Iterable[str], vocabulary: int) -> Tokenizer:

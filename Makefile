@@ -1,0 +1,29 @@
+# make demo    set up, then watch an agent train itself
+# make test    set up, then run all tests       make lint    ruff and mypy
+# make bench   set up, then measure             make soak    set up, then long fault campaigns
+PY := .venv/bin/python
+
+.PHONY: setup demo test lint bench soak format
+setup:
+	@requirements/setup.sh
+
+demo: setup
+	@.venv/bin/cray-agents demo $(ARGS)
+
+test: setup
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: setup
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: setup
+	@$(PY) -m tests.bench $(ARGS)
+
+soak: setup
+	@$(PY) -m pytest tests/soak $(ARGS)

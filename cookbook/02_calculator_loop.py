@@ -1,0 +1,175 @@
+"""02: an agent that trains itself to use a calculator.
+
+A tiny model, made here and never downloaded, sees a few demonstrations until it succeeds now and
+then. From there on it learns only from its own successful runs: run, score, keep what was right,
+train, prove, evaluate, promote if better. `cray-agents demo` is this file with a report at the end;
+`python cookbook/02_calculator_loop.py` is it without.
+
+The task: two-number arithmetic, "What is 47 + 385?". The agent must call the calculator with the
+right expression and then answer with the result and nothing else. Both operands of a level-L
+question have L digits, L = 1..4. One operand in five is reserved: a training question never has
+one, a held-out or test question always does, and these two never share a question.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from operator import add, mul, sub
+from pathlib import Path
+
+from cray_agents import Agent, Curriculum, Hyperparameters, Loop, Run, Task, TaskSet, reward
+from cray_agents.records import Message, Split
+from cray_agents.tools.calculator import calculator
+from cray_agents.warmup import WarmUp
+from cray_agents.warmup import warm_up as run_warm_up
+
+LEVELS, OPERATORS = (1, 2, 3, 4), "+-*"
+TRAIN, HOLDOUT, TEST, DEMONSTRATIONS = 8000, 204, 408, 96
+RESULT = {"+": add, "-": sub, "*": mul}
+GENERATIONS = 14
+TARGET = 0.96  # held-out success at which the loop stops
+
+agent = Agent(
+    name="calculator",
+    model="calc",
+    instructions="Use the calculator. Answer with the number.",
+    tools=[calculator],
+    max_turns=3,
+    max_tokens=44,
+)
+
+
+@reward
+def exact(run: Run) -> float:
+    """1 when the answer is the target and nothing else."""
+    return float(run.task is not None and run.output == run.task.target)
+
+
+# ---- the tasks
+
+
+def reserved(operand: int) -> bool:
+    """Whether an operand is kept for evaluation: one in five, spread over every last digit."""
+    return (operand + operand // 10) % 5 == 2
+
+
+def split_of(left: int, operator: str, right: int) -> Split:
+    """Where a question belongs: it follows from the question alone, whatever the seed."""
+    if not (reserved(left) or reserved(right)):
+        return "train"
+    return "holdout" if (left + right + OPERATORS.index(operator)) % 2 else "test"
+
+
+def questions(seed: int, split: Split, count: int) -> Iterator[Task]:
+    """`count` distinct questions of a split, balanced over levels and operators as far as it goes.
+
+    There are fewer than 200 one-digit questions: when a kind has no more, the others go on.
+    """
+    draw = random.Random(f"{seed} {split}")
+    seen: set[str] = set()
+    turn = misses = 0
+    while len(seen) < count:
+        level, operator = LEVELS[turn % 4], OPERATORS[turn // 4 % 3]
+        turn += 1
+        low = 10 ** (level - 1) if level > 1 else 0
+        for misses in range(200):  # noqa: B007
+            left, right = draw.randrange(low, 10**level), draw.randrange(low, 10**level)
+            expression = f"{left} {operator} {right}"
+            if expression not in seen and split_of(left, operator, right) == split:
+                seen.add(expression)
+                yield Task(
+                    input=f"What is {expression}?",
+                    target=str({"+": left + right, "-": left - right, "*": left * right}[operator]),
+                    metadata={
+                        "level": level,
+                        "kind": f"{level}{operator}",
+                        "expression": expression,
+                    },
+                    split=split,
+                )
+                break
+
+
+def demonstration(task: Task) -> list[Message]:
+    """A scripted run of a perfect agent."""
+    arguments = json.dumps({"expression": task.metadata["expression"]})
+    call = {
+        "id": "call_0",
+        "type": "function",
+        "function": {"name": "calculator", "arguments": arguments},
+    }
+    return [
+        {"role": "system", "content": agent.instructions},
+        {"role": "user", "content": task.input},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": task.target},
+        {"role": "assistant", "content": task.target},
+    ]
+
+
+# ---- the loop
+
+
+def make_loop(seed: int = 0) -> Loop:
+    """The loop for a seed: its tasks, its demonstrations, how it trains."""
+    train = list(questions(seed, "train", TRAIN))
+    return Loop(
+        agent,
+        TaskSet(
+            [*train, *questions(seed, "holdout", HOLDOUT), *questions(seed, "test", TEST)],
+        ),
+        rewards=[exact],
+        method="rft",
+        name=f"calculator-{seed}",
+        tasks_per_generation=768,
+        hyperparameters=Hyperparameters(
+            steps=150,
+            batch_size=16,
+            learning_rate=2e-3,
+            min_learning_rate=2e-4,
+            warmup_steps=10,
+            schedule="linear",
+            weight_decay=0.1,
+            order="weighted",
+            seed=seed,
+        ),
+        demonstrations=[(demonstration(task), task.metadata) for task in train[:DEMONSTRATIONS]],
+        balance_by="kind",
+        curriculum=Curriculum(key="kind"),
+        target=TARGET,
+        seed=seed,
+    )
+
+
+def warm_up(loop: Loop) -> None:
+    """Imitate the demonstrations until 15-40 % of the held-out tasks are solved."""
+    first = loop.hyperparameters.model_copy(update={"schedule": "constant", "steps": 150})
+    then = first.model_copy(update={"steps": 40, "warmup_steps": 0})
+    run_warm_up(loop, WarmUp(first=first, then=then, band=(0.2, 0.4), jobs=12))
+
+
+def make_model(directory: Path, seed: int = 0) -> None:
+    """Write the untrained model; its tokenizer learns its merges from the demonstrations."""
+    from cray_agents.trainers.seed_model import make_seed_model
+
+    corpus = [
+        str(part)
+        for messages, _ in make_loop(seed).demonstrations
+        for message in messages
+        for part in (message["content"], message.get("tool_calls") or "")
+    ]
+    make_seed_model(directory, seed=seed, corpus=corpus)
+
+
+if __name__ == "__main__":
+    from cray_agents import local_platform
+
+    loop = make_loop()
+    home = Path(".cray-agents") / "cookbook-02"
+    if not (home / "seed-model").exists():
+        make_model(home / "seed-model")
+    with local_platform(home, model=home / "seed-model", name=agent.model) as platform:
+        loop.platform = platform
+        warm_up(loop)
+        for generation in loop.run(GENERATIONS):
+            print(generation.generation, generation.holdout_success, generation.test_success)

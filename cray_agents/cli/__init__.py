@@ -1,0 +1,37 @@
+"""The command line, `cray-agents`: the composition root, which may import every folder.
+
+Commands read the shared root directly where they only look (models, runs, jobs), and talk to the
+running platform where something happens. Heavy imports wait until a command needs them.
+"""
+
+import sys
+
+import typer
+from rich.markup import escape
+
+from cray_agents.cli import agents, demo, doctor, platform, show
+from cray_agents.cli.screen import errors
+from cray_agents.errors import BadInput, CrayError, JobError, NotFound, SetupError
+
+app = typer.Typer(
+    name="cray-agents",
+    help="LLM agents that train themselves: vLLM serves them, Megatron-core trains them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for module in (demo, platform, agents, show, doctor):
+    module.add_to(app)
+
+
+def main() -> None:
+    """Run a command. Exit code 2: the input or this machine must change; 1: something failed."""
+    try:
+        app()
+    except CrayError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}")
+        if isinstance(error, JobError) and error.log_tail:
+            errors.print(escape(error.log_tail))
+        sys.exit(2 if isinstance(error, BadInput | NotFound | SetupError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,227 @@
+"""One platform process: gateway, pool, store, registry, scheduler and trainer, wired together.
+
+`up` calls `serve`. Nothing here decides anything: each part is made, handed to those that need it,
+and closed in the reverse order. The scheduler comes up first (a private Slurm takes half a second);
+the gateway answers as soon as it listens, while the replicas are still loading.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from cray_agents.cli.doctor import distribution_version
+from cray_agents.cli.platform import owner
+from cray_agents.cli.screen import errors
+from cray_agents.config import Config
+from cray_agents.errors import BadInput, NotFound, SetupError, StoreError
+from cray_agents.paths import Home
+from cray_agents.records import ModelVersion
+from cray_agents.runtime import durable
+from cray_agents.runtime.checkpoints import read_manifest
+from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool import Pool
+from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.runtime.scheduler.choose import open_scheduler
+from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
+
+
+def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
+    """Run a platform until SIGINT or SIGTERM. Raises SetupError, BadInput, StoreError."""
+    home = config.root
+    make_root(home)
+    with listen(config.host, config.port) as listener:
+        claim(home, listener, name)
+        registry = Registry(home)
+        version = first_version(registry, model, name)
+        with contextlib.closing(open_scheduler(config.scheduler, home.slurm)) as scheduler:
+            say(f"scheduler: {scheduler.reason}")
+            asyncio.run(run(config, registry, scheduler, version, replicas, listener))
+
+
+async def run(
+    config: Config,
+    registry: Registry,
+    scheduler: Slurm | LocalProcesses,
+    version: ModelVersion,
+    replicas: int,
+    listener: socket.socket,
+) -> None:
+    """Everything that needs the event loop: replicas, gateway, the wait for the end."""
+    home = config.root
+    settings = EngineSettings(
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        dtype=config.dtype,
+        tool_call_parser=config.tool_call_parser,
+        engine_args=tuple(config.engine_args),
+        kv_cache_gib=config.kv_cache_gib,
+        start_timeout=config.start_timeout,
+    )
+    hosts = [
+        Replica(version.name, settings, home.logs / f"replica-{number}.log")
+        for number in range(replicas)
+    ]
+    pool = Pool(hosts, tolerance=settings.tolerance, wait_timeout=config.swap_timeout)
+    store = Store(home)
+    services = Services(
+        home=home,
+        store=store,
+        registry=registry,
+        trainer=MegatronTrainer(home, scheduler),
+        pool=pool,
+        platform=about(config, scheduler),
+        code=code_version(),
+    )
+    settings_http = uvicorn.Config(create_app(services), log_level="warning", lifespan="off")
+    server = Gateway(settings_http)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(start_pool(pool, home, version))
+    try:
+        say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
+        await stopped(serving, starting, server)
+    finally:
+        home.platform.unlink(missing_ok=True)
+        server.should_exit = True
+        starting.cancel()
+        await asyncio.gather(serving, starting, return_exceptions=True)
+        await pool.stop()
+        await store.close()
+
+
+class Gateway(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: `stopped` decides when the platform ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+async def start_pool(pool: Pool, home: Home, version: ModelVersion) -> None:
+    """Start the replicas on a version and prove it."""
+    directory = home.checkpoint(version.checkpoint)
+    manifest = await asyncio.to_thread(read_manifest, directory)
+    begun = time.monotonic()
+    await pool.start(directory, version.id, manifest.probe)
+    say(f"ready: {version.id} is served after {time.monotonic() - begun:.0f} s")
+
+
+async def stopped(
+    serving: "asyncio.Task[None]", starting: "asyncio.Task[None]", server: uvicorn.Server
+) -> None:
+    """Wait for a signal, or raise what ended the gateway or the replicas' start."""
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, signalled.set)
+    end = asyncio.create_task(signalled.wait())
+    waiting: set[asyncio.Task[Any]] = {end, serving, starting}
+    while end not in (done := (await asyncio.wait(waiting, return_when="FIRST_COMPLETED"))[0]):
+        for task in done:
+            task.result()  # raises what it raised
+        waiting -= done
+        if serving in done:
+            return
+
+
+def make_root(home: Home) -> None:
+    """Make the shared root, and prove that it can be written. Raises StoreError."""
+    try:
+        home.logs.mkdir(parents=True, exist_ok=True)
+        probe = home.root / f".writable-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise StoreError(
+            f"the shared root {home.root} cannot be written ({error.strerror}): choose another "
+            "with --home or CRAY_AGENTS_HOME"
+        ) from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises SetupError when the port is taken."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SetupError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another port with --port "
+            "(0 picks a free one), or end what uses it"
+        ) from error
+    listener.listen(2048)
+    return listener
+
+
+def first_version(registry: Registry, model: Path | None, name: str) -> ModelVersion:
+    """What to serve at first: the version the name means already, else the given model.
+
+    Raises BadInput when there is neither.
+    """
+    with contextlib.suppress(NotFound):
+        promoted = registry.promoted(name)
+        if promoted is not None:
+            return promoted
+    if model is None:
+        known = ", ".join(registry.names()) or "none"
+        raise BadInput(
+            f"no version of {name!r} is promoted on {registry.home.root} (names there: {known}): "
+            "give a Hugging Face checkpoint directory with --model",
+            param="model",
+        )
+    checkpoint, manifest = registry.import_checkpoint(model.expanduser().absolute())
+    version = registry.register(name, checkpoint, manifest)
+    registry.promote(name, version.number, who="up", reason=f"first model, from {model}")
+    return version
+
+
+def about(config: Config, scheduler: Slurm | LocalProcesses) -> dict[str, Any]:
+    """What `/v1/platform` says: which engine, trainer and scheduler, in which versions."""
+    return {
+        "version": importlib.metadata.version("cray-agents"),
+        "home": str(config.root.root),
+        "engine": {"name": "vllm", "version": distribution_version("vllm")},
+        "trainer": {"name": "megatron-core", "version": distribution_version("megatron")},
+        "scheduler": {"name": scheduler.name, "reason": scheduler.reason},
+    }
+
+
+def claim(home: Home, listener: socket.socket, name: str) -> None:
+    """Say in the root where its platform is. Raises SetupError when it has one."""
+    other = owner(home)
+    if other is not None:
+        raise SetupError(
+            f"a platform runs on {home.root} already (pid {other['pid']}, {other['url']}): "
+            "use it, end it with `cray-agents down`, or choose another root with --home"
+        )
+    info = {"url": address(listener), "pid": os.getpid(), "name": name, "started": time.time()}
+    draft = home.platform.with_suffix(f".{os.getpid()}")
+    durable.write_file(draft, json.dumps(info).encode())
+    draft.replace(home.platform)
+
+
+def address(listener: socket.socket) -> str:
+    """The gateway's URL."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+def say(text: str) -> None:
+    """A line for people, in the platform's log."""
+    errors.print(text, highlight=False, soft_wrap=True)

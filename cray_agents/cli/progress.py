@@ -1,0 +1,140 @@
+"""What a running loop looks like: a table of generations, and a line that says what happens now.
+
+On a terminal it is drawn in place; in a log each phase and each generation is a line of its own.
+"""
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cray_agents.cli.screen import errors
+from cray_agents.generation import Generation, Progress
+
+HEADINGS = ("gen", "held-out", "test", "reward", "runs", "tokens", "loss", "probe", "seconds",
+            "version", "job", "")  # fmt: skip
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+class LoopScreen:
+    """Shows Progress and Generations as they come. A context manager."""
+
+    def __init__(self, title: str = "", generations: int = 0, *, enabled: bool = True) -> None:
+        self.title = title
+        self.generations = generations
+        self._enabled = enabled
+        self._done: list[Generation] = []
+        self._now = Progress(0, "starting")
+        self._begun = self._phase_begun = time.monotonic()
+        self._live = Live(
+            get_renderable=self.draw, console=errors, refresh_per_second=4, transient=True
+        )
+        self._drawn = enabled and errors.is_terminal
+
+    def __enter__(self) -> "LoopScreen":
+        if self._drawn:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._drawn:
+            self._live.stop()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this screen was made."""
+        return time.monotonic() - self._begun
+
+    def say(self, what: str) -> None:
+        """Something outside the loop goes on."""
+        self.progress(Progress(0, what))
+
+    def progress(self, now: Progress) -> None:
+        """Something moved."""
+        before, self._now = self._now, now
+        if (before.phase, before.generation) != (now.phase, now.generation):
+            self._phase_begun = time.monotonic()
+            if self._enabled and not self._drawn:
+                total = f" ({now.total})" if now.total else ""
+                note = f" {now.note}" if now.note else ""
+                errors.print(
+                    f"{clock(self.elapsed)} generation {now.generation}: {now.phase}{total}{note}",
+                    highlight=False,
+                )
+
+    def generation(self, generation: Generation) -> None:
+        """A generation ended."""
+        self._done.append(generation)
+        if self._enabled and not self._drawn:
+            cells = dict(zip(HEADINGS, row(generation), strict=True))
+            text = "  ".join(f"{name} {value}" for name, value in cells.items() if value != "-")
+            errors.print(f"{clock(self.elapsed)} {text}", highlight=False)
+
+    def draw(self) -> RenderableType:
+        """The picture now."""
+        now, spent = self._now, time.monotonic() - self._phase_begun
+        line = Table.grid(padding=(0, 1))
+        parts: list[RenderableType] = [
+            Text(f"generation {now.generation}", style="bold"),
+            Text(now.phase, style="cyan"),
+        ]
+        if now.total:
+            parts.append(ProgressBar(total=now.total, completed=now.done, width=30))
+            left = spent / now.done * (now.total - now.done) if now.done else None
+            rest = f", {clock(left)} left" if left is not None else ""
+            parts.append(Text(f"{now.done}/{now.total}, for {clock(spent)}{rest}"))
+        else:
+            parts.append(Text(f"for {clock(spent)}"))
+        parts.append(Text(now.note, style="dim"))
+        line.add_row(*parts)
+        most = f", at most {self.generations} generations" if self.generations else ""
+        head = Text(f"{self.title}  {clock(self.elapsed)} elapsed{most}", style="dim")
+        table = [generations_table(self._done)] if self._done else []
+        return Group(*table, line, head)
+
+
+def generations_table(generations: Sequence[Generation]) -> Table:
+    """The table at the end: what each generation did and what came of it."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in ("version", "") else "right")
+    for generation in generations:
+        table.add_row(*row(generation), style=None if generation.promoted else "dim")
+    return table
+
+
+def row(g: Generation) -> tuple[str, ...]:
+    """A generation as cells, in the order of HEADINGS."""
+    loss = (
+        f"{g.loss_first:.2f}→{g.loss_last:.2f}" if g.loss_last is not None and g.loss_first else "-"
+    )
+    probe = "-" if g.probe_max_logprob_diff is None else f"{g.probe_max_logprob_diff:.0e}"
+    rate = f"{g.accepted_runs / g.runs:.3f}" if g.runs else "-"
+    return (
+        str(g.generation),
+        f"{g.holdout_success:.3f}",
+        "-" if g.test_success is None else f"{g.test_success:.3f}",
+        rate,
+        str(g.runs) if g.runs else "-",
+        f"{g.trained_tokens:,}" if g.trained_tokens else "-",
+        loss,
+        probe,
+        f"{sum(g.seconds.values()):.0f}",
+        g.version,
+        g.job_id or "-",
+        "" if g.promoted else "not promoted",
+    )

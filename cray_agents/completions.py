@@ -1,0 +1,176 @@
+"""Chat completions as a server sends them, whole or in chunks, read into our records.
+
+Called by agent.py. A server that reports tokens sends `prompt_token_ids` and, per choice,
+`token_ids` and `logprobs`, as vLLM and the gateway do; of any other server these stay empty.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from cray_agents.errors import EngineError
+from cray_agents.records import Message, ModelCall
+
+#: Keys of a message that stay when they are empty: all others would only confuse a chat template.
+_KEPT = ("role", "content")
+#: Request keys that say what was asked, not how to sample the answer.
+_NOT_SAMPLING = {"model", "messages", "tools", "stream", "stream_options", "extra_headers"}
+
+
+def read_completion(
+    completion: Mapping[str, Any],
+    request: Mapping[str, Any],
+    run_id: str,
+    started: float,
+    seconds: float,
+) -> ModelCall:
+    """The call that a request and its answer were. Raises EngineError for an answer of no shape."""
+    choice = first_choice(completion)
+    try:
+        logprobs = (choice.get("logprobs") or {}).get("content") or ()
+        return ModelCall(
+            id=str(completion.get("id") or ""),
+            run_id=run_id,
+            model=str(completion.get("model") or request["model"]),
+            messages=request["messages"],
+            message=tidy(choice["message"]),
+            tools=request.get("tools") or [],
+            prompt_token_ids=completion.get("prompt_token_ids") or [],
+            token_ids=choice.get("token_ids") or [],
+            logprobs=[entry["logprob"] for entry in logprobs],
+            sampling={k: v for k, v in request.items() if k not in _NOT_SAMPLING},
+            finish_reason=choice.get("finish_reason"),
+            started=started,
+            seconds=seconds,
+        )
+    except (ValidationError, AttributeError, KeyError, TypeError) as error:
+        raise EngineError(f"the model server's answer has no known shape: {error}") from error
+
+
+def first_choice(completion: Mapping[str, Any]) -> dict[str, Any]:
+    """The only choice asked for. Raises EngineError when there is no message in it."""
+    choices = completion.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
+        raise EngineError("the model server's answer holds no message")
+    return choice
+
+
+def tidy(message: Mapping[str, Any]) -> Message:
+    """An assistant's message without the fields that say nothing, its tool calls complete."""
+    kept = {k: v for k, v in message.items() if k in _KEPT or v not in (None, "", [], {})}
+    if "tool_calls" in kept:
+        calls = enumerate(call for call in kept["tool_calls"] if isinstance(call, dict))
+        kept["tool_calls"] = [_complete(call, position) for position, call in calls]
+        kept["content"] = kept.get("content") or None  # "" comes of streams, None of the rest
+    return {"role": "assistant", "content": None, **kept}
+
+
+def _complete(call: Mapping[str, Any], position: int) -> dict[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments") or ""
+    return {
+        **call,
+        "id": call.get("id") or f"call_{position}",
+        "type": "function",
+        "function": {
+            "name": function.get("name") or "",
+            # some servers send the object itself
+            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+        },
+    }
+
+
+def sendable(message: Message) -> Message:
+    """The message as the next request may carry it.
+
+    Servers refuse a conversation in which a tool call's arguments are not a JSON object, though
+    models write such calls; they go back as {"unparsed": what the model wrote}.
+    """
+    if not (calls := message.get("tool_calls")):
+        return message
+    if all(_is_object(call["function"]["arguments"]) for call in calls):
+        return message
+    mended = []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        if not _is_object(arguments):
+            arguments = json.dumps({"unparsed": arguments}) if arguments.strip() else "{}"
+        mended.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": mended}
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+class Assembly:
+    """A completion put together from the chunks of a stream."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] = {}
+        self._message: dict[str, Any] = {"role": "assistant", "content": None}
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._token_ids: list[int] = []
+        self._logprobs: list[Any] = []
+        self._finish: str | None = None
+
+    def add(self, chunk: Mapping[str, Any]) -> str:
+        """Take in the next chunk; returns the text it brought, if any. Raises EngineError."""
+        try:
+            return self._add(chunk)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise EngineError(f"the model server's chunk has no known shape: {error}") from error
+
+    def _add(self, chunk: Mapping[str, Any]) -> str:
+        for key in ("id", "model", "prompt_token_ids", "usage"):
+            if chunk.get(key):
+                self._head[key] = chunk[key]
+        text = ""
+        for choice in chunk.get("choices") or ():
+            self._token_ids += choice.get("token_ids") or ()
+            self._logprobs += (choice.get("logprobs") or {}).get("content") or ()
+            self._finish = choice.get("finish_reason") or self._finish
+            text += self._merge(choice.get("delta") or {})
+        return text
+
+    def _merge(self, delta: Mapping[str, Any]) -> str:
+        for key, value in delta.items():
+            if isinstance(value, str) and key != "role":
+                self._message[key] = (self._message.get(key) or "") + value
+        self._merge_calls(delta.get("tool_calls") or ())
+        return delta.get("content") or ""
+
+    def _merge_calls(self, parts: Iterable[Mapping[str, Any]]) -> None:
+        for part in parts:
+            index = part.get("index", len(self._calls))
+            empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            call = self._calls.setdefault(index, empty)
+            call["id"] = part.get("id") or call["id"]
+            function = part.get("function") or {}
+            call["function"]["name"] += function.get("name") or ""
+            call["function"]["arguments"] += function.get("arguments") or ""
+
+    def completion(self) -> dict[str, Any]:
+        """What the same request would have answered without streaming.
+
+        Raises EngineError when the stream stopped before its end: half an answer is none.
+        """
+        if self._finish is None:
+            raise EngineError("the model server's stream ended in the middle of an answer")
+        message = dict(self._message)
+        if self._calls:
+            message["tool_calls"] = [self._calls[index] for index in sorted(self._calls)]
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": self._finish,
+            "token_ids": self._token_ids,
+            "logprobs": {"content": self._logprobs},
+        }
+        return {**self._head, "object": "chat.completion", "choices": [choice]}

@@ -1,0 +1,93 @@
+"""The one typed configuration: defaults < cray-agents.toml < CRAY_AGENTS_* < flags.
+
+Read by cli.py and by whoever needs the shared root or the platform's URL. An unknown key is an
+error that names the nearest valid one.
+"""
+
+import difflib
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cray_agents.errors import ConfigError
+from cray_agents.paths import Home
+
+FILE = "cray-agents.toml"
+PREFIX = "CRAY_AGENTS_"
+_ELSEWHERE = {"URL", "API_KEY"}  # read where they are used: they say where a platform is
+
+
+class Config(BaseModel):
+    """Every setting of a platform, with its default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    home: Path = Field(Path(".cray-agents"), description="the shared root")
+    host: str = Field("127.0.0.1", description="where the gateway listens")
+    port: int = Field(8000, ge=0, lt=65536, description="0 picks a free one")
+    scheduler: Literal["auto", "slurm", "local"] = Field(
+        "auto", description="auto: a Slurm that answers, else a private one, else local processes"
+    )
+    train_ranks: int = Field(1, gt=0, description="data-parallel ranks of a job with no layout")
+    max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
+    max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
+    dtype: str = Field("auto", description="of the served weights; auto: float32 on CPU")
+    kv_cache_gib: int = Field(1, gt=0, description="GiB of KV cache per replica on CPU")
+    tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
+    engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
+    start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")
+    swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")
+
+    @property
+    def root(self) -> Home:
+        """The shared root as an absolute path, with its named places."""
+        return Home(self.home.expanduser().absolute())
+
+
+def load_config(flags: dict[str, Any] | None = None, directory: Path | None = None) -> Config:
+    """Read the file in `directory` (default: here), then the environment, then the flags given.
+
+    A flag of None was not given. Raises ConfigError naming the key, its source and the nearest
+    valid key.
+    """
+    values: dict[str, Any] = {}
+    file = (directory or Path.cwd()) / FILE
+    if file.exists():
+        try:
+            table = tomllib.loads(file.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{file}: {error}") from error
+        values |= _checked(table, str(file))
+    environment = {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in os.environ.items()
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _ELSEWHERE
+    }
+    values |= {
+        key: value.split() if key == "engine_args" else value
+        for key, value in _checked(environment, "environment", PREFIX).items()
+    }
+    values |= {key: value for key, value in (flags or {}).items() if value is not None}
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{key} = {first['input']!r}: {first['msg']}", param=key) from error
+
+
+def _checked(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    for key in table:
+        if key not in Config.model_fields:
+            near = difflib.get_close_matches(key, Config.model_fields, 1)
+            name = prefix + (key.upper() if prefix else key)
+            hint = (
+                f"did you mean {prefix + (near[0].upper() if prefix else near[0])}?"
+                if near
+                else (f"valid keys: {', '.join(Config.model_fields)}")
+            )
+            raise ConfigError(f"{source}: unknown key {name!r}; {hint}", param=key)
+    return table

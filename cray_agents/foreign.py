@@ -1,0 +1,132 @@
+"""Calls into code that authors bring (tools, rewards), so that it cannot stall or kill a run.
+
+Sync functions run in a daemon thread each, so that one that hangs blocks neither the event loop nor
+the end of the process; `wait_for` gives sync callers an event loop that outlives their call.
+Called by toolbox.py, rewards.py and agent.py.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Outcome = tuple[Any, BaseException | None]
+
+GRACE = 5.0  # seconds a run gets after Ctrl-C to record how it ended
+
+
+class Overdue(Exception):
+    """The function did not come back in time; its thread, if it has one, is left behind."""
+
+
+async def call(function: Callable[[], Any], timeout: float | None) -> Any:
+    """The function's result. Raises Overdue after `timeout` seconds, or what the function raised.
+
+    Async functions are awaited here, sync ones run in a thread with a copy of the context.
+    """
+    future: asyncio.Future[Outcome]
+    if _is_async(function):
+        future = asyncio.ensure_future(_outcome(function))
+    else:
+        future = _in_thread(function)
+    try:
+        await asyncio.wait({future}, timeout=timeout)
+        if not future.done():
+            raise Overdue
+        if future.cancelled():
+            raise RuntimeError("it cancelled itself")
+        result, error = future.result()
+    finally:
+        future.cancel()
+    if error is not None:
+        raise error if isinstance(error, Exception) else RuntimeError(repr(error))
+    if inspect.isawaitable(result):  # a sync wrapper around an async function
+        return await call(functools.partial(_awaited, result), timeout)
+    return result
+
+
+def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on the background loop and block for its result.
+
+    The loop is shared by all sync callers of this process, so that their engines keep their
+    connections. Called on that very loop (a sync call inside an async tool), a new one is used.
+    """
+    loop = _background_loop(os.getpid())
+    with contextlib.suppress(RuntimeError):  # no loop runs here: the usual case
+        if asyncio.get_running_loop() is loop:
+            return _in_own_loop(coroutine)
+    ended = threading.Event()
+
+    async def watched() -> T:
+        try:
+            return await coroutine
+        finally:
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(watched(), loop)
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        ended.wait(GRACE)
+        raise
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+async def _outcome(function: Callable[[], Any]) -> Outcome:
+    try:
+        return await function(), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the author's code
+        return None, error
+
+
+def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Outcome]:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Outcome] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(outcome: Outcome) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome: Outcome = (context.run(function), None)
+        except BaseException as error:  # noqa: BLE001 - the edge to the author's code
+            outcome = (None, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, outcome)
+
+    threading.Thread(target=work, name="cray-agents-call", daemon=True).start()
+    return future
+
+
+def _is_async(function: Callable[[], Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
+    )
+
+
+@functools.cache
+def _background_loop(pid: int) -> asyncio.AbstractEventLoop:
+    """One loop per process: keyed by pid, because a forked child inherits no threads."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"cray-agents-loop-{pid}", daemon=True).start()
+    return loop
+
+
+def _in_own_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(asyncio.run, coroutine).result()

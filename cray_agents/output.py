@@ -1,0 +1,57 @@
+"""An agent's output type: what the model is told of it, and how its last answer is read.
+
+Called by agent.py.
+"""
+
+import json
+import re
+from typing import Any
+
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+
+from cray_agents.errors import CrayError
+
+_SCALARS = (int, float, bool)
+_FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
+
+
+class OutputError(CrayError, ValueError):
+    """The model's last answer is not of the agent's output type; words for the model."""
+
+    code = "output_error"
+
+
+class OutputReader:
+    """Reads answers as `type_`: str as it is, int, float and bool from the bare text, others
+    (pydantic models, lists, ...) from JSON.
+    """
+
+    def __init__(self, type_: Any) -> None:
+        self._type = type_
+        self._adapter: TypeAdapter[Any] = TypeAdapter(FiniteFloat if type_ is float else type_)
+        self._bare = type_ is str or type_ in _SCALARS
+
+    @property
+    def instructions(self) -> str:
+        """A model cannot guess the fields of a JSON answer, so it is given their schema."""
+        if self._bare:
+            return ""
+        return f"Answer with JSON alone, of this schema: {json.dumps(self._adapter.json_schema())}"
+
+    def read(self, text: str) -> Any:
+        """The answer as the type. Raises OutputError."""
+        if self._type is str:
+            return text
+        text = text.strip()
+        try:
+            if self._bare:
+                return self._adapter.validate_python(text)
+            fenced = _FENCE.fullmatch(text)
+            return self._adapter.validate_json(fenced[1] if fenced else text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            place = "".join(f"{part}: " for part in problem["loc"])
+            wanted = getattr(self._type, "__name__", str(self._type))
+            raise OutputError(
+                f"The answer is not of type {wanted}: {place}{problem['msg']}."
+            ) from error

@@ -1,0 +1,184 @@
+"""The HTTP client of a running platform: what Loop, demo and the CLI do, they do through this.
+
+It speaks with the openai client's own transport, so that a light install needs nothing more. The
+routes are the gateway's (runtime/gateway). Read next: loop.py, its biggest user.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+from openai import AsyncOpenAI
+
+from cray_agents.errors import (
+    BadInput,
+    CrayError,
+    EngineError,
+    EngineUnavailable,
+    JobError,
+    NotFound,
+    SwapError,
+)
+from cray_agents.openai_engine import OpenAIEngine, run_event
+from cray_agents.records import (
+    DatasetRecipe,
+    Hyperparameters,
+    JobStatus,
+    ModelVersion,
+    ProbeReport,
+    Run,
+)
+
+URL = "http://127.0.0.1:8000"
+
+
+class Platform:
+    """A platform at `url` (default: $CRAY_AGENTS_URL, else http://127.0.0.1:8000).
+
+    Every call raises EngineUnavailable when nobody answers there, and otherwise the typed error
+    the gateway's envelope names.
+    """
+
+    def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
+        self.url = (url or os.environ.get("CRAY_AGENTS_URL") or URL).rstrip("/").removesuffix("/v1")
+        self._key = api_key or os.environ.get("CRAY_AGENTS_API_KEY") or "none"
+        self._client = AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=self._key, max_retries=4, timeout=600
+        )
+
+    def engine(self) -> OpenAIEngine:
+        """What agents call: the platform's chat completions, with exact tokens."""
+        return OpenAIEngine(self.url, api_key=self._key, exact_tokens=True)
+
+    async def info(self) -> dict[str, Any]:
+        """Engine, trainer and scheduler with their versions, and the home directory."""
+        return await self._get("/platform")
+
+    async def pool(self) -> list[dict[str, Any]]:
+        """The replicas: version, state, requests in flight, restarts, pid."""
+        return list((await self._get("/pool"))["data"])
+
+    async def record(self, runs: list[Run]) -> None:
+        """Store finished runs with their rewards; durable when this returns, twice is once."""
+        for run in runs:
+            await self._post(f"/trajectories/{run.id}/events", {"events": [run_event(run)]})
+
+    async def runs(self, **filters: Any) -> AsyncIterator[Run]:
+        """Stored runs without their token lists, by loop, generation, agent, task, split, ..."""
+        query = {key: value for key, value in filters.items() if value is not None}
+        after = ""
+        while True:
+            page = {**query, "limit": 1000, **({"after": after} if after else {})}
+            answer = await self._get("/trajectories", page)
+            for item in answer["data"]:
+                yield Run.model_validate(item)
+            if not answer["has_more"]:
+                return
+            after = answer["last_id"]
+
+    async def build_dataset(self, recipe: DatasetRecipe) -> dict[str, Any]:
+        """Build the training set, or find it: its id, counts, and what was left out and why."""
+        return await self._post("/datasets", recipe.model_dump(mode="json"))
+
+    async def submit_job(
+        self,
+        *,
+        dataset: str,
+        parent: str,
+        hyperparameters: Hyperparameters,
+        optimizer_from: str | None = None,
+    ) -> JobStatus:
+        """Start a training job, or find it. `parent` is `name@N` or a checkpoint directory."""
+        body = {
+            "dataset": dataset,
+            "parent": parent,
+            "hyperparameters": hyperparameters.model_dump(mode="json"),
+            "optimizer_from": optimizer_from,
+        }
+        return JobStatus.model_validate(await self._post("/jobs", body))
+
+    async def job(self, job_id: str) -> JobStatus:
+        """Where a job stands."""
+        return JobStatus.model_validate(await self._get(f"/jobs/{job_id}"))
+
+    async def job_log(self, job_id: str, tail: int = 20) -> str:
+        """The last lines of a job's log."""
+        answer = await self._guard(
+            self._client.get(
+                f"/jobs/{job_id}/logs", cast_to=str, options={"params": {"tail": tail}}
+            )
+        )
+        return str(answer)
+
+    async def register(self, name: str, checkpoint: str) -> ModelVersion:
+        """Make a checkpoint the next version of a name, or find the version it already is."""
+        answer = await self._post(f"/models/{name}/versions", {"checkpoint": checkpoint})
+        return ModelVersion.model_validate(answer)
+
+    async def versions(self, name: str) -> list[dict[str, Any]]:
+        """All versions of a name, oldest first; `promoted` marks the one it stands for."""
+        return list((await self._get(f"/models/{name}/versions"))["data"])
+
+    async def promoted(self, name: str) -> ModelVersion | None:
+        """The version the bare name stands for."""
+        for version in await self.versions(name):
+            if version["promoted"]:
+                return ModelVersion.model_validate(version)
+        return None
+
+    async def stage(self, version: ModelVersion) -> ProbeReport:
+        """Load a version into the pool and prove it. Raises SwapError; the old one then serves."""
+        answer = await self._post(f"/models/{version.name}/versions/{version.number}/stage", {})
+        return ProbeReport.model_validate(answer)
+
+    async def promote(self, version: ModelVersion, *, who: str, reason: str) -> None:
+        """Make the bare name stand for this version."""
+        body = {"version": version.number, "who": who, "reason": reason}
+        await self._post(f"/models/{version.name}/promote", body)
+
+    async def generations(self, loop: str) -> list[dict[str, Any]]:
+        """The finished generations of a loop, in order."""
+        return list((await self._get(f"/loops/{loop}/generations"))["data"])
+
+    async def finish_generation(self, loop: str, number: int, record: dict[str, Any]) -> None:
+        """Write a generation's record, once and for all."""
+        await self._post(f"/loops/{loop}/generations/{number}", record)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def _get(self, path: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
+        options: Any = {"params": query or {}}
+        return await self._guard(self._client.get(path, cast_to=object, options=options))  # type: ignore[return-value]
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._guard(self._client.post(path, cast_to=object, body=body))  # type: ignore[return-value]
+
+    async def _guard(self, call: Any) -> object:
+        try:
+            return await call
+        except openai.APIStatusError as error:
+            raise _typed(error) from error
+        except openai.APIConnectionError as error:
+            raise EngineUnavailable(
+                f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "
+                "or name another with CRAY_AGENTS_URL"
+            ) from error
+
+
+def _typed(error: openai.APIStatusError) -> CrayError:
+    """The gateway's envelope as the error it came from."""
+    body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
+    message = str(body.get("message") or error.message)
+    code = body.get("code")
+    if code == SwapError.code:
+        return SwapError(message)
+    if code == JobError.code:
+        return JobError(message)
+    if error.status_code == 404:
+        return NotFound(message, param=body.get("param"), code=code)
+    if error.status_code < 500:
+        return BadInput(message, param=body.get("param"), code=code)
+    return EngineError(message, status=error.status_code)

@@ -1,0 +1,226 @@
+"""ScriptedEngine: a model that says what it is told to. For testing agents, loops and pools.
+
+    engine = ScriptedEngine([tool_call("calculator", expression="2 + 2"), "4"])
+    run = await agent.run("What is 2 + 2?", engine=engine)
+    assert engine.requests[1]["messages"][-1]["content"] == "4"
+
+It answers as the real one does: OpenAI's shapes, with token ids (the bytes of the text) and
+logprobs. It implements both seams, `ChatEngine` and `Engine` (ports.py).
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from cray_agents.errors import EngineError, SwapError
+from cray_agents.records import Message, canonical, digest
+
+Said = str | dict[str, Any] | list[dict[str, Any]] | BaseException
+Script = Callable[..., Said | Awaitable[Said]]
+Reply = Said | Script
+
+_LOGPROB = -0.5  # of every token it says
+_CHUNK = 8  # characters of text in a streamed chunk
+
+
+def tool_call(name: str, **arguments: Any) -> dict[str, Any]:
+    """A reply, or one of a reply's list, that calls a tool."""
+    return {"name": name, "arguments": arguments}
+
+
+class ScriptedEngine:
+    """Answers each request with the next reply, or all with one callable.
+
+    A reply is a text; a tool call `{"name": ..., "arguments": dict or JSON text}` or a list of
+    them; a whole assistant message (a dict with `role`); an exception to raise; or a callable,
+    sync or async, that gets `(request)` or `(request, version)` and returns one of these. An
+    exhausted script raises EngineError. `requests` holds every request as it came.
+
+    `drift` is added to every logprob that `score` gives: a probe then does not match. `delay`:
+    seconds an answer takes.
+    """
+
+    def __init__(
+        self, replies: Iterable[Reply] | Script = (), *, drift: float = 0.0, delay: float = 0.0
+    ) -> None:
+        self._every = replies if callable(replies) else None
+        self._replies = [] if callable(replies) else list(replies)
+        self._position = 0
+        self.requests: list[dict[str, Any]] = []
+        self.loaded: list[str] = []  # versions, in order
+        self.version = ""
+        self.checkpoint: Path | None = None
+        self.drift = drift
+        self.delay = delay
+
+    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The next reply as a chat completion."""
+        message = await self._say(request)
+        sampled, prompt = _tokens(message), _prompt_tokens(request)
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": _finish_reason(message),
+            "token_ids": sampled,
+            "logprobs": _logprobs(sampled),
+        }
+        return self._head("chat.completion", request) | {
+            "choices": [choice],
+            "usage": _usage(prompt, sampled),
+            "prompt_token_ids": prompt,
+        }
+
+    async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The next reply as chunks: the role, text or tool calls in pieces, usage."""
+        message = await self._say(request)
+        sampled, prompt = _tokens(message), _prompt_tokens(request)
+        head = self._head("chat.completion.chunk", request)
+        yield head | {
+            "choices": [_delta({"role": "assistant", "content": ""})],
+            "prompt_token_ids": prompt,
+        }
+        pieces = _pieces(message)
+        share = -(-len(sampled) // len(pieces))
+        for number, piece in enumerate(pieces):
+            tokens = sampled[number * share : (number + 1) * share]
+            delta = _delta(piece) | {"token_ids": tokens, "logprobs": _logprobs(tokens)}
+            if number == len(pieces) - 1:
+                delta["finish_reason"] = _finish_reason(message)
+            yield head | {"choices": [delta]}
+        yield head | {"choices": [], "usage": _usage(prompt, sampled)}
+
+    async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
+        """Hold a checkpoint's version. Raises SwapError if there is no such directory."""
+        if not checkpoint.is_dir():
+            raise SwapError(f"{checkpoint} is not a directory")
+        self.checkpoint, self.version = checkpoint, version
+        self.loaded.append(version)
+        return {"pause": 0.0, "load": 0.0, "resume": 0.0}
+
+    async def score(self, prompts: list[list[int]]) -> list[list[float]]:
+        """The logprobs of the loaded checkpoint's own probe, plus `drift`.
+
+        Raises EngineError for a prompt that its `manifest.json` does not hold.
+        """
+        known: dict[tuple[int, ...], list[float]] = {}
+        manifest = self.checkpoint / "manifest.json" if self.checkpoint else None
+        if manifest is not None and manifest.exists():
+            for prompt in json.loads(manifest.read_text())["probe"]:
+                known[tuple(prompt["token_ids"])] = prompt["logprobs"]
+        try:
+            return [[value + self.drift for value in known[tuple(prompt)]] for prompt in prompts]
+        except KeyError as error:
+            raise EngineError(f"{manifest} has no probe for the prompt {error}") from None
+
+    async def _say(self, request: dict[str, Any]) -> Message:
+        number = len(self.requests)
+        self.requests.append(request)
+        reply: Reply | None = self._every
+        if reply is None:
+            if self._position >= len(self._replies):
+                raise EngineError(
+                    f"the script holds {len(self._replies)} replies, and request {number + 1} came"
+                )
+            reply = self._replies[self._position]
+            self._position += 1
+        if self.delay:
+            await asyncio.sleep(self.delay)
+        if callable(reply):
+            wants_version = len(inspect.signature(reply).parameters) > 1
+            said = reply(request, self.version) if wants_version else reply(request)
+            reply = await said if inspect.isawaitable(said) else said
+        if isinstance(reply, BaseException):
+            raise reply
+        return _message(reply, number)
+
+    def _head(self, kind: str, request: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-scripted-{len(self.requests)}",
+            "object": kind,
+            "created": 0,
+            "model": self.version or request.get("model", "scripted"),
+        }
+
+
+def _message(reply: Any, number: int) -> Message:
+    if isinstance(reply, str):
+        return {"role": "assistant", "content": reply}
+    if isinstance(reply, dict) and "role" in reply:
+        return reply
+    calls = [reply] if isinstance(reply, dict) else reply
+    if not isinstance(calls, list) or not all(isinstance(c, dict) and "name" in c for c in calls):
+        raise EngineError(
+            f"reply {number + 1} of the script is {reply!r}: a text, tool calls, a message, an "
+            "exception or a callable that returns one of these is needed"
+        )
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": str(call.get("id") or f"call_{digest([number, index], 8)}"),
+                "type": "function",
+                "function": {"name": call["name"], "arguments": _arguments(call)},
+            }
+            for index, call in enumerate(calls)
+        ],
+    }
+
+
+def _arguments(call: dict[str, Any]) -> str:
+    arguments = call.get("arguments", {})
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _finish_reason(message: Message) -> str:
+    return "tool_calls" if message.get("tool_calls") else "stop"
+
+
+def _pieces(message: Message) -> list[dict[str, Any]]:
+    """The message as deltas: text in short chunks, each tool call as its name, then arguments."""
+    text = message.get("content") or ""
+    pieces: list[dict[str, Any]] = [
+        {"content": text[start : start + _CHUNK]} for start in range(0, len(text), _CHUNK)
+    ]
+    for index, call in enumerate(message.get("tool_calls") or []):
+        function = call["function"]
+        opening = {**call, "index": index, "function": {"name": function["name"], "arguments": ""}}
+        rest = {"index": index, "function": {"arguments": function["arguments"]}}
+        pieces += [{"tool_calls": [opening]}, {"tool_calls": [rest]}]
+    return pieces or [{}]
+
+
+def _delta(delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "finish_reason": None}
+
+
+def _tokens(message: Message) -> list[int]:
+    """A token for each byte of what was said; a tool call is said as its JSON."""
+    said = (message.get("content") or "").encode()
+    if message.get("tool_calls"):
+        said += canonical([call["function"] for call in message["tool_calls"]])
+    return list(said)
+
+
+def _prompt_tokens(request: dict[str, Any]) -> list[int]:
+    return list(canonical(request.get("messages", [])))
+
+
+def _logprobs(tokens: list[int]) -> dict[str, Any]:
+    return {
+        "content": [
+            {"token": chr(token), "logprob": _LOGPROB, "bytes": [token], "top_logprobs": []}
+            for token in tokens
+        ]
+    }
+
+
+def _usage(prompt: list[int], sampled: list[int]) -> dict[str, int]:
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(sampled),
+        "total_tokens": len(prompt) + len(sampled),
+    }

@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Makes .venv at the root of the checkout, with everything pinned, and Slurm where it can be had.
+# Safe to run again at any time: a finished set-up is recognised by its stamp in no time, a half-finished
+# one is completed. Called by the Makefile; needs nothing but bash and Python 3.11 or later.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+torch=2.13.0+cpu
+stamp=.venv/.setup-$(cat requirements/*.txt requirements/setup.sh pyproject.toml | sha256sum | cut -c1-16)
+[ -e "$stamp" ] && [ -x .venv/bin/cray-agents ] && exit 0
+
+say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
+
+find_python() {
+  for name in ${PYTHON:-} python3 python3.12 python3.11 python3.13; do
+    if command -v "$name" >/dev/null 2>&1 &&
+      "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  say "No Python 3.11-3.13 found. Install one (Debian, Ubuntu: apt-get install python3 python3-venv), or name it: make setup PYTHON=/path/to/python3.12"
+  exit 2
+}
+
+make_venv() {
+  if .venv/bin/python -c 'import pip' 2>/dev/null; then return; fi
+  local python
+  python=$(find_python)
+  say "[1/4] virtual environment (.venv, $("$python" -V))"
+  rm -rf .venv
+  "$python" -m venv .venv || {
+    rm -rf .venv
+    say "python -m venv failed. On Debian and Ubuntu: apt-get install python3-venv"
+    exit 2
+  }
+}
+
+install_packages() {
+  local pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --progress-bar off"
+  say "[2/4] torch $torch"
+  # The CPU build is found where pip is configured to look, else on PyTorch's own index.
+  if ! .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch') != '$torch')" 2>/dev/null; then
+    $pip "torch==$torch" 2>/dev/null ||
+      $pip "torch==$torch" --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
+  fi
+  say "[3/4] pinned packages (vLLM for CPU, transformers, Megatron-core, test tools): about two minutes"
+  $pip -r requirements/cpu.txt -r requirements/dev.txt
+  $pip --no-build-isolation -e . 2>/dev/null || $pip -e .
+}
+
+has_slurm() {
+  for program in munged slurmctld slurmd sbatch squeue scontrol scancel sinfo; do
+    PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || return 1
+  done
+}
+
+# Installs Slurm's programs and starts none of its services: the platform runs a private cluster.
+apt_install_slurm() {
+  export DEBIAN_FRONTEND=noninteractive
+  local policy=/usr/sbin/policy-rc.d made="" code=0
+  if [ ! -e $policy ]; then
+    printf '#!/bin/sh\nexit 101\n' >$policy
+    chmod 755 $policy
+    made=yes
+  fi
+  apt-get install -qq -y --no-install-recommends $slurm_packages >/dev/null 2>&1 ||
+    { apt-get update -qq && apt-get install -qq -y --no-install-recommends $slurm_packages; } >/dev/null 2>&1 ||
+    code=$?
+  [ -z "$made" ] || rm -f $policy
+  systemctl disable --quiet munge slurmctld slurmd >/dev/null 2>&1 || true
+  return $code
+}
+
+install_slurm() {
+  say "[4/4] Slurm"
+  if has_slurm; then return; fi
+  slurm_packages="munge slurmctld slurmd slurm-client"
+  local without="training jobs will run as local processes. To use Slurm: apt-get install --no-install-recommends $slurm_packages"
+  if ! command -v apt-get >/dev/null; then
+    say "No apt-get and no Slurm here: training jobs will run as local processes."
+  elif [ "$(id -u)" = 0 ]; then
+    apt_install_slurm || say "Slurm could not be installed: $without"
+  elif sudo -n true 2>/dev/null; then
+    sudo -n bash -c "slurm_packages='$slurm_packages'; $(declare -f apt_install_slurm); apt_install_slurm" ||
+      say "Slurm could not be installed: $without"
+  else
+    say "Slurm is not installed, and this user may not install it: $without"
+  fi
+}
+
+say "Setting up (once):"
+make_venv
+install_packages
+install_slurm
+rm -f .venv/.setup-*
+touch "$stamp"
+say "Set-up done."

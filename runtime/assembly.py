@@ -1,0 +1,64 @@
+"""From the events of one run to its Run record, whatever order they came in.
+
+The agent tells what was said and done (`run`), the gateway what was sampled (`call`), whoever
+judges tells rewards. A run nobody described, such as a plain OpenAI client's, is told by its calls.
+Called by store.py.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cray_agents.records import ModelCall, Reward, Run, StopReason, Trajectory, Turn
+
+
+def assemble(
+    run_id: str,
+    described: dict[str, Any] | None,
+    calls: list[dict[str, Any]],
+    rewards: list[dict[str, Any]],
+) -> Run:
+    """Join the bodies of a run's events. Raises pydantic's ValidationError on a broken body.
+
+    `calls` may hold fewer than the turns name: a turn whose call is not known keeps `call=None`.
+    """
+    known = {call.id: call for call in map(ModelCall.model_validate, calls)}
+    run = Run.model_validate(described) if described is not None else _told_by(run_id, known)
+    turns = run.trajectory.turns or [Turn(call_id=call.id) for call in _in_order(known.values())]
+    joined = [turn.model_copy(update={"call": known.get(turn.call_id)}) for turn in turns]
+    return run.model_copy(
+        update={
+            "rewards": newest([*run.rewards, *map(Reward.model_validate, rewards)]),
+            "trajectory": run.trajectory.model_copy(update={"turns": joined}),
+        }
+    )
+
+
+def newest(rewards: Iterable[Reward]) -> list[Reward]:
+    """One reward for each (name, source): the one given last. Sorted by name and source."""
+    kept: dict[tuple[str, str], Reward] = {}
+    for reward in sorted(rewards, key=lambda r: (r.time, r.value)):
+        kept[reward.name, reward.source] = reward
+    return [kept[key] for key in sorted(kept)]
+
+
+def _in_order(calls: Iterable[ModelCall]) -> list[ModelCall]:
+    return sorted(calls, key=lambda call: (call.started, call.id))
+
+
+def _told_by(run_id: str, known: dict[str, ModelCall]) -> Run:
+    calls = _in_order(known.values())
+    first, last = calls[0], calls[-1]
+    asked = next((m.get("content") for m in first.messages if m.get("role") == "user"), None)
+    return Run(
+        id=run_id,
+        agent="",
+        model=last.model,
+        input=asked if isinstance(asked, str) else "",
+        output=last.message.get("content"),
+        stop_reason=(
+            StopReason.cancelled if last.finish_reason == "cancelled" else StopReason.completed
+        ),
+        trajectory=Trajectory(messages=[*last.messages, last.message]),
+        started=first.started,
+        seconds=last.started + last.seconds - first.started,
+    )

@@ -1,0 +1,98 @@
+"""Checkpoint directories: proving one whole, and taking a foreign one in.
+
+A checkpoint is a Hugging Face directory with `manifest.json` beside the weights, published last.
+The registry takes them in; the pool and the trainer read them. Only safetensors come in: a pickle
+can run code when it is loaded.
+"""
+
+import shutil
+from pathlib import Path
+
+import orjson
+
+from cray_agents.errors import BadInput, Corrupt, NotFound
+from cray_agents.paths import Home
+from cray_agents.records import Manifest, digest
+from cray_agents.runtime import durable
+
+MANIFEST = "manifest.json"
+# what a Hugging Face directory needs to be served and trained; code and pickles stay outside
+SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md"}
+
+
+def weights_sha256(files: dict[str, str]) -> str:
+    """One hash for the weights among a manifest's files: 64 hex digits over names and hashes."""
+    return digest({n: sha for n, sha in files.items() if n.endswith(".safetensors")}, 64)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """A checkpoint's manifest. Raises NotFound without one, Corrupt if it cannot be read."""
+    path = directory / MANIFEST
+    try:
+        return Manifest.model_validate(orjson.loads(path.read_bytes()))
+    except FileNotFoundError as error:
+        raise NotFound(f"{directory} has no {MANIFEST}: it is not a checkpoint") from error
+    except ValueError as error:
+        raise Corrupt(f"{path} is not a checkpoint's manifest: {error}") from error
+
+
+def verify(directory: Path) -> Manifest:
+    """Hash every file that the manifest names. Raises Corrupt, naming the file that differs."""
+    manifest = read_manifest(directory)
+    for name, expected in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise Corrupt(f"{path} is missing, but the manifest names it")
+        found = durable.sha256_file(path)
+        if found != expected:
+            raise Corrupt(f"{path} has SHA-256 {found}, but the manifest says {expected}")
+    return manifest
+
+
+def take_in(home: Home, source: Path) -> tuple[str, Manifest]:
+    """The id and manifest of a checkpoint, copied under the home unless it lies there already.
+
+    With a manifest it is verified; without one, `source` is a plain Hugging Face directory and gets
+    one. The same content gives the same id `hf-<hash>`. Raises BadInput, Corrupt.
+    """
+    if source.parent.resolve() == home.checkpoint("x").parent.resolve():
+        return source.name, verify(source)
+    manifest = verify(source) if (source / MANIFEST).is_file() else _describe(source)
+    for name in manifest.files:
+        if Path(name).name != name or Path(name).suffix not in SUFFIXES:
+            raise BadInput(
+                f"{source} holds {name!r}, which is not taken in: only plain model files"
+            )
+    checkpoint_id = f"hf-{digest(manifest.files)}"
+    target = home.checkpoint(checkpoint_id)
+    if (target / MANIFEST).is_file():
+        return checkpoint_id, verify(target)
+    _copy(source, target, manifest)
+    return checkpoint_id, verify(target)  # also proves the copy
+
+
+def _describe(source: Path) -> Manifest:
+    names = sorted(
+        path.name
+        for path in source.iterdir()
+        if path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(".")
+    )
+    if "config.json" not in names:
+        raise BadInput(f"{source} has no config.json: it is no Hugging Face model directory")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise BadInput(f"{source} has no *.safetensors; save the model with safetensors first")
+    files = {name: durable.sha256_file(source / name) for name in names}
+    return Manifest(files=files, weights_sha256=weights_sha256(files))
+
+
+def _copy(source: Path, target: Path, manifest: Manifest) -> None:
+    draft = durable.draft_directory(target)
+    try:
+        for name in manifest.files:
+            shutil.copyfile(source / name, draft / name)
+            durable.sync(draft / name)
+        durable.write_file(draft / MANIFEST, orjson.dumps(manifest.model_dump(mode="json")))
+        durable.publish_directory(draft, target)
+    finally:
+        if draft.exists():
+            shutil.rmtree(draft)

@@ -1,0 +1,77 @@
+"""Files that are either whole or absent, on a laptop's disk and on NFS, Lustre or Weka alike.
+
+Everything immutable under the shared root goes through here: the registry's versions, checkpoints
+and datasets. Growing files are another matter: see segments.py.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+from cray_agents.records import new_id
+
+BLOCK = 1 << 20  # bytes read at a time
+
+
+def sha256_file(path: Path) -> str:
+    """The hex SHA-256 of a file's bytes."""
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory's list of names to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write and fsync a file that nobody reads yet: half of it may be seen meanwhile."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Publish a file under a name nobody has; False if somebody was first.
+
+    The link is exclusive like O_EXCL, but the name never stands for a half-written file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{new_id('draft')}")
+    write_file(draft, data)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    sync(path.parent)
+    return True
+
+
+def draft_directory(target: Path) -> Path:
+    """An empty directory beside `target`, to be filled and then published as it."""
+    draft = target.with_name(f".{target.name}.{new_id('draft')}")
+    draft.mkdir(parents=True)
+    return draft
+
+
+def publish_directory(draft: Path, target: Path) -> bool:
+    """Rename a filled, fsynced draft to its name; False if the name is taken already."""
+    sync(draft)
+    try:
+        draft.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        return False
+    sync(target.parent)
+    return True

@@ -1,0 +1,92 @@
+"""What comes in and goes out: JSON bodies, query parameters, ids; all refusals are BadInput."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.runtime.gateway.errors import BodyTooLarge
+
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # also safe as a header and a folder
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_json(request: Request, limit: int) -> dict[str, Any]:
+    """The body as a JSON object. Raises BadInput; BodyTooLarge beyond `limit` bytes."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
+    try:
+        value = orjson.loads(body)
+    except ValueError as error:
+        raise BadInput(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise BadInput("the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def parse(model: type[Model], value: Any, under: str = "") -> Model:
+    """A record from JSON. Raises BadInput naming the first field that does not fit."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in (under, *first["loc"]) if part != "")
+        raise BadInput(f"{param or 'the body'}: {first['msg']}", param=param or None) from error
+
+
+def answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(value), 200, headers, "application/json")
+
+
+def field(body: dict[str, Any], name: str, kind: type[Any], default: Any = None) -> Any:
+    """A field of a body, of a kind. Without a default it must be there. Raises BadInput."""
+    value = body.get(name, default)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise BadInput(f"{name} must be given as a {kind.__name__}", param=name)
+    return value
+
+
+def query(request: Request, *known: str) -> dict[str, str]:
+    """The query parameters. An unknown one is an error, for it would have no effect."""
+    for name in request.query_params:
+        if name not in known:
+            raise BadInput(
+                f"unknown query parameter {name!r}; there are {', '.join(known)}",
+                param=name,
+                code="unknown_parameter",
+            )
+    return dict(request.query_params)
+
+
+def number(given: Mapping[str, str], name: str, default: int, most: int | None = None) -> int:
+    """A whole, non-negative query parameter. Raises BadInput."""
+    text = given.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()) or (most is not None and int(text) > most):
+        bound = "" if most is None else f" up to {most}"
+        raise BadInput(f"{name} must be a whole number{bound}, not {text!r}", param=name)
+    return int(text)
+
+
+def path_id(request: Request, name: str, what: str) -> str:
+    """An id from the path; what cannot be one is not found, and never reaches the disk."""
+    value = str(request.path_params[name])
+    if not ID.fullmatch(value):
+        raise NotFound(f"no {what} {value!r}", param=name)
+    return value
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {limit} bytes")

@@ -1,0 +1,97 @@
+"""Every failure as OpenAI's envelope: {"error": {"message", "type", "param", "code"}}.
+
+Clients decide by status and `code`, so both are the same wherever an error comes from. The OpenAI
+client repeats 409 and 500 on its own, which would run a failed swap or job again: `x-should-retry`
+forbids it.
+"""
+
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cray_agents.errors import (
+    BadInput,
+    Corrupt,
+    CrayError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    JobError,
+    NotFound,
+    SchedulerError,
+    SetupError,
+    SwapError,
+)
+
+PASSED_ON = {400, 413, 422, 429}  # the engine's own verdicts on a request; the rest is our failure
+REASONS = {404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class BodyTooLarge(BadInput):
+    """A request's body is larger than the gateway takes."""
+
+    code = "body_too_large"
+
+
+def status_of(error: CrayError) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, EngineTimeout):
+        return 504
+    if isinstance(error, EngineUnavailable | SetupError | SchedulerError):
+        return 503
+    if isinstance(error, EngineError):
+        return error.status if error.status in PASSED_ON else 502
+    if isinstance(error, BodyTooLarge):
+        return 413
+    for kind, status in ((BadInput, 400), (NotFound, 404), (SwapError, 409), (Corrupt, 422)):
+        if isinstance(error, kind):
+            return status
+    return 500
+
+
+def envelope(status: int, message: str, code: str, param: str | None = None) -> bytes:
+    """The JSON of an error."""
+    if status == 409:
+        kind = "conflict_error"
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return orjson.dumps({"error": error})
+
+
+def error_json(error: CrayError) -> bytes:
+    """The JSON of one of our errors; also what a stream that already began ends with."""
+    param = getattr(error, "param", None)
+    return envelope(status_of(error), str(error), str(error.code), param)
+
+
+def error_response(error: CrayError) -> Response:
+    """The answer to a request that failed with one of our errors."""
+    status = status_of(error)
+    headers = {}
+    if isinstance(error, SwapError | JobError) and status != 503:
+        headers["x-should-retry"] = "false"
+    if status == 503:
+        headers["retry-after"] = "1"
+    return Response(error_json(error), status, headers, "application/json")
+
+
+async def on_cray_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for our errors."""
+    assert isinstance(error, CrayError)
+    return error_response(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for its own: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    code = REASONS.get(error.status_code, "invalid_request")
+    body = envelope(error.status_code, message, code)
+    return Response(body, error.status_code, error.headers, "application/json")
+
+
+HANDLERS: dict[Any, Any] = {CrayError: on_cray_error, HTTPException: on_http_error}

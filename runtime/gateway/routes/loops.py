@@ -1,0 +1,46 @@
+"""The journal of loops: a record per finished generation, written once."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cray_agents.errors import Corrupt
+from cray_agents.runtime import durable
+from cray_agents.runtime.gateway.bodies import answer, path_id, read_json
+from cray_agents.runtime.gateway.services import Services
+
+
+def routes(services: Services) -> list[Route]:
+    """Everything under /v1/loops."""
+
+    def folder(request: Request) -> Path:
+        return services.home.loop(path_id(request, "loop", "loop")) / "generations"
+
+    async def listing(request: Request) -> Response:
+        return answer({"data": await asyncio.to_thread(_read, folder(request))})
+
+    async def finish(request: Request) -> Response:
+        record = await read_json(request, services.max_body)
+        path = folder(request) / f"{request.path_params['number']}.json"
+        created = await asyncio.to_thread(durable.create_file, path, orjson.dumps(record))
+        return answer({"created": created})
+
+    return [
+        Route("/v1/loops/{loop}/generations", listing),
+        Route("/v1/loops/{loop}/generations/{number:int}", finish, methods=["POST"]),
+    ]
+
+
+def _read(folder: Path) -> list[Any]:
+    if not folder.is_dir():
+        return []
+    paths = [path for path in folder.glob("*.json") if path.stem.isdecimal()]
+    try:
+        return [orjson.loads(p.read_bytes()) for p in sorted(paths, key=lambda p: int(p.stem))]
+    except ValueError as error:
+        raise Corrupt(f"a generation's record in {folder} cannot be read: {error}") from error

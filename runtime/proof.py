@@ -1,0 +1,83 @@
+"""The golden probe: do the weights that answer here give the logprobs the trainer got?
+
+pool.py proves each version with it before the version serves.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from cray_agents.errors import Corrupt, SwapError
+from cray_agents.ports import Engine, golden
+from cray_agents.records import ProbePrompt, ProbeReport
+
+#: Files that a running server has read and cannot read again. Weights are not among them.
+_FIXED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_HARMLESS = ("transformers_version", "_name_or_path")  # in config.json
+
+
+async def prove(
+    engine: Engine, version: str, probe: list[ProbePrompt], tolerance: float
+) -> ProbeReport:
+    """Score the probe and compare. Raises EngineError if the engine cannot score it."""
+    started = time.perf_counter()
+    scores = await engine.score(golden(probe))
+    worst = 0.0
+    for prompt, score in zip(probe, scores, strict=True):
+        if len(score) != len(prompt.logprobs):
+            raise SwapError(
+                f"a probe prompt of {version} has {len(prompt.logprobs)} logprobs, and the engine "
+                f"gave {len(score)}: the probe must hold one for each token but the first"
+            )
+        worst = max([worst, *(abs(a - b) for a, b in zip(score, prompt.logprobs, strict=True))])
+    return ProbeReport(
+        version=version,
+        prompts=len(probe),
+        tokens=sum(len(prompt.logprobs) for prompt in probe),
+        max_logprob_diff=worst,
+        tolerance=tolerance,
+        passed=worst <= tolerance,
+        seconds={"prove": time.perf_counter() - started},
+    )
+
+
+def was_trained(checkpoint: Path) -> bool:
+    """Whether the checkpoint's manifest names a training job: then it must bring a probe."""
+    return bool(_object(checkpoint / "manifest.json").get("job"))
+
+
+def same_shape(one: Path, other: Path) -> bool:
+    """Whether weights of one checkpoint fit a server started on the other: config and tokenizer."""
+    return _config(one) == _config(other) and all(
+        _content(one / name) == _content(other / name) for name in _FIXED
+    )
+
+
+def _config(checkpoint: Path) -> dict[str, object]:
+    config = _object(checkpoint / "config.json")
+    return {key: value for key, value in config.items() if key not in _HARMLESS}
+
+
+def _object(file: Path) -> dict[str, object]:
+    """What a JSON file holds; empty if there is none. Raises Corrupt."""
+    try:
+        value = json.loads(_content(file) or b"{}")
+    except ValueError as error:
+        raise Corrupt(f"{file} is not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _content(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None

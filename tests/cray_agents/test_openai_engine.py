@@ -1,0 +1,282 @@
+"""The engine over HTTP, against a real server on loopback that misbehaves as told."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from cray_agents import Agent, OpenAIEngine
+from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
+from cray_agents.events import RunEnded, TextDelta
+from cray_agents.tools.calculator import calculator
+
+ASK = {"model": "calc", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def answer(text: str = "ok", exact: bool = True) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": "stop",
+    }
+    if not exact:
+        return {"id": "c1", "model": "gpt", "choices": [choice]}
+    choice |= {"token_ids": [4, 5], "logprobs": {"content": [{"logprob": -0.5}] * 2}}
+    return {"id": "c1", "model": "calc@1", "prompt_token_ids": [1], "choices": [choice]}
+
+
+def refusal(status: int, message: str = "no", **headers: str) -> Response:
+    error = {"message": message, "type": "x", "param": "messages", "code": "some_code"}
+    return JSONResponse({"error": error}, status, headers=headers)
+
+
+async def test_what_is_sent_and_what_comes_back(server):
+    server.answer = lambda body: answer()
+    engine = OpenAIEngine(server.url)
+    request = {**ASK, "top_k": 5, "temperature": 0.5, "extra_headers": {"X-Run-Id": "run_7"}}
+    assert await engine.chat(request) == answer()
+    assert server.run_ids == ["run_7"]
+    assert server.requests == [
+        {**ASK, "top_k": 5, "temperature": 0.5, "logprobs": True, "return_token_ids": True,
+         "stream": False},
+    ]  # fmt: skip
+    assert engine.exact_tokens is True
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_urls(url, monkeypatch):
+    assert OpenAIEngine(url).base_url == "http://h:1/v1"
+    monkeypatch.setenv("CRAY_AGENTS_URL", url)
+    assert OpenAIEngine().base_url == "http://h:1/v1"
+    assert OpenAIEngine("http://h/runs/r1/v1").base_url == "http://h/runs/r1/v1"
+
+
+# ---- servers that know no exact tokens
+
+
+async def test_a_server_that_refuses_the_fields(server):
+    def strict(body: dict[str, Any]) -> Any:
+        if "return_token_ids" in body:
+            return refusal(400, "Unrecognized request argument: return_token_ids")
+        return answer(exact=False)
+
+    server.answer = strict
+    engine = OpenAIEngine(server.url)
+    for _ in range(2):
+        assert (await engine.chat(ASK))["id"] == "c1"
+    assert len(server.requests) == 3 and engine.exact_tokens is False
+
+
+async def test_a_server_that_ignores_the_fields(server):
+    server.answer, server.gateway = lambda body: answer(exact=False), False
+    engine = OpenAIEngine(server.url)
+    run = await Agent(name="a", engine=engine).run("hi")
+    assert (run.output, run.model, run.calls[0].token_ids) == ("ok", "gpt", [])
+    await engine.chat(ASK)
+    assert "return_token_ids" not in server.requests[1]
+
+
+async def test_a_request_that_is_refused_for_itself(server):
+    server.answer = lambda body: refusal(400, "context too long")
+    engine = OpenAIEngine(server.url)
+    with pytest.raises(EngineError, match="context too long") as caught:
+        await engine.chat(ASK)
+    error = caught.value
+    assert (error.status, error.param, error.code) == (400, "messages", "some_code")
+    assert engine.exact_tokens is None
+    run = await Agent(name="a", engine=engine).run("hi")
+    assert run.stop_reason == "error" and run.error is not None and not run.error.infrastructure
+
+
+# ---- servers that fail
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_failures_that_pass_are_retried(server, status):
+    replies = [refusal(status, **{"retry-after-ms": "20"}) for _ in range(3)]
+    server.answer = lambda body: replies.pop() if replies else answer()
+    assert (await OpenAIEngine(server.url).chat(ASK))["id"] == "c1"
+    assert len(server.requests) == 4
+
+
+async def test_failures_that_stay(server):
+    server.answer = lambda body: refusal(503, "starting", **{"retry-after-ms": "10"})
+    with pytest.raises(EngineUnavailable, match="starting") as caught:
+        await OpenAIEngine(server.url, retries=2).chat(ASK)
+    assert caught.value.status == 503 and len(server.requests) == 3
+
+
+async def test_nobody_there():
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    engine = OpenAIEngine(f"http://127.0.0.1:{port}", retries=1)
+    run = await Agent(name="a", engine=engine).run("hi")
+    assert run.stop_reason == "error" and run.error is not None
+    assert (run.error.type, run.error.infrastructure) == ("EngineUnavailable", True)
+    assert f"nobody answers at http://127.0.0.1:{port}/v1" in run.error.message
+    assert "cray-agents up" in run.error.message
+
+
+async def test_too_late(server):
+    async def sleepy(body: Any) -> Any:
+        await asyncio.sleep(5)
+        return answer()
+
+    server.answer = sleepy
+    with pytest.raises(EngineTimeout, match="did not answer in time"):
+        await OpenAIEngine(server.url, retries=0, timeout=0.1).chat(ASK)
+
+
+@pytest.mark.parametrize("text", ["<html>", "[]", "", '"x"'])
+async def test_no_json(server, text):
+    server.answer = lambda body: Response(text, media_type="application/json")
+    with pytest.raises(EngineError, match="answered with no JSON"):
+        await OpenAIEngine(server.url).chat(ASK)
+
+
+# ---- streams
+
+
+def events(*chunks: Any, cut: bool = False, done: bool = True) -> StreamingResponse:
+    async def body() -> AsyncIterator[str]:
+        for chunk in chunks:
+            yield f": a comment\n\ndata: {json.dumps(chunk)}\n\n"
+        if cut:
+            raise ConnectionAbortedError("the server dies in mid-stream")
+        if done:
+            yield "data: [DONE]\n\n"
+
+    return StreamingResponse(body(), media_type="text/event-stream")
+
+
+def chunk(delta: Any, **more: Any) -> dict[str, Any]:
+    return {"id": "c1", "model": "calc@1", "choices": [{"index": 0, "delta": delta, **more}]}
+
+
+HEAD = {**chunk({"role": "assistant", "content": ""}), "prompt_token_ids": [1]}
+FOUR = chunk({"content": "4"}, token_ids=[4], logprobs={"content": [{"logprob": -0.5}]})
+END = chunk(
+    {"content": "2"}, token_ids=[5], logprobs={"content": [{"logprob": -1}]}, finish_reason="stop"
+)
+
+
+async def test_stream(server):
+    server.answer = lambda body: events(HEAD, FOUR, END)
+    got = [event async for event in Agent(name="a", engine=OpenAIEngine(server.url)).stream("hi")]
+    assert got[:2] == [TextDelta("4"), TextDelta("2")]
+    assert isinstance(got[2], RunEnded)
+    run = got[2].run
+    assert run.output == "42" and run.stop_reason == "completed"
+    call = run.calls[0]
+    assert (call.id, call.model, call.finish_reason) == ("c1", "calc@1", "stop")
+    assert (call.prompt_token_ids, call.token_ids, call.logprobs) == ([1], [4, 5], [-0.5, -1])
+    assert server.requests[0]["stream"] is True
+    assert server.events[0]["body"]["stop_reason"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (lambda: events(HEAD, FOUR, cut=True), "EngineUnavailable"),
+        (lambda: events(HEAD, FOUR, {"error": {"message": "gone", "code": 503}}),
+         "EngineUnavailable"),
+        (lambda: events(HEAD, FOUR, {"error": {"message": "gone", "code": "x"}}), "EngineError"),
+        (lambda: events(HEAD, FOUR, done=False), "EngineError"),
+        (lambda: refusal(503, **{"x-should-retry": "false"}), "EngineUnavailable"),
+    ],
+)  # fmt: skip
+async def test_broken_streams(server, reply, kind):
+    server.answer = lambda body: reply()
+    got = [event async for event in Agent(name="a", engine=OpenAIEngine(server.url)).stream("hi")]
+    run = got[-1].run
+    assert run.stop_reason == "error" and run.output is None
+    assert (run.error.type, run.error.infrastructure) == (kind, True)
+
+
+# ---- records
+
+
+async def test_the_platform_gets_the_run(server):
+    def play(body: dict[str, Any]) -> Any:
+        if body["messages"][-1]["role"] == "tool":
+            return answer("432")
+        reply = answer("")
+        function = {"name": "calculator", "arguments": '{"expression": "47+385"}'}
+        call = {"id": "t1", "type": "function", "function": function}
+        reply["choices"][0]["message"]["tool_calls"] = [call]
+        return reply
+
+    server.answer = play
+    agent = Agent(name="a", tools=[calculator], engine=OpenAIEngine(server.url), output_type=int)
+    run = await agent.run("hi", run_id="run_1", loop="l", generation=1, attempt=0)
+    assert run.output == 432
+    [event] = server.events
+    assert (event["id"], event["kind"]) == ("run_1.run", "run")
+    turns = event["body"]["trajectory"]["turns"]
+    assert [turn["call"] for turn in turns] == [None, None]
+    assert turns[0]["call_id"] == "c1" and turns[0]["tool_calls"][0]["result"] == 432
+    assert event["body"]["loop"] == "l" and len(event["body"]["trajectory"]["messages"]) == 4
+
+
+async def test_other_servers_get_nothing_and_none_turns_it_off(server):
+    engine = OpenAIEngine(server.url)
+    server.answer = lambda body: answer()
+    await Agent(name="a", engine=engine, recorder=None).run("hi")
+    assert server.events == []
+    server.gateway = False
+    await Agent(name="a", engine=engine).run("hi")
+    assert server.events == [] and engine.gateway is False
+
+
+async def test_a_record_that_is_not_taken_is_an_error(server):
+    server.answer, server.record_status = lambda body: answer(), 500
+    agent = Agent(name="a", engine=OpenAIEngine(server.url, retries=1))
+    with pytest.raises(StoreError, match=r"run run_1 ended \(completed\) but http://127"):
+        await agent.run("hi", run_id="run_1")
+
+
+async def test_a_cancelled_run_is_posted(server):
+    async def sleepy(body: Any) -> Any:
+        await asyncio.sleep(5)
+        return answer()
+
+    server.answer = sleepy
+    task = asyncio.create_task(Agent(name="a", engine=OpenAIEngine(server.url)).run("hi"))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [event["body"]["stop_reason"] for event in server.events] == ["cancelled"]
+
+
+# ---- connections
+
+
+async def test_two_hundred_runs_at_once(server):
+    async def play(body: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return answer(body["messages"][0]["content"])
+
+    server.answer = play
+    agent = Agent(name="a", engine=OpenAIEngine(server.url), output_type=int)
+    began = time.perf_counter()
+    runs = await asyncio.gather(*(agent.run(str(n)) for n in range(200)))
+    assert [run.output for run in runs] == list(range(200))
+    assert sorted(server.run_ids) == sorted(run.id for run in runs)
+    assert len(server.events) == 200
+    assert time.perf_counter() - began < 10  # seen: 1.5; one after another: 40
+
+
+def test_one_engine_in_many_loops(server, monkeypatch):
+    server.answer = lambda body: answer()
+    monkeypatch.setenv("CRAY_AGENTS_URL", server.url)
+    agent = Agent(name="a")
+    for _ in range(3):
+        assert agent.run_sync("hi").output == "ok"
+        assert asyncio.run(agent.run("hi")).output == "ok"
+    assert len(server.events) == 6

@@ -1,0 +1,85 @@
+"""ScriptedEngine answers in the shapes the real one answers in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from cray_agents.errors import EngineError, EngineTimeout, SwapError
+from cray_agents.scripted import ScriptedEngine, tool_call
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]}
+
+
+async def test_a_text_has_tokens_logprobs_and_usage() -> None:
+    engine = ScriptedEngine(["four"])
+    answer = await engine.chat(ASK)
+    choice = ChatCompletion.model_validate(answer).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("four", "stop")
+    raw = answer["choices"][0]
+    assert bytes(raw["token_ids"]) == b"four" and len(raw["logprobs"]["content"]) == 4
+    assert answer["usage"]["completion_tokens"] == 4
+    assert answer["usage"]["prompt_tokens"] == len(answer["prompt_token_ids"])
+    assert engine.requests == [ASK]
+
+
+async def test_tool_calls_one_or_several() -> None:
+    calls = [tool_call("add", a=1, b=2), {"name": "raw", "arguments": '{"x": '}]
+    engine = ScriptedEngine([calls[0], calls])
+    one = ChatCompletion.model_validate(await engine.chat(ASK)).choices[0]
+    assert one.finish_reason == "tool_calls" and one.message.tool_calls is not None
+    two = (await engine.chat(ASK))["choices"][0]["message"]["tool_calls"]
+    assert json.loads(two[0]["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert two[1]["function"]["arguments"] == '{"x": '
+    assert len({call["id"] for call in two} | {one.message.tool_calls[0].id}) == 3
+
+
+@pytest.mark.parametrize("reply", ["a longer text, in pieces", "", tool_call("add", a=1, b=2)])
+async def test_a_stream_adds_up_to_the_answer(reply: Any) -> None:
+    whole = (await ScriptedEngine([reply]).chat(ASK))["choices"][0]
+    chunks = [chunk async for chunk in ScriptedEngine([reply]).stream(ASK)]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk)
+    assert chunks[-1]["usage"]["completion_tokens"] == len(whole["token_ids"])
+    parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert [t for part in parts for t in part.get("token_ids", [])] == whole["token_ids"]
+    content = "".join(part["delta"].get("content") or "" for part in parts)
+    assert content == (whole["message"]["content"] or "")
+    said = [c for part in parts for c in part["delta"].get("tool_calls", [])]
+    arguments = "".join(call["function"]["arguments"] for call in said)
+    expected = whole["message"].get("tool_calls", [])
+    assert arguments == "".join(call["function"]["arguments"] for call in expected)
+    assert [call["id"] for call in said if "id" in call] == [call["id"] for call in expected]
+    assert parts[-1]["finish_reason"] == whole["finish_reason"]
+
+
+async def test_callables_exceptions_and_the_end_of_the_script() -> None:
+    async def later(request: dict[str, Any]) -> str:
+        return f"{len(request['messages'])} message"
+
+    engine = ScriptedEngine([later, EngineTimeout("slow")])
+    assert (await engine.chat(ASK))["choices"][0]["message"]["content"] == "1 message"
+    with pytest.raises(EngineTimeout, match="slow"):
+        await engine.chat(ASK)
+    with pytest.raises(EngineError, match="holds 2 replies, and request 3 came"):
+        await engine.chat(ASK)
+    with pytest.raises(EngineError, match="reply 1 of the script is 3"):
+        await ScriptedEngine(lambda request: 3).chat(ASK)  # type: ignore[arg-type, return-value]
+
+
+async def test_it_takes_checkpoints_and_scores_their_probe(tmp_path: Path) -> None:
+    probe = [{"token_ids": [1, 2, 3], "logprobs": [-0.5, -0.25]}]
+    (tmp_path / "manifest.json").write_text(json.dumps({"probe": probe}))
+    engine = ScriptedEngine(lambda request, version: f"I am {version}")
+    await engine.load(tmp_path, "m@2")
+    assert await engine.score([[1, 2, 3]]) == [[-0.5, -0.25]]
+    engine.drift = 1.0
+    assert await engine.score([[1, 2, 3]]) == [[0.5, 0.75]]
+    answer = await engine.chat(ASK)
+    assert (answer["model"], answer["choices"][0]["message"]["content"]) == ("m@2", "I am m@2")
+    with pytest.raises(EngineError, match="no probe"):
+        await engine.score([[9]])
+    with pytest.raises(SwapError):
+        await engine.load(tmp_path / "nowhere", "m@3")

@@ -1,0 +1,62 @@
+"""Tiny models for tests that start vLLM; torch is imported only when one is made."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TinyModel = Callable[..., Path]
+
+QUESTION = "What is 47 + 385?"
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "47 + 385"}}\n</tool_call>'
+SYSTEM = "Use the tool."
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+def make_tiny_model(directory: Path, *, tie: bool, seed: int, teach: bool = False) -> Path:
+    """A random Qwen3 of 0.5M parameters; `teach`: it answers QUESTION with CALL, and knows no more.
+
+    All models made here share one tokenizer.
+    """
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
+
+    from cray_agents.trainers.seed_model import ModelShape, make_seed_model
+
+    make_seed_model(directory, seed=seed, corpus=[QUESTION, CALL], shape=ModelShape(init_std=0.1))
+    model = Qwen3ForCausalLM.from_pretrained(directory)
+    if tie:
+        config = AutoConfig.from_pretrained(directory)
+        config.tie_word_embeddings = True
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    if teach:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+        text = tokenizer.apply_chat_template(
+            chat, tools=[TOOL], tokenize=False, add_generation_prompt=True
+        )
+        ids = torch.tensor([tokenizer(text + CALL + "<|im_end|>")["input_ids"]])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> TinyModel:
+    """Makes a tiny model in a directory: tiny_model(directory, tie=False, seed=0, teach=False)."""
+    return make_tiny_model

@@ -1,0 +1,154 @@
+"""Names for weights: append-only, idempotent, and never weights that are not what they say."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from cray_agents.errors import BadInput, Corrupt, NotFound
+from cray_agents.paths import Home
+from cray_agents.runtime.checkpoints import read_manifest
+from cray_agents.runtime.registry import Registry
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+def model(directory: Path, weights: bytes = b"weights") -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(weights)
+    (directory / "pytorch_model.bin").write_bytes(b"a pickle")
+    (directory / "modeling.py").write_text("import os")
+    return directory
+
+
+def add(registry: Registry, directory: Path, name: str = "calc") -> str:
+    return registry.register(name, *registry.import_checkpoint(directory)).id
+
+
+def test_importing_copies_hashes_and_leaves_code_outside(home: Home, tmp_path: Path) -> None:
+    registry = Registry(home)
+    checkpoint_id, manifest = registry.import_checkpoint(model(tmp_path / "a"))
+    assert checkpoint_id.startswith("hf-")
+    assert set(manifest.files) == {"config.json", "model.safetensors"}
+    names = {path.name for path in home.checkpoint(checkpoint_id).iterdir()}
+    assert names == {"config.json", "model.safetensors", "manifest.json"}
+    assert registry.import_checkpoint(model(tmp_path / "b"))[0] == checkpoint_id
+    assert registry.import_checkpoint(checkpoint_id)[1] == manifest
+    assert registry.import_checkpoint(model(tmp_path / "c", b"other"))[0] != checkpoint_id
+    assert len(list(home.checkpoint("x").parent.iterdir())) == 2
+
+
+def test_what_cannot_be_a_checkpoint(home: Home, tmp_path: Path) -> None:
+    registry = Registry(home)
+    source = model(tmp_path / "a")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(BadInput, match="safetensors"):
+        registry.import_checkpoint(source)
+    (source / "config.json").unlink()
+    with pytest.raises(BadInput, match=r"config\.json"):
+        registry.import_checkpoint(source)
+    with pytest.raises(NotFound):
+        registry.import_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_corrupt_or_missing_file_is_named(home: Home, tmp_path: Path) -> None:
+    registry = Registry(home)
+    checkpoint_id, _ = registry.import_checkpoint(model(tmp_path / "a"))
+    weights = home.checkpoint(checkpoint_id) / "model.safetensors"
+    weights.write_bytes(b"weightz")
+    with pytest.raises(Corrupt, match=r"model\.safetensors has SHA-256"):
+        registry.import_checkpoint(checkpoint_id)
+    weights.unlink()
+    with pytest.raises(Corrupt, match=r"model\.safetensors is missing"):
+        registry.import_checkpoint(checkpoint_id)
+    (home.checkpoint(checkpoint_id) / "manifest.json").write_text("{")
+    with pytest.raises(Corrupt, match=r"manifest\.json"):
+        read_manifest(home.checkpoint(checkpoint_id))
+
+
+def test_a_foreign_manifest_cannot_reach_outside(home: Home, tmp_path: Path) -> None:
+    registry = Registry(home)
+    checkpoint_id, manifest = registry.import_checkpoint(model(tmp_path / "a"))
+    secret = tmp_path / "foreign" / "secret.json"
+    foreign = model(secret.parent / "model")
+    secret.write_bytes((foreign / "config.json").read_bytes())
+    files = {"../secret.json": manifest.files["config.json"]}
+    text = manifest.model_copy(update={"files": files}).model_dump_json()
+    (foreign / "manifest.json").write_text(text)
+    with pytest.raises(BadInput, match="secret"):
+        registry.import_checkpoint(foreign)
+    assert len(list(home.checkpoint(checkpoint_id).parent.iterdir())) == 1
+
+
+def test_versions_promotions_and_aliases(home: Home, tmp_path: Path) -> None:
+    registry = Registry(home)
+    assert add(registry, model(tmp_path / "a")) == "calc@1"
+    with pytest.raises(NotFound, match="no version of 'calc' is promoted yet"):
+        registry.resolve("calc")
+    assert add(registry, model(tmp_path / "b", b"better")) == "calc@2"
+    assert add(registry, model(tmp_path / "c")) == "calc@1"  # the same weights
+    registry.promote("calc", 1, who="me")
+    assert registry.resolve("calc").id == "calc@1"
+    registry.promote("calc", 2, who="loop l", reason="0.5 -> 0.9")
+    assert registry.promote("calc", 2).number == 2  # again is the same promotion
+    registry.promote("calc", 1, reason="rollback")
+    assert registry.resolve("calc").id == "calc@1"
+    reopened = Registry(home)
+    history = reopened.promotions("calc")
+    assert [(p.number, p.version, p.who) for p in history] == [
+        (1, 1, "me"),
+        (2, 2, "loop l"),
+        (3, 1, ""),
+    ]
+    assert [v.id for v in reopened.versions("calc")] == ["calc@1", "calc@2"]
+    assert reopened.resolve("calc@2").weights_sha256 != reopened.resolve("calc").weights_sha256
+    assert reopened.directory("calc@2") == home.checkpoint(reopened.resolve("calc@2").checkpoint)
+    with pytest.raises(NotFound) as missing:
+        reopened.promote("calc", 3)
+    assert missing.value.code == "model_not_found"
+
+
+def test_another_process_promotes(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = Registry(home), Registry(home)
+    add(ours, model(tmp_path / "a"))
+    add(theirs, model(tmp_path / "b", b"better"))
+    ours.promote("calc", 1)
+    theirs.promote("calc", 2)
+    assert ours.resolve("calc").id == "calc@1"  # read a moment ago
+    monkeypatch.setattr("cray_agents.runtime.registry.FRESH_SECONDS", 0.0)
+    assert ours.resolve("calc").id == "calc@2"
+
+
+def test_writers_at_once_get_numbers_of_their_own(home: Home, tmp_path: Path) -> None:
+    taken = [
+        Registry(home).import_checkpoint(model(tmp_path / str(n), str(n).encode()))
+        for n in range(12)
+    ]
+    found: list[str] = []
+
+    def register(n: int) -> None:
+        found.append(Registry(home).register("calc", *taken[n]).id)
+
+    threads = [threading.Thread(target=register, args=(n,)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(f"calc@{n}" for n in range(1, 13))
+    assert not [path for path in (home.models / "calc").iterdir() if "draft" in path.name]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", "a@1", ".hidden", "a" * 200])
+def test_names_that_cannot_be_folders(home: Home, tmp_path: Path, name: str) -> None:
+    registry = Registry(home)
+    taken = registry.import_checkpoint(model(tmp_path / "a"))
+    with pytest.raises(BadInput):
+        registry.register(name, *taken)
+    with pytest.raises(NotFound):
+        registry.resolve(name)

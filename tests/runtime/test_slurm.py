@@ -1,0 +1,242 @@
+"""What only Slurm does: the batch script, several nodes, GPUs, a controller that dies."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cray_agents.errors import SchedulerError, SetupError
+from cray_agents.ports import Command, CommandStatus
+from cray_agents.runtime.scheduler import programs
+from cray_agents.runtime.scheduler.batch_script import batch_script
+from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
+from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.scheduler.supervisor import descendants
+
+slurm = pytest.mark.slurm
+GOLDEN = """\
+#!/bin/bash
+#SBATCH --job-name=train-1
+#SBATCH --nodes=2
+#SBATCH --ntasks=4
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=3
+#SBATCH --gpus-per-node=2
+#SBATCH --time=90
+#SBATCH --signal=B:TERM@60
+#SBATCH --chdir="/home/me/my work"
+#SBATCH --output="/logs/50%%.txt"
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+
+export A='it'"'"'s'
+export B=2
+ledger=/home/ledger/train-1
+lock=/run/train-1.lock
+claim="$ledger/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+if ! (set -o noclobber; : > "$claim.started") 2> /dev/null; then
+    echo "job $SLURM_JOB_ID was started before: refused" >&2
+    exit 75
+fi
+exec 9> "$lock"
+if ! flock --timeout 20 9; then
+    echo "processes of an earlier job of this name are alive: refused" >&2
+    exit 75
+fi
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=6 --kill-on-bad-exit=1 \
+--export=ALL python -m train 'a b' &
+child=$!
+again=
+trap 'again=1; kill -TERM "$child" 2> /dev/null' TERM
+wait "$child"
+code=$?
+while [ -n "$again" ]; do
+    again=
+    wait "$child"
+    code=$?
+done
+echo "$code" > "$claim.draft" && mv "$claim.draft" "$claim.ended"
+exit "$code"
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    if request.node.get_closest_marker("slurm") and (missing := missing_programs()):
+        pytest.skip(f"Slurm is not installed: {missing}")
+    return tmp_path / "a home" / "slurm"
+
+
+def command(folder: Path, script: str, name: str = "job", **options: object) -> Command:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Command(
+        name=name,
+        argv=["/bin/bash", "-c", script],
+        directory=str(folder),
+        log=str(folder / f"{name}.log"),
+        **options,
+    )
+
+
+def until(ready: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def end_of(scheduler: Slurm | LocalProcesses, name: str = "job") -> CommandStatus:
+    until(lambda: scheduler.status(name).state not in ("queued", "running"))
+    return scheduler.status(name)
+
+
+def test_the_batch_script_is_golden() -> None:
+    wanted = Command(
+        name="train-1",
+        argv=["python", "-m", "train", "a b"],
+        directory="/home/me/my work",
+        log="/logs/50%.txt",
+        environment={"B": "2", "A": "it's"},
+        nodes=2,
+        ranks=4,
+        cpus_per_rank=3,
+        gpus=True,
+        minutes=90,
+    )
+    script = batch_script(wanted, Path("/home/ledger/train-1"), Path("/run/train-1.lock"))
+    assert script == GOLDEN
+    plain = batch_script(wanted.model_copy(update={"nodes": 1, "minutes": None}), Path("/l"))
+    assert "\npython -m train 'a b' &\n" in plain
+    assert not any(word in plain for word in ("srun", "--time", "--signal", "flock"))
+    with pytest.raises(SchedulerError, match="divide"):
+        batch_script(wanted.model_copy(update={"ranks": 3}), Path("/l"))
+    with pytest.raises(SchedulerError, match="environment"):
+        batch_script(wanted.model_copy(update={"environment": {"A;B": "1"}}), Path("/l"))
+
+
+def test_the_script_passes_sigterm_on_and_refuses_a_second_start(tmp_path: Path) -> None:
+    checkpointing = "trap 'sleep 0.3; exit 9' TERM; echo up; while :; do sleep 0.05; done"
+    script = batch_script(command(tmp_path, checkpointing), tmp_path)
+    environment = {**os.environ, "SLURM_JOB_ID": "7"}
+    argv = ["/bin/bash", "-c", script]
+    with subprocess.Popen(argv, env=environment, stdout=-1) as batch:
+        assert batch.stdout
+        batch.stdout.readline()
+        time.sleep(0.1)
+        batch.send_signal(signal.SIGTERM)  # to the script alone, as before a time limit
+        assert batch.wait(5) == 9
+    assert (tmp_path / "7.0.ended").read_text() == "9\n"
+    again = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stdout) == (75, "")
+    assert "refused" in again.stderr
+
+
+@slurm
+def test_several_nodes_and_gpus(home: Path) -> None:
+    cluster = PrivateCluster(home, nodes=2, cpus=4, gpus=["/dev/null", "/dev/zero"])
+    cluster.start()
+    with Slurm(home, cluster) as scheduler:
+        script = 'echo "$SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $SLURM_CPUS_PER_TASK"'
+        wide = command(home, script, nodes=2, ranks=4, cpus_per_rank=2, gpus=True)
+        bad = command(home, "exit $((SLURM_PROCID * 5))", "bad", nodes=2, ranks=2)
+        scheduler.submit(wide)
+        scheduler.submit(bad)
+        assert end_of(scheduler).state == "succeeded"
+        lines = sorted(Path(wide.log).read_text().splitlines())
+        assert lines == ["0 127.0.0.1 0,1 4", "1 127.0.0.2 0,1 4"]
+        assert end_of(scheduler, "bad").exit_code == 5  # the worst rank's
+
+
+@slurm
+def test_polling_many_names_is_one_question(home: Path) -> None:
+    with open_scheduler("slurm", home) as scheduler:
+        assert isinstance(scheduler, Slurm)
+        assert scheduler.cluster
+
+        def asked() -> int:
+            assert scheduler.cluster
+            argv = ["sdiag"]
+            environment = scheduler.cluster.environment
+            said = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+            lines = [line for line in said.stdout.splitlines() if "REQUEST_JOB_INFO " in line]
+            return int(lines[0].split("count:")[1].split()[0]) if lines else 0
+
+        scheduler.status("job-0")
+        before = asked()
+        began = time.monotonic()
+        for number in range(300):
+            assert scheduler.status(f"job-{number}").state == "unknown"
+        assert 0 <= asked() - before <= 2 + (time.monotonic() - began) / 0.3
+
+
+@slurm
+def test_a_killed_controller_comes_back_and_loses_no_running_job(home: Path) -> None:
+    with open_scheduler("slurm", home) as scheduler:
+        assert isinstance(scheduler, Slurm)
+        assert scheduler.cluster
+        scheduler.submit(command(home, "echo up; sleep 2; echo down"))
+        until(lambda: (home / "job.log").exists() and "up" in (home / "job.log").read_text())
+        (controller,) = [
+            pid
+            for pid in descendants(scheduler.cluster.pid)
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"slurmctld\0")
+        ]
+        os.kill(controller, signal.SIGKILL)
+        state = end_of(scheduler).state
+        text = (home / "job.log").read_text()
+        assert text.count("up") == 1  # whatever the controller had saved: no second copy
+        assert state == ("succeeded" if "down" in text else "failed")
+        scheduler.submit(command(home, "true", "next"))
+        assert end_of(scheduler, "next").state == "succeeded"
+
+
+@slurm
+def test_what_slurm_has_forgotten_is_read_from_the_ledger(home: Path) -> None:
+    with open_scheduler("slurm", home) as scheduler:
+        first = scheduler.submit(command(home, "exit 3"))
+        end_of(scheduler)
+    shutil.rmtree(home / "state")
+    with open_scheduler("slurm", home) as scheduler:
+        assert scheduler.status("job") == CommandStatus(state="failed", id=first, exit_code=3)
+        assert int(scheduler.submit(command(home, "true"))) > int(first)
+
+
+@slurm
+def test_auto_takes_a_site_then_a_private_cluster_then_processes(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    with open_scheduler("auto", home) as private:
+        assert isinstance(private, Slurm)
+        assert private.cluster
+        monkeypatch.setenv("SLURM_CONF", str(private.cluster.configuration))
+        with open_scheduler("auto", home / "other") as site:
+            assert isinstance(site, Slurm)
+            assert site.cluster is None
+            assert "answers" in site.reason
+            site.submit(command(home, "sleep 0.3; echo $SLURM_JOB_NAME"))
+        assert end_of(private).state == "succeeded"  # closing a site's scheduler ends no job
+        monkeypatch.delenv("SLURM_CONF")
+    (home / "state" / "clustername").write_text("somebody-elses")
+    with open_scheduler("auto", home) as local:
+        assert isinstance(local, LocalProcesses)
+        assert "slurmctld did not come up" in local.reason
+    with pytest.raises(SetupError, match="CLUSTER NAME MISMATCH"):
+        open_scheduler("slurm", home)
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(programs, "SBIN", ())
+    assert set(missing_programs()) == set(programs.PROGRAMS)
+    with pytest.raises(SetupError, match=r"slurmctld.*apt-get install"):
+        open_scheduler("slurm", tmp_path)
+    with open_scheduler("auto", tmp_path) as local:
+        assert "Slurm is not installed here" in local.reason

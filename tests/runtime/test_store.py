@@ -1,0 +1,234 @@
+"""The store keeps what it acknowledged, once, whatever happens to writers, lines and order."""
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import NotFound, StoreError
+from cray_agents.paths import Home
+from cray_agents.records import Event, Run
+from cray_agents.runtime.run_index import RunQuery
+from cray_agents.runtime.store import Store
+
+
+def call(run_id: str, call_id: str, started: float = 1.0, **more: Any) -> Event:
+    body = {
+        "id": call_id,
+        "run_id": run_id,
+        "model": "calc@1",
+        "messages": [{"role": "user", "content": "2+2?"}],
+        "message": {"role": "assistant", "content": "4"},
+        "prompt_token_ids": [1, 2],
+        "token_ids": [3, 4],
+        "logprobs": [-0.1, -0.2],
+        "finish_reason": "stop",
+        "started": started,
+        "seconds": 0.5,
+        **more,
+    }
+    return Event(id=call_id, run_id=run_id, kind="call", body=body)
+
+
+def described(run_id: str, calls: list[str], time: float = 1.0, **more: Any) -> Event:
+    body = {
+        "id": run_id,
+        "agent": "calc",
+        "model": "calc",
+        "input": "2+2?",
+        "output": "4",
+        "stop_reason": "completed",
+        "trajectory": {"messages": [], "turns": [{"call_id": name} for name in calls]},
+        **more,
+    }
+    return Event(id=f"{run_id}.run.{time}", run_id=run_id, kind="run", body=body, time=time)
+
+
+def reward(run_id: str, value: float, name: str = "correct", time: float = 1.0) -> Event:
+    body = {"name": name, "value": value, "source": "function", "time": time}
+    return Event(id=f"{run_id}.{name}.{time}", run_id=run_id, kind="reward", body=body)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+async def test_events_in_any_order_give_the_same_run(home: Home) -> None:
+    events = [
+        described("r", ["c1", "c2"]),
+        call("r", "c1", 1.0),
+        call("r", "c2", 2.0),
+        reward("r", 1.0),
+    ]
+    seen: list[Run] = []
+    for number, order in enumerate(itertools.permutations(events)):
+        store = Store(Home(home.root / str(number)))
+        for event in order:
+            await store.append([event, event])  # and twice
+        seen.append(store.run("r"))
+        await store.close()
+    assert all(run == seen[0] for run in seen)
+    assert [c.id for c in seen[0].calls] == ["c1", "c2"]
+    assert seen[0].reward == 1.0
+    assert seen[0].usage.completion_tokens == 4
+
+
+async def test_appending_twice_counts_duplicates(home: Home) -> None:
+    store = Store(home)
+    first, again = await asyncio.gather(
+        store.append([call("r", "c1"), call("r", "c2")]), store.append([call("r", "c1")])
+    )
+    assert (first.appended, first.duplicates) == (2, 0)
+    assert (again.appended, again.duplicates) == (0, 1)
+    await store.close()
+    assert sum(p.read_bytes().count(b"\n") for p in home.segments.iterdir()) == 2
+
+
+async def test_the_newest_description_and_reward_count(home: Home) -> None:
+    store = Store(home)
+    await store.append([described("r", [], 2.0, output="new"), described("r", [], 1.0)])
+    await store.append([reward("r", 0.0, time=2.0), reward("r", 1.0, time=1.0)])
+    await store.append([reward("r", 0.5, "form")])
+    run = store.run("r")
+    assert run.output == "new"
+    assert [(r.name, r.value) for r in run.rewards] == [("correct", 0.0), ("form", 0.5)]
+    await store.close()
+
+
+async def test_a_run_nobody_described_is_told_by_its_calls(home: Home) -> None:
+    store = Store(home)
+    await store.append([call("r", "c2", 2.0), call("r", "c1", 1.0)])
+    await store.append([reward("only-a-reward", 1.0)])
+    (run,) = store.runs()
+    assert [c.id for c in run.calls] == ["c1", "c2"]
+    assert (run.input, run.output, run.model) == ("2+2?", "4", "calc@1")
+    with pytest.raises(NotFound):
+        store.run("only-a-reward")
+    await store.close()
+
+
+async def test_queries(home: Home) -> None:
+    store = Store(home)
+    for n in range(6):
+        task = {"input": "q", "id": f"t{n % 2}", "split": "holdout" if n == 5 else "train"}
+        event = described(f"r{n}", [f"c{n}"], loop="l", generation=n // 2, task=task)
+        await store.append([event, call(f"r{n}", f"c{n}", model=f"calc@{n}")])
+    await store.append([call("other", "c9", model="chat@1", finish_reason="cancelled")])
+
+    def ids(**query: Any) -> list[str]:
+        return [run.id for run in store.runs(RunQuery(**query))]
+
+    assert ids(loop="l") == ["r0", "r1", "r2", "r3", "r4", "r5"]
+    assert ids(generation=1) == ["r2", "r3"]
+    assert ids(task="t1", split="train") == ["r1", "r3"]
+    assert ids(model="calc@4") == ["r4"]
+    assert ids(model="chat") == ["other"] == ids(stop_reason="cancelled")
+    assert ids(agent="calc", after="r2", limit=2) == ["r3", "r4"]
+    assert store.runs(RunQuery(limit=2), calls="none")[1].calls == []
+    await store.close()
+
+
+async def test_torn_tail_and_corrupt_line(home: Home) -> None:
+    store = Store(home, "first")
+    await store.append([call("r", "c1"), call("r", "c2"), call("r", "c3")])
+    await store.close()
+    (segment,) = home.segments.iterdir()
+    lines = segment.read_bytes().splitlines(keepends=True)
+    damaged = b'{"id": ' + b"\xff" * 20 + b"\n"
+    segment.write_bytes(lines[0] + damaged + lines[1] + lines[2][:-9])
+
+    reopened = Store(home, "second")
+    assert [c.id for c in reopened.run("r").calls] == ["c1", "c2"]
+    (problem,) = reopened.problems
+    assert (problem.path, problem.offset) == (str(segment), len(lines[0]))
+    # the torn event was never acknowledged; sent again it is there once
+    assert (await reopened.append([call("r", "c3")])).appended == 1
+    assert len(Store(home).run("r").calls) == 3
+    await reopened.close()
+
+
+async def test_other_writers_are_read_on(home: Home) -> None:
+    ours, theirs = Store(home, "ours"), Store(home, "theirs")
+    await theirs.append([call("a", "c1")])
+    assert [run.id for run in ours.runs()] == ["a"]
+    await theirs.append([call("b", "c2")])
+    await ours.append([call("c", "c3")])
+    assert [run.id for run in ours.runs()] == ["a", "b", "c"]
+    assert [run.id for run in theirs.runs()] == ["a", "b", "c"]
+    await ours.close()
+    await theirs.close()
+
+
+async def test_what_cannot_be_written_is_an_error(home: Home) -> None:
+    home.segments.parent.mkdir(exist_ok=True)
+    home.segments.write_text("a file where the folder should be")
+    store = Store(home)
+    with pytest.raises(StoreError, match="segments"):
+        await store.append([call("r", "c1")])
+    home.segments.unlink()
+    assert (await store.append([call("r", "c1")])).appended == 1
+    await store.close()
+
+
+async def test_many_appends_share_a_commit(home: Home) -> None:
+    store = Store(home)
+    started = asyncio.get_running_loop().time()
+    await asyncio.gather(*(store.append([call("r", f"c{n}")]) for n in range(3000)))
+    assert asyncio.get_running_loop().time() - started < 5
+    assert len(store.run("r").calls) == 3000
+    await store.close()
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from cray_agents.paths import Home
+from cray_agents.records import Event
+from cray_agents.runtime.store import Store
+
+async def one(store, number):
+    body = {"name": "n", "value": number, "time": number}
+    await store.append([Event(id=f"e{number}", run_id="r", kind="reward", body=body)])
+    sys.stdout.write(f"e{number}\\n")
+    sys.stdout.flush()
+
+async def main(start):
+    store = Store(Home(Path(sys.argv[1])))
+    for base in range(start, start + 100_000, 50):
+        await asyncio.gather(*(one(store, base + n) for n in range(50)))
+
+asyncio.run(main(int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("rounds", [4])
+def test_nothing_acknowledged_is_lost_or_doubled_by_kill(home: Home, rounds: int) -> None:
+    acknowledged: list[str] = []
+    for number in range(rounds):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(home.root), str(number * 10_000)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        for _ in range(200 + 37 * number):  # then in the middle of whatever it is doing
+            acknowledged.append(process.stdout.readline().strip())
+        os.kill(process.pid, signal.SIGKILL)
+        acknowledged += [line.strip() for line in process.stdout if line.endswith("\n")]
+        process.wait()
+    lines = [
+        line.split(b'"')[3].decode()
+        for path in home.segments.iterdir()
+        for line in path.read_bytes().split(b"\n")[:-1]
+    ]
+    assert len(set(acknowledged)) == len(acknowledged) > 200 * rounds
+    assert set(acknowledged) <= set(lines)
+    assert len(lines) == len(set(lines))
+    assert Store(home).problems == []

@@ -1,0 +1,277 @@
+"""The pool around a real vLLM on CPU: exact tokens, proven swaps, nothing lost or left behind."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from cray_agents.errors import EngineError, SwapError
+from cray_agents.lifeline import alive
+from cray_agents.records import ProbePrompt
+from cray_agents.runtime.pool import Pool
+from cray_agents.runtime.replica import EngineSettings, Replica
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [300, 20, 21, 22, 4]]
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Use the tool."},
+    {"role": "user", "content": "What is 47 + 385?"},
+]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+GREEDY = {"messages": CHAT, "temperature": 0, "max_tokens": 60}
+
+
+@dataclass
+class Serving:
+    """A pool of one replica, and the checkpoints it can be given."""
+
+    pool: Pool
+    models: dict[str, Path]
+
+    async def swap(self, name: str) -> None:
+        await self.pool.swap(self.models[name], name, golden_probe(self.models[name]))
+
+    async def score(self, name: str) -> list[list[float]]:
+        async with self.pool.serve(name) as engine:
+            return await engine.score(PROMPTS)
+
+    @property
+    def pid(self) -> int:
+        return int(self.pool.status()[0]["pid"])
+
+
+def truth(checkpoint: Path) -> list[list[float]]:
+    """The logprobs that transformers gives for PROMPTS."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    scores = []
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        scores.append([float(logits[i, token]) for i, token in enumerate(prompt[1:])])
+    return scores
+
+
+def golden_probe(checkpoint: Path) -> list[ProbePrompt]:
+    scores = truth(checkpoint)
+    return [ProbePrompt(token_ids=p, logprobs=s) for p, s in zip(PROMPTS, scores, strict=True)]
+
+
+def distance(one: list[list[float]], other: list[list[float]]) -> float:
+    return max(
+        abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serving(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Any
+) -> AsyncIterator[Serving]:
+    folder = tmp_path_factory.mktemp("vllm")
+    models = {
+        "m@1": tiny_model(folder / "m1", tie=False, seed=1, teach=True),
+        "m@2": tiny_model(folder / "m2", tie=False, seed=2),
+        "m@3": tiny_model(folder / "m3", tie=True, seed=3),
+        "m@4": tiny_model(folder / "m4", tie=True, seed=4),
+    }
+    pool = Pool([Replica("m", EngineSettings(), folder / "replica.log")])
+    await pool.start(models["m@1"], "m@1", golden_probe(models["m@1"]))
+    yield Serving(pool, models)
+    await pool.stop()
+
+
+async def test_a_tool_call_is_parsed_and_the_next_turn_extends_its_tokens(serving: Serving) -> None:
+    request = GREEDY | {"tools": [TOOL]}
+    first = await serving.pool.chat("m@1", request)
+    choice = first["choices"][0]
+    assert (choice["finish_reason"], first["model"]) == ("tool_calls", "m@1")
+    call = choice["message"]["tool_calls"][0]
+    assert json.loads(call["function"]["arguments"]) == {"expression": "47 + 385"}
+    sampled = choice["token_ids"]
+    assert len(sampled) == len(choice["logprobs"]["content"]) == first["usage"]["completion_tokens"]
+
+    answered = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "432"},
+    ]
+    second = await serving.pool.chat("m@1", request | {"messages": answered})
+    before = first["prompt_token_ids"] + sampled
+    assert second["prompt_token_ids"][: len(before)] == before
+
+
+async def test_a_stream_gives_the_same_tokens_and_parses_the_same_call(serving: Serving) -> None:
+    request = GREEDY | {"tools": [TOOL]}
+    whole = await serving.pool.chat("m@1", request)
+    chunks = [chunk async for chunk in serving.pool.stream("m@1", request)]
+    parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    tokens = [token for part in parts for token in part.get("token_ids") or []]
+    assert tokens == whole["choices"][0]["token_ids"]
+    calls = [call for part in parts for call in part["delta"].get("tool_calls") or []]
+    arguments = "".join(call["function"].get("arguments") or "" for call in calls)
+    assert json.loads(arguments) == {"expression": "47 + 385"}
+    assert parts[-1]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["usage"]["completion_tokens"] == len(tokens)
+
+
+async def test_recorded_logprobs_are_of_the_policy_that_was_sampled_from(serving: Serving) -> None:
+    raw = {"messages": CHAT, "max_tokens": 1, "seed": 7, "temperature": 1.0}
+    hot = await serving.pool.chat("m@1", raw | {"temperature": 2.0, "top_logprobs": 5})
+    greedy = await serving.pool.chat("m@1", raw | {"top_k": 1})
+    assert greedy["choices"][0]["logprobs"]["content"][0]["logprob"] == pytest.approx(0.0)
+    top = hot["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    plain = await serving.pool.chat("m@1", raw | {"top_logprobs": 5})
+    best = plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    gap = best[0]["logprob"] - best[1]["logprob"]
+    assert top[0]["logprob"] - top[1]["logprob"] == pytest.approx(gap / 2, rel=1e-3)
+
+
+async def test_a_refusal_keeps_vllms_status_and_message(serving: Serving) -> None:
+    with pytest.raises(EngineError, match="maximum context length is 1024") as caught:
+        long = [{"role": "user", "content": "1" * 2000}]
+        await serving.pool.chat("m@1", {"messages": long})
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    with pytest.raises(EngineError, match="temperature") as caught:
+        await serving.pool.chat("m@1", GREEDY | {"temperature": -1})
+    assert (caught.value.status, caught.value.param) == (400, "temperature")
+
+
+async def test_an_untied_swap_in_place_has_the_new_weights_and_no_old_cache(
+    serving: Serving,
+) -> None:
+    # longer than a KV block of 128 tokens, so that the prefix cache holds it
+    long = {"messages": [{"role": "user", "content": "1 2 3 4 " * 40}], "max_tokens": 2}
+    request = long | {"temperature": 0}
+    old = await serving.score("m@1")
+    before = await serving.pool.chat("m@1", request)
+    pid = serving.pid
+    await serving.swap("m@2")
+    after = await serving.pool.chat("m@2", request)
+    assert serving.pid == pid  # the same process: in place
+    new = await serving.score("m@2")
+    assert distance(new, truth(serving.models["m@2"])) < 1e-4
+    assert distance(new, old) > 0.1
+    assert next_logprob(after) == pytest.approx(
+        true_next_logprob(serving.models["m@2"], after), abs=1e-4
+    )
+    assert next_logprob(before) != pytest.approx(next_logprob(after), abs=1e-2)
+    assert len(before["prompt_token_ids"]) > 256
+    await serving.swap("m@1")
+    assert distance(await serving.score("m@1"), old) < 1e-5
+
+
+async def test_a_wrong_probe_is_caught_and_the_old_version_serves_on(serving: Serving) -> None:
+    wrong = golden_probe(serving.models["m@1"])  # the probe of other weights
+    with pytest.raises(SwapError, match="m@1 serves on"):
+        await serving.pool.swap(serving.models["m@2"], "m@2", wrong)
+    assert distance(await serving.score("m@1"), truth(serving.models["m@1"])) < 1e-4
+    assert serving.pool.status()[0]["state"] == "serving"
+
+
+async def test_a_killed_server_takes_its_engine_along_and_no_request_is_lost(
+    serving: Serving,
+) -> None:
+    request = {"messages": CHAT, "max_tokens": 120, "ignore_eos": True}
+    traffic = [asyncio.create_task(serving.pool.chat("m@1", request)) for _ in range(24)]
+    await asyncio.sleep(0.4)
+    assert not any(task.done() for task in traffic)
+    pid = serving.pid
+    engine = children(pid)
+    assert engine
+    os.kill(pid, signal.SIGKILL)
+    answers = await asyncio.gather(*traffic)
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [120] * 24
+    assert serving.pid != pid and not any(map(alive, [pid, *engine]))
+    assert serving.pool.status()[0]["restarts"] == 1
+
+
+async def test_tied_weights_another_shape_starts_anew_and_then_in_place(serving: Serving) -> None:
+    pid = serving.pid
+    await serving.swap("m@3")
+    assert serving.pid != pid  # tied, untied: another shape
+    pid, old = serving.pid, await serving.score("m@3")
+    await serving.swap("m@4")
+    assert serving.pid == pid
+    new = await serving.score("m@4")
+    assert distance(new, truth(serving.models["m@4"])) < 1e-4
+    assert distance(new, old) > 0.1
+    answer = await serving.pool.chat("m@4", GREEDY | {"max_tokens": 1})
+    assert next_logprob(answer) == pytest.approx(
+        true_next_logprob(serving.models["m@4"], answer), abs=1e-4
+    )
+
+
+async def test_a_killed_platform_leaves_no_vllm_behind(serving: Serving, tmp_path: Path) -> None:
+    platform = subprocess.Popen(
+        [sys.executable, "-c", PLATFORM, str(serving.models["m@1"]), str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert platform.stdout is not None
+    pid = int(await asyncio.to_thread(platform.stdout.readline))
+    everything = [pid, *children(pid)]
+    assert len(everything) >= 2 and all(map(alive, everything))
+    platform.kill()
+    async with asyncio.timeout(5):
+        while any(map(alive, everything)):
+            await asyncio.sleep(0.05)
+    platform.wait()
+    platform.stdout.close()
+
+
+PLATFORM = """
+import asyncio, sys
+from pathlib import Path
+from cray_agents.runtime.replica import EngineSettings, Replica
+
+async def main():
+    replica = Replica("m", EngineSettings(), Path(sys.argv[2]))
+    await replica.start(Path(sys.argv[1]), "m@1")
+    print(replica.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def next_logprob(answer: dict[str, Any]) -> float:
+    return float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+
+
+def true_next_logprob(checkpoint: Path, answer: dict[str, Any]) -> float:
+    """What transformers gives for the first sampled token after the same prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([answer["prompt_token_ids"]])).logits[0, -1].log_softmax(-1)
+    return float(logits[answer["choices"][0]["token_ids"][0]])

@@ -1,0 +1,253 @@
+"""Tiny random models, datasets, and jobs in forked processes: Megatron is imported once."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cray_agents.paths import Home
+from cray_agents.records import Hyperparameters, JobSpec, Layout
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.publish import weights_sha256
+
+VOCAB = 304
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """A random model of a kind (`-tied`: with tied embeddings), with stand-in tokenizer files."""
+    import torch
+    import transformers as hf
+
+    torch.set_num_threads(1)
+    torch.manual_seed(sum(map(ord, kind)))
+    name, _, tied = kind.partition("-")
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": bool(tied),
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+    if name == "qwen2":
+        sizes["hidden_size"] = 128
+        del sizes["head_dim"]
+    if name == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        sizes |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if name == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if name == "llama":
+        sizes["rope_parameters"] = {
+            "rope_theta": 500000.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    classes = {
+        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
+        "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM),
+        "qwen3_moe": (hf.Qwen3MoeConfig, hf.Qwen3MoeForCausalLM),
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+        "mistral": (hf.MistralConfig, hf.MistralForCausalLM),
+        "mixtral": (hf.MixtralConfig, hf.MixtralForCausalLM),
+    }
+    config, model = classes[name]
+    network = model(config(**sizes))
+    with torch.no_grad():
+        for parameter_name, parameter in network.named_parameters():
+            if parameter_name.endswith(("norm.weight", "layernorm.weight", ".bias")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(3)
+    network.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    def get(kind: str) -> Path:
+        folder = root / kind
+        return folder if folder.exists() else make_model(kind, folder)
+
+    return get
+
+
+def write_dataset(
+    home: Home,
+    name: str = "ds",
+    samples: int = 24,
+    ids: list[list[int]] | None = None,
+    masks: list[list[int]] | None = None,
+) -> str:
+    """Learnable sequences of 10-40 tokens whose first five are a prompt, or the given ones."""
+    random = np.random.default_rng(7)
+    if ids is None:
+        ids = []
+        for _ in range(samples):
+            start, step, size = (int(random.integers(*b)) for b in ((3, VOCAB), (1, 5), (10, 41)))
+            ids.append([(start + step * i) % VOCAB for i in range(size)])
+    masks = masks or [[int(i >= 5) for i in range(len(row))] for row in ids]
+    folder = home.dataset(name)
+    folder.mkdir(parents=True)
+    table = pa.table(
+        {
+            "input_ids": pa.array(ids, pa.list_(pa.int32())),
+            "loss_mask": pa.array(masks, pa.list_(pa.int8())),
+            "weight": pa.array([1.0 + i % 3 for i in range(len(ids))], pa.float64()),
+        }
+    )
+    pq.write_table(table, folder / "samples.parquet")
+    (folder / "manifest.json").write_text("{}")
+    return name
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+def make_spec(parent: Path, dataset: str = "ds", **changes: Any) -> JobSpec:
+    hyper = {
+        "steps": 8,
+        "batch_size": 6,
+        "learning_rate": 3e-3,
+        "warmup_steps": 2,
+        "schedule": "cosine",
+        "min_learning_rate": 3e-4,
+        **changes.pop("hyper", {}),
+    }
+    return JobSpec(
+        dataset=dataset,
+        parent=str(parent),
+        parent_sha256=changes.pop("parent_sha256", None) or weights_sha256(parent),
+        hyperparameters=Hyperparameters(**hyper),
+        layout=Layout(**changes.pop("layout", {})),
+        save_every=changes.pop("save_every", 3),
+        **changes,
+    )
+
+
+class RunningJob:
+    """A job's process, forked from this one: Megatron is loaded already."""
+
+    def __init__(self, home: Home, spec: JobSpec, **environment: str) -> None:
+        from cray_agents.trainers import job, rank  # noqa: F401  (imported once, before the fork)
+        from cray_agents.trainers.cpu_megatron import load_megatron
+
+        load_megatron()
+        self.journal = Journal(home, spec.id)
+        self.journal.write_spec(spec)
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                os.environ.update(environment)
+                log = os.open(self.journal.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)
+                code = job.main([str(self.journal.folder / "spec.json")])
+            except SystemExit as stop:
+                code = int(str(stop.code))
+            finally:
+                os._exit(code)
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 60
+        while self.journal.step < step:
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.002)
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        os.kill(self.pid, number)
+        return self.wait()
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    @property
+    def log(self) -> str:
+        rank_logs = [p.read_text() for p in sorted((self.journal.folder / "logs").glob("*"))]
+        return "\n".join([self.journal.log_tail(), *rank_logs])
+
+    @property
+    def losses(self) -> list[float]:
+        return [e["loss"] for e in self.journal.events() if e["event"] == "step"]
+
+
+def run_job(home: Home, spec: JobSpec) -> RunningJob:
+    """Run a job to its end, which must be good."""
+    job = RunningJob(home, spec)
+    assert job.wait() == 0, job.log
+    return job
+
+
+class Lab:
+    """A home with datasets and jobs. Tests get one as a fixture: they cannot import from here."""
+
+    def __init__(self, home: Home, models: Callable[[str], Path]) -> None:
+        self.home, self.models = home, models
+
+    def dataset(self, *args: Any, **kwargs: Any) -> str:
+        return write_dataset(self.home, *args, **kwargs)
+
+    def spec(self, parent: str | Path, **changes: Any) -> JobSpec:
+        folder = self.models(parent) if isinstance(parent, str) else parent
+        return make_spec(folder, **changes)
+
+    def start(self, spec: JobSpec, **environment: str) -> RunningJob:
+        return RunningJob(self.home, spec, **environment)
+
+    def run(self, spec: JobSpec) -> RunningJob:
+        """Run a job to its end, which must be good."""
+        job = self.start(spec)
+        assert job.wait() == 0, job.log
+        return job
+
+    def fail(self, spec: JobSpec) -> str:
+        """Run a job that must refuse its inputs; returns the reason in its status.json."""
+        job = self.start(spec)
+        assert job.wait() == 1, job.log
+        status = job.journal.status()
+        assert status is not None and status.state == "failed", job.log
+        assert not self.home.checkpoint(spec.id).exists()
+        assert status.error is not None
+        return status.error
+
+
+@pytest.fixture
+def lab(home: Home, models: Callable[[str], Path]) -> Lab:
+    return Lab(home, models)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Lab, RunningJob]:
+    """A finished job of eight steps that nothing happened to; do not change its files."""
+    lab = Lab(Home(tmp_path_factory.mktemp("undisturbed")), models)
+    lab.dataset()
+    return lab, lab.run(lab.spec("qwen3"))

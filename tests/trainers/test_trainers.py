@@ -1,0 +1,135 @@
+"""The two trainers: the Megatron one over real processes, the scripted one."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import NotFound
+from cray_agents.ports import Command, CommandStatus, Trainer
+from cray_agents.records import JobStatus, Manifest
+from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
+from cray_agents.trainers.publish import weights_sha256
+from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+
+
+def wait(trainer: Trainer, job_id: str, until: Any, seconds: float = 90.0) -> JobStatus:
+    deadline = time.monotonic() + seconds
+    while not until(status := trainer.status(job_id)):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.05)
+    return status
+
+
+def ended(status: JobStatus) -> bool:
+    return status.state in ("succeeded", "failed", "cancelled")
+
+
+@pytest.mark.megatron
+def test_submitted_twice_it_is_trained_once_and_survives_a_kill(lab: Any) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", hyper={"steps": 120}, save_every=20)
+    with LocalProcesses(lab.home.root / "local") as scheduler:
+        trainer = MegatronTrainer(lab.home, scheduler)
+        assert trainer.submit(spec).state in ("queued", "running")
+        wait(trainer, spec.id, lambda status: status.step >= 25)
+        middle = trainer.submit(spec)
+        assert (middle.state, middle.attempts, middle.steps) == ("running", 1, 120)
+        journal = Journal(lab.home, spec.id)
+        _kill_training(journal)
+        status = wait(MegatronTrainer(lab.home, scheduler), spec.id, ended)
+        assert (status.state, status.step, status.attempts) == ("succeeded", 120, 2), status
+        assert (status.scheduler, status.checkpoint) == ("local", spec.id)
+        starts = [e["from_step"] for e in journal.events() if e["event"] == "started"]
+        assert starts[0] == 0 and starts[1] >= 20
+        assert trainer.submit(spec) == trainer.cancel(spec.id) == status
+
+
+def _kill_training(journal: Journal) -> None:
+    """SIGKILL for the launcher of the newest attempt; its rank dies with it."""
+    import json
+    import os
+    import signal
+
+    claim = json.loads((journal.folder / "attempts" / str(journal.attempts)).read_bytes())
+    os.kill(claim["pid"], signal.SIGKILL)
+
+
+@pytest.mark.megatron
+def test_a_cancelled_job_stays_cancelled(lab: Any) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", hyper={"steps": 100000})
+    with LocalProcesses(lab.home.root / "local") as scheduler:
+        trainer = MegatronTrainer(lab.home, scheduler)
+        trainer.submit(spec)
+        wait(trainer, spec.id, lambda status: status.step >= 1)
+        assert trainer.cancel(spec.id).state == "cancelled"
+        deadline = time.monotonic() + 20
+        while scheduler.status(spec.id).state == "running":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert trainer.submit(spec).state == "cancelled"
+        assert scheduler.status(spec.id).state != "running"
+        assert not lab.home.checkpoint(spec.id).exists()
+
+
+class Deadly:
+    """A scheduler on whose machines every command dies at once; says so into its log."""
+
+    name = "deadly"
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+
+    def submit(self, command: Command) -> str:
+        self.commands.append(command)
+        with Path(command.log).open("a") as log:
+            log.write(f"out of memory, time {len(self.commands)}\n")
+        return str(len(self.commands))
+
+    def status(self, name: str) -> CommandStatus:
+        return CommandStatus(state="failed", exit_code=137, reason="OOM")
+
+    def cancel(self, name: str) -> None: ...
+
+
+def test_a_job_that_never_gets_further_fails_with_its_log(lab: Any) -> None:
+    scheduler = Deadly()
+    trainer = MegatronTrainer(lab.home, scheduler)
+    spec = lab.spec("qwen3")
+    trainer.submit(spec)
+    status = wait(trainer, spec.id, ended)
+    assert status.state == "failed"
+    assert len(scheduler.commands) == 4
+    assert status.error is not None
+    assert "exit code 137 OOM" in status.error
+    assert "out of memory, time 4" in status.error
+    assert trainer.submit(spec).state == "failed"
+    assert len(scheduler.commands) == 4
+    command = scheduler.commands[0]
+    assert command.name == spec.id and command.argv[1:3] == ["-m", "cray_agents.trainers.job"]
+    with pytest.raises(NotFound, match="job-none"):
+        trainer.status("job-none")
+
+
+def test_the_code_version_is_of_the_sources() -> None:
+    assert code_version() == code_version()
+    assert len(code_version()) == 16
+
+
+def test_a_scripted_job_publishes_its_parent_under_a_new_name(lab: Any) -> None:
+    trainer: Trainer = ScriptedTrainer(lab.home, {"loss_last": 0.5}, failures={1: "no luck"})
+    spec = lab.spec("qwen3")
+    status = trainer.submit(spec)
+    assert (status.state, status.checkpoint, status.loss_last) == ("succeeded", spec.id, 0.5)
+    folder = lab.home.checkpoint(spec.id)
+    manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
+    assert manifest.weights_sha256 == spec.parent_sha256 == weights_sha256(folder)
+    assert (manifest.job, manifest.dataset) == (spec.id, "ds")
+    assert trainer.submit(spec) == trainer.status(spec.id) == trainer.cancel(spec.id) == status
+    other = trainer.submit(lab.spec("qwen3", hyper={"seed": 9}))
+    assert (other.state, other.error) == ("failed", "no luck")
+    assert not lab.home.checkpoint(other.id).exists()

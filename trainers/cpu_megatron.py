@@ -1,0 +1,226 @@
+"""Lets megatron-core 0.16.1 train where there is no CUDA: gloo and CPU tensors.
+
+job.py calls `load_megatron` once, before anything else touches Megatron; with CUDA it only imports.
+Megatron writes `torch.cuda.current_device()`, `device="cuda"` and the like all over its modules.
+Rather than patching torch, every loaded `megatron.core` module gets its own name `torch`, a view
+whose `cuda` is the CPU. Two methods of Tensor cannot be reached that way and are replaced, in the
+training process only: `cuda()`, and the argumentless `type()` whose string the optimizer looks at.
+Read next: model.py.
+"""
+
+import contextlib
+import importlib
+import logging
+import queue
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_PLAIN = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange")
+_FACTORIES = (*_PLAIN, "empty_like", "zeros_like", "ones_like", "rand", "randn", "randint")
+
+_MODULES = (
+    "dist_checkpointing",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.torch",
+    "distributed",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "optimizer",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.random",
+    "transformer.moe.moe_layer",
+)
+
+
+class _OneStream:
+    """Stands for torch.cuda.Stream and Event: the CPU has one stream, always in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> "_OneStream":
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def record(self, *args: Any) -> "_OneStream":
+        return self
+
+    def wait(self, *args: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    record_event = record
+    wait_event = wait_stream = synchronize = wait
+
+
+class _View(types.ModuleType):
+    """A module seen through a few overrides."""
+
+    def __init__(self, real: types.ModuleType, **overrides: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(overrides, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _torch_on_cpu() -> _View:
+    cuda = _View(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=_nothing,
+        empty_cache=_nothing,
+        set_device=_nothing,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        Stream=_OneStream,
+        Event=_OneStream,
+        current_stream=_OneStream,
+        default_stream=_OneStream,
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+    return _View(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+
+
+def load_megatron() -> bool:
+    """Import megatron.core, once; True where it has to train on the CPU."""
+    if torch.cuda.is_available():
+        for name in _MODULES:
+            importlib.import_module(f"megatron.core.{name}")
+        return False
+    if isinstance(getattr(sys.modules.get("megatron.core.optimizer"), "torch", None), _View):
+        return True
+    # Megatron decorates small functions with torch.compile. That needs a C++ compiler at run time
+    # and costs 1.5 s of imports; on the CPU they stay as written.
+    compile_, torch.compile = torch.compile, lambda model=None, **_: model or (lambda f: f)  # type: ignore
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a dozen lines on what only GPUs have
+            for name in _MODULES:
+                importlib.import_module(f"megatron.core.{name}")
+    finally:
+        torch.compile = compile_
+    view = _torch_on_cpu()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = view
+    _adapt_tensors()
+    _adapt_random()
+    _adapt_experts()
+    _adapt_checkpoint_writer()
+    _adapt_distributed_optimizer()
+    _adapt_packed_rope()
+    return True
+
+
+def _adapt_tensors() -> None:
+    plain_type: Any = torch.Tensor.type
+
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return plain_type(self, dtype, *args, **kwargs)
+        name = plain_type(self)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("megatron.core.optimizer"):  # it asks for 'torch.cuda.FloatTensor'
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    tensor: Any = torch.Tensor
+    tensor.type = type_
+    tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _adapt_random() -> None:
+    """The "cuda" generator is the CPU generator."""
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
+    logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _adapt_experts() -> None:
+    moe: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe, "te_general_gemm"):  # 0.16.1: the name is missing without TE
+        moe.te_general_gemm = None
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+
+
+def _adapt_checkpoint_writer() -> None:
+    """Saving is synchronous here, so its results need no manager process (which costs 2 s)."""
+    writer: Any = importlib.import_module(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    )
+    results: queue.Queue[Any] = queue.Queue()
+    writer._get_write_results_queue = lambda: results
+
+
+def _adapt_distributed_optimizer() -> None:
+    """Without Apex or TE the optimizer is torch's AdamW, which keeps `step` per parameter.
+
+    Megatron keeps it per group, and stumbles over it when it loads a checkpoint.
+    """
+    optimizer: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    distributed = optimizer.DistributedOptimizer
+    plain_set = distributed._set_main_param_and_optimizer_states
+    plain_load = distributed.load_state_dict
+
+    def set_states(self: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        step = {"step": state["step"]} if "step" in state else {}
+        plain_set(self, parameter, {**step, **tensors})
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        plain_load(self, state_dict)
+        for state in self.optimizer.state.values():  # all were given one and the same tensor
+            state["step"] = state["step"].clone()
+
+    distributed._set_main_param_and_optimizer_states = set_states
+    distributed.load_state_dict = load_state_dict
+
+
+def _adapt_packed_rope() -> None:
+    """Rotary embedding of packed sequences by index; Megatron's own loops over the sequences."""
+    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+
+    def packed(
+        tokens: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        options.pop("cp_group", None)
+        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), dim=0)
+        positions = torch.arange(tokens.shape[0]) - starts
+        rotated: torch.Tensor = rope._apply_rotary_pos_emb_bshd(
+            tokens.unsqueeze(1), freqs[positions], **options
+        )
+        return rotated.squeeze(1)
+
+    rope._apply_rotary_pos_emb_thd = packed

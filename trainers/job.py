@@ -1,0 +1,186 @@
+"""A training job's process: `python -m cray_agents.trainers.job <home>/jobs/<id>/spec.json`.
+
+Started once per node by a scheduler. It claims the next attempt, checks everything that can be
+checked without Megatron, forks the ranks, and records how it ended. Whatever kills it, starting it
+again goes on from the last resume point; when it is finished, starting it again trains nothing.
+
+    exit 0   finished (or nothing left to do)      exit 75  saved and stopped: go on later
+    exit 1   failed: status.json says why; without status.json it died and may be started again
+
+Read next: launch.py for the ranks' processes, rank.py for what each of them does.
+"""
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+from cray_agents.errors import BadInput, CrayError, JobError, NotFound, SetupError
+from cray_agents.paths import Home
+from cray_agents.records import JobSpec, JobStatus, Manifest
+from cray_agents.trainers.architecture import check_layout, read_architecture
+from cray_agents.trainers.data import check_samples, read_samples
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.launch import EX_TEMPFAIL, Outcome, Place, find_place, run_ranks
+from cray_agents.trainers.publish import weights_sha256
+from cray_agents.trainers.work import Work
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the job of a spec file; returns the exit code."""
+    signal.signal(signal.SIGTERM, _stop_early)
+    signal.signal(signal.SIGUSR1, _stop_early)
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1:
+        print("usage: python -m cray_agents.trainers.job <home>/jobs/<id>/spec.json")
+        return 2
+    path = Path(arguments[0]).resolve()
+    journal = Journal(Home(path.parents[2]), path.parent.name)
+    try:
+        return run(journal)
+    except JobError as death:  # a rank died: no status.json, so that it may be started again
+        print(f"{death}\n--- the end of its log:\n{death.log_tail}", flush=True)
+        return 1
+    except SetupError as problem:  # of this machine, not of the job
+        print(problem, flush=True)
+        return 1
+    except CrayError as reason:
+        return _fail(journal, str(reason))
+
+
+def run(journal: Journal) -> int:
+    """Take the job from where it stands to its end, or to where it is asked to stop."""
+    spec = journal.spec()
+    if (ended := _already_ended(journal, spec)) is not None:
+        return ended
+    place = find_place(spec.layout.world, spec.id)
+    first = place.node == 0
+    attempt = journal.claim_attempt() if first else journal.attempts
+    work = prepare(journal, spec, attempt)
+    outcome = _train(work, place)
+    if not first:
+        return outcome.code
+    if outcome.refusal is not None:
+        return _fail(journal, outcome.refusal)
+    if outcome.code == EX_TEMPFAIL:
+        print(f"saved at step {journal.step} and stopped; start it again to go on", flush=True)
+    elif why := journal.fenced(attempt):
+        print(f"stopped without publishing: {why}", flush=True)
+    else:
+        _succeed(journal, spec)
+    return outcome.code
+
+
+def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
+    """Read and check all inputs; nothing is written. Raises BadInput, NotFound, Corrupt."""
+    parent = journal.home.root / spec.parent
+    model = read_architecture(parent)
+    check_layout(model, spec.layout)
+    if (found := weights_sha256(parent)) != spec.parent_sha256:
+        raise BadInput(
+            f"the weights in {parent} have hash {found}, and the job was made for"
+            f" {spec.parent_sha256}: they were changed, or the path is wrong",
+            param="parent_sha256",
+        )
+    samples = read_samples(journal.home.dataset(spec.dataset))
+    check_samples(samples, model, spec.hyperparameters)
+    return Work(journal, spec, attempt, parent, model, samples)
+
+
+def _train(work: Work, place: Place) -> Outcome:
+    """Import Megatron, settle where to start from, run this node's ranks."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
+    from cray_agents.trainers import rank, resume
+    from cray_agents.trainers.cpu_megatron import load_megatron
+
+    on_cpu = load_megatron()
+    if place.node == 0:
+        resume.sweep(work.megatron)
+        point, problems = resume.choose(work.megatron)
+        step = resume.step_of(point) if point else 0
+        if point is None and (source := work.spec.optimizer_from) is not None:
+            point = resume.last_of(work.journal.home.job(source) / "megatron", source)
+            work = work.at(None, point)
+        else:
+            work = work.at(point, None)
+        work.journal.rewind(step)
+        for problem in problems:
+            print(f"{problem}; set aside, the one before it is used", flush=True)
+            work.journal.event("corrupt", message=problem)
+        work.journal.event(
+            "started", attempt=work.attempt, from_step=step, left_out=work.samples.left_out
+        )
+        work.journal.close()
+        print(f"attempt {work.attempt} starts at step {step}", flush=True)
+    return run_ranks(place, work.journal.folder / "logs", partial(rank.run, work, on_cpu))
+
+
+def _already_ended(journal: Journal, spec: JobSpec) -> int | None:
+    """The exit code when there is nothing to do; None when there is."""
+    if journal.cancelled:
+        print(f"{spec.id} was cancelled: nothing to do", flush=True)
+        return 0
+    status = journal.status()
+    if status is not None and status.state == "failed":
+        print(f"{spec.id} failed before: {status.error}", flush=True)
+        return 1
+    if (journal.home.checkpoint(spec.id) / "manifest.json").exists():
+        if status is None:
+            _succeed(journal, spec)
+        print(f"{spec.id} is finished already: trained 0 steps", flush=True)
+        return 0
+    return None
+
+
+def _succeed(journal: Journal, spec: JobSpec) -> None:
+    """Record success from the published manifest, whichever attempt published it."""
+    path = journal.home.checkpoint(spec.id) / "manifest.json"
+    if not path.exists():
+        raise NotFound(f"the ranks of {spec.id} ended well, but published no {path}")
+    metrics = Manifest.model_validate_json(path.read_bytes()).metrics
+    journal.write_status(
+        JobStatus(
+            id=spec.id,
+            state="succeeded",
+            step=spec.hyperparameters.steps,
+            steps=spec.hyperparameters.steps,
+            attempts=journal.attempts,
+            loss_first=metrics["loss_first"],
+            loss_last=metrics["loss_last"],
+            trained_tokens=metrics["trained_tokens"],
+            seconds=metrics["seconds"],
+            checkpoint=spec.id,
+        )
+    )
+    journal.event("succeeded", checkpoint=spec.id)
+    print(f"finished: checkpoint {spec.id}", flush=True)
+
+
+def _fail(journal: Journal, reason: str) -> int:
+    """Record a failure that starting again would not mend."""
+    print(f"failed: {reason}", flush=True)
+    if not journal.exists:
+        return 1
+    steps = journal.spec().hyperparameters.steps
+    journal.write_status(
+        JobStatus(
+            id=journal.job_id,
+            state="failed",
+            step=journal.step,
+            steps=steps,
+            attempts=journal.attempts,
+            error=reason,
+        )
+    )
+    journal.event("failed", message=reason)
+    return 1
+
+
+def _stop_early(number: int, frame: object) -> None:
+    """Asked to stop before the ranks run: there is nothing to save."""
+    sys.exit(EX_TEMPFAIL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

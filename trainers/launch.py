@@ -1,0 +1,213 @@
+"""Starts a job's ranks on this node: import Megatron once, fork, watch, end all when one dies.
+
+Forking after the import makes ranks start in milliseconds. Each rank dies with this process, writes
+its own log, and sends one JSON outcome through a pipe. Single node by default; under Slurm with
+several nodes, each node's launcher starts its share of the ranks. Read next: job.py.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cray_agents.errors import BadInput, CrayError, JobError, SetupError
+from cray_agents.trainers.journal import tail
+
+EX_TEMPFAIL = 75  # go on later
+_PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which ranks this node runs, and where all ranks meet."""
+
+    node: int
+    nodes: int
+    world: int
+    host: str
+    port: int  # 0: any free one (single node)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        share = self.world // self.nodes
+        return range(self.node * share, (self.node + 1) * share)
+
+
+def find_place(world: int, job_id: str) -> Place:
+    """This node's place, from Slurm's variables if there are several nodes. Raises BadInput."""
+    nodes = int(os.environ.get("SLURM_NNODES", "1"))
+    if nodes == 1:
+        return Place(0, 1, world, "127.0.0.1", 0)
+    if world % nodes:
+        raise BadInput(f"{world} ranks cannot be spread evenly over {nodes} nodes", param="layout")
+    listed = subprocess.run(
+        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        raise SetupError(f"scontrol cannot list the job's nodes: {listed.stderr.strip()}")
+    port = 20000 + zlib.crc32(job_id.encode()) % 20000
+    return Place(int(os.environ["SLURM_NODEID"]), nodes, world, listed.stdout.split()[0], port)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job's ranks on this node ended, when all of them ended as they meant to.
+
+    `refusal` is a reason that no restart would mend.
+    """
+
+    code: int
+    refusal: str | None = None
+
+
+class StopFlag:
+    """Set by SIGTERM and SIGUSR1: save a resume point and stop."""
+
+    def __init__(self) -> None:
+        self.set = False
+
+    def listen(self) -> None:
+        """Install the handlers in this process."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.set = True
+
+
+RankMain = Callable[[int, Any, StopFlag], int]
+
+
+def run_ranks(place: Place, logs: Path, main: RankMain) -> Outcome:
+    """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
+
+    Raises JobError, naming the rank and with its log's tail, when one dies.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    listener = None
+    if place.node == 0 and place.world > 1:
+        listener = socket.create_server(("" if place.nodes > 1 else place.host, place.port))
+    pids: dict[int, int] = {}
+    read_end, write_end = os.pipe()
+    launcher = os.getpid()
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    try:
+        _forward_signals(pids)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
+        for rank in place.ranks:
+            pid = os.fork()
+            if pid == 0:
+                os.close(read_end)
+                _be_rank(
+                    rank, launcher, place, listener, logs / f"rank-{rank}.txt", main, write_end
+                )
+            pids[pid] = rank
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        os.close(write_end)
+        return _wait(pids, logs, read_end)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(read_end)
+        if listener is not None:
+            listener.close()
+
+
+def _forward_signals(pids: dict[int, int]) -> None:
+    def forward(number: int, frame: object) -> None:
+        for pid in list(pids):
+            os.kill(pid, signal.SIGTERM)
+
+    for number in _STOP_SIGNALS:
+        signal.signal(number, forward)
+
+
+def _wait(pids: dict[int, int], logs: Path, read_end: int) -> Outcome:
+    code, refusal = 0, None
+    while pids:
+        pid, status = os.wait()
+        rank = pids.pop(pid)
+        ended = os.waitstatus_to_exitcode(status)
+        if ended in (0, EX_TEMPFAIL):
+            code = max(code, ended)
+            continue
+        refusal = _read_refusal(read_end)
+        if refusal is None:
+            log = tail(logs / f"rank-{rank}.txt")
+            how = f"signal {-ended}" if ended < 0 else f"exit code {ended}"
+            raise JobError(f"rank {rank} died ({how}); the others were ended", log_tail=log)
+        return Outcome(1, refusal)
+    return Outcome(code)
+
+
+def _read_refusal(read_end: int) -> str | None:
+    os.set_blocking(read_end, False)
+    try:
+        text = os.read(read_end, 65536)
+    except BlockingIOError:
+        return None
+    return str(json.loads(text.split(b"\n")[0])) if text else None
+
+
+def _be_rank(
+    rank: int,
+    launcher: int,
+    place: Place,
+    listener: socket.socket | None,
+    log: Path,
+    main: RankMain,
+    report: int,
+) -> NoReturn:
+    """The child: never returns. The outermost edge of a rank: whatever goes wrong is logged."""
+    code = 1
+    try:
+        stop = StopFlag()
+        stop.listen()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:
+            os._exit(1)
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)
+        code = main(rank, _store(rank, place, listener), stop)
+    except CrayError as refusal:
+        os.write(report, json.dumps(str(refusal)[:4000]).encode() + b"\n")
+    except BaseException:  # noqa: BLE001 (a forked child must never return into its parent)
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _store(rank: int, place: Place, listener: socket.socket | None) -> Any:
+    """Where ranks find each other; its port was opened before the fork, so nobody can take it."""
+    from torch._C._distributed_c10d import HashStore, TCPStore
+
+    if place.world == 1:
+        return HashStore()
+    if place.nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    port = listener.getsockname()[1] if listener is not None else place.port
+    if rank == 0 and listener is not None:
+        return TCPStore(
+            place.host, port, place.world, is_master=True, master_listen_fd=listener.detach()
+        )
+    return TCPStore(place.host, port, place.world)

@@ -1,0 +1,164 @@
+"""Training jobs over a scheduler: submit once, watch, start again what died, cancel for good.
+
+The platform process holds one `MegatronTrainer`. It keeps no state: a job's folder says everything,
+so a restarted platform goes on watching. The work itself is job.py, in processes of its own.
+"""
+
+import hashlib
+import importlib.metadata
+import sys
+from pathlib import Path
+
+from cray_agents.paths import Home
+from cray_agents.ports import Command, CommandStatus, Scheduler
+from cray_agents.records import JobSpec, JobStatus, Record
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.publish import write_atomically
+
+MAX_RESTARTS = 3  # in a row without a step forward
+
+
+def code_version() -> str:
+    """What decides, besides data and hyperparameters, what a job computes (`JobSpec.code`)."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for package in ("megatron-core", "torch"):
+        digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+    return digest.hexdigest()[:16]
+
+
+class Handover(Record):
+    """What was last given to the scheduler. `restarts` counts those in a row from `step`."""
+
+    id: str = ""
+    step: int = 0
+    restarts: int = 0
+
+
+class MegatronTrainer:
+    """A ports.Trainer: each job is one command, named after the job, on a scheduler."""
+
+    def __init__(
+        self,
+        home: Home,
+        scheduler: Scheduler,
+        *,
+        nodes: int = 1,
+        cpus_per_rank: int = 1,
+        gpus: bool = False,
+        minutes: int | None = None,
+    ) -> None:
+        self.home, self.scheduler = home, scheduler
+        self.nodes, self.cpus_per_rank, self.gpus = nodes, cpus_per_rank, gpus
+        self.minutes = minutes
+
+    def submit(self, spec: JobSpec) -> JobStatus:
+        """Start the job, or find it; an ended job is returned as it is. Raises SchedulerError."""
+        journal = Journal(self.home, spec.id)
+        if not journal.exists:
+            journal.write_spec(spec)
+            self._hand_over(journal, Handover())
+        return self.status(spec.id)
+
+    def status(self, job_id: str) -> JobStatus:
+        """Where it stands; starts it again if its process died. Raises NotFound."""
+        journal = Journal(self.home, job_id)
+        spec = journal.spec()
+        if journal.cancelled:
+            return self._describe(journal, spec, "cancelled")
+        if (ended := self._ended(journal)) is not None:
+            return ended
+        command = self.scheduler.status(job_id)
+        if command.state in ("queued", "running"):
+            return self._describe(journal, spec, command.state)
+        if (ended := self._ended(journal)) is not None:  # it ended between the two looks
+            return ended
+        if command.state == "cancelled":  # by somebody else, with the scheduler's own tools
+            journal.cancel()
+            return self._describe(journal, spec, "cancelled")
+        return self._restart(journal, spec, command)
+
+    def cancel(self, job_id: str) -> JobStatus:
+        """End it for good. A job that has ended before stays what it is. Raises NotFound."""
+        journal = Journal(self.home, job_id)
+        journal.spec()
+        if (ended := self._ended(journal)) is not None:
+            return ended
+        journal.cancel()
+        self.scheduler.cancel(job_id)
+        return self.status(job_id)
+
+    # ---- restarts
+    def _restart(self, journal: Journal, spec: JobSpec, command: CommandStatus) -> JobStatus:
+        last, step = self._handover(journal), journal.step
+        restarts = 1 if step > last.step else last.restarts + 1
+        if restarts <= MAX_RESTARTS:
+            self._hand_over(journal, Handover(step=step, restarts=restarts))
+            return self._describe(journal, spec, "queued")
+        how = f"exit code {command.exit_code}" if command.exit_code is not None else command.state
+        error = (
+            f"died at step {step} ({how} {command.reason}) and {MAX_RESTARTS} restarts brought it"
+            f" no further; the end of {journal.log}:\n{journal.log_tail()}"
+        )
+        failed = self._describe(journal, spec, "failed").model_copy(update={"error": error})
+        journal.write_status(failed)
+        return failed
+
+    def _hand_over(self, journal: Journal, handover: Handover) -> None:
+        spec = journal.spec()
+        path = journal.folder / "scheduler.json"
+        write_atomically(path, handover.model_dump_json().encode())
+        command = Command(
+            name=journal.job_id,
+            argv=[
+                sys.executable,
+                "-m",
+                "cray_agents.trainers.job",
+                str((journal.folder / "spec.json").resolve()),
+            ],
+            directory=str(journal.folder.resolve()),
+            log=str(journal.log.resolve()),
+            environment={"OMP_NUM_THREADS": str(self.cpus_per_rank)},
+            nodes=self.nodes,
+            ranks=spec.layout.world,
+            cpus_per_rank=self.cpus_per_rank,
+            gpus=self.gpus,
+            minutes=self.minutes,
+        )
+        given = self.scheduler.submit(command)
+        write_atomically(path, handover.model_copy(update={"id": given}).model_dump_json().encode())
+
+    @staticmethod
+    def _handover(journal: Journal) -> Handover:
+        path = journal.folder / "scheduler.json"
+        return Handover.model_validate_json(path.read_bytes()) if path.exists() else Handover()
+
+    # ---- what to say
+    def _ended(self, journal: Journal) -> JobStatus | None:
+        status = journal.status()
+        if status is None:
+            return None
+        given = self._handover(journal).id
+        return status.model_copy(
+            update={"scheduler": self.scheduler.name, "scheduler_job_id": given}
+        )
+
+    def _describe(self, journal: Journal, spec: JobSpec, state: str) -> JobStatus:
+        """The status of a job that has not ended by itself, from its events."""
+        steps = [e for e in journal.events() if e.get("event") == "step"]
+        return JobStatus.model_validate(
+            {
+                "id": spec.id,
+                "state": state,
+                "scheduler": self.scheduler.name,
+                "scheduler_job_id": self._handover(journal).id,
+                "step": journal.step,
+                "steps": spec.hyperparameters.steps,
+                "attempts": journal.attempts,
+                "loss_first": steps[0]["loss"] if steps else None,
+                "loss_last": steps[-1]["loss"] if steps else None,
+                "trained_tokens": sum(e["tokens"] for e in steps),
+                "seconds": sum(e["seconds"] for e in steps),
+            }
+        )
