@@ -11,9 +11,10 @@ question have L digits, L = 1..4. One operand in five is reserved: a training qu
 one, a held-out or test question always does, and these two never share a question.
 """
 
+import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from operator import add, mul, sub
 from pathlib import Path
 
@@ -24,17 +25,19 @@ from cray_agents.warmup import WarmUp
 from cray_agents.warmup import warm_up as run_warm_up
 
 LEVELS, OPERATORS = (1, 2, 3, 4), "+-*"
-TRAIN, HOLDOUT, TEST, DEMONSTRATIONS = 8000, 204, 408, 96
+KINDS = list(itertools.product(LEVELS, OPERATORS))
+SHOWN = [level * (2 if operator == "*" else 1) for level, operator in KINDS]  # in demonstrations
+TRAIN, HOLDOUT, TEST, DEMONSTRATIONS = 15_000, 204, 204, 168
 RESULT = {"+": add, "-": sub, "*": mul}
-GENERATIONS = 14
-TARGET = 0.96  # held-out success at which the loop stops
+GENERATIONS = 12
+TARGET = 0.97  # held-out success at which the loop stops
 
 agent = Agent(
     name="calculator",
     model="calc",
     instructions="Use the calculator. Answer with the number.",
     tools=[calculator],
-    max_turns=3,
+    max_turns=2,
     max_tokens=44,
 )
 
@@ -60,34 +63,41 @@ def split_of(left: int, operator: str, right: int) -> Split:
     return "holdout" if (left + right + OPERATORS.index(operator)) % 2 else "test"
 
 
-def questions(seed: int, split: Split, count: int) -> Iterator[Task]:
-    """`count` distinct questions of a split, balanced over levels and operators as far as it goes.
+def question(draw: random.Random, level: int, operator: str) -> Task:
+    """One question of a kind, in whatever split it belongs to."""
+    low = 10 ** (level - 1) if level > 1 else 0
+    left, right = draw.randrange(low, 10**level), draw.randrange(low, 10**level)
+    return Task(
+        input=f"What is {left} {operator} {right}?",
+        target=str(RESULT[operator](left, right)),
+        metadata={"kind": f"{level}{operator}", "expression": f"{left} {operator} {right}"},
+        split=split_of(left, operator, right),
+    )
 
-    There are fewer than 200 one-digit questions: when a kind has no more, the others go on.
+
+def questions(
+    seed: int, split: Split, count: int, weights: Sequence[int] | None = None
+) -> list[Task]:
+    """`count` distinct questions of a split; the kinds come in turn, or by weight.
+
+    There are few one-digit questions: when a kind has no more, the others go on.
     """
-    draw = random.Random(f"{seed} {split}")
-    seen: set[str] = set()
-    turn = misses = 0
-    while len(seen) < count:
-        level, operator = LEVELS[turn % 4], OPERATORS[turn // 4 % 3]
-        turn += 1
-        low = 10 ** (level - 1) if level > 1 else 0
-        for misses in range(200):  # noqa: B007
-            left, right = draw.randrange(low, 10**level), draw.randrange(low, 10**level)
-            expression = f"{left} {operator} {right}"
-            if expression not in seen and split_of(left, operator, right) == split:
-                seen.add(expression)
-                yield Task(
-                    input=f"What is {expression}?",
-                    target=str({"+": left + right, "-": left - right, "*": left * right}[operator]),
-                    metadata={
-                        "level": level,
-                        "kind": f"{level}{operator}",
-                        "expression": expression,
-                    },
-                    split=split,
-                )
-                break
+    draw = random.Random(f"{seed} {split} {weights}")
+    found: dict[str, Task] = {}
+    exhausted = set[tuple[int, str]]()
+    for turn in itertools.count():
+        kind = draw.choices(KINDS, weights)[0] if weights else KINDS[turn % len(KINDS)]
+        if kind in exhausted:
+            continue
+        tries = (question(draw, *kind) for _ in range(2000))
+        task = next((t for t in tries if t.split == split and t.input not in found), None)
+        if task is None:
+            exhausted.add(kind)
+        else:
+            found[task.input] = task
+        if len(found) == count or len(exhausted) == len(KINDS):
+            break
+    return list(found.values())
 
 
 def demonstration(task: Task) -> list[Message]:
@@ -112,29 +122,33 @@ def demonstration(task: Task) -> list[Message]:
 
 def make_loop(seed: int = 0) -> Loop:
     """The loop for a seed: its tasks, its demonstrations, how it trains."""
-    train = list(questions(seed, "train", TRAIN))
+    tasks = [
+        task
+        for split, count in (("train", TRAIN), ("holdout", HOLDOUT), ("test", TEST))
+        for task in questions(seed, split, count)
+    ]
+    shown = questions(seed, "train", DEMONSTRATIONS, SHOWN)
     return Loop(
         agent,
-        TaskSet(
-            [*train, *questions(seed, "holdout", HOLDOUT), *questions(seed, "test", TEST)],
-        ),
+        TaskSet(tasks),
         rewards=[exact],
         method="rft",
         name=f"calculator-{seed}",
-        tasks_per_generation=768,
+        tasks_per_generation=1024,
         hyperparameters=Hyperparameters(
             steps=150,
             batch_size=16,
             learning_rate=2e-3,
             min_learning_rate=2e-4,
             warmup_steps=10,
-            schedule="linear",
+            schedule="cosine",
             weight_decay=0.1,
             order="weighted",
             seed=seed,
         ),
-        demonstrations=[(demonstration(task), task.metadata) for task in train[:DEMONSTRATIONS]],
+        demonstrations=[(demonstration(task), task.metadata) for task in shown],
         balance_by="kind",
+        balance_power=0.3,
         curriculum=Curriculum(key="kind"),
         target=TARGET,
         seed=seed,
@@ -142,10 +156,10 @@ def make_loop(seed: int = 0) -> Loop:
 
 
 def warm_up(loop: Loop) -> None:
-    """Imitate the demonstrations until 15-40 % of the held-out tasks are solved."""
-    first = loop.hyperparameters.model_copy(update={"schedule": "constant", "steps": 150})
-    then = first.model_copy(update={"steps": 40, "warmup_steps": 0})
-    run_warm_up(loop, WarmUp(first=first, then=then, band=(0.2, 0.4), jobs=12))
+    """Imitate demonstrations, more each time, until a fifth of the held-out tasks is solved."""
+    first = loop.hyperparameters.model_copy(update={"steps": 200})
+    then = loop.hyperparameters.model_copy(update={"steps": 40})
+    run_warm_up(loop, WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4)))
 
 
 def make_model(directory: Path, seed: int = 0) -> None:

@@ -25,13 +25,11 @@ from cray_agents.records import Message, Run, StopReason, Task, ToolCall, new_id
 from cray_agents.toolbox import Tool, as_tool, perform, told
 
 Recorder = Callable[[Run], Awaitable[None]]
+Emit = Callable[[AgentEvent], None]
 
 _RESERVED = ("model", "messages", "tools", "stream", "n", "extra_headers")
 
 log = logging.getLogger(__name__)
-
-
-Emit = Callable[[AgentEvent], None]
 
 
 class _MaxTurns(Exception):
@@ -250,9 +248,8 @@ class Agent:
             return self.engine
         from cray_agents.openai_engine import engine_at  # late: it imports the openai client
 
-        environment = os.environ
-        url = self.base_url or environment.get("CRAY_AGENTS_URL")
-        return engine_at(url, environment.get("CRAY_AGENTS_API_KEY"))
+        url = self.base_url or os.environ.get("CRAY_AGENTS_URL")
+        return engine_at(url, os.environ.get("CRAY_AGENTS_API_KEY"))
 
     @property
     def _record(self) -> Recorder | None:
@@ -270,13 +267,8 @@ class Agent:
         """What all requests of this agent have in common."""
         limits = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {key: value for key, value in limits.items() if value is not None}
-        tools = [tool.schema for tool in self._toolbox.values()]
-        return {
-            "model": self.model,
-            **self.sampling,
-            **given,
-            **({"tools": tools} if tools else {}),
-        }
+        tools = {"tools": self.tool_schemas} if self.tools else {}
+        return {"model": self.model, **self.sampling, **given, **tools}
 
     def _progress(
         self,

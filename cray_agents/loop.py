@@ -50,6 +50,7 @@ class Loop:
         name: names the loop; the same name goes on where it stopped. Default: agent and model.
         hyperparameters: of each training job.
         demonstrations: conversations kept in every training set, with their metadata.
+        balance_by, balance_power: how groups of tasks weigh in training (see DatasetRecipe).
         history: how many generations of runs stay in the training set; None: all.
         target: stop when held-out success reaches it.
         concurrency: runs at a time.
@@ -71,6 +72,7 @@ class Loop:
     history: int | None = None
     min_reward: float = 1.0
     balance_by: str | None = None
+    balance_power: float = 0.0
     curriculum: Curriculum = field(default_factory=Curriculum)
     target: float | None = None
     concurrency: int = 64
@@ -108,6 +110,7 @@ class Loop:
                         return
             finally:
                 runner.run(steps.aclose())
+                runner.run(self._platform.close())
 
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
@@ -198,10 +201,9 @@ class Loop:
         earlier = [await self._train_runs(n) for n in range(1, number)]
         tasks = self.curriculum.choose(
             self.tasks.split("train"),
-            latest=earlier[-1] if earlier else await self._rollouts.stored("holdout"),
-            used={run.task.id for runs in earlier for run in runs if run.task},
-            count=self.tasks_per_generation,
-            seed=f"{self.name}/{self.seed}/{number}",
+            earlier,
+            self.tasks_per_generation,
+            f"{self.name}/{self.seed}/{number}",
         )
         wanted = [
             Wanted(task, f"g{number}", attempt, number)
@@ -209,6 +211,13 @@ class Loop:
             for attempt in range(self.attempts)
         ]
         return await self._run("rollouts", wanted, version, self.temperature)
+
+    async def is_measured(self, version: ModelVersion, split: Split) -> bool:
+        """Whether `evaluate` would find all of a version's runs on record."""
+        runs = await self._rollouts.stored(split, version=version)
+        return {task.id for task in self.tasks.split(split)} <= {
+            run.task.id for run in runs if run.task and run.reward is not None
+        }
 
     async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
         """Run the agent greedily on a held-out split, once per version."""
@@ -233,6 +242,7 @@ class Loop:
                     generations=generations,
                     min_reward=self.min_reward,
                     balance_by=self.balance_by,
+                    balance_power=self.balance_power,
                     demonstrations=[messages for messages, _ in self.demonstrations],
                     demonstrations_metadata=[metadata for _, metadata in self.demonstrations],
                     tools=self.agent.tool_schemas,

@@ -102,7 +102,7 @@ class OpenAIEngine:
             return
         path = f"/trajectories/{quote(run.id, safe='')}/events"
         try:
-            await self._client.post(path, cast_to=object, body={"events": [run_event(run)]})
+            await self.client.post(path, cast_to=object, body={"events": [run_event(run)]})
         except openai.OpenAIError as error:
             raise StoreError(
                 f"run {run.id} ended ({run.stop_reason}) but {self.base_url} did not take its "
@@ -116,7 +116,8 @@ class OpenAIEngine:
             await client.close()
 
     @property
-    def _client(self) -> AsyncOpenAI:
+    def client(self) -> AsyncOpenAI:
+        """The openai client of the running event loop."""
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
@@ -148,7 +149,7 @@ class OpenAIEngine:
         # spares the client's walk over all messages, which grows with the conversation.
         body = {key: value for key, value in request.items() if key != "extra_headers"}
         options: dict[str, Any] = {"extra_headers": request.get("extra_headers")}
-        create: Any = self._client.chat.completions.with_raw_response.create
+        create: Any = self.client.chat.completions.with_raw_response.create
         with self._errors():
             return await create(
                 model=body["model"], messages=[], stream=stream, extra_body=body, **options
@@ -186,7 +187,7 @@ class OpenAIEngine:
         """Asked once, of a route that only a gateway has."""
         if self.gateway is None:
             try:
-                client = self._client.with_options(max_retries=0)  # the chat was patient enough
+                client = self.client.with_options(max_retries=0)  # the chat was patient enough
                 await client.get("/platform", cast_to=object)
                 self.gateway = True
             except openai.APIStatusError as error:

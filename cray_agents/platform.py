@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
-from openai import AsyncOpenAI
 
 from cray_agents.errors import (
     BadInput,
@@ -42,14 +41,11 @@ class Platform:
 
     def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
         self.url = (url or os.environ.get("CRAY_AGENTS_URL") or URL).rstrip("/").removesuffix("/v1")
-        self._key = api_key or os.environ.get("CRAY_AGENTS_API_KEY") or "none"
-        self._client = AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key=self._key, max_retries=4, timeout=600
-        )
+        self._engine = OpenAIEngine(self.url, api_key=api_key, exact_tokens=True)
 
     def engine(self) -> OpenAIEngine:
         """What agents call: the platform's chat completions, with exact tokens."""
-        return OpenAIEngine(self.url, api_key=self._key, exact_tokens=True)
+        return self._engine
 
     async def info(self) -> dict[str, Any]:
         """Engine, trainer and scheduler with their versions, and the home directory."""
@@ -105,7 +101,7 @@ class Platform:
     async def job_log(self, job_id: str, tail: int = 20) -> str:
         """The last lines of a job's log."""
         answer = await self._guard(
-            self._client.get(
+            self._engine.client.get(
                 f"/jobs/{job_id}/logs", cast_to=str, options={"params": {"tail": tail}}
             )
         )
@@ -146,15 +142,15 @@ class Platform:
         await self._post(f"/loops/{loop}/generations/{number}", record)
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
+        """Close this event loop's connections."""
+        await self._engine.close()
 
     async def _get(self, path: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
         options: Any = {"params": query or {}}
-        return await self._guard(self._client.get(path, cast_to=object, options=options))  # type: ignore[return-value]
+        return await self._guard(self._engine.client.get(path, cast_to=object, options=options))  # type: ignore[return-value]
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._guard(self._client.post(path, cast_to=object, body=body))  # type: ignore[return-value]
+        return await self._guard(self._engine.client.post(path, cast_to=object, body=body))  # type: ignore[return-value]
 
     async def _guard(self, call: Any) -> object:
         try:

@@ -213,6 +213,9 @@ class DatasetRecipe(StrictRecord):
     and chat template of `tokenizer` (a checkpoint directory); `tools` are theirs. `run_ids`
     restricts the runs of `loop`; a run is accepted when its reward is at least `min_reward`.
     `rewards` overrides the recorded rewards by run id (controls use it).
+
+    With `balance_by` (a key of the tasks' metadata), a group of n samples weighs n**balance_power
+    in all: 0 makes all groups equal, 1 all samples.
     """
 
     loop: str | None = None
@@ -221,6 +224,7 @@ class DatasetRecipe(StrictRecord):
     min_reward: float = 1.0
     max_per_task: int | None = None
     balance_by: str | None = None
+    balance_power: float = Field(0.0, ge=0, le=1)
     demonstrations: list[list[Message]] = Field(default_factory=list)
     demonstrations_metadata: list[dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] = Field(default_factory=list)

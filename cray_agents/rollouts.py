@@ -89,7 +89,6 @@ class Rollouts:
 
         async with asyncio.TaskGroup() as group:
             pending = [group.create_task(one(item)) for item in wanted]
-        await agent.engine.close()  # type: ignore[union-attr]
         return [task.result() for task in pending]
 
     async def _one(self, agent: Agent, item: Wanted, known: dict[str, Run]) -> Run:

@@ -1,7 +1,7 @@
 """ScriptedEngine: a model that says what it is told to. For testing agents, loops and pools.
 
     engine = ScriptedEngine([tool_call("calculator", expression="2 + 2"), "4"])
-    run = await agent.run("What is 2 + 2?", engine=engine)
+    run = await agent.override(engine=engine).run("What is 2 + 2?")
     assert engine.requests[1]["messages"][-1]["content"] == "4"
 
 It answers as the real one does: OpenAI's shapes, with token ids (the bytes of the text) and

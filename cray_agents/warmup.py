@@ -13,7 +13,7 @@ from cray_agents.errors import JobError
 from cray_agents.generation import Progress
 from cray_agents.loop import Loop, wait_for
 from cray_agents.platform import Platform
-from cray_agents.records import DatasetRecipe, Hyperparameters, JobStatus, ModelVersion
+from cray_agents.records import DatasetRecipe, Hyperparameters, JobStatus, ModelVersion, Run
 from cray_agents.rollouts import success
 
 
@@ -21,21 +21,24 @@ from cray_agents.rollouts import success
 class WarmUp:
     """How to warm up: the first job, the jobs after it, and where to stop.
 
+    The first job sees `demonstrations` of the loop's, each later one `more` of them.
     `band` is (lowest, highest) held-out success; the first version inside it is promoted. A job
     that jumps over the band is done again from the same parent with half of its steps.
     """
 
     first: Hyperparameters
     then: Hyperparameters
+    demonstrations: int
+    more: int
     band: tuple[float, float] = (0.15, 0.40)
-    jobs: int = 10
+    jobs: int = 12
 
 
 def warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
-    """Warm up the loop's model on the loop's demonstrations; returns the promoted version.
+    """Warm up the loop's model, from its first version; returns the version in the band.
 
-    Returns at once when the loop's model is past its first, untrained version already. Raises
-    JobError when `plan.jobs` jobs did not reach the band.
+    Promotes it unless a later one is promoted already, and leaves the loop with the demonstrations
+    that were shown. Raises JobError when `plan.jobs` jobs did not reach the band.
     """
     return asyncio.run(_warm_up(loop, plan))
 
@@ -43,43 +46,50 @@ def warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
 async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
     platform = loop.platform = loop.platform or Platform()
     name = loop.agent.model
-    version = await platform.promoted(name)
-    assert version is not None, "a platform promotes the model it was started with"
-    if version.number > 1:
-        return version
-    dataset = await _demonstrations(platform, loop)
-    below, reached, plan_now = version, 0.0, plan.first
+    below = ModelVersion.model_validate((await platform.versions(name))[0])
+    reached, plan_now, shown = 0.0, plan.first, plan.demonstrations
     for number in range(1, plan.jobs + 1):
         job = await platform.submit_job(
-            dataset=dataset,
+            dataset=await _dataset(platform, loop, shown),
             parent=below.id,
             hyperparameters=plan_now,
             optimizer_from=below.job,
         )
         job = await wait_for(platform, job, _reporter(loop, number))
         version = await platform.register(name, job.checkpoint or job.id)
-        loop.on_progress(Progress(0, "warm-up: swap", note=version.id))
-        await platform.stage(version)
-        reached = success(await loop.evaluate(version, "holdout"))
+        reached = success(await _measured(platform, loop, version))
         if reached > plan.band[1]:
             plan_now = plan_now.model_copy(update={"steps": max(1, plan_now.steps // 2)})
         elif reached >= plan.band[0]:
-            reason = f"warm-up: held-out {reached:.3f} in {plan.band[0]:g}-{plan.band[1]:g}"
-            await platform.promote(version, who="warm-up", reason=reason)
+            await _promote(platform, version, f"{reached:.3f} in {plan.band}")
+            loop.demonstrations = loop.demonstrations[:shown]
             return version
         else:
-            below, plan_now = version, plan.then
+            below, plan_now, shown = version, plan.then, shown + plan.more
     raise JobError(
         f"{plan.jobs} warm-up jobs did not reach held-out success in the band {plan.band[0]:g}-"
         f"{plan.band[1]:g}, the last one {reached:.3f}: give more demonstrations or more steps"
     )
 
 
-async def _demonstrations(platform: Platform, loop: Loop) -> str:
+async def _measured(platform: Platform, loop: Loop, version: ModelVersion) -> list[Run]:
+    """The version's runs on the held-out tasks; it is loaded only if some are missing."""
+    if not await loop.is_measured(version, "holdout"):
+        loop.on_progress(Progress(0, "warm-up: swap", note=version.id))
+        await platform.stage(version)
+    return await loop.evaluate(version, "holdout")
+
+
+async def _promote(platform: Platform, version: ModelVersion, reason: str) -> None:
+    promoted = await platform.promoted(version.name)
+    if promoted is None or promoted.number < version.number:
+        await platform.promote(version, who="warm-up", reason=f"held-out success {reason}")
+
+
+async def _dataset(platform: Platform, loop: Loop, count: int) -> str:
     recipe = DatasetRecipe(
-        demonstrations=[messages for messages, _ in loop.demonstrations],
-        demonstrations_metadata=[metadata for _, metadata in loop.demonstrations],
-        balance_by=loop.balance_by,
+        demonstrations=[messages for messages, _ in loop.demonstrations[:count]],
+        demonstrations_metadata=[metadata for _, metadata in loop.demonstrations[:count]],
         tools=loop.agent.tool_schemas,
         tokenizer=loop.agent.model,
     )

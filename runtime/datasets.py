@@ -21,7 +21,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import DatasetRecipe, Run, Sample, canonical, digest
 from cray_agents.runtime import durable
-from cray_agents.runtime.demonstrations import Renderer
+from cray_agents.runtime.demonstrations import renderer_of
 from cray_agents.runtime.run_index import RunQuery
 from cray_agents.runtime.samples import merge_turns, turn_of
 from cray_agents.runtime.store import Store
@@ -50,7 +50,7 @@ def build_dataset(store: Store, home: Home, recipe: DatasetRecipe) -> dict[str, 
     runs = _runs(store, recipe)
     everything = [*demonstrations, *runs]
     _drop_duplicates(everything)
-    samples = _weighted(everything, recipe.balance_by)
+    samples = _weighted(everything, recipe.balance_by, recipe.balance_power)
     rejected = Counter(c.reason for c in runs if c.reason)
     if not samples:
         counts = ", ".join(f"{reason} {n}" for reason, n in sorted(rejected.items()))
@@ -109,7 +109,7 @@ def _check(recipe: DatasetRecipe) -> None:
 def _demonstrations(recipe: DatasetRecipe) -> list[_Candidate]:
     if not recipe.demonstrations or recipe.tokenizer is None:
         return []
-    renderer = Renderer(Path(recipe.tokenizer))
+    renderer = renderer_of(Path(recipe.tokenizer))
     metadata = recipe.demonstrations_metadata or [{} for _ in recipe.demonstrations]
     return [
         _Candidate(
@@ -204,8 +204,8 @@ def _drop_duplicates(candidates: list[_Candidate]) -> None:
             candidate.reason = "duplicate"
 
 
-def _weighted(candidates: list[_Candidate], balance_by: str | None) -> list[Sample]:
-    """The samples; with `balance_by` every group weighs the same, and the mean weight is 1."""
+def _weighted(candidates: list[_Candidate], balance_by: str | None, power: float) -> list[Sample]:
+    """The samples; with `balance_by` a group of n weighs n**power in all, and the mean is 1."""
     pairs = [(c.group, s) for c in candidates if c.reason is None for s in c.samples]
     if balance_by is None or not pairs:
         return [sample for _, sample in pairs]
@@ -216,9 +216,9 @@ def _weighted(candidates: list[_Candidate], balance_by: str | None) -> list[Samp
         )
     keys = [canonical(group) for group, _ in pairs]  # metadata values need not be hashable
     counts = Counter(keys)
-    scale = len(pairs) / len(counts)
+    scale = len(pairs) / sum(count**power for count in counts.values())
     return [
-        sample.model_copy(update={"weight": scale / counts[key]})
+        sample.model_copy(update={"weight": scale * counts[key] ** (power - 1)})
         for key, (_, sample) in zip(keys, pairs, strict=True)
     ]
 

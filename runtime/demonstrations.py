@@ -6,6 +6,7 @@ merged as those of a recorded run are (samples.py), so both kinds of sample look
 Called by datasets.py, in a thread. transformers is imported on first use: it takes seconds.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,12 @@ from typing import Any
 from cray_agents.errors import BadInput
 from cray_agents.records import Message, Sample
 from cray_agents.runtime.samples import TokenTurn, merge_turns
+
+
+@functools.lru_cache(maxsize=4)
+def renderer_of(checkpoint: Path) -> "Renderer":
+    """The Renderer of a checkpoint, which never changes; reading a tokenizer takes a while."""
+    return Renderer(checkpoint)
 
 
 class Renderer:

@@ -67,6 +67,10 @@ class Pool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(seat.close() for seat in self._seats))
 
+    def wake(self) -> None:
+        """A name's meaning has changed: let waiting requests ask for it again."""
+        self._news.tell()
+
     @property
     def ready(self) -> bool:
         """Whether a replica can answer now."""
@@ -207,7 +211,7 @@ class Pool:
 def _checked(checkpoint: Path, version: str, probe: list[ProbePrompt]) -> Held:
     if not probe and was_trained(checkpoint):
         raise SwapError(
-            f"{version} was made by a training job and brings no golden probe, so that it cannot be "
-            f"proven. Train it again, or look at {checkpoint / 'manifest.json'}"
+            f"{version} was made by a training job and brings no golden probe: it cannot "
+            f"be proven. Train it again, or look at {checkpoint / 'manifest.json'}"
         )
     return Held(version, checkpoint, tuple(probe))

@@ -27,6 +27,6 @@ def make_loop(seed: int = 0) -> Loop:
 
 
 def warm_up(loop: Loop) -> None:
-    """Two jobs at most; any success is enough."""
+    """One job; any success is enough."""
     steps = loop.hyperparameters.model_copy(update={"steps": 100, "schedule": "constant"})
-    run_warm_up(loop, WarmUp(first=steps, then=steps, band=(0.0, 1.0), jobs=2))
+    run_warm_up(loop, WarmUp(steps, steps, demonstrations=48, more=0, band=(0.0, 1.0)))

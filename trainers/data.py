@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.records import Hyperparameters, ProbePrompt
+from cray_agents.runtime import durable
 from cray_agents.trainers.architecture import Architecture
-from cray_agents.trainers.publish import file_sha256
 
 Ints = npt.NDArray[np.int64]
 
@@ -65,7 +65,7 @@ def read_samples(folder: Path) -> Samples:
     if not manifest.exists():
         raise NotFound(f"no dataset at {folder}: it has no manifest.json", param="dataset")
     expected = json.loads(manifest.read_bytes()).get("files", {}).get(path.name)
-    if expected is not None and file_sha256(path) != expected:
+    if expected is not None and durable.sha256_file(path) != expected:
         raise Corrupt(f"{path} is not what its manifest says; build the dataset again")
     try:
         table = pq.read_table(path, columns=["input_ids", "loss_mask", "weight"])

@@ -16,17 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 from cray_agents.records import JobSpec, Manifest
+from cray_agents.runtime import checkpoints
 from cray_agents.trainers.data import as_probe
-from cray_agents.trainers.publish import (
-    combine_weights,
-    hash_files,
-    publish_folder,
-    write_atomically,
-)
+from cray_agents.trainers.publish import hash_files, publish_folder, write_atomically
 from cray_agents.trainers.train import Training
 from cray_agents.trainers.weights import SafeTensors, exported
 
-_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+_COPIED = checkpoints.SUFFIXES - {".safetensors"}
+_OURS = {checkpoints.MANIFEST, "model.safetensors.index.json"}
 
 
 def export_weights(training: Training, folder: Path) -> None:
@@ -95,13 +92,12 @@ def publish(
     torch.distributed.barrier()
     if main:
         for path in training.parent.iterdir():
-            wanted = path.is_file() and not path.name.endswith(_NOT_COPIED)
-            if wanted and path.name != "manifest.json":
+            if path.is_file() and path.suffix in _COPIED and path.name not in _OURS:
                 shutil.copyfile(path, draft / path.name)
         files = hash_files(draft)
         manifest = Manifest(
             files=files,
-            weights_sha256=combine_weights(files),
+            weights_sha256=checkpoints.weights_sha256(files),
             parent_sha256=spec.parent_sha256,
             job=spec.id,
             dataset=spec.dataset,

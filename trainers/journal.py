@@ -20,7 +20,8 @@ from typing import Any
 from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.records import JobSpec, JobStatus, canonical
-from cray_agents.trainers.publish import create_exclusively, write_atomically
+from cray_agents.runtime import durable
+from cray_agents.trainers.publish import write_atomically
 
 TAIL_BYTES = 8192
 
@@ -58,15 +59,15 @@ class Journal:
     def attempts(self) -> int:
         """How many times the job was started."""
         folder = self.folder / "attempts"
-        numbers = [int(p.name) for p in folder.iterdir()] if folder.exists() else []
-        return max(numbers, default=0)
+        names = [p.name for p in folder.iterdir()] if folder.exists() else []
+        return max((int(name) for name in names if name.isdigit()), default=0)  # no drafts
 
     def claim_attempt(self) -> int:
         """Become the newest attempt; older ones see it and stop before they publish."""
         while True:
             number = self.attempts + 1
             who = canonical({"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()})
-            if create_exclusively(self.folder / "attempts" / str(number), who):
+            if durable.create_file(self.folder / "attempts" / str(number), who):
                 return number
 
     def fenced(self, attempt: int) -> str | None:
@@ -83,7 +84,7 @@ class Journal:
 
     def cancel(self) -> None:
         """Mark it cancelled, for good."""
-        create_exclusively(self.folder / "cancelled", canonical({"time": time.time()}))
+        durable.create_file(self.folder / "cancelled", canonical({"time": time.time()}))
 
     # ---- how far it came
     def event(self, kind: str, **values: Any) -> None:

@@ -17,12 +17,8 @@ import torch
 
 from cray_agents.errors import Corrupt, NotFound
 from cray_agents.records import canonical
-from cray_agents.trainers.publish import (
-    file_sha256,
-    publish_folder,
-    sync_folder,
-    write_atomically,
-)
+from cray_agents.runtime import durable
+from cray_agents.trainers.publish import publish_folder, write_atomically
 from cray_agents.trainers.train import Training
 
 KEEP = 2
@@ -54,7 +50,7 @@ def verify(point: Path) -> None:
         path = point / name
         if not path.exists():
             raise Corrupt(f"resume point {point}: {name} is missing")
-        if file_sha256(path) != expected:
+        if durable.sha256_file(path) != expected:
             raise Corrupt(f"resume point {point}: {name} is not what was written (bad checksum)")
 
 
@@ -113,16 +109,16 @@ def save(training: Training, folder: Path, attempt: int, common: dict[str, Any])
     torch.distributed.barrier()
     state = {**_sharded(training, loading=False), "common": common, "step": training.done}
     dist_checkpointing.save(state, str(draft), _save_strategy(), content_metadata=_CONTENT)
-    mine = {p.name: file_sha256(p) for p in draft.glob(f"__{rank}_*")}
+    mine = {p.name: durable.sha256_file(p) for p in draft.glob(f"__{rank}_*")}
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, mine)
     if rank == 0:
         seal = {n: h for part in gathered for n, h in part.items()}
-        seal |= {p.name: file_sha256(p) for p in draft.iterdir() if p.name not in seal}
+        seal |= {p.name: durable.sha256_file(p) for p in draft.iterdir() if p.name not in seal}
         write_atomically(draft / SEAL, canonical(seal))
         publish_folder(draft, folder / name)
         _forget(points(folder)[KEEP:])
-        sync_folder(folder)
+        durable.sync(folder)
     torch.distributed.barrier()
 
 

@@ -11,13 +11,9 @@ from typing import Any
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import JobSpec, JobStatus, Manifest, ProbePrompt
+from cray_agents.runtime import checkpoints
 from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.publish import (
-    combine_weights,
-    hash_files,
-    publish_folder,
-    write_atomically,
-)
+from cray_agents.trainers.publish import hash_files, publish_folder, write_atomically
 
 
 class ScriptedTrainer:
@@ -96,12 +92,12 @@ class ScriptedTrainer:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         for path in parent.iterdir():
-            if path.is_file() and path.name != "manifest.json":
+            if path.suffix in checkpoints.SUFFIXES and path.name != checkpoints.MANIFEST:
                 shutil.copyfile(path, draft / path.name)
         files = hash_files(draft)
         manifest = Manifest(
             files=files,
-            weights_sha256=combine_weights(files),
+            weights_sha256=checkpoints.weights_sha256(files),
             parent_sha256=spec.parent_sha256,
             job=spec.id,
             dataset=spec.dataset,

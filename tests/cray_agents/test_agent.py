@@ -136,12 +136,12 @@ async def test_tool_calls_run_at_the_same_time_and_answer_in_order():
         time.sleep(seconds)
         return f"waited {seconds}"
 
-    calls = [("wait", {"seconds": s}) for s in (0.2, 0.1, 0.15)]
+    calls = [("wait", {"seconds": s}) for s in (0.5, 0.3, 0.4)]
     began = time.perf_counter()
     run = await agent(script(asks(*calls), "done"), tools=[wait]).run("go")
-    assert time.perf_counter() - began < 0.4
+    assert time.perf_counter() - began < 1.1
     told = [m["content"] for m in run.trajectory.messages if m["role"] == "tool"]
-    assert told == ["waited 0.2", "waited 0.1", "waited 0.15"]
+    assert told == ["waited 0.5", "waited 0.3", "waited 0.4"]
     assert [c.id for c in run.trajectory.turns[0].tool_calls] == ["call_0", "call_1", "call_2"]
 
 
@@ -496,7 +496,7 @@ async def test_two_hundred_runs_in_one_loop():
     seconds = time.perf_counter() - began
     assert [run.output for run in runs] == list(range(200))
     assert len({run.id for run in runs}) == 200
-    assert seconds < 2.5  # one after another it would take 30
+    assert seconds < 10  # seen: 0.5; one after another: 20
 
 
 async def test_overhead_per_turn():

@@ -269,7 +269,7 @@ async def test_two_hundred_runs_at_once(server):
     assert [run.output for run in runs] == list(range(200))
     assert sorted(server.run_ids) == sorted(run.id for run in runs)
     assert len(server.events) == 200
-    assert time.perf_counter() - began < 10  # seen: 1.5; one after another: 40
+    assert time.perf_counter() - began < 30  # seen: 1.5; one after another: 40
 
 
 def test_one_engine_in_many_loops(server, monkeypatch):

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -147,11 +146,10 @@ async def test_recorded_logprobs_are_of_the_policy_that_was_sampled_from(serving
     hot = await serving.pool.chat("m@1", raw | {"temperature": 2.0, "top_logprobs": 5})
     greedy = await serving.pool.chat("m@1", raw | {"top_k": 1})
     assert greedy["choices"][0]["logprobs"]["content"][0]["logprob"] == pytest.approx(0.0)
-    top = hot["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    top = best_two(hot)
     plain = await serving.pool.chat("m@1", raw | {"top_logprobs": 5})
-    best = plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    gap = best[0]["logprob"] - best[1]["logprob"]
-    assert top[0]["logprob"] - top[1]["logprob"] == pytest.approx(gap / 2, rel=1e-3)
+    best = best_two(plain)
+    assert top[0] - top[1] == pytest.approx((best[0] - best[1]) / 2, rel=1e-3)
 
 
 async def test_a_refusal_keeps_vllms_status_and_message(serving: Serving) -> None:
@@ -199,7 +197,7 @@ async def test_a_wrong_probe_is_caught_and_the_old_version_serves_on(serving: Se
 async def test_a_killed_server_takes_its_engine_along_and_no_request_is_lost(
     serving: Serving,
 ) -> None:
-    request = {"messages": CHAT, "max_tokens": 120, "ignore_eos": True}
+    request = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True}
     traffic = [asyncio.create_task(serving.pool.chat("m@1", request)) for _ in range(24)]
     await asyncio.sleep(0.4)
     assert not any(task.done() for task in traffic)
@@ -208,7 +206,7 @@ async def test_a_killed_server_takes_its_engine_along_and_no_request_is_lost(
     assert engine
     os.kill(pid, signal.SIGKILL)
     answers = await asyncio.gather(*traffic)
-    assert [answer["usage"]["completion_tokens"] for answer in answers] == [120] * 24
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [600] * 24
     assert serving.pid != pid and not any(map(alive, [pid, *engine]))
     assert serving.pool.status()[0]["restarts"] == 1
 
@@ -230,21 +228,17 @@ async def test_tied_weights_another_shape_starts_anew_and_then_in_place(serving:
 
 
 async def test_a_killed_platform_leaves_no_vllm_behind(serving: Serving, tmp_path: Path) -> None:
-    platform = subprocess.Popen(
-        [sys.executable, "-c", PLATFORM, str(serving.models["m@1"]), str(tmp_path / "log")],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    script = [sys.executable, "-c", PLATFORM, str(serving.models["m@1"]), str(tmp_path / "log")]
+    platform = await asyncio.create_subprocess_exec(*script, stdout=asyncio.subprocess.PIPE)
     assert platform.stdout is not None
-    pid = int(await asyncio.to_thread(platform.stdout.readline))
+    pid = int(await platform.stdout.readline())
     everything = [pid, *children(pid)]
     assert len(everything) >= 2 and all(map(alive, everything))
     platform.kill()
     async with asyncio.timeout(5):
-        while any(map(alive, everything)):
+        while any(map(alive, everything)):  # noqa: ASYNC110 - they are not our children
             await asyncio.sleep(0.05)
-    platform.wait()
-    platform.stdout.close()
+    await platform.wait()
 
 
 PLATFORM = """
@@ -260,6 +254,12 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def best_two(answer: dict[str, Any]) -> list[float]:
+    """The two highest logprobs; vLLM puts the sampled token first, whatever its rank."""
+    top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    return sorted((entry["logprob"] for entry in top), reverse=True)[:2]
 
 
 def next_logprob(answer: dict[str, Any]) -> float:

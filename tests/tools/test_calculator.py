@@ -118,4 +118,4 @@ def test_refusals(expression, message):
     with pytest.raises(ToolError) as caught:
         calculator(expression)
     assert message in str(caught.value) and len(str(caught.value)) < 200
-    assert time.perf_counter() - began < 0.5
+    assert time.perf_counter() - began < 2

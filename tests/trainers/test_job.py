@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from cray_agents.records import Layout, Manifest
-from cray_agents.trainers.publish import file_sha256, weights_sha256
+from cray_agents.runtime.durable import sha256_file
+from cray_agents.trainers.publish import weights_sha256
 
 pytestmark = pytest.mark.megatron
 
@@ -25,7 +26,7 @@ def test_it_publishes_a_checkpoint_whose_probe_transformers_confirms(undisturbed
     folder = lab.home.checkpoint(job.journal.job_id)
     manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
     assert manifest.files.keys() == {p.name for p in folder.iterdir()} - {"manifest.json"}
-    assert all(file_sha256(folder / name) == found for name, found in manifest.files.items())
+    assert all(sha256_file(folder / name) == found for name, found in manifest.files.items())
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} < manifest.files.keys()
     assert manifest.weights_sha256 == weights_sha256(folder) != manifest.parent_sha256
     assert 4 <= len(manifest.probe) <= 8
@@ -263,3 +264,18 @@ def test_other_bad_inputs_say_what_to_do(lab: Any, tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     assert "lacks the tensor 'model.norm.weight'" in lab.fail(lab.spec(folder))
+
+
+def test_bfloat16_trains_and_resumes_exactly(lab: Any) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3-tied", hyper={"dtype": "bfloat16"}, layout={"data": 2})
+    job = lab.start(spec)
+    job.wait_for_step(4)
+    job.kill(signal.SIGKILL)
+    resumed = lab.run(spec)
+    assert resumed.journal.attempts == 2
+    assert len(resumed.losses) == 8
+    assert resumed.losses[-1] < resumed.losses[0] * 0.95
+    shutil.rmtree(lab.home.root / "jobs")
+    shutil.rmtree(lab.home.root / "checkpoints")
+    assert lab.run(spec).losses == resumed.losses

@@ -157,7 +157,7 @@ def test_a_layout_agrees_with_transformers(
     expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     for rank in ranks:
         np.testing.assert_allclose(rank.logprobs, expected, atol=1e-4)
-        np.testing.assert_allclose(rank.losses, losses, rtol=2e-4)
+        np.testing.assert_allclose(rank.losses, losses, rtol=1e-5)
         assert rank.losses == ranks[0].losses
         assert all(math.isfinite(norm) and norm > 0 for norm in rank.norms)
     assert losses[-1] < losses[0]

@@ -1,0 +1,258 @@
+"""The loop over a real gateway, store and registry, with a scripted engine and trainer."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from cray_agents import Agent, Loop, Platform, ScriptedEngine, Task, TaskSet, reward
+from cray_agents.errors import BadInput, EngineError, JobError
+from cray_agents.generation import Generation, Progress
+from cray_agents.paths import Home
+from cray_agents.records import Hyperparameters, ProbePrompt, Run
+from cray_agents.rollouts import success
+from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool import Pool
+from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.run_index import RunQuery
+from cray_agents.runtime.seat import Resident
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+
+PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
+SKILL = {"m@1": 3, "m@2": 6, "m@3": 5, "m@4": 9}  # of 10 tasks, how many a version solves
+
+
+@reward
+def right(run: Run) -> float:
+    return float(run.task is not None and run.output == run.task.target)
+
+
+def answer(request: dict[str, Any], version: str) -> str:
+    """Right on the tasks whose number's last digit is below the version's skill."""
+    number = request["messages"][-1]["content"].split()[-1]
+    return number if int(number) % 10 < SKILL.get(version, 0) else "wrong"
+
+
+def tasks() -> TaskSet:
+    def some(split: Any, numbers: range) -> list[Task]:
+        return [Task(input=f"say {n}", target=str(n), split=split) for n in numbers]
+
+    return TaskSet([*some("train", range(100)), *some("holdout", range(100, 120)),
+                    *some("test", range(200, 220))])  # fmt: skip
+
+
+def make_loop(**changes: Any) -> Loop:
+    arguments: dict[str, Any] = {
+        "rewards": [right],
+        "tasks_per_generation": 30,
+        "hyperparameters": Hyperparameters(steps=1),
+        "concurrency": 8,
+        "name": "loop",
+    }
+    return Loop(Agent(name="a", model="m"), tasks(), **(arguments | changes))
+
+
+@contextmanager
+def platform(root: Path, engine: ScriptedEngine, **trainer: Any) -> Iterator[Platform]:
+    """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts."""
+    home = Home(root)
+    registry = Registry(home)
+    if not registry.names():
+        first = root / "first"
+        first.mkdir(parents=True)
+        (first / "config.json").write_text("{}")
+        (first / "model.safetensors").write_bytes(b"weights")
+        checkpoint, manifest = registry.import_checkpoint(first)
+        registry.promote("m", registry.register("m", checkpoint, manifest).number)
+    ready, stop = threading.Event(), threading.Event()
+    url: list[str] = []
+
+    async def serve() -> None:
+        pool = Pool([Resident(engine)])
+        services = Services(
+            home=home,
+            store=Store(home),
+            registry=registry,
+            trainer=ScriptedTrainer(home, probe=PROBE, **trainer),
+            pool=pool,
+        )
+        version = registry.resolve("m")
+        await pool.start(home.checkpoint(version.checkpoint), version.id, [])
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(services), log_level="error", lifespan="off")
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        url.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        ready.set()
+        await asyncio.to_thread(stop.wait)
+        server.should_exit = True
+        await task
+        await pool.stop()
+        await services.store.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield Platform(url[0])
+    finally:
+        stop.set()
+        thread.join()
+
+
+def shape(generations: list[Generation]) -> list[dict[str, Any]]:
+    """Everything but what depends on the clock."""
+    return [g.model_dump(exclude={"seconds"}) for g in generations]
+
+
+def stored_runs(root: Path) -> list[Run]:
+    return Store(Home(root)).runs(RunQuery(loop="loop"))
+
+
+def test_promotes_what_is_better_and_nothing_else(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        done = list(make_loop(platform=where).run(3))
+        assert [g.version for g in done] == ["m@1", "m@2", "m@3", "m@4"]
+        assert [g.holdout_success for g in done] == [0.3, 0.6, 0.5, 0.9]
+        assert [g.promoted for g in done] == [True, True, False, True]
+        assert [g.test_success for g in done] == [0.3, None, None, 0.9]
+        assert done[3].probe_max_logprob_diff == 0.0
+        promotions = Registry(Home(tmp_path)).promotions("m")
+        assert [p.version for p in promotions] == [1, 2, 4]
+    runs = stored_runs(tmp_path)
+    # generation 3 sampled from the incumbent m@2, not from the rejected m@3
+    versions = {run.generation: run.model for run in runs if run.generation is not None}
+    assert versions == {1: "m@1", 2: "m@2", 3: "m@2"}
+    assert all(call.token_ids for run in runs for call in run.calls)
+
+
+def test_training_never_sees_a_held_out_task(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        done = list(make_loop(platform=where).run(2))
+        for generation in done[1:]:
+            manifest = Home(tmp_path).dataset(generation.dataset or "") / "manifest.json"
+            assert manifest.exists()
+            splits = {run.id: run.task.split for run in stored_runs(tmp_path) if run.task}
+            used = [line["run"] for line in json.loads(manifest.read_text())["runs"]
+                    if line["accepted"]]  # fmt: skip
+            assert used
+            assert {splits[run] for run in used} == {"train"}
+
+
+@pytest.mark.parametrize("moment", [3, 25, 40, 48, 60, 90, 110])
+def test_goes_on_where_it_was_stopped(tmp_path: Path, moment: int) -> None:
+    """A loop that dies at any progress report goes on, and nothing is done twice."""
+    with platform(tmp_path / "calm", ScriptedEngine(answer)) as where:
+        calm = list(make_loop(platform=where).run(2))
+
+    class Killed(BaseException):
+        pass
+
+    seen = 0
+
+    def kill(progress: Progress) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == moment:
+            raise Killed
+
+    engine = ScriptedEngine(answer)
+    with platform(tmp_path / "killed", engine) as where:
+        with pytest.raises(BaseException) as death:  # a TaskGroup wraps what its tasks raise
+            list(make_loop(platform=where, on_progress=kill).run(2))
+        assert "Killed" in repr(death.value)
+        time.sleep(0.3)  # what was in flight is dropped by now
+        again = list(make_loop(platform=where).run(2))
+        assert shape(again) == shape(calm)
+        assert shape(list(make_loop(platform=where).run(2))) == shape(calm)  # a third time: nothing
+    runs = Counter(run.id for run in stored_runs(tmp_path / "killed"))
+    assert set(runs.values()) == {1}
+    finished = {run.id for run in stored_runs(tmp_path / "killed") if run.task}
+    assert finished == {run.id for run in stored_runs(tmp_path / "calm")}
+    assert len(list((tmp_path / "killed" / "jobs").iterdir())) == 2
+
+
+def test_target_stops_it(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        done = list(make_loop(platform=where, target=0.6).run(5))
+    assert [g.generation for g in done] == [0, 1]
+    assert done[-1].test_success == 0.6
+
+
+def test_shuffled_rewards_keep_the_count_and_lose_the_meaning(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        (_, trained) = list(make_loop(platform=where, control="shuffled-rewards").run(1))
+    rights = {run.id for run in stored_runs(tmp_path) if run.reward == 1 and run.generation == 1}
+    manifest = Home(tmp_path).dataset(trained.dataset or "") / "manifest.json"
+    lines = json.loads(manifest.read_text())["runs"]
+    used = {line["run"] for line in lines if line["accepted"]}
+    assert len(used) == len(rights)
+    assert used != rights
+
+
+def test_infrastructure_failures_are_tried_again_and_never_count(tmp_path: Path) -> None:
+    failing = Counter[str]()
+
+    def flaky(request: dict[str, Any], version: str) -> Any:
+        text = request["messages"][-1]["content"]
+        failing[text] += 1
+        if failing[text] == 1 and text == "say 100":
+            return EngineError("the machine hiccupped", status=404)
+        return answer(request, version)
+
+    with platform(tmp_path, ScriptedEngine(flaky)) as where:
+        (first,) = list(make_loop(platform=where, target=0.0).run(1))
+    assert first.holdout_success == 0.3
+    failed = [run for run in stored_runs(tmp_path) if run.error and run.error.infrastructure]
+    assert [run.input for run in failed] == ["say 100"]
+    assert failed[0].reward is None
+    assert success(failed) == 0.0
+
+
+def test_a_candidate_that_is_not_proven_is_not_promoted(tmp_path: Path) -> None:
+    engine = ScriptedEngine(answer)
+    with platform(tmp_path, engine) as where:
+        loop = make_loop(platform=where)
+        steps = loop.run(2)
+        next(steps)
+        engine.drift = 0.5  # from here on the engine's weights are not the trainer's
+        second = next(steps)
+        assert not second.promoted
+        assert "not proven" in second.note
+        assert Registry(Home(tmp_path)).resolve("m").id == "m@1"
+
+
+def test_a_failed_job_says_why(tmp_path: Path) -> None:
+    with (
+        platform(tmp_path, ScriptedEngine(answer), failures={0: "the loss is NaN"}) as where,
+        pytest.raises(JobError, match="the loss is NaN"),
+    ):
+        list(make_loop(platform=where).run(1))
+
+
+def test_no_success_at_all_is_an_error_that_counts(tmp_path: Path) -> None:
+    with (
+        platform(tmp_path, ScriptedEngine(lambda request: "wrong")) as where,
+        pytest.raises(BadInput, match="low_reward 30"),
+    ):
+        list(make_loop(platform=where).run(1))
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(BadInput, match="method 'grpo'"):
+        make_loop(method="grpo")
+    with pytest.raises(BadInput, match="reward"):
+        make_loop(rewards=[])
+    with pytest.raises(BadInput, match="holdout"):
+        Loop(Agent(name="a"), TaskSet([Task(input="x")]), rewards=[right])
