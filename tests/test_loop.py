@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from cray_agents import Agent, Loop, Platform, ScriptedEngine, Task, TaskSet, reward
-from cray_agents.errors import BadInput, EngineError, JobError
+from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation, Progress
 from cray_agents.paths import Home
 from cray_agents.records import Hyperparameters, ProbePrompt, Run
@@ -202,21 +202,21 @@ def test_shuffled_rewards_keep_the_count_and_lose_the_meaning(tmp_path: Path) ->
 
 
 def test_infrastructure_failures_are_tried_again_and_never_count(tmp_path: Path) -> None:
-    failing = Counter[str]()
+    tried = Counter[str]()
 
-    def flaky(request: dict[str, Any], version: str) -> Any:
-        text = request["messages"][-1]["content"]
-        failing[text] += 1
-        if failing[text] == 1 and text == "say 100":
-            return EngineError("the machine hiccupped", status=404)
-        return answer(request, version)
+    @reward
+    def flaky(run: Run) -> float:
+        tried[run.input] += 1
+        if run.input == "say 100" and tried[run.input] == 1:
+            raise ConnectionError("the judge did not answer")
+        return right(run)
 
-    with platform(tmp_path, ScriptedEngine(flaky)) as where:
-        (first,) = list(make_loop(platform=where, target=0.0).run(1))
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        (first,) = list(make_loop(platform=where, rewards=[flaky], target=0.0).run(1))
     assert first.holdout_success == 0.3
+    assert tried["say 100"] == 2
     failed = [run for run in stored_runs(tmp_path) if run.error and run.error.infrastructure]
-    assert [run.input for run in failed] == ["say 100"]
-    assert failed[0].reward is None
+    assert [(run.input, run.reward) for run in failed] == [("say 100", None)]
     assert success(failed) == 0.0
 
 

@@ -66,7 +66,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The size of the model; the defaults make 0.54M parameters.
+    """The size of the model; the defaults make 0.43M parameters.
 
     `head_size` must be one of vLLM's attention sizes on CPU (32, 64, 80, 96, 112, 128).
     Embeddings are untied: vLLM's in-place reload on CPU would miss a tied output layer.
