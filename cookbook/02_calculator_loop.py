@@ -144,7 +144,7 @@ def make_loop(seed: int = 0) -> Loop:
             schedule="cosine",
             weight_decay=0.1,
             order="weighted",
-            seed=seed,
+            seed=1000 * (seed + 1),
         ),
         demonstrations=[(demonstration(task), task.metadata) for task in shown],
         balance_by="kind",
@@ -164,14 +164,10 @@ def warm_up(loop: Loop) -> None:
 
 def make_model(directory: Path, seed: int = 0) -> None:
     """Write the untrained model; its tokenizer learns its merges from the demonstrations."""
-    from cray_agents.trainers.seed_model import make_seed_model
+    from cray_agents.trainers.seed_model import make_seed_model, render
 
-    corpus = [
-        str(part)
-        for messages, _ in make_loop(seed).demonstrations
-        for message in messages
-        for part in (message["content"], message.get("tool_calls") or "")
-    ]
+    shown = make_loop(seed).demonstrations
+    corpus = [render(messages, agent.tool_schemas) for messages, _ in shown]
     make_seed_model(directory, seed=seed, corpus=corpus)
 
 

@@ -253,11 +253,12 @@ class Loop:
 
     async def train(self, dataset: str, parent: ModelVersion) -> JobStatus:
         """Submit the training job, or find it, and wait for its end. Raises JobError."""
+        order = {"seed": self.hyperparameters.seed + self._generation}  # else all jobs draw alike
         with self._phase("train"):
             job = await self._platform.submit_job(
                 dataset=dataset,
                 parent=parent.id,
-                hyperparameters=self.hyperparameters,
+                hyperparameters=self.hyperparameters.model_copy(update=order),
                 optimizer_from=parent.job,
             )
             return await wait_for(

@@ -52,7 +52,7 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
         job = await platform.submit_job(
             dataset=await _dataset(platform, loop, shown),
             parent=below.id,
-            hyperparameters=plan_now,
+            hyperparameters=plan_now.model_copy(update={"seed": plan_now.seed - number}),
             optimizer_from=below.job,
         )
         job = await wait_for(platform, job, _reporter(loop, number))
@@ -90,6 +90,8 @@ async def _dataset(platform: Platform, loop: Loop, count: int) -> str:
     recipe = DatasetRecipe(
         demonstrations=[messages for messages, _ in loop.demonstrations[:count]],
         demonstrations_metadata=[metadata for _, metadata in loop.demonstrations[:count]],
+        balance_by=loop.balance_by,
+        balance_power=loop.balance_power,
         tools=loop.agent.tool_schemas,
         tokenizer=loop.agent.model,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
-from cray_agents.records import JobSpec, JobStatus, Record
+from cray_agents.records import JobSpec, JobState, JobStatus, Record
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.publish import write_atomically
 
@@ -91,7 +91,7 @@ class MegatronTrainer:
 
     # ---- restarts
     def _restart(self, journal: Journal, spec: JobSpec, command: CommandStatus) -> JobStatus:
-        last, step = self._handover(journal), journal.step
+        last, step = handover(journal), journal.step
         restarts = 1 if step > last.step else last.restarts + 1
         if restarts <= MAX_RESTARTS:
             self._hand_over(journal, Handover(step=step, restarts=restarts))
@@ -129,36 +129,49 @@ class MegatronTrainer:
         given = self.scheduler.submit(command)
         write_atomically(path, handover.model_copy(update={"id": given}).model_dump_json().encode())
 
-    @staticmethod
-    def _handover(journal: Journal) -> Handover:
-        path = journal.folder / "scheduler.json"
-        return Handover.model_validate_json(path.read_bytes()) if path.exists() else Handover()
-
     # ---- what to say
     def _ended(self, journal: Journal) -> JobStatus | None:
         status = journal.status()
         if status is None:
             return None
-        given = self._handover(journal).id
+        given = handover(journal).id
         return status.model_copy(
             update={"scheduler": self.scheduler.name, "scheduler_job_id": given}
         )
 
-    def _describe(self, journal: Journal, spec: JobSpec, state: str) -> JobStatus:
-        """The status of a job that has not ended by itself, from its events."""
-        steps = [e for e in journal.events() if e.get("event") == "step"]
-        return JobStatus.model_validate(
-            {
-                "id": spec.id,
-                "state": state,
-                "scheduler": self.scheduler.name,
-                "scheduler_job_id": self._handover(journal).id,
-                "step": journal.step,
-                "steps": spec.hyperparameters.steps,
-                "attempts": journal.attempts,
-                "loss_first": steps[0]["loss"] if steps else None,
-                "loss_last": steps[-1]["loss"] if steps else None,
-                "trained_tokens": sum(e["tokens"] for e in steps),
-                "seconds": sum(e["seconds"] for e in steps),
-            }
-        )
+    def _describe(self, journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:
+        described = describe(journal, spec, state)
+        return described.model_copy(update={"scheduler": self.scheduler.name})
+
+
+def read_status(home: Home, job_id: str) -> JobStatus:
+    """What a job's folder alone says of it; nothing is asked or started. Raises NotFound."""
+    journal = Journal(home, job_id)
+    spec = journal.spec()
+    if (ended := journal.status()) is not None:
+        return ended.model_copy(update={"scheduler_job_id": handover(journal).id})
+    begun: JobState = "running" if journal.attempts else "queued"
+    return describe(journal, spec, "cancelled" if journal.cancelled else begun)
+
+
+def describe(journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:
+    """The status of a job that has not ended by itself, from its events."""
+    steps = [e for e in journal.events() if e.get("event") == "step"]
+    return JobStatus(
+        id=spec.id,
+        state=state,
+        scheduler_job_id=handover(journal).id,
+        step=journal.step,
+        steps=spec.hyperparameters.steps,
+        attempts=journal.attempts,
+        loss_first=steps[0]["loss"] if steps else None,
+        loss_last=steps[-1]["loss"] if steps else None,
+        trained_tokens=sum(e["tokens"] for e in steps),
+        seconds=sum(e["seconds"] for e in steps),
+    )
+
+
+def handover(journal: Journal) -> Handover:
+    """What was last given to the scheduler for a job."""
+    path = journal.folder / "scheduler.json"
+    return Handover.model_validate_json(path.read_bytes()) if path.exists() else Handover()

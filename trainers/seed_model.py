@@ -24,6 +24,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.logging import disable_progress_bar
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Not special: the hermes parser must find them in the decoded text (as in Qwen's own tokenizer).
@@ -179,4 +180,5 @@ def _write_model(directory: Path, tokenizer: Tokenizer, seed: int, shape: ModelS
     assert model.generation_config is not None
     model.generation_config.eos_token_id = config.eos_token_id
     model.generation_config.pad_token_id = config.pad_token_id
+    disable_progress_bar()  # of a single small file
     model.save_pretrained(directory)  # also writes generation_config.json

@@ -202,7 +202,7 @@ def job_rows(home: Home) -> list[dict[str, Any]]:
 
     if not home.jobs.exists():
         return []
-    found = sorted(home.jobs.iterdir(), key=lambda path: path.stat().st_ctime)
+    found = sorted(home.jobs.iterdir(), key=lambda path: (path / "spec.json").stat().st_mtime)
     return [read_status(home, path.name).model_dump() for path in found]
 
 

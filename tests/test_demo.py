@@ -1,0 +1,187 @@
+"""`cray-agents demo` on real parts, small: vLLM, Megatron-core and, where it is installed, Slurm.
+
+The second test kills the demo, the vLLM server and the training job at random moments and runs the
+same command again each time.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.lifeline import alive
+from cray_agents.paths import Home
+from cray_agents.runtime.run_index import RunQuery
+from cray_agents.runtime.scheduler.choose import missing_programs
+from cray_agents.runtime.store import Store
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.megatron]
+
+BOOK = Path(__file__).parent / "small_loop.py"
+GENERATIONS = 2
+TASKS = 32  # a generation
+JOBS = GENERATIONS + 1  # and the warm-up's
+KEYS = {
+    "generation", "holdout_success", "holdout_tasks", "test_success", "test_tasks", "runs",
+    "accepted_runs", "trained_tokens", "loss_first", "loss_last", "probe_max_logprob_diff",
+    "seconds", "version", "job_id", "promoted",
+}  # fmt: skip
+
+
+def command(home: Path) -> list[str]:
+    return [sys.executable, "-m", "cray_agents", "demo", "--home", str(home), "--book", str(BOOK),
+            "--json", str(home.parent / "result.json")]  # fmt: skip
+
+
+def start(home: Path) -> subprocess.Popen[bytes]:
+    with (home.parent / "demo.log").open("ab") as log:
+        return subprocess.Popen(command(home), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def finish(home: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    code = process.wait(timeout=400)
+    log = (home.parent / "demo.log").read_text(errors="replace")
+    assert code == 0, log[-4000:] + (home / "logs" / "platform.log").read_text()[-2000:]
+    result: dict[str, Any] = json.loads((home.parent / "result.json").read_text())
+    return result
+
+
+def check(home: Path, result: dict[str, Any]) -> None:
+    """The result has its shape, and each thing was done once."""
+    assert result["engine"]["name"] == "vllm"
+    assert result["trainer"]["name"] == "megatron-core"
+    assert result["scheduler"]["name"] == ("local" if missing_programs() else "slurm")
+    generations = result["generations"]
+    assert [g["generation"] for g in generations] == list(range(GENERATIONS + 1))
+    assert all(g.keys() >= KEYS for g in generations)
+    assert generations[0]["test_tasks"] == generations[-1]["test_tasks"] == 24
+    for generation in generations[1:]:
+        assert generation["runs"] == TASKS
+        assert generation["loss_last"] is not None
+        assert generation["probe_max_logprob_diff"] < 1e-3
+        assert generation["job_id"]
+    runs = Store(Home(home)).runs(RunQuery())
+    done = Counter(run.id.split("-")[0] for run in runs if run.task and run.error is None)
+    assert set(done.values()) == {1}
+    trained = [run for run in runs if run.generation is not None and run.error is None]
+    assert len(trained) == GENERATIONS * TASKS
+    for run in trained:
+        assert run.reward is not None
+        for call in run.calls:
+            assert re.fullmatch(r"calc@\d+", call.model)
+            assert len(call.token_ids) == len(call.logprobs) > 0
+            assert call.prompt_token_ids
+    assert len(list((home / "jobs").iterdir())) == JOBS
+    assert len(list((home / "datasets").iterdir())) == JOBS
+    versions = list((home / "models" / "calc").glob("*.json"))
+    assert len(versions) == JOBS + 1  # and the untrained one
+    assert (home / "report" / "report.png").stat().st_size > 10_000
+    assert "<svg" in (home / "report" / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    home = tmp_path_factory.mktemp("demo") / "home"
+    return home, finish(home, start(home))
+
+
+def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
+    home, result = undisturbed
+    check(home, result)
+    log = (home.parent / "demo.log").read_text()
+    assert "chat cookbook" in log
+    assert "export --home" in log
+    if not missing_programs():
+        ids = [g["job_id"] for g in result["generations"][1:]]
+        known = (home / "slurm").rglob("jobcomp.txt")
+        completed = "".join(path.read_text() for path in known)
+        assert all(f"JobId={job} " in completed for job in ids)
+
+
+def test_a_finished_demo_is_not_done_again(undisturbed: tuple[Path, dict[str, Any]]) -> None:
+    home, result = undisturbed
+    again = finish(home, start(home))
+    assert again["generations"] == result["generations"]
+
+
+def test_what_is_there_can_be_listed(undisturbed: tuple[Path, dict[str, Any]]) -> None:
+    home, _ = undisturbed
+
+    def listed(*words: str) -> Any:
+        argv = [sys.executable, "-m", "cray_agents", *words, "--home", str(home), "--json"]
+        return json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
+
+    assert len(listed("jobs", "list")) == JOBS
+    assert {job["state"] for job in listed("jobs", "list")} == {"succeeded"}
+    assert listed("models", "list")[0]["id"] == "calc@1"
+    assert listed("models", "show", "calc@2")["manifest"]["dataset"].startswith("ds-")
+    run = listed("runs", "list", "--limit", "1")[0]
+    assert listed("runs", "show", run["id"])["trajectory"]["turns"][0]["call"]["token_ids"]
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process, nearest first."""
+    found, todo = [], [pid]
+    while todo:
+        parent = todo.pop(0)
+        try:
+            tasks = Path(f"/proc/{parent}/task").iterdir()
+            own = [int(c) for t in tasks for c in (t / "children").read_text().split()]
+        except OSError:
+            continue
+        found += own
+        todo += own
+    return found
+
+
+def named(pid: int, words: str) -> bool:
+    try:
+        return words in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return False
+
+
+def victim(demo: int, kind: str) -> int | None:
+    """The pid to kill: the demo's own, or that of a part it runs now."""
+    if kind == "demo":
+        return demo
+    words = {"vllm": "cray_agents.runtime.vllm_server", "job": "cray_agents.trainers.job"}[kind]
+    found = [pid for pid in children(demo) if named(pid, words)]
+    return random.choice(found) if found else None
+
+
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    """kill -9 of demo, vLLM and job; the same command goes on, and nothing is done twice."""
+    seed = int(os.environ.get("CRAY_TEST_SEED", "7"))
+    draw = random.Random(seed)
+    home = tmp_path / "home"
+    kinds = ["demo", "vllm", "job", "demo", "job"]
+    process = start(home)
+    for kind in kinds:
+        time.sleep(draw.uniform(5, 25))
+        deadline = time.monotonic() + 60
+        while (pid := victim(process.pid, kind)) is None and process.poll() is None:
+            assert time.monotonic() < deadline, f"no {kind} to kill"
+            time.sleep(0.05)
+        if process.poll() is not None:
+            break
+        assert pid is not None
+        family = [process.pid, *children(process.pid)]
+        os.kill(pid, signal.SIGKILL)
+        if kind == "demo":
+            process.wait()
+            deadline = time.monotonic() + 10
+            while left := [pid for pid in family if alive(pid)]:
+                assert time.monotonic() < deadline, f"outlived the demo: {left}"
+                time.sleep(0.1)
+            process = start(home)
+    check(home, finish(home, process))
