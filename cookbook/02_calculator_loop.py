@@ -159,7 +159,7 @@ def warm_up(loop: Loop) -> None:
     """Imitate demonstrations, more each time, until a fifth of the held-out tasks is solved."""
     first = loop.hyperparameters.model_copy(update={"steps": 200})
     then = loop.hyperparameters.model_copy(update={"steps": 40})
-    run_warm_up(loop, WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4)))
+    run_warm_up(loop, WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=20))
 
 
 def make_model(directory: Path, seed: int = 0) -> None:

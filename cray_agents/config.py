@@ -31,7 +31,11 @@ class Config(BaseModel):
     scheduler: Literal["auto", "slurm", "local"] = Field(
         "auto", description="auto: a Slurm that answers, else a private one, else local processes"
     )
-    train_ranks: int = Field(1, gt=0, description="data-parallel ranks of a job with no layout")
+    train_ranks: int | None = Field(
+        None,
+        gt=0,
+        description="data-parallel ranks of a job with no layout; default: 2 if there are two cores",
+    )
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
     dtype: str = Field("auto", description="of the served weights; auto: float32 on CPU")
@@ -40,6 +44,11 @@ class Config(BaseModel):
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
     start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")
     swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")
+
+    @property
+    def default_ranks(self) -> int:
+        """Data-parallel ranks of a job that names no layout: two where there are two cores."""
+        return self.train_ranks or min(2, os.cpu_count() or 1)
 
     @property
     def root(self) -> Home:

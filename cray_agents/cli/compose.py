@@ -25,7 +25,7 @@ from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, NotFound, SetupError, StoreError
 from cray_agents.paths import Home
-from cray_agents.records import ModelVersion
+from cray_agents.records import Layout, ModelVersion
 from cray_agents.runtime import durable
 from cray_agents.runtime.checkpoints import read_manifest
 from cray_agents.runtime.gateway.app import create_app
@@ -86,6 +86,7 @@ async def run(
         pool=pool,
         platform=about(config, scheduler),
         code=code_version(),
+        layout=Layout(data=config.default_ranks),
     )
     settings_http = uvicorn.Config(create_app(services), log_level="warning", lifespan="off")
     server = Gateway(settings_http)

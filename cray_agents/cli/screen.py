@@ -1,6 +1,8 @@
 """What commands share of the screen: the consoles, common options, tables that are also JSON."""
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,8 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-console = Console()
-errors = Console(stderr=True)
+LOG_WIDTH = 120  # columns, where there is no terminal to ask
+
+_width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
+console = Console(width=None if sys.stdout.isatty() else _width)
+errors = Console(stderr=True, width=_width)
 
 HomeOption = Annotated[
     Path | None, typer.Option("--home", help="The shared root [default: .cray-agents].")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
-from cray_agents.records import ProbePrompt, ProbeReport
+from cray_agents.records import Layout, ProbePrompt, ProbeReport
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 
@@ -49,7 +49,8 @@ class Pool(Protocol):
 
 @dataclass
 class Services:
-    """The parts behind the routes. `code` is the trainer's code version that jobs are named by.
+    """The parts behind the routes. `code` is the trainer's code version that jobs are named by,
+    `layout` that of jobs which name none.
 
     `keep_alive`: seconds after which a waiting stream gets a comment line. `max_body`: bytes.
     """
@@ -61,5 +62,6 @@ class Services:
     pool: Pool
     platform: dict[str, Any] = field(default_factory=dict)
     code: str = ""
+    layout: Layout = field(default_factory=Layout)
     keep_alive: float = 2.0
     max_body: int = 64 * 2**20

@@ -85,7 +85,11 @@ def _spec(services: Services, body: dict[str, Any]) -> JobSpec:
         raise BadInput(f"no dataset {dataset!r}: POST /v1/datasets builds one", param="dataset")
     parent = services.registry.directory(field(body, "parent", str))
     manifest = checkpoints.read_manifest(parent)
-    filled = {"parent_sha256": manifest.weights_sha256, "code": services.code}
+    filled = {
+        "parent_sha256": manifest.weights_sha256,
+        "code": services.code,
+        "layout": services.layout.model_dump(),
+    }
     given = {name: value for name, value in body.items() if value is not None}
     return parse(JobSpec, {**filled, **given, "parent": str(parent)})
 
