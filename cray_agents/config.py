@@ -32,9 +32,7 @@ class Config(BaseModel):
         "auto", description="auto: a Slurm that answers, else a private one, else local processes"
     )
     train_ranks: int | None = Field(
-        None,
-        gt=0,
-        description="data-parallel ranks of a job with no layout; default: 2 if there are two cores",
+        None, gt=0, description="data-parallel ranks of a job with no layout; on CPU: up to 2"
     )
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
@@ -44,11 +42,6 @@ class Config(BaseModel):
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
     start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")
     swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")
-
-    @property
-    def default_ranks(self) -> int:
-        """Data-parallel ranks of a job that names no layout: two where there are two cores."""
-        return self.train_ranks or min(2, os.cpu_count() or 1)
 
     @property
     def root(self) -> Home:

@@ -32,7 +32,7 @@ from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.runtime.replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.scheduler.choose import open_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.slurm import Slurm
@@ -86,7 +86,7 @@ async def run(
         pool=pool,
         platform=about(config, scheduler),
         code=code_version(),
-        layout=Layout(data=config.default_ranks),
+        layout=Layout(data=config.train_ranks or default_ranks()),
     )
     settings_http = uvicorn.Config(create_app(services), log_level="warning", lifespan="off")
     server = Gateway(settings_http)
@@ -190,6 +190,11 @@ def first_version(registry: Registry, model: Path | None, name: str) -> ModelVer
     version = registry.register(name, checkpoint, manifest)
     registry.promote(name, version.number, who="up", reason=f"first model, from {model}")
     return version
+
+
+def default_ranks() -> int:
+    """Data-parallel ranks: on CPU two where there are two cores, on GPUs what the config says."""
+    return 1 if has_gpu_build() else min(2, os.cpu_count() or 1)
 
 
 def about(config: Config, scheduler: Slurm | LocalProcesses) -> dict[str, Any]:
