@@ -11,12 +11,12 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cray_agents.agent import Agent
 from cray_agents.curriculum import Curriculum
-from cray_agents.errors import BadInput, JobError, SwapError
+from cray_agents.errors import BadInput, SwapError
 from cray_agents.generation import Generation, Progress
 from cray_agents.platform import Platform
 from cray_agents.records import (
@@ -33,7 +33,6 @@ from cray_agents.rollouts import Rollouts, Wanted, accepted, success
 from cray_agents.tasks import TaskSet
 
 Control = Literal["shuffled-rewards"]
-POLL = 0.25  # seconds between looks at a running job
 
 
 @dataclass
@@ -124,6 +123,7 @@ class Loop:
             generation = await (self._begin() if number == 0 else self._improve(done))
             if number == generations or self._reached(generation):
                 generation = await self._measure_test(generation)
+            generation = generation.model_copy(update={"seconds": dict(self._seconds)})
             await platform.finish_generation(self.name, number, generation.model_dump(mode="json"))
             done.append(generation)
             yield generation
@@ -135,7 +135,7 @@ class Loop:
     async def _begin(self) -> Generation:
         """Generation 0: the promoted version as it is, measured on held-out and test tasks."""
         version = await self._incumbent()
-        await self._stage(version)
+        proof = await self._stage(version)
         holdout = await self.evaluate(version, "holdout")
         generation = Generation(
             generation=0,
@@ -143,7 +143,7 @@ class Loop:
             holdout_tasks=len(holdout),
             version=version.id,
             job=version.job,
-            seconds=self._seconds,
+            probe_max_logprob_diff=proof.max_logprob_diff if proof.prompts else None,
         )
         return await self._measure_test(generation)
 
@@ -155,46 +155,47 @@ class Loop:
         runs = await self.collect(number, incumbent)
         dataset = await self.build(number)
         job = await self.train(dataset["id"], incumbent)
-        base = Generation(
+        candidate = await self._platform.register(self.agent.model, job.checkpoint or job.id)
+        verdict = await self._judge(candidate, incumbent, best)
+        return Generation(
             generation=number,
-            holdout_success=0.0,
-            holdout_tasks=0,
             runs=len(runs),
             accepted_runs=accepted(runs, self.min_reward),
             failed_runs=sum(run.reward is None for run in runs),
             trained_tokens=job.trained_tokens,
             loss_first=job.loss_first,
             loss_last=job.loss_last,
-            version=incumbent.id,
+            version=candidate.id,
             job_id=job.scheduler_job_id,
             job=job.id,
             dataset=dataset["id"],
-            seconds=self._seconds,
+            **verdict,
         )
-        candidate = await self._platform.register(self.agent.model, job.checkpoint or job.id)
+
+    async def _judge(
+        self, candidate: ModelVersion, incumbent: ModelVersion, best: float
+    ) -> dict[str, Any]:
+        """Prove a candidate, evaluate it, promote it if it is better; else go back."""
         try:
             proof = await self._stage(candidate)
-        except SwapError as error:
+        except SwapError as error:  # the pool has put the incumbent back
             note = f"not proven: {error}"
-            return base.model_copy(
-                update={"version": candidate.id, "promoted": False, "note": note}
-            )
-        holdout = await self.evaluate(candidate, "holdout")
-        better = success(holdout) > best
-        if better:
+            return {"promoted": False, "note": note, "holdout_success": 0.0, "holdout_tasks": 0}
+        runs = await self.evaluate(candidate, "holdout")
+        reached = success(runs)
+        if reached > best:
             with self._phase("promote"):
-                reason = f"held-out {success(holdout):.3f} > {best:.3f} on {len(holdout)} tasks"
+                reason = f"held-out {reached:.3f} > {best:.3f} on {len(runs)} tasks"
                 await self._platform.promote(candidate, who=f"loop {self.name}", reason=reason)
-        return base.model_copy(
-            update={
-                "version": candidate.id,
-                "promoted": better,
-                "holdout_success": success(holdout),
-                "holdout_tasks": len(holdout),
-                "probe_max_logprob_diff": proof.max_logprob_diff,
-                "note": "" if better else f"rejected: not above {best:.3f}",
-            }
-        )
+        else:
+            await self._stage(incumbent)
+        return {
+            "promoted": reached > best,
+            "note": "" if reached > best else f"rejected: not above {best:.3f}",
+            "holdout_success": reached,
+            "holdout_tasks": len(runs),
+            "probe_max_logprob_diff": proof.max_logprob_diff,
+        }
 
     async def collect(self, number: int, version: ModelVersion) -> list[Run]:
         """Run the agent on this generation's train tasks; what is stored is not run again."""
@@ -261,8 +262,7 @@ class Loop:
                 hyperparameters=self.hyperparameters.model_copy(update=order),
                 optimizer_from=parent.job,
             )
-            return await wait_for(
-                self._platform,
+            return await self._platform.wait_for(
                 job,
                 lambda job: self._report(
                     "train", job.step, job.steps, f"job {job.scheduler_job_id}"
@@ -346,31 +346,9 @@ async def _next(steps: AsyncGenerator[Generation]) -> Generation:
     return await anext(steps)
 
 
-async def wait_for(
-    platform: Platform, job: JobStatus, on_progress: Callable[[JobStatus], None]
-) -> JobStatus:
-    """Wait for a job's end. Raises JobError with its log's tail unless it succeeded."""
-    while job.state in ("queued", "running"):
-        on_progress(job)
-        await asyncio.sleep(POLL)
-        job = await platform.job(job.id)
-    on_progress(job)
-    if job.state != "succeeded":
-        raise JobError(
-            f"job {job.id} {job.state}: {job.error or 'no reason given'}",
-            log_tail=await platform.job_log(job.id),
-        )
-    return job
-
-
 def shuffled(runs: Sequence[Run], seed: str) -> dict[str, float]:
     """The runs' rewards, permuted among them; the same for the same runs and seed."""
     scored = sorted((run.id, run.reward) for run in runs if run.reward is not None)
     values = [value for _, value in scored]
     random.Random(seed).shuffle(values)
     return {run_id: value for (run_id, _), value in zip(scored, values, strict=True)}
-
-
-def with_control(loop: Loop, control: Control | None) -> Loop:
-    """The same loop under a control."""
-    return replace(loop, control=control, name=f"{loop.name}-{control}" if control else loop.name)

@@ -4,8 +4,9 @@ It speaks with the openai client's own transport, so that a light install needs 
 routes are the gateway's (runtime/gateway). Read next: loop.py, its biggest user.
 """
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import openai
@@ -30,6 +31,7 @@ from cray_agents.records import (
 )
 
 URL = "http://127.0.0.1:8000"
+POLL = 0.25  # seconds between looks at a running job
 
 
 class Platform:
@@ -97,6 +99,20 @@ class Platform:
     async def job(self, job_id: str) -> JobStatus:
         """Where a job stands."""
         return JobStatus.model_validate(await self._get(f"/jobs/{job_id}"))
+
+    async def wait_for(self, job: JobStatus, on_progress: Callable[[JobStatus], None]) -> JobStatus:
+        """Wait for a job's end. Raises JobError with its log's tail unless it succeeded."""
+        while job.state in ("queued", "running"):
+            on_progress(job)
+            await asyncio.sleep(POLL)
+            job = await self.job(job.id)
+        on_progress(job)
+        if job.state != "succeeded":
+            raise JobError(
+                f"job {job.id} {job.state}: {job.error or 'no reason given'}",
+                log_tail=await self.job_log(job.id),
+            )
+        return job
 
     async def job_log(self, job_id: str, tail: int = 20) -> str:
         """The last lines of a job's log."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cray_agents.errors import JobError
 from cray_agents.generation import Progress
-from cray_agents.loop import Loop, wait_for
+from cray_agents.loop import Loop
 from cray_agents.platform import Platform
 from cray_agents.records import DatasetRecipe, Hyperparameters, JobStatus, ModelVersion, Run
 from cray_agents.rollouts import success
@@ -55,7 +55,7 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
             hyperparameters=plan_now.model_copy(update={"seed": plan_now.seed - number}),
             optimizer_from=below.job,
         )
-        job = await wait_for(platform, job, _reporter(loop, number))
+        job = await platform.wait_for(job, _reporter(loop, number))
         version = await platform.register(name, job.checkpoint or job.id)
         reached = success(await _measured(platform, loop, version))
         if reached > plan.band[1]:

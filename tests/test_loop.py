@@ -1,35 +1,24 @@
 """The loop over a real gateway, store and registry, with a scripted engine and trainer."""
 
-import asyncio
 import json
-import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
-from cray_agents import Agent, Loop, Platform, ScriptedEngine, Task, TaskSet, reward
+from cray_agents import Agent, Loop, ScriptedEngine, Task, TaskSet, reward
 from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation, Progress
 from cray_agents.paths import Home
-from cray_agents.records import Hyperparameters, ProbePrompt, Run
+from cray_agents.records import Hyperparameters, Run
 from cray_agents.rollouts import success
-from cray_agents.runtime.gateway.app import create_app
-from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.run_index import RunQuery
-from cray_agents.runtime.seat import Resident
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from tests.scripted_platform import platform
 
-PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
 SKILL = {"m@1": 3, "m@2": 6, "m@3": 5, "m@4": 9}  # of 10 tasks, how many a version solves
 
 
@@ -61,54 +50,6 @@ def make_loop(**changes: Any) -> Loop:
         "name": "loop",
     }
     return Loop(Agent(name="a", model="m"), tasks(), **(arguments | changes))
-
-
-@contextmanager
-def platform(root: Path, engine: ScriptedEngine, **trainer: Any) -> Iterator[Platform]:
-    """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts."""
-    home = Home(root)
-    registry = Registry(home)
-    if not registry.names():
-        first = root / "first"
-        first.mkdir(parents=True)
-        (first / "config.json").write_text("{}")
-        (first / "model.safetensors").write_bytes(b"weights")
-        checkpoint, manifest = registry.import_checkpoint(first)
-        registry.promote("m", registry.register("m", checkpoint, manifest).number)
-    ready, stop = threading.Event(), threading.Event()
-    url: list[str] = []
-
-    async def serve() -> None:
-        pool = Pool([Resident(engine)])
-        services = Services(
-            home=home,
-            store=Store(home),
-            registry=registry,
-            trainer=ScriptedTrainer(home, probe=PROBE, **trainer),
-            pool=pool,
-        )
-        version = registry.resolve("m")
-        await pool.start(home.checkpoint(version.checkpoint), version.id, [])
-        listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(services), log_level="error", lifespan="off")
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        url.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        ready.set()
-        await asyncio.to_thread(stop.wait)
-        server.should_exit = True
-        await task
-        await pool.stop()
-        await services.store.close()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert ready.wait(20)
-    try:
-        yield Platform(url[0])
-    finally:
-        stop.set()
-        thread.join()
 
 
 def shape(generations: list[Generation]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ goes on.
 import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from cray_agents.cli.screen import console
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.generation import Generation
-from cray_agents.loop import Loop, with_control
+from cray_agents.loop import Loop
 from cray_agents.platform import Platform
 from cray_agents.records import Run
 
@@ -68,7 +69,9 @@ def demo(
     config = load_config({"home": where, "scheduler": scheduler, "port": 0})
     begun = time.monotonic()
     module = load(book)
-    loop: Loop = with_control(module.make_loop(seed), "shuffled-rewards" if control else None)
+    loop: Loop = module.make_loop(seed)
+    if control:
+        loop = replace(loop, control="shuffled-rewards", name=f"{loop.name}-{control}")
     most = generations or module.GENERATIONS
     with LoopScreen(f"demo, seed {seed}", most) as screen:
         loop.on_progress = screen.progress

@@ -120,7 +120,7 @@ def generations_table(generations: Sequence[Generation]) -> Table:
 def row(g: Generation) -> tuple[str, ...]:
     """A generation as cells, in the order of HEADINGS."""
     loss = (
-        f"{g.loss_first:.2f}→{g.loss_last:.2f}" if g.loss_last is not None and g.loss_first else "-"
+        f"{g.loss_first:.3f}→{g.loss_last:.3f}" if g.loss_last is not None and g.loss_first else "-"
     )
     probe = "-" if g.probe_max_logprob_diff is None else f"{g.probe_max_logprob_diff:.0e}"
     rate = f"{g.accepted_runs / g.runs:.3f}" if g.runs else "-"

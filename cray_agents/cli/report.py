@@ -45,15 +45,9 @@ def figure(generations: Sequence[Generation], title: str) -> Any:
     left.plot(
         [g.generation for g in tested], [g.test_success for g in tested], "*", ms=14, label="test"
     )
-    rejected = [g for g in generations if not g.promoted]
-    left.plot(
-        [g.generation for g in rejected],
-        [g.holdout_success for g in rejected],
-        "x",
-        color="black",
-        ms=9,
-        label="not promoted",
-    )
+    if rejected := [g for g in generations if not g.promoted]:
+        where = [g.generation for g in rejected]
+        left.plot(where, [g.holdout_success for g in rejected], "kx", ms=9, label="not promoted")
     left.set(title=title, xlabel="generation", ylabel="success", ylim=(0, 1.02), xticks=numbers)
     left.grid(alpha=0.3)
     left.legend(loc="lower right", fontsize=8)

@@ -1,0 +1,111 @@
+"""The command line without an engine: mistakes are told, with exit code 2, and nothing is lost."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def cli(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "cray_agents", *map(str, words)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CRAY_AGENTS_")} | environment
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    said = " ".join(done.stderr.split())
+    assert "Traceback" not in said
+    for word in words:
+        assert word in said
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    done = cli("--help", cwd=tmp_path)
+    commands = ["demo", "up", "down", "status", "doctor", "run", "chat", "loop"]
+    commands += ["models", "runs", "jobs", "export"]
+    assert [word for word in commands if word not in done.stdout] == []
+
+
+def test_port_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = cli("up", "--model", tmp_path, "--port", port, cwd=tmp_path)
+    refused(done, f"127.0.0.1:{port}", "--port")
+
+
+def test_store_not_writable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = cli("up", "--model", tmp_path, "--home", tmp_path / "file" / "home", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "cannot be written" in done.stderr
+    assert "--home" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (None, ["--model"]),
+        ("missing", ["missing"]),
+        ("empty", ["config.json"]),
+    ],
+)
+def test_nothing_to_serve(tmp_path: Path, model: str | None, words: list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    flags = ["--model", tmp_path / model] if model else []
+    refused(cli("up", *flags, "--port", 0, cwd=tmp_path), *words)
+
+
+def test_a_corrupt_checkpoint_file_is_named(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "manifest.json").write_text(
+        json.dumps({"files": {"model.safetensors": "0" * 64}, "weights_sha256": "0" * 64})
+    )
+    done = cli("up", "--model", model, "--port", 0, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "model.safetensors" in done.stderr
+    assert "SHA-256" in done.stderr
+
+
+def test_unknown_settings_and_choices(tmp_path: Path) -> None:
+    refused(cli("status", cwd=tmp_path, CRAY_AGENTS_PROT="1"), "CRAY_AGENTS_PORT")
+    refused(cli("demo", "--control", "noise", cwd=tmp_path), "shuffled-rewards")
+    refused(cli("export", "--format", "csv", cwd=tmp_path), "jsonl")
+
+
+def test_files_without_an_agent(tmp_path: Path) -> None:
+    refused(cli("run", "nothing.py", "hi", cwd=tmp_path), "nothing.py")
+    (tmp_path / "empty.py").write_text("")
+    refused(cli("run", "empty.py", "hi", "--url", "http://127.0.0.1:9", cwd=tmp_path), "agent =")
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    assert json.loads(cli("models", "list", "--json", cwd=tmp_path).stdout) == []
+    assert json.loads(cli("jobs", "list", "--json", cwd=tmp_path).stdout) == []
+    assert json.loads(cli("runs", "list", "--json", cwd=tmp_path).stdout) == []
+    refused(cli("runs", "show", "run_x", cwd=tmp_path), "run_x")
+    refused(cli("jobs", "logs", "job-x", cwd=tmp_path), "job-x")
+    refused(cli("models", "show", "calc@1", cwd=tmp_path), "calc")
+    down = cli("down", cwd=tmp_path)
+    assert (down.returncode, "no platform" in down.stdout) == (0, True)
+    status = cli("status", "--json", cwd=tmp_path)
+    assert status.returncode == 1
+    assert json.loads(status.stdout)["running"] is False
+
+
+def test_doctor(tmp_path: Path) -> None:
+    done = cli("doctor", "--json", cwd=tmp_path)
+    rows = {row["check"]: row for row in json.loads(done.stdout)}
+    assert rows["vllm"]["state"] == rows["megatron"]["state"] == "ok"
+    assert done.returncode == (2 if any(r["state"] == "missing" for r in rows.values()) else 0)
+    without = cli("doctor", "--json", cwd=tmp_path, PATH="/nowhere")
+    slurm = next(row for row in json.loads(without.stdout) if row["check"] == "slurm")
+    assert slurm["state"] == "absent"
+    assert "apt-get install" in slurm["to mend it"]

@@ -1,0 +1,41 @@
+"""Configuration: which source wins, and what a mistake is told."""
+
+from pathlib import Path
+
+import pytest
+
+from cray_agents.config import load_config
+from cray_agents.errors import ConfigError
+
+
+def test_flags_beat_environment_beats_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cray-agents.toml").write_text("port = 1\nmax_num_seqs = 3\nkv_cache_gib = 2\n")
+    monkeypatch.setenv("CRAY_AGENTS_PORT", "2")
+    monkeypatch.setenv("CRAY_AGENTS_MAX_NUM_SEQS", "4")
+    config = load_config({"port": 5, "home": None}, tmp_path)
+    assert (config.port, config.max_num_seqs, config.kv_cache_gib) == (5, 4, 2)
+    assert config.home == Path(".cray-agents")
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cray-agents.toml").write_text("max_model_length = 10\n")
+    with pytest.raises(ConfigError, match=r"cray-agents\.toml.*did you mean max_model_len\?"):
+        load_config({}, tmp_path)
+    (tmp_path / "cray-agents.toml").unlink()
+    monkeypatch.setenv("CRAY_AGENTS_PROT", "1")
+    with pytest.raises(ConfigError, match="did you mean CRAY_AGENTS_PORT"):
+        load_config({}, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["port = 'x'", "port = 70000", "port = ", "scheduler = 'pbs'"])
+def test_a_bad_value_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cray-agents.toml").write_text(text)
+    with pytest.raises(ConfigError):
+        load_config({}, tmp_path)
+
+
+def test_where_a_platform_is_belongs_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRAY_AGENTS_URL", "http://127.0.0.1:1")
+    load_config({}, tmp_path)

@@ -1,0 +1,78 @@
+"""A platform for tests of loops: all real but for a scripted engine and trainer."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from cray_agents import Platform, ScriptedEngine
+from cray_agents.paths import Home
+from cray_agents.records import ProbePrompt
+from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool import Pool
+from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.seat import Resident
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+
+PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
+
+
+def bare_model(directory: Path) -> Path:
+    """What the registry takes for a model, and no more."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+@contextmanager
+def platform(
+    root: Path, engine: ScriptedEngine, *, model: Path | None = None, **trainer: Any
+) -> Iterator[Platform]:
+    """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts."""
+    home = Home(root)
+    registry = Registry(home)
+    if not registry.names():
+        checkpoint, manifest = registry.import_checkpoint(model or bare_model(root / "first"))
+        registry.promote("m", registry.register("m", checkpoint, manifest).number)
+    ready, stop = threading.Event(), threading.Event()
+    url: list[str] = []
+
+    async def serve() -> None:
+        pool = Pool([Resident(engine)])
+        services = Services(
+            home=home,
+            store=Store(home),
+            registry=registry,
+            trainer=ScriptedTrainer(home, probe=PROBE, **trainer),
+            pool=pool,
+        )
+        version = registry.resolve("m")
+        await pool.start(home.checkpoint(version.checkpoint), version.id, [])
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(services), log_level="error", lifespan="off")
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        url.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        ready.set()
+        await asyncio.to_thread(stop.wait)
+        server.should_exit = True
+        await task
+        await pool.stop()
+        await services.store.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield Platform(url[0])
+    finally:
+        stop.set()
+        thread.join()
