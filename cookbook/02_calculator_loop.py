@@ -3,7 +3,8 @@
 A tiny model, made here and never downloaded, sees a few demonstrations until it succeeds now and
 then. From there on it learns only from its own successful runs: run, score, keep what was right,
 train, prove, evaluate, promote if better. `cray-agents demo` is this file with a report at the end;
-`python cookbook/02_calculator_loop.py` is it without.
+`python cookbook/02_calculator_loop.py` is it without; with `--quick` both do little of everything,
+to see that it runs.
 
 The task: two-number arithmetic, "What is 47 + 385?". The agent must call the calculator with the
 right expression and then answer with the result and nothing else. Both operands of a level-L
@@ -14,7 +15,9 @@ one, a held-out or test question always does, and these two never share a questi
 import itertools
 import json
 import random
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from operator import add, mul, sub
 from pathlib import Path
 
@@ -27,10 +30,24 @@ from cray_agents.warmup import warm_up as run_warm_up
 LEVELS, OPERATORS = (1, 2, 3, 4), "+-*"
 KINDS = list(itertools.product(LEVELS, OPERATORS))
 SHOWN = [level * (2 if operator == "*" else 1) for level, operator in KINDS]  # in demonstrations
-TRAIN, HOLDOUT, TEST, DEMONSTRATIONS = 15_000, 204, 204, 168
 RESULT = {"+": add, "-": sub, "*": mul}
-GENERATIONS = 12
-TARGET = 0.97  # held-out success at which the loop stops
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything. `target`: the held-out success at which the loop stops."""
+
+    train: int
+    evaluated: int  # held-out tasks, and as many test tasks
+    demonstrations: int
+    per_generation: int
+    steps: int
+    generations: int
+    target: float | None
+
+
+FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.97)
+QUICK = Size(240, 24, 48, 32, 12, 2, None)
 
 agent = Agent(
     name="calculator",
@@ -120,27 +137,28 @@ def demonstration(task: Task) -> list[Message]:
 # ---- the loop
 
 
-def make_loop(seed: int = 0) -> Loop:
+def make_loop(seed: int = 0, quick: bool = False) -> Loop:
     """The loop for a seed: its tasks, its demonstrations, how it trains."""
+    size = QUICK if quick else FULL
     tasks = [
-        task
-        for split, count in (("train", TRAIN), ("holdout", HOLDOUT), ("test", TEST))
-        for task in questions(seed, split, count)
+        *questions(seed, "train", size.train),
+        *questions(seed, "holdout", size.evaluated),
+        *questions(seed, "test", size.evaluated),
     ]
-    shown = questions(seed, "train", DEMONSTRATIONS, SHOWN)
+    shown = questions(seed, "train", size.demonstrations, SHOWN)
     return Loop(
         agent,
         TaskSet(tasks),
         rewards=[exact],
         method="rft",
         name=f"calculator-{seed}",
-        tasks_per_generation=1024,
+        tasks_per_generation=size.per_generation,
         hyperparameters=Hyperparameters(
-            steps=150,
+            steps=size.steps,
             batch_size=16,
             learning_rate=2e-3,
             min_learning_rate=2e-4,
-            warmup_steps=10,
+            warmup_steps=min(10, size.steps),
             schedule="cosine",
             weight_decay=0.1,
             order="weighted",
@@ -150,16 +168,17 @@ def make_loop(seed: int = 0) -> Loop:
         balance_by="kind",
         balance_power=0.3,
         curriculum=Curriculum(key="kind"),
-        target=TARGET,
+        target=size.target,
         seed=seed,
     )
 
 
-def warm_up(loop: Loop) -> None:
+def warm_up(loop: Loop, quick: bool = False) -> None:
     """Imitate demonstrations, more each time, until a fifth of the held-out tasks is solved."""
-    first = loop.hyperparameters.model_copy(update={"steps": 200})
+    first = loop.hyperparameters.model_copy(update={"steps": 100 if quick else 200})
     then = loop.hyperparameters.model_copy(update={"steps": 40})
-    run_warm_up(loop, WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=20))
+    plan = WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=20)
+    run_warm_up(loop, replace(plan, band=(0.0, 1.0)) if quick else plan)
 
 
 def make_model(directory: Path, seed: int = 0) -> None:
@@ -174,12 +193,12 @@ def make_model(directory: Path, seed: int = 0) -> None:
 if __name__ == "__main__":
     from cray_agents import local_platform
 
-    loop = make_loop()
-    home = Path(".cray-agents") / "cookbook-02"
+    quick = "--quick" in sys.argv
+    loop = make_loop(quick=quick)
+    home = Path(".cray-agents") / ("cookbook-02-quick" if quick else "cookbook-02")
     if not (home / "seed-model").exists():
         make_model(home / "seed-model")
-    with local_platform(home, model=home / "seed-model", name=agent.model) as platform:
-        loop.platform = platform
-        warm_up(loop)
-        for generation in loop.run(GENERATIONS):
-            print(generation.generation, generation.holdout_success, generation.test_success)
+    with local_platform(home, model=home / "seed-model", name=agent.model) as loop.platform:
+        warm_up(loop, quick)
+        for done in loop.run((QUICK if quick else FULL).generations):
+            print(done.generation, done.version, done.holdout_success, done.test_success)

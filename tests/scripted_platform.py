@@ -34,14 +34,19 @@ def bare_model(directory: Path) -> Path:
 
 @contextmanager
 def platform(
-    root: Path, engine: ScriptedEngine, *, model: Path | None = None, **trainer: Any
+    root: Path,
+    engine: ScriptedEngine,
+    *,
+    model: Path | None = None,
+    name: str = "m",
+    **trainer: Any,
 ) -> Iterator[Platform]:
     """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts."""
     home = Home(root)
     registry = Registry(home)
     if not registry.names():
         checkpoint, manifest = registry.import_checkpoint(model or bare_model(root / "first"))
-        registry.promote("m", registry.register("m", checkpoint, manifest).number)
+        registry.promote(name, registry.register(name, checkpoint, manifest).number)
     ready, stop = threading.Event(), threading.Event()
     url: list[str] = []
 
@@ -54,7 +59,7 @@ def platform(
             trainer=ScriptedTrainer(home, probe=PROBE, **trainer),
             pool=pool,
         )
-        version = registry.resolve("m")
+        version = registry.resolve(name)
         await pool.start(home.checkpoint(version.checkpoint), version.id, [])
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(create_app(services), log_level="error", lifespan="off")

@@ -8,6 +8,7 @@ goes on.
 
 import asyncio
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +24,14 @@ from cray_agents.cli.progress import LoopScreen, clock, generations_table
 from cray_agents.cli.report import write_report
 from cray_agents.cli.screen import console
 from cray_agents.config import Config, load_config
-from cray_agents.errors import BadInput, SetupError
+from cray_agents.errors import BadInput, SetupError, StoreError
 from cray_agents.generation import Generation
 from cray_agents.loop import Loop
 from cray_agents.platform import Platform
 from cray_agents.records import Run
 
-COOKBOOK = Path(__file__).resolve().parents[2] / "cookbook"
-BOOK = COOKBOOK / "02_calculator_loop.py"
+ROOT = Path(__file__).resolve().parents[2]
+BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
 CONTROLS = ("shuffled-rewards",)
 
 
@@ -56,44 +57,68 @@ def demo(
     scheduler: Annotated[
         str | None, typer.Option(help="auto, slurm or local [default: auto].")
     ] = None,
-    book: Annotated[
-        Path, typer.Option(hidden=True, help="Another loop than the cookbook's.")
-    ] = BOOK,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Everything, but little of it: does it run here?")
+    ] = False,
 ) -> None:
     """Watch an agent train itself. The same command goes on where a killed one stopped."""
     if control is not None and control not in CONTROLS:
         raise BadInput(f"control {control!r} is not known; valid: {CONTROLS[0]}", param="control")
-    if not book.exists():
-        raise SetupError(f"the demo runs from a checkout: {book} is not there")
-    where = home or Path(".cray-agents") / f"demo-{seed}{'-' + control if control else ''}"
+    if not BOOK.exists():
+        raise SetupError(f"the demo runs from a checkout: {BOOK} is not there")
+    name = f"demo-{seed}" + ("-quick" if quick else "") + (f"-{control}" if control else "")
+    where = home or Path(".cray-agents") / name
     config = load_config({"home": where, "scheduler": scheduler, "port": 0})
+    claim(config.root.root / "demo.json", {"seed": seed, "control": control, "quick": quick})
     begun = time.monotonic()
-    module = load(book)
-    loop: Loop = module.make_loop(seed)
+    book = load(BOOK)
+    loop: Loop = book.make_loop(seed, quick)
     if control:
         loop = replace(loop, control="shuffled-rewards", name=f"{loop.name}-{control}")
-    most = generations or module.GENERATIONS
+    most = generations or (book.QUICK if quick else book.FULL).generations
     with LoopScreen(f"demo, seed {seed}", most) as screen:
         loop.on_progress = screen.progress
-        done, info, examples = run_demo(config, module, loop, most, seed, screen)
+        done, info, examples = run_demo(config, book, loop, most, seed, quick, screen)
     result = summary(seed, control, info, time.monotonic() - begun, done)
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
     tell(config, loop, result, done, examples)
 
 
+def claim(path: Path, what: dict[str, Any]) -> None:
+    """Keep demos apart that would share a home. Raises BadInput."""
+    if path.exists() and (found := json.loads(path.read_text())) != what:
+        raise BadInput(f"{path.parent} holds another demo ({found}): choose another --home")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(what))
+    except OSError as error:
+        raise StoreError(
+            f"{path.parent} cannot be written ({error.strerror}): choose another --home"
+        ) from error
+
+
 def run_demo(
-    config: Config, module: ModuleType, loop: Loop, most: int, seed: int, screen: LoopScreen
+    config: Config,
+    book: ModuleType,
+    loop: Loop,
+    most: int,
+    seed: int,
+    quick: bool,
+    screen: LoopScreen,
 ) -> tuple[list[Generation], dict[str, Any], list[tuple[str, Run]]]:
     """Seed model, platform, warm-up, loop: what is done already is not done again."""
     model = config.root.root / "seed-model"
     if not model.exists():
         screen.say("making the seed model")
-        module.make_model(model, seed)
+        draft = model.with_name("seed-model.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        book.make_model(draft, seed)
+        draft.rename(model)
     screen.say("starting the platform (the vLLM server takes about half a minute)")
     with serving(config, model=model, name=loop.agent.model, ready=False) as where:
         loop.platform = Platform(where["url"])
-        module.warm_up(loop)
+        book.warm_up(loop, quick)
         done = []
         for generation in loop.run(most):
             screen.generation(generation)
@@ -174,7 +199,7 @@ def tell(
     console.print(f"report: {escape(str(page))}\nplot:   {escape(str(png))}", soft_wrap=True)
     console.print("\nChat with the trained agent, and export its trajectories:", style="dim")
     command = ".venv/bin/cray-agents"
-    book = BOOK.relative_to(COOKBOOK.parent)
+    book = BOOK.relative_to(ROOT)
     console.print(f"  {command} chat {book} --home {escape(str(home))}", soft_wrap=True)
     console.print(
         f"  {command} export --home {escape(str(home))} --output trajectories.jsonl", soft_wrap=True

@@ -1,0 +1,49 @@
+"""02_calculator_loop.py: its tasks; and the whole of it, small, as its docstring says."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cray_agents.cli.agents import load
+
+FILE = Path(__file__).parents[2] / "cookbook" / "02_calculator_loop.py"
+book = load(FILE)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_splits_never_share_a_question_nor_training_a_reserved_operand(seed: int) -> None:
+    tasks = book.make_loop(seed).tasks
+    questions = [task.input for task in tasks]
+    assert len(set(questions)) == len(questions)
+    for task in tasks:
+        left, _, right = task.metadata["expression"].split()
+        held = book.reserved(int(left)) or book.reserved(int(right))
+        assert held == (task.split != "train")
+    for split in ("holdout", "test"):
+        kinds = Counter(task.metadata["kind"] for task in tasks.split(split))
+        assert set(kinds.values()) == {17}
+        assert len(kinds) == 12
+
+
+def test_demonstrations_are_of_training_questions() -> None:
+    loop = book.make_loop(3)
+    held = {task.input for task in loop.tasks if task.split != "train"}
+    shown = {messages[1]["content"] for messages, _ in loop.demonstrations}
+    assert len(shown) == len(loop.demonstrations) == book.FULL.demonstrations
+    assert not shown & held
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.megatron
+def test_quick(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, FILE, "--quick"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["0", "1", "2"]
+    assert all(line[1].startswith("calc@") for line in lines)
