@@ -26,4 +26,4 @@ bench: setup
 	@$(PY) -m tests.bench $(ARGS)
 
 soak: setup
-	@$(PY) -m pytest tests/soak $(ARGS)
+	@CRAY_TEST_SEEDS=1,2,3,4,5,6,7,8,9,10 $(PY) -m pytest tests/test_demo.py -k kills $(ARGS)

@@ -88,6 +88,8 @@ async def _promote(platform: Platform, version: ModelVersion, reason: str) -> No
 
 async def _dataset(platform: Platform, loop: Loop, count: int) -> str:
     recipe = DatasetRecipe(
+        loop=loop.name,
+        generations=[],  # demonstrations alone, however many runs there are by now
         demonstrations=[messages for messages, _ in loop.demonstrations[:count]],
         demonstrations_metadata=[metadata for _, metadata in loop.demonstrations[:count]],
         balance_by=loop.balance_by,

@@ -158,10 +158,10 @@ def victim(demo: int, kind: str) -> int | None:
     return random.choice(found) if found else None
 
 
-def test_kills_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", os.environ.get("CRAY_TEST_SEEDS", "7").split(","))
+def test_kills_at_random_moments(tmp_path: Path, seed: str) -> None:
     """kill -9 of demo, vLLM and job; the same command goes on, and nothing is done twice."""
-    seed = int(os.environ.get("CRAY_TEST_SEED", "7"))
-    draw = random.Random(seed)
+    draw = random.Random(int(seed))
     home = tmp_path / "home"
     kinds = ["demo", "vllm", "job", "demo", "job"]
     process = start(home)

@@ -16,7 +16,7 @@ from cray_agents.warmup import WarmUp, warm_up
 from tests.scripted_platform import platform
 
 STEPS = Hyperparameters(steps=40)
-TASKS = [Task(input=f"say {n}", target=str(n), split="holdout") for n in range(10)]
+TASKS = [Task(input=f"say {n}", target=str(n), split="holdout") for n in range(10, 20)]
 PLAN = WarmUp(STEPS, STEPS, demonstrations=4, more=2, band=(0.2, 0.4), jobs=4)
 
 
@@ -30,7 +30,7 @@ def talk(n: int) -> list[dict[str, Any]]:
 
 
 def make_loop(**changes: Any) -> Loop:
-    train = Task(input="say 99", target="99")
+    train = Task(input="say 0", target="0")
     shown = [(talk(n), {"kind": n % 2}) for n in range(20)]
     loop = Loop(Agent(name="a", model="m"), TaskSet([train, *TASKS]), rewards=[right],
                 hyperparameters=STEPS, demonstrations=shown, name="loop")  # fmt: skip
@@ -42,7 +42,7 @@ def engine(skill: dict[str, int]) -> ScriptedEngine:
 
     def answer(request: dict[str, Any], version: str) -> str:
         number = request["messages"][-1]["content"].split()[-1]
-        return number if int(number) < skill.get(version, 0) else "wrong"
+        return number if int(number) - 10 < skill.get(version, 0) else "wrong"
 
     return ScriptedEngine(answer)
 
@@ -69,13 +69,14 @@ def test_goes_on_with_more_until_the_band_and_is_found_done(tmp_path: Path, mode
         assert warm_up(loop, PLAN).id == "m@4"
         assert len(loop.demonstrations) == 8
         assert Registry(Home(tmp_path)).resolve("m").id == "m@4"
+        list(loop.run(1))  # from now on there are successful runs, which are no demonstrations
         asked = len(script.requests)
         again = make_loop(platform=where)
         assert warm_up(again, PLAN).id == "m@4"
         assert len(again.demonstrations) == 8
         assert len(script.requests) == asked
-    assert len(specs(tmp_path)) == 3
-    assert len({spec.dataset for spec in specs(tmp_path)}) == 3
+    assert len(specs(tmp_path)) == 3 + 1
+    assert len({spec.dataset for spec in specs(tmp_path)}) == 3 + 1
 
 
 def test_a_later_promotion_stays(tmp_path: Path, model: Path) -> None:

@@ -74,6 +74,7 @@ class LoopScreen:
                 errors.print(
                     f"{clock(self.elapsed)} generation {now.generation}: {now.phase}{total}{note}",
                     highlight=False,
+                    soft_wrap=True,
                 )
 
     def generation(self, generation: Generation) -> None:
@@ -81,8 +82,9 @@ class LoopScreen:
         self._done.append(generation)
         if self._enabled and not self._drawn:
             cells = dict(zip(HEADINGS, row(generation), strict=True))
-            text = "  ".join(f"{name} {value}" for name, value in cells.items() if value != "-")
-            errors.print(f"{clock(self.elapsed)} {text}", highlight=False)
+            said = (f"{name} {value}".strip() for name, value in cells.items())
+            text = "  ".join(part for part in said if part and not part.endswith(" -"))
+            errors.print(f"{clock(self.elapsed)} {text}", highlight=False, soft_wrap=True)
 
     def draw(self) -> RenderableType:
         """The picture now."""
