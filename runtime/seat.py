@@ -5,17 +5,21 @@ the very process that serves it.
 """
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cray_agents.errors import CrayError, SwapError
+from cray_agents.errors import CrayError, EngineUnavailable, SwapError
 from cray_agents.ports import Engine
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.proof import prove, same_shape
 
+log = logging.getLogger(__name__)
+
 State = Literal["starting", "serving", "swapping", "down"]
 
+_STARTS = 3  # tries of a first start
 _BACKOFF = (0.2, 30.0)  # seconds before the first and at most before any restart
 
 
@@ -129,10 +133,19 @@ class Seat:
             self.held = held
             self._set("starting")
             try:
-                self._accept(held, await self._install(held, None))
+                self._accept(held, await self._start(held))
             except BaseException:
                 self._set("down")
                 raise
+
+    async def _start(self, held: Held) -> ProbeReport:
+        """Start from scratch, again if the process dies meanwhile: it may have been killed."""
+        for _ in range(_STARTS - 1):
+            try:
+                return await self._install(held, None)
+            except EngineUnavailable as error:
+                log.warning("starting %s again: %s", held.version, error)
+        return await self._install(held, None)
 
     async def close(self) -> None:
         """End the replica."""
