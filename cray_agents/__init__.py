@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cray_agents.agent import Agent as Agent
-    from cray_agents.cli.platform import local_platform as local_platform
+    from cray_agents.cli.running import local_platform as local_platform
     from cray_agents.curriculum import Curriculum as Curriculum
     from cray_agents.generation import Generation as Generation
     from cray_agents.loop import Loop as Loop
@@ -33,7 +33,7 @@ _HOME = {
     "Generation": "generation",
     "Hyperparameters": "records",
     "Loop": "loop",
-    "local_platform": "cli.platform",
+    "local_platform": "cli.running",
     "OpenAIEngine": "openai_engine",
     "Platform": "platform",
     "Run": "records",

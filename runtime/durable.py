@@ -39,6 +39,15 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path`: readers see the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{new_id('draft')}")
+    write_file(draft, data)
+    draft.replace(path)
+    sync(path.parent)
+
+
 def create_file(path: Path, data: bytes) -> bool:
     """Publish a file under a name nobody has; False if somebody was first.
 

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from cray_agents.records import JobSpec, Manifest
-from cray_agents.runtime import checkpoints
+from cray_agents.runtime import checkpoints, durable
 from cray_agents.trainers.data import as_probe
-from cray_agents.trainers.publish import hash_files, publish_folder, write_atomically
+from cray_agents.trainers.publish import hash_files, publish_folder
 from cray_agents.trainers.train import Training
 from cray_agents.trainers.weights import SafeTensors, exported
 
@@ -61,7 +61,7 @@ def export_weights(training: Training, folder: Path) -> None:
             "metadata": {"total_size": sum({part[0]: part[2] for part in parts}.values())},
             "weight_map": {tensor: part[0] for part in parts for tensor in part[1]},
         }
-        write_atomically(
+        durable.replace_file(
             folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode()
         )
 
@@ -104,7 +104,7 @@ def publish(
             metrics=metrics,
             probe=as_probe(prompts, logprobs),
         )
-        write_atomically(draft / "manifest.json", manifest.model_dump_json(indent=1).encode())
+        durable.replace_file(draft / "manifest.json", manifest.model_dump_json(indent=1).encode())
         if not publish_folder(draft, final):
             shutil.rmtree(draft)
     torch.distributed.barrier()

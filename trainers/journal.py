@@ -21,7 +21,6 @@ from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.records import JobSpec, JobStatus, canonical
 from cray_agents.runtime import durable
-from cray_agents.trainers.publish import write_atomically
 
 TAIL_BYTES = 8192
 
@@ -52,7 +51,7 @@ class Journal:
     def write_spec(self, spec: JobSpec) -> None:
         """Record what is asked; the first submission's layout stays."""
         if not self.exists:
-            write_atomically(self.folder / "spec.json", spec.model_dump_json(indent=1).encode())
+            durable.replace_file(self.folder / "spec.json", spec.model_dump_json(indent=1).encode())
 
     # ---- who works on it
     @property
@@ -115,7 +114,7 @@ class Journal:
         self.close()
         kept = [e for e in self.events() if e.get("event") != "step" or e["step"] <= step]
         lines = b"".join(json.dumps(e).encode() + b"\n" for e in kept)
-        write_atomically(self.folder / "events.jsonl", lines)
+        durable.replace_file(self.folder / "events.jsonl", lines)
 
     @property
     def step(self) -> int:
@@ -136,7 +135,7 @@ class Journal:
 
     def write_status(self, status: JobStatus) -> None:
         """Record the end."""
-        write_atomically(self.folder / "status.json", status.model_dump_json(indent=1).encode())
+        durable.replace_file(self.folder / "status.json", status.model_dump_json(indent=1).encode())
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of the job's log."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.records import JobSpec, JobState, JobStatus, Record
+from cray_agents.runtime import durable
 from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.publish import write_atomically
 
 MAX_RESTARTS = 3  # in a row without a step forward
 
@@ -105,10 +105,10 @@ class MegatronTrainer:
         journal.write_status(failed)
         return failed
 
-    def _hand_over(self, journal: Journal, handover: Handover) -> None:
+    def _hand_over(self, journal: Journal, what: Handover) -> None:
         spec = journal.spec()
         path = journal.folder / "scheduler.json"
-        write_atomically(path, handover.model_dump_json().encode())
+        durable.replace_file(path, what.model_dump_json().encode())
         command = Command(
             name=journal.job_id,
             argv=[
@@ -127,14 +127,15 @@ class MegatronTrainer:
             minutes=self.minutes,
         )
         given = self.scheduler.submit(command)
-        write_atomically(path, handover.model_copy(update={"id": given}).model_dump_json().encode())
+        durable.replace_file(path, what.model_copy(update={"id": given}).model_dump_json().encode())
 
     # ---- what to say
     def _ended(self, journal: Journal) -> JobStatus | None:
         status = journal.status()
         if status is None:
             return None
-        given = handover(journal).id
+        # we may have been killed between the scheduler's answer and our note of it
+        given = handover(journal).id or self.scheduler.status(journal.job_id).id
         return status.model_copy(
             update={"scheduler": self.scheduler.name, "scheduler_job_id": given}
         )

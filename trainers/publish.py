@@ -4,20 +4,10 @@ The journal, resume points and exports are published here, over runtime/durable.
 fsynced before the rename that makes them visible. Read next: journal.py, a job's folder.
 """
 
-import os
 from pathlib import Path
 
 from cray_agents.errors import NotFound
 from cray_agents.runtime import checkpoints, durable
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path`: readers see the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    durable.write_file(draft, content)
-    draft.replace(path)
-    durable.sync(path.parent)
 
 
 def publish_folder(draft: Path, final: Path) -> bool:

@@ -18,7 +18,7 @@ import torch
 from cray_agents.errors import Corrupt, NotFound
 from cray_agents.records import canonical
 from cray_agents.runtime import durable
-from cray_agents.trainers.publish import publish_folder, write_atomically
+from cray_agents.trainers.publish import publish_folder
 from cray_agents.trainers.train import Training
 
 KEEP = 2
@@ -115,7 +115,7 @@ def save(training: Training, folder: Path, attempt: int, common: dict[str, Any])
     if rank == 0:
         seal = {n: h for part in gathered for n, h in part.items()}
         seal |= {p.name: durable.sha256_file(p) for p in draft.iterdir() if p.name not in seal}
-        write_atomically(draft / SEAL, canonical(seal))
+        durable.replace_file(draft / SEAL, canonical(seal))
         publish_folder(draft, folder / name)
         _forget(points(folder)[KEEP:])
         durable.sync(folder)

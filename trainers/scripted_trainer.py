@@ -11,9 +11,9 @@ from typing import Any
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import JobSpec, JobStatus, Manifest, ProbePrompt
-from cray_agents.runtime import checkpoints
+from cray_agents.runtime import checkpoints, durable
 from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.publish import hash_files, publish_folder, write_atomically
+from cray_agents.trainers.publish import hash_files, publish_folder
 
 
 class ScriptedTrainer:
@@ -104,7 +104,7 @@ class ScriptedTrainer:
             metrics={**self.metrics, "steps": spec.hyperparameters.steps},
             probe=self._probe_of(spec),
         )
-        write_atomically(draft / "manifest.json", manifest.model_dump_json(indent=1).encode())
+        durable.replace_file(draft / "manifest.json", manifest.model_dump_json(indent=1).encode())
         if not publish_folder(draft, self.home.checkpoint(spec.id)):
             shutil.rmtree(draft)
 

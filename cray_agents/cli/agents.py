@@ -14,8 +14,8 @@ import typer
 from rich.markup import escape
 
 from cray_agents.agent import Agent
-from cray_agents.cli.platform import serving
 from cray_agents.cli.progress import LoopScreen, generations_table
+from cray_agents.cli.running import serving
 from cray_agents.cli.screen import HomeOption, JsonOption, console
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput

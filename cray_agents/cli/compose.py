@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 
 from cray_agents.cli.doctor import distribution_version
-from cray_agents.cli.platform import owner
+from cray_agents.cli.running import owner
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, NotFound, SetupError, StoreError
@@ -217,9 +217,7 @@ def claim(home: Home, listener: socket.socket, name: str) -> None:
             "use it, end it with `cray-agents down`, or choose another root with --home"
         )
     info = {"url": address(listener), "pid": os.getpid(), "name": name, "started": time.time()}
-    draft = home.platform.with_suffix(f".{os.getpid()}")
-    durable.write_file(draft, json.dumps(info).encode())
-    draft.replace(home.platform)
+    durable.replace_file(home.platform, json.dumps(info).encode())
 
 
 def address(listener: socket.socket) -> str:

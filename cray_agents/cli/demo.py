@@ -19,9 +19,9 @@ import typer
 from rich.markup import escape
 
 from cray_agents.cli.agents import load
-from cray_agents.cli.platform import serving
 from cray_agents.cli.progress import LoopScreen, clock, generations_table
 from cray_agents.cli.report import write_report
+from cray_agents.cli.running import serving
 from cray_agents.cli.screen import console
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError, StoreError

@@ -1,0 +1,151 @@
+"""The platform of a shared root as a process: find it, start it, wait for it, end it.
+
+A command that needs a platform uses the one that runs on its root, or starts one that lives as long
+as the command does: `serving`, and `local_platform` for Python. Used by all of cli/.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cray_agents.cli.screen import errors
+from cray_agents.config import Config, load_config
+from cray_agents.errors import SetupError
+from cray_agents.lifeline import alive
+from cray_agents.paths import Home
+from cray_agents.platform import Platform
+
+START_SECONDS = 30.0  # until the gateway answers; the engine behind it may take longer
+STOP_SECONDS = 20.0
+
+
+def owner(home: Home) -> dict[str, Any] | None:
+    """The living process that claimed this root: its url, pid and name. It may be starting."""
+    try:
+        info: dict[str, Any] = json.loads(home.platform.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if not alive(info["pid"]) or info["pid"] == os.getpid():
+        return None
+    command = Path(f"/proc/{info['pid']}/cmdline")  # the pid may have gone to another program
+    if command.exists() and b"cray" not in command.read_bytes():
+        return None
+    return info
+
+
+def running(home: Home) -> dict[str, Any] | None:
+    """The platform on this root, if it answers."""
+    info = owner(home)
+    if info is None:
+        return None
+    try:
+        fetch(f"{info['url']}/health/live")
+    except OSError:
+        return None
+    return info
+
+
+def fetch(url: str, timeout: float = 5.0) -> dict[str, Any]:
+    """GET some JSON from the platform. Raises OSError."""
+    with urllib.request.urlopen(url, timeout=timeout) as answer:
+        body: dict[str, Any] = json.load(answer)
+        return body
+
+
+def start(
+    config: Config, model: Path | None, name: str, replicas: int, *, with_parent: bool
+) -> subprocess.Popen[bytes]:
+    """Start `up` as a child. With `with_parent` it dies when this process does."""
+    home = config.root
+    home.logs.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "cray_agents", "up", "--name", name, "--home", str(home.root)]
+    argv += ["--port", str(config.port), "--replicas", str(replicas)]
+    argv += ["--scheduler", config.scheduler]
+    argv += ["--model", str(model)] if model else []
+    argv += ["--parent", str(os.getpid())] if with_parent else []
+    with (home.logs / "platform.log").open("ab") as log:
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                start_new_session=True)  # fmt: skip
+
+
+def wait_until_live(home: Home, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Wait until the child's gateway answers. Raises SetupError with its log's tail."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        info = running(home)
+        if info is not None and info["pid"] == process.pid:
+            return info
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    if process.poll() is None:
+        stop(process.pid)
+    tail = (home.logs / "platform.log").read_text(errors="replace").splitlines()[-15:]
+    raise SetupError("the platform did not start; its log ends:\n" + "\n".join(tail))
+
+
+def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Wait until the child's replicas serve, too. Raises SetupError."""
+    info = wait_until_live(home, process)
+    with errors.status("waiting for the engine (a vLLM server starts in about half a minute)"):
+        while process.poll() is None:
+            try:
+                fetch(f"{info['url']}/health/ready")
+                return info
+            except urllib.error.HTTPError:
+                time.sleep(0.3)
+    return wait_until_live(home, process)
+
+
+@contextmanager
+def serving(
+    config: Config, *, model: Path | None = None, name: str = "default", ready: bool = True
+) -> Iterator[dict[str, Any]]:
+    """A platform on the configured root: the one that runs, or one that ends with this block."""
+    info = running(config.root)
+    if info is not None:
+        yield info
+        return
+    free = config.model_copy(update={"port": 0})
+    process = start(free, model, name, 1, with_parent=True)
+    try:
+        yield (wait_until_ready if ready else wait_until_live)(config.root, process)
+    finally:
+        stop(process.pid)
+        process.wait()
+
+
+@contextmanager
+def local_platform(
+    home: Path, *, model: Path | None = None, name: str = "default", ready: bool = True
+) -> Iterator[Platform]:
+    """A platform on a shared root for as long as the block lasts, or the one that runs there.
+
+    model: the checkpoint that `name` begins with, if the root promotes none yet. With `ready`,
+    wait until its replicas serve; otherwise only until it answers. Raises SetupError.
+    """
+    with serving(load_config({"home": home}), model=model, name=name, ready=ready) as info:
+        yield Platform(info["url"])
+
+
+def stop(pid: int) -> None:
+    """Ask a platform to end, then make it."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + STOP_SECONDS
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            return
+        while alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not alive(pid):
+            return
