@@ -1,0 +1,86 @@
+"""`run`, `chat` and `loop` against a platform whose engine is scripted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from cray_agents import ScriptedEngine
+from cray_agents.paths import Home
+from cray_agents.runtime.store import Store
+from cray_agents.scripted import tool_call
+from tests.scripted_platform import platform
+
+AGENT = """
+from cray_agents import Agent, Loop, Hyperparameters, Task, TaskSet, reward, tool
+
+@tool
+def shout(text: str) -> str:
+    "Say it louder."
+    return text.upper()
+
+@reward
+def right(run):
+    return run.output == run.task.target
+
+agent = Agent(name="echo", model="m", tools=[shout])
+tasks = TaskSet([Task(input=str(n), target=str(n), split="train" if n < 5 else "holdout")
+                 for n in range(8)])
+loop = Loop(agent, tasks, rewards=[right], hyperparameters=Hyperparameters(steps=1))
+"""
+
+
+def cli(*words: object, cwd: Path, typed: str = "") -> subprocess.CompletedProcess[str]:
+    (cwd / "agent.py").write_text(AGENT)
+    argv = [sys.executable, "-m", "cray_agents", *map(str, words)]
+    return subprocess.run(argv, cwd=cwd, input=typed, capture_output=True, text=True, timeout=60)
+
+
+def test_run(tmp_path: Path) -> None:
+    engine = ScriptedEngine([tool_call("shout", text="hi"), "it said HI"])
+    with platform(tmp_path / "home", engine) as where:
+        done = cli("run", "agent.py", "say hi", "--url", where.url, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "it said HI\n"), done.stderr
+    [run] = Store(Home(tmp_path / "home")).runs()
+    assert run.trajectory.turns[0].tool_calls[0].result == "HI"
+    assert run.calls[1].message["content"] == "it said HI"
+
+
+def test_run_says_why_it_failed(tmp_path: Path) -> None:
+    with platform(tmp_path / "home", ScriptedEngine([])) as where:
+        (tmp_path / "agent.py").write_text(AGENT)
+        source = AGENT.replace('model="m"', 'model="nobody"')
+        (tmp_path / "other.py").write_text(source)
+        done = cli("run", "other.py", "hi", "--url", where.url, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "'nobody' does not exist" in " ".join(done.stdout.split())
+
+
+def test_chat_streams_shows_tools_and_remembers(tmp_path: Path) -> None:
+    engine = ScriptedEngine([tool_call("shout", text="hi"), "HI it is", "you said hi"])
+    with platform(tmp_path / "home", engine) as where:
+        done = cli("chat", "agent.py", "--url", where.url, cwd=tmp_path,
+                   typed="say hi\nwhat did I say?\n\n")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert 'shout({"text": "hi"}) = HI' in " ".join(done.stdout.split())
+    assert "HI it is" in done.stdout
+    assert "you said hi" in done.stdout
+    heard = [message["content"] for message in engine.requests[2]["messages"]]
+    assert heard == ["say hi", None, "HI", "HI it is", "what did I say?"]
+
+
+def test_loop(tmp_path: Path) -> None:
+    def answer(request: dict[str, Any], version: str) -> str:
+        number = str(request["messages"][-1]["content"])
+        return number if version == "m@2" or int(number) % 2 else "no"
+
+    with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
+        words = ["loop", "agent.py", "--generations", 1, "--url", where.url]
+        done = cli(*words, "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        first, second = json.loads(done.stdout)
+        assert (first["version"], second["version"], second["promoted"]) == ("m@1", "m@2", True)
+        table = cli(*words, cwd=tmp_path)  # again: nothing is done anew, and it is shown
+    assert "m@2" in table.stdout
+    assert "held-out 1.000" in table.stderr

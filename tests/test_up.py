@@ -1,0 +1,119 @@
+"""`cray-agents up` on real vLLM, on a machine that has no Slurm: served, shown, asked, ended."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from cray_agents.lifeline import alive
+from cray_agents.paths import Home
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.seed_model import make_seed_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+AGENT = 'from cray_agents import Agent\nagent = Agent(name="a", model="tiny", max_tokens=8)\n'
+
+
+def without_slurm(folder: Path) -> str:
+    """A PATH on which Slurm's programs are not to be found."""
+    folder.mkdir()
+    for directory in os.environ["PATH"].split(os.pathsep):
+        for program in Path(directory).glob("*") if Path(directory).is_dir() else []:
+            slurm = program.name.startswith(("slurm", "munge", "sinfo", "sbatch", "squeue"))
+            if not slurm and not (folder / program.name).exists():
+                (folder / program.name).symlink_to(program)
+    assert shutil.which("slurmctld", path=str(folder)) is None
+    return str(folder)
+
+
+class Site:
+    """A folder with a model, a root, and a command line that finds no Slurm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home = folder, folder / "home"
+        self.model = folder / "model"
+        make_seed_model(self.model, seed=0, corpus=["hello there", "What is 1 + 1?"])
+        (folder / "agent.py").write_text(AGENT)
+        self.env = {**os.environ, "PATH": without_slurm(folder / "bin")}
+
+    def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "cray_agents", *map(str, words), "--home", str(self.home)]
+        return subprocess.run(argv, cwd=self.folder, env=self.env, capture_output=True, text=True,
+                              timeout=200)  # fmt: skip
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.cli("status", "--json").stdout)
+        return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("up"))
+    done = site.cli("up", "--model", site.model, "--name", "tiny", "--port", 0, "--detach")
+    assert done.returncode == 0, done.stderr + (site.home / "logs" / "platform.log").read_text()
+    yield site
+    site.cli("down")
+
+
+def test_status(site: Site) -> None:
+    status = site.status()
+    assert status["running"] is True
+    assert status["scheduler"]["name"] == "local"
+    assert "not installed" in status["scheduler"]["reason"]
+    assert [(r["version"], r["state"]) for r in status["replicas"]] == [("tiny@1", "serving")]
+
+
+def test_a_second_platform_on_the_root_is_refused(site: Site) -> None:
+    done = site.cli("up", "--name", "tiny", "--port", 0)
+    assert done.returncode == 2
+    assert "runs on" in done.stderr
+    assert "cray-agents down" in done.stderr
+
+
+def test_openai_client_with_a_run_in_its_url(site: Site) -> None:
+    url = site.status()["url"]
+    client = openai.OpenAI(base_url=f"{url}/runs/run_of_mine/v1", api_key="none")
+    asked: Any = [{"role": "user", "content": "hello"}]
+    answer = client.chat.completions.create(model="tiny", messages=asked, max_tokens=5)
+    assert answer.model == "tiny@1"
+    assert not hasattr(answer.choices[0], "token_ids")
+    chunks = client.chat.completions.create(
+        model="tiny@1", messages=asked, max_tokens=5, stream=True, temperature=0.0
+    )
+    assert {chunk.model for chunk in chunks} == {"tiny@1"}
+    run = Store(Home(site.home)).run("run_of_mine")
+    assert [len(call.token_ids) for call in run.calls] == [len(c.logprobs) for c in run.calls]
+    assert all(call.model == "tiny@1" and call.prompt_token_ids for call in run.calls)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="tiny@9", messages=asked)
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model="tiny", messages=asked, max_tokens=5000)
+    assert long.value.body is not None
+
+
+def test_run_uses_the_platform_that_runs(site: Site) -> None:
+    before = site.status()["pid"]
+    done = site.cli("run", "agent.py", "hello", "--json")
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)
+    assert run["model"] == "tiny@1"
+    assert run["trajectory"]["turns"][0]["call"]["token_ids"]
+    assert site.status()["pid"] == before
+    assert site.cli("runs", "show", run["id"]).returncode == 0
+
+
+def test_down_leaves_nothing(site: Site) -> None:
+    status = site.status()
+    pids = [status["pid"], *(replica["pid"] for replica in status["replicas"])]
+    assert site.cli("down").returncode == 0
+    assert not [pid for pid in pids if alive(pid)]
+    assert site.status() == {"running": False, "home": str(site.home)}
