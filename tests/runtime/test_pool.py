@@ -255,3 +255,31 @@ async def test_status_is_json(tmp_path: Path) -> None:
         assert set(status) == {
             *("version", "state", "in_flight", "restarts", "pid", "port", "probe", "error")
         }
+
+
+class Stillborn(Mortal):
+    """Dies in its first starts, as a process does that is killed while it comes up."""
+
+    def __init__(self, engine: ScriptedEngine, deaths: int) -> None:
+        super().__init__(engine)
+        self.deaths = deaths
+
+    async def start(self, checkpoint: Path, version: str) -> None:
+        if self.starts < self.deaths:
+            self.starts += 1
+            raise EngineUnavailable("vLLM ended while starting")
+        await super().start(checkpoint, version)
+
+
+async def test_a_replica_killed_in_its_first_start_is_started_again(tmp_path: Path) -> None:
+    host = Stillborn(ScriptedEngine(says_version), deaths=2)
+    async with serving(tmp_path, host) as pool:
+        assert pool.ready
+        assert text(await pool.chat("m@1", ASK)) == "m@1"
+    assert host.starts == 3
+
+
+async def test_a_replica_that_never_comes_up_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineUnavailable, match="ended while starting"):
+        async with serving(tmp_path, Stillborn(ScriptedEngine(says_version), deaths=9)):
+            pass
