@@ -58,9 +58,9 @@ def test_no_module_is_named_like_a_dependency() -> None:
 
 
 def test_import_is_light() -> None:
-    """`import cray_agents` and its public names pull in nothing heavy, in under a second."""
+    """`import cray_agents` and its public names pull in nothing heavy."""
     script = (
-        "import sys, time; t = time.perf_counter(); import cray_agents\n"
+        "import sys, cray_agents\n"
         "for name in cray_agents.__all__: getattr(cray_agents, name)\n"
         "heavy = {'torch', 'vllm', 'transformers', 'megatron', 'fastapi', 'pyarrow', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))"

@@ -13,6 +13,7 @@ import typer
 from cray_agents.cli.running import fetch, running, start, stop, wait_until_ready
 from cray_agents.cli.screen import HomeOption, JsonOption, console, show
 from cray_agents.config import load_config
+from cray_agents.errors import SetupError
 from cray_agents.lifeline import die_with_parent
 
 
@@ -50,8 +51,13 @@ def up(
         return
     if parent is not None:
         die_with_parent(parent)
-    from cray_agents.cli.compose import serve
-
+    try:
+        from cray_agents.cli.compose import serve
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"this install cannot run a platform, it has no {error.name}: pip install "
+            "'cray-agents[cpu]' or 'cray-agents[gpu]'; see `cray-agents doctor`"
+        ) from error
     serve(config, model, name, replicas)
 
 

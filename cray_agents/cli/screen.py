@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 LOG_WIDTH = 120  # columns, where there is no terminal to ask
@@ -33,7 +34,7 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     for column in columns:
         table.add_column(column)
     for row in rows:
-        table.add_row(*(cell(row.get(column)) for column in columns))
+        table.add_row(*(escape(cell(row.get(column))) for column in columns))
     console.print(table)
 
 
