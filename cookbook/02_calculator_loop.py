@@ -46,7 +46,7 @@ class Size:
     target: float | None
 
 
-FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.97)
+FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.96)
 QUICK = Size(240, 24, 48, 32, 12, 2, None)
 
 agent = Agent(
@@ -117,6 +117,14 @@ def questions(
     return list(found.values())
 
 
+def demonstrated(seed: int, count: int) -> list[Task]:
+    """The questions to demonstrate: two of each kind, and then more of the harder kinds."""
+    each = questions(seed, "train", 2 * len(KINDS))
+    first = {task.input: task for task in each}
+    more = [t for t in questions(seed, "train", count, SHOWN) if t.input not in first]
+    return [*each, *more][:count]
+
+
 def demonstration(task: Task) -> list[Message]:
     """A scripted run of a perfect agent."""
     arguments = json.dumps({"expression": task.metadata["expression"]})
@@ -145,7 +153,7 @@ def make_loop(seed: int = 0, quick: bool = False) -> Loop:
         *questions(seed, "holdout", size.evaluated),
         *questions(seed, "test", size.evaluated),
     ]
-    shown = questions(seed, "train", size.demonstrations, SHOWN)
+    shown = demonstrated(seed, size.demonstrations)
     return Loop(
         agent,
         TaskSet(tasks),
@@ -169,6 +177,7 @@ def make_loop(seed: int = 0, quick: bool = False) -> Loop:
         balance_power=0.3,
         curriculum=Curriculum(key="kind"),
         target=size.target,
+        patience=3,
         seed=seed,
     )
 

@@ -52,6 +52,7 @@ class Loop:
         balance_by, balance_power: how groups of tasks weigh in training (see DatasetRecipe).
         history: how many generations of runs stay in the training set; None: all.
         target: stop when held-out success reaches it.
+        patience: stop after so many generations in a row of which none was promoted.
         concurrency: runs at a time.
         temperature: of the training runs; held-out and test runs are greedy.
         platform: where to run; default: the one at $CRAY_AGENTS_URL.
@@ -74,6 +75,7 @@ class Loop:
     balance_power: float = 0.0
     curriculum: Curriculum = field(default_factory=Curriculum)
     target: float | None = None
+    patience: int | None = None
     concurrency: int = 64
     temperature: float = 1.0
     seed: int = 0
@@ -118,10 +120,10 @@ class Loop:
         for generation in done:
             yield generation
         number = len(done)
-        while number <= generations and not (done and self._reached(done[-1])):
+        while number <= generations and not self._finished(done):
             self._generation, self._seconds = number, {}
             generation = await (self._begin() if number == 0 else self._improve(done))
-            if number == generations or self._reached(generation):
+            if number == generations or self._finished([*done, generation]):
                 generation = await self._measure_test(generation)
             generation = generation.model_copy(update={"seconds": dict(self._seconds)})
             await platform.finish_generation(self.name, number, generation.model_dump(mode="json"))
@@ -129,8 +131,12 @@ class Loop:
             yield generation
             number += 1
 
-    def _reached(self, generation: Generation) -> bool:
-        return self.target is not None and generation.holdout_success >= self.target
+    def _finished(self, done: Sequence[Generation]) -> bool:
+        """Whether the target is reached, or nothing has been promoted for too long."""
+        if done and self.target is not None and done[-1].holdout_success >= self.target:
+            return True
+        stalled = [not generation.promoted for generation in done[-(self.patience or 0) :]]
+        return self.patience is not None and len(stalled) == self.patience and all(stalled)
 
     async def _begin(self) -> Generation:
         """Generation 0: the promoted version as it is, measured on held-out and test tasks."""

@@ -131,6 +131,17 @@ def test_target_stops_it(tmp_path: Path) -> None:
     assert done[-1].test_success == 0.6
 
 
+def test_patience_stops_it(tmp_path: Path) -> None:
+    def never_better(request: dict[str, Any], version: str) -> str:
+        return answer(request, "m@1")
+
+    with platform(tmp_path, ScriptedEngine(never_better)) as where:
+        done = list(make_loop(platform=where, patience=2).run(5))
+        assert [g.promoted for g in done] == [True, False, False]
+        assert (done[-1].test_success, done[-1].test_version) == (0.3, "m@1")
+        assert len(list(make_loop(platform=where, patience=2).run(5))) == 3
+
+
 def test_shuffled_rewards_keep_the_count_and_lose_the_meaning(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         (_, trained) = list(make_loop(platform=where, control="shuffled-rewards").run(1))
