@@ -56,6 +56,7 @@ agent = Agent(
     tools=[calculator],
     max_turns=2,
     max_tokens=44,
+    temperature=0.0,  # when people ask; the loop's training runs sample at 1
 )
 
 

@@ -70,6 +70,15 @@ def test_chat_streams_shows_tools_and_remembers(tmp_path: Path) -> None:
     assert heard == ["say hi", None, "HI", "HI it is", "what did I say?"]
 
 
+def test_chat_can_forget(tmp_path: Path) -> None:
+    engine = ScriptedEngine(["one", "two"])
+    with platform(tmp_path / "home", engine) as where:
+        done = cli("chat", "agent.py", "--forget", "--url", where.url, cwd=tmp_path,
+                   typed="first\nsecond\n")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [len(request["messages"]) for request in engine.requests] == [1, 1]
+
+
 def test_loop(tmp_path: Path) -> None:
     def answer(request: dict[str, Any], version: str) -> str:
         number = str(request["messages"][-1]["content"])

@@ -61,14 +61,21 @@ def run_agent(
         raise typer.Exit(1)
 
 
-def chat(file: AgentFile, home: HomeOption = None, url: UrlOption = None) -> None:
+def chat(
+    file: AgentFile,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Begin anew with each question: no history.")
+    ] = False,
+) -> None:
     """Talk with an agent: answers stream, tool calls are shown. An empty line ends it."""
     agent = find(load(file), "agent", Agent, file)
     with platform_at(home, url, agent.model) as platform:
-        asyncio.run(_converse(agent.override(engine=platform.engine())))
+        asyncio.run(_converse(agent.override(engine=platform.engine()), forget))
 
 
-async def _converse(agent: Agent) -> None:
+async def _converse(agent: Agent, forget: bool) -> None:
     history: list[Message] = []
     while True:
         try:
@@ -78,7 +85,7 @@ async def _converse(agent: Agent) -> None:
         if not question.strip():
             return
         console.print(f"[bold green]{escape(agent.name)}:[/] ", end="")
-        async for event in agent.stream(question, history=history):
+        async for event in agent.stream(question, history=[] if forget else history):
             match event:
                 case TextDelta():
                     console.print(escape(event.text), end="")

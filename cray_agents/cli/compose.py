@@ -23,7 +23,7 @@ from cray_agents.cli.doctor import distribution_version
 from cray_agents.cli.running import owner
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
-from cray_agents.errors import BadInput, NotFound, SetupError, StoreError
+from cray_agents.errors import BadInput, ConfigError, NotFound, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import Layout, ModelVersion
 from cray_agents.runtime import durable
@@ -155,7 +155,13 @@ def make_root(home: Home) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises SetupError when the port is taken."""
+    """A socket that listens. Raises SetupError when the port is taken, ConfigError off loopback."""
+    if host != "localhost" and not host.startswith("127."):
+        raise ConfigError(
+            f"host {host!r}: the gateway has no API keys yet, so it listens on loopback only; "
+            "forward a port (ssh -L) to reach it from elsewhere",
+            param="host",
+        )
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

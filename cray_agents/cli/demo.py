@@ -197,10 +197,10 @@ def tell(
         f"{last.test_tasks} tasks that nothing was decided on, in {clock(result['seconds'])}"
     )
     console.print(f"report: {escape(str(page))}\nplot:   {escape(str(png))}", soft_wrap=True)
-    console.print("\nChat with the trained agent, and export its trajectories:", style="dim")
+    console.print("\nChat with the trained agent (ask: What is 472 * 385?), export its runs:")
     command = ".venv/bin/cray-agents"
     book = BOOK.relative_to(ROOT)
-    console.print(f"  {command} chat {book} --home {escape(str(home))}", soft_wrap=True)
+    console.print(f"  {command} chat {book} --forget --home {escape(str(home))}", soft_wrap=True)
     console.print(
         f"  {command} export --home {escape(str(home))} --output trajectories.jsonl", soft_wrap=True
     )

@@ -38,6 +38,11 @@ def test_port_taken(tmp_path: Path) -> None:
     refused(done, f"127.0.0.1:{port}", "--port")
 
 
+def test_only_loopback(tmp_path: Path) -> None:
+    done = cli("up", "--model", tmp_path, cwd=tmp_path, CRAY_AGENTS_HOST="0.0.0.0")
+    refused(done, "0.0.0.0", "loopback")
+
+
 def test_store_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = cli("up", "--model", tmp_path, "--home", tmp_path / "file" / "home", cwd=tmp_path)
