@@ -55,7 +55,7 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
             hyperparameters=plan_now.model_copy(update={"seed": plan_now.seed - number}),
             optimizer_from=below.job,
         )
-        job = await platform.wait_for(job, _reporter(loop, number))
+        job = await platform.wait_for(job, _reporter(loop, number, reached))
         version = await platform.register(name, job.checkpoint or job.id)
         reached = success(await _measured(platform, loop, version))
         if reached > plan.band[1]:
@@ -100,9 +100,10 @@ async def _dataset(platform: Platform, loop: Loop, count: int) -> str:
     return str((await platform.build_dataset(recipe))["id"])
 
 
-def _reporter(loop: Loop, number: int) -> Callable[[JobStatus], None]:
+def _reporter(loop: Loop, number: int, reached: float) -> Callable[[JobStatus], None]:
     def report(job: JobStatus) -> None:
-        phase = f"warm-up job {number}"
-        loop.on_progress(Progress(0, phase, job.step, job.steps, f"job {job.scheduler_job_id}"))
+        note = f"job {job.scheduler_job_id}"
+        note += f", held-out {reached:.3f} so far" if number > 1 else ""
+        loop.on_progress(Progress(0, f"warm-up job {number}", job.step, job.steps, note))
 
     return report
