@@ -7,7 +7,6 @@ what exists; nothing is done twice. Read next: agent.py, curriculum.py.
 """
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from cray_agents.records import (
     Split,
 )
 from cray_agents.rewards import RewardFunction
-from cray_agents.rollouts import Rollouts, Wanted, accepted, success
+from cray_agents.rollouts import Rollouts, Wanted, accepted, shuffled, success
 from cray_agents.tasks import TaskSet
 
 Control = Literal["shuffled-rewards"]
@@ -350,11 +349,3 @@ class Loop:
 
 async def _next(steps: AsyncGenerator[Generation]) -> Generation:
     return await anext(steps)
-
-
-def shuffled(runs: Sequence[Run], seed: str) -> dict[str, float]:
-    """The runs' rewards, permuted among them; the same for the same runs and seed."""
-    scored = sorted((run.id, run.reward) for run in runs if run.reward is not None)
-    values = [value for _, value in scored]
-    random.Random(seed).shuffle(values)
-    return {run_id: value for (run_id, _), value in zip(scored, values, strict=True)}

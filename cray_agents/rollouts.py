@@ -5,6 +5,7 @@ what a killed one did. Called by loop.py.
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -131,3 +132,11 @@ def success(runs: Sequence[Run]) -> float:
 def accepted(runs: Sequence[Run], min_reward: float) -> int:
     """How many runs reach the reward."""
     return sum(run.reward is not None and run.reward >= min_reward for run in runs)
+
+
+def shuffled(runs: Sequence[Run], seed: str) -> dict[str, float]:
+    """The runs' rewards, permuted among them; the same for the same runs and seed."""
+    scored = sorted((run.id, run.reward) for run in runs if run.reward is not None)
+    values = [value for _, value in scored]
+    random.Random(seed).shuffle(values)
+    return {run_id: value for (run_id, _), value in zip(scored, values, strict=True)}
