@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import orjson
@@ -18,7 +17,7 @@ import orjson
 from cray_agents import Agent, ScriptedEngine, local_platform
 from cray_agents.cli.agents import load
 from cray_agents.paths import Home
-from cray_agents.records import Event
+from cray_agents.records import Event, ModelCall
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import tool_call
 from cray_agents.tools.calculator import calculator
@@ -101,8 +100,9 @@ async def gateway(home: Path) -> None:
 
 async def store(home: Path) -> None:
     """Durable appends of 4 KB records by 64 callers, against write + fsync of the same bytes."""
-    body: dict[str, Any] = {"text": "x" * 4000}
-    record = orjson.dumps(body) + b"\n"
+    said = {"role": "assistant", "content": "x" * 3700}
+    call = ModelCall(id="c", run_id="r", model="m@1", messages=[], message=said)
+    record = orjson.dumps(call.model_dump()) + b"\n"
     number = iter(range(10**9))
 
     async def ours(total: int = 4000) -> float:
@@ -111,6 +111,7 @@ async def store(home: Path) -> None:
         async def one(caller: int) -> None:
             for n in range(total // 64):
                 name = f"{caller}.{n}"
+                body = {**call.model_dump(), "id": name, "run_id": name}
                 await events.append([Event(id=name, run_id=name, kind="call", body=body)])
 
         begun = time.perf_counter()
