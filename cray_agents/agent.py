@@ -196,7 +196,7 @@ class Agent:
 
     async def _ask(self, progress: Progress, emit: Emit | None) -> Message:
         """One model call: its message, which is in the record from here on."""
-        request = {**progress.request, "messages": [*progress.messages]}
+        request = progress.next_request()
         started, clock = time.time(), time.perf_counter()
         if emit is None:
             completion = await self._engine.chat(request)

@@ -1,7 +1,7 @@
 """Chat completions as a server sends them, whole or in chunks, read into our records.
 
-Called by agent.py. A server that reports tokens sends `prompt_token_ids` and, per choice,
-`token_ids` and `logprobs`, as vLLM and the gateway do; of any other server these stay empty.
+Called by agent.py. A gateway reports exact tokens as `samples`, vLLM as `prompt_token_ids` and, per
+choice, `token_ids` and `logprobs`; of any other server these stay empty.
 """
 
 import json
@@ -29,7 +29,7 @@ def read_completion(
     """The call that a request and its answer were. Raises EngineError for an answer of no shape."""
     choice = first_choice(completion)
     try:
-        logprobs = (choice.get("logprobs") or {}).get("content") or ()
+        sample = (completion.get("samples") or [_sample(completion, choice)])[0]
         return ModelCall(
             id=str(completion.get("id") or ""),
             run_id=run_id,
@@ -37,9 +37,9 @@ def read_completion(
             messages=request["messages"],
             message=tidy(choice["message"]),
             tools=request.get("tools") or [],
-            prompt_token_ids=completion.get("prompt_token_ids") or [],
-            token_ids=choice.get("token_ids") or [],
-            logprobs=[entry["logprob"] for entry in logprobs],
+            prompt_token_ids=sample["prompt_token_ids"],
+            token_ids=sample["token_ids"],
+            logprobs=sample["logprobs"],
             sampling={k: v for k, v in request.items() if k not in _NOT_SAMPLING},
             finish_reason=choice.get("finish_reason"),
             started=started,
@@ -47,6 +47,16 @@ def read_completion(
         )
     except (ValidationError, AttributeError, KeyError, TypeError) as error:
         raise EngineError(f"the model server's answer has no known shape: {error}") from error
+
+
+def _sample(completion: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """The exact tokens as vLLM reports them; empty from servers that do not."""
+    logprobs = (choice.get("logprobs") or {}).get("content") or ()
+    return {
+        "prompt_token_ids": completion.get("prompt_token_ids") or [],
+        "token_ids": choice.get("token_ids") or [],
+        "logprobs": [entry["logprob"] for entry in logprobs],
+    }
 
 
 def first_choice(completion: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +138,7 @@ class Assembly:
             raise EngineError(f"the model server's chunk has no known shape: {error}") from error
 
     def _add(self, chunk: Mapping[str, Any]) -> str:
-        for key in ("id", "model", "prompt_token_ids", "usage"):
+        for key in ("id", "model", "prompt_token_ids", "samples", "usage"):
             if chunk.get(key):
                 self._head[key] = chunk[key]
         text = ""

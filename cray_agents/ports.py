@@ -1,14 +1,16 @@
 """The seams: small Protocols with two used implementations each.
 
     ChatEngine   answers chat requests          OpenAIEngine | ScriptedEngine
-    Engine       ... and takes new weights      VllmEngine (HTTP) | ScriptedEngine
+    Engine       answers requests of any kind
+                 and takes new weights          VllmEngine (HTTP) | ScriptedEngine
     Scheduler    runs a command somewhere       Slurm | LocalProcesses
     Trainer      turns a JobSpec into weights   MegatronTrainer | ScriptedTrainer
 
 Requests, completions and stream chunks are dicts in the shapes of OpenAI's chat completions.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,8 +31,54 @@ class ChatEngine(Protocol):
         ...
 
 
-class Engine(ChatEngine, Protocol):
-    """What the pool needs of a replica's engine, beyond chatting."""
+@dataclass(slots=True)
+class Sampled:
+    """One sampled sequence: `token_ids` and `logprobs` are parallel, [sampled].
+
+    `logprobs` may be shorter where a request was cut off. `name` tells the sequences of one
+    request with several prompts apart: it ends in `-<place of the prompt>`.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request to an engine on its way, and what is learned of it.
+
+    `path` says which API it speaks, such as `/v1/chat/completions`; `request` is its JSON body;
+    `id` names it at the engine and in the answer. `version` is the `name@N` that answers; the pool
+    sets it. `samples` are complete when the answer has ended: a sequence per choice.
+    """
+
+    path: str
+    request: dict[str, Any]
+    id: str
+    version: str = ""
+    samples: list[Sampled] = field(default_factory=list)
+    capture: bool = True
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants server-sent events."""
+        return bool(self.request.get("stream"))
+
+
+class Engine(Protocol):
+    """What the pool needs of a replica's engine."""
+
+    def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        """The answer's bytes: whole JSON in one piece, or whole server-sent events as they come.
+
+        Its `model` is the exchange's version. Raises EngineError and its kinds, also in mid-stream.
+        Who is cancelled while reading it ends the request at the engine; the exchange's samples
+        are then what was sampled until then.
+        """
+        ...
 
     async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
         """Put a checkpoint's weights in the place of the present ones; no cache outlives it.
@@ -109,6 +157,18 @@ class Trainer(Protocol):
 
     def cancel(self, job_id: str) -> JobStatus:
         """End it for good: a cancelled job is never started again."""
+        ...
+
+    def pause(self, job_id: str) -> JobStatus:
+        """Let it save where it stands and end its processes; it stays so until `resume`.
+
+        It is `running` until they have ended, then `paused`. Pausing twice is once. Raises
+        BadInput, code `job_ended`, when there is nothing left to pause.
+        """
+        ...
+
+    def resume(self, job_id: str) -> JobStatus:
+        """Go on from where it was paused. Raises BadInput, code `job_not_paused`."""
         ...
 
 

@@ -17,6 +17,7 @@ from cray_agents.records import (
     ToolCall,
     Trajectory,
     Turn,
+    digest,
 )
 
 _RUN_ID = re.compile(r"[\w.:@-]{1,200}", re.ASCII)
@@ -44,7 +45,16 @@ class Progress:
             raise BadInput(
                 f"run_id={self.id!r}: use at most 200 letters, digits and _.:@-", param="run_id"
             )
-        self.request["extra_headers"] = {"X-Run-Id": self.id}
+
+    def next_request(self) -> dict[str, Any]:
+        """The next model call's request.
+
+        Its key is the same when a run that was cut off is done again: a gateway then answers what
+        it answered before, instead of sampling anew.
+        """
+        request = {**self.request, "messages": [*self.messages]}
+        key = digest([self.id, len(self.turns), request], 32)
+        return request | {"extra_headers": {"X-Run-Id": self.id, "Idempotency-Key": key}}
 
     def ended(self, output: Any, reason: StopReason, error: RunError | None) -> Run:
         """The run as it stands now."""

@@ -89,12 +89,14 @@ class ModelCall(Record):
     """One request to a model, with the exact tokens it read and sampled.
 
     `token_ids` and `logprobs` are parallel: [sampled]. `logprobs` are of the distribution that was
-    sampled from. `model` is `name@version`.
+    sampled from. `model` is `name@version`, `api` the path of the API it was asked through; the
+    messages are in the shape of chat completions whatever that was.
     """
 
     id: str
     run_id: str
     model: str
+    api: str = "/v1/chat/completions"
     messages: list[Message]
     message: Message
     tools: list[dict[str, Any]] = Field(default_factory=list)
@@ -210,9 +212,11 @@ class DatasetRecipe(StrictRecord):
     """What goes into a training set. The same recipe over the same runs gives the same dataset.
 
     `demonstrations` are conversations (lists of messages) to imitate, rendered with the tokenizer
-    and chat template of `tokenizer` (a checkpoint directory); `tools` are theirs. `run_ids`
-    restricts the runs of `loop`; a run is accepted when its reward is at least `min_reward`.
-    `rewards` overrides the recorded rewards by run id (controls use it).
+    and chat template of `tokenizer` (a checkpoint directory); `tools` are theirs, unless
+    `demonstrations_tools` gives each its own. An assistant message whose `weight` is 0 is context
+    that is not trained on. `run_ids` restricts the runs of `loop`; a run is accepted when its
+    reward is at least `min_reward`. `rewards` overrides the recorded rewards by run id (controls
+    use it).
 
     With `balance_by` (a key of the tasks' metadata), a group of n samples weighs n**balance_power
     in all: 0 makes all groups equal, 1 all samples.
@@ -227,6 +231,7 @@ class DatasetRecipe(StrictRecord):
     balance_power: float = Field(0.0, ge=0, le=1)
     demonstrations: list[list[Message]] = Field(default_factory=list)
     demonstrations_metadata: list[dict[str, Any]] = Field(default_factory=list)
+    demonstrations_tools: list[list[dict[str, Any]]] = Field(default_factory=list)
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tokenizer: str | None = None
     rewards: dict[str, float] | None = None
@@ -311,7 +316,7 @@ class JobSpec(StrictRecord):
         return f"job-{digest(what)}"
 
 
-JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 
 class JobStatus(Record):

@@ -11,17 +11,21 @@ logprobs. It implements both seams, `ChatEngine` and `Engine` (ports.py).
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from cray_agents.errors import EngineError, SwapError
+from cray_agents.ports import Exchange, Sampled
 from cray_agents.records import Message, canonical, digest
 
 Said = str | dict[str, Any] | list[dict[str, Any]] | BaseException
 Script = Callable[..., Said | Awaitable[Said]]
 Reply = Said | Script
 
+_CHAT = "/v1/chat/completions"
 _LOGPROB = -0.5  # of every token it says
 _CHUNK = 8  # characters of text in a streamed chunk
 
@@ -91,6 +95,27 @@ class ScriptedEngine:
                 delta["finish_reason"] = _finish_reason(message)
             yield head | {"choices": [delta]}
         yield head | {"choices": [], "usage": _usage(prompt, sampled)}
+
+    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        """See `Engine.answer`. Of the APIs it speaks chat completions; EngineError for others.
+
+        All `n` choices are the same reply.
+        """
+        if exchange.path != _CHAT:
+            raise EngineError(
+                f"a scripted engine answers {_CHAT} alone, not {exchange.path}", status=400
+            )
+        head = {"id": f"chatcmpl-{exchange.id}", "model": exchange.version}
+        exchange.samples = [Sampled([], [], []) for _ in range(exchange.request.get("n") or 1)]
+        if not exchange.streams:
+            completion = await self.chat(exchange.request) | head
+            yield orjson.dumps(_shown(_take(exchange.samples, completion), exchange.request))
+            return
+        async for chunk in self.stream(exchange.request):
+            shown = _shown(_take(exchange.samples, chunk | head), exchange.request)
+            if shown["choices"] or _wants_usage(exchange.request):
+                yield b"data: " + orjson.dumps(shown) + b"\n\n"
+        yield b"data: [DONE]\n\n"
 
     async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
         """Hold a checkpoint's version. Raises SwapError if there is no such directory."""
@@ -224,3 +249,35 @@ def _usage(prompt: list[int], sampled: list[int]) -> dict[str, int]:
         "completion_tokens": len(sampled),
         "total_tokens": len(prompt) + len(sampled),
     }
+
+
+def _take(samples: list[Sampled], part: dict[str, Any]) -> dict[str, Any]:
+    """Add what a completion or a chunk says was sampled; returns it with a choice per sample."""
+    choices = [
+        {**choice, "index": index} for choice in part["choices"] for index in range(len(samples))
+    ]
+    for told in samples:
+        told.prompt_token_ids = part.get("prompt_token_ids") or told.prompt_token_ids
+    for choice in choices:
+        told = samples[choice["index"]]
+        told.token_ids += choice.get("token_ids") or ()
+        for token in (choice.get("logprobs") or {}).get("content") or ():
+            told.logprobs.append(token["logprob"])
+        told.finish_reason = choice.get("finish_reason") or told.finish_reason
+    return {**part, "choices": choices}
+
+
+def _shown(part: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """What a client gets to see: tokens and logprobs only if it asked for them."""
+    if not request.get("return_token_ids"):
+        part.pop("prompt_token_ids", None)
+        for choice in part["choices"]:
+            choice.pop("token_ids", None)
+    if not request.get("logprobs"):
+        for choice in part["choices"]:
+            choice["logprobs"] = None
+    return part
+
+
+def _wants_usage(request: dict[str, Any]) -> bool:
+    return bool((request.get("stream_options") or {}).get("include_usage"))

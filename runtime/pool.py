@@ -1,18 +1,18 @@
 """Pool: the replicas, which version each holds, and how a version is changed with no request lost.
 
-The gateway calls `chat`, `stream`, `swap` and `status`. A version is admitted to serve on a replica
+The gateway calls `answer`, `swap` and `status`. A version is admitted to serve on a replica
 only after its golden probe matched there (proof.py). seat.py knows how one replica changes or
 revives; this module routes requests and rolls a swap over the seats.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import EngineUnavailable, SwapError
-from cray_agents.ports import Engine
+from cray_agents.ports import Exchange
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.proof import was_trained
 from cray_agents.runtime.seat import Held, Host, News, Seat
@@ -74,49 +74,38 @@ class Pool:
     @property
     def ready(self) -> bool:
         """Whether a replica can answer now."""
-        return any(seat.state == "serving" for seat in self._seats)
+        return self.serving > 0
+
+    @property
+    def serving(self) -> int:
+        """How many replicas can answer now."""
+        return sum(seat.state == "serving" for seat in self._seats)
+
+    @property
+    def swapping(self) -> bool:
+        """Whether weights are being changed."""
+        return self._swapping.locked()
 
     def status(self) -> list[dict[str, Any]]:
         """A dict per replica: version, state, in_flight, restarts, pid, port, probe, error."""
         return [seat.status() for seat in self._seats]
 
-    @asynccontextmanager
-    async def serve(self, version: Wanted) -> AsyncIterator[Engine]:
-        """Hold a replica of that version for a request.
+    async def answer(self, version: Wanted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        """See `Engine.answer`; the exchange's version becomes that which answers.
 
-        Waits while none may serve; raises EngineUnavailable after `wait_timeout`.
-        """
-        async with self._admit(version, self._deadline()) as (seat, _):
-            yield seat.engine
-
-    async def chat(self, version: Wanted, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request; `model` in the answer is the version that sampled it.
-
-        A replica that dies meanwhile is waited for, or another one asked: nothing was answered
-        yet, so sampling again is safe. Raises EngineError and its kinds.
+        A replica that dies while nothing has been sent is waited for, or another one asked: to
+        sample again is safe then. Raises EngineError and its kinds.
         """
         deadline = self._deadline()
         while True:
+            sent, exchange.samples = False, []
             async with self._admit(version, deadline) as (seat, held):
+                exchange.version = held.version
                 try:
-                    return {**await seat.engine.chat(request), "model": held.version}
-                except EngineUnavailable:
-                    if self._now() > deadline:
-                        raise
-            await asyncio.sleep(_RETRY)
-
-    async def stream(
-        self, version: Wanted, request: dict[str, Any]
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Answer as chunks, stamped as in `chat`. Retried only while nothing has been sent."""
-        deadline = self._deadline()
-        while True:
-            sent = False
-            async with self._admit(version, deadline) as (seat, held):
-                try:
-                    async for chunk in seat.engine.stream(request):
-                        sent = True
-                        yield {**chunk, "model": held.version}
+                    async with aclosing(seat.engine.answer(exchange)) as pieces:
+                        async for piece in pieces:
+                            sent = True
+                            yield piece
                     return
                 except EngineUnavailable:
                     if sent or self._now() > deadline:

@@ -30,7 +30,7 @@ class EngineSettings:
     """How vLLM is started. `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU.
 
     `threads`: that compute, on CPU; None leaves one core to the API server. Seconds for
-    `start_timeout`, GiB for `kv_cache_gib` (CPU only).
+    the timeouts (`answer_timeout`: without a byte of an answer), GiB for `kv_cache_gib` (CPU only).
     """
 
     max_model_len: int = 1024
@@ -40,6 +40,8 @@ class EngineSettings:
     engine_args: tuple[str, ...] = ()
     kv_cache_gib: int = 1
     start_timeout: float = 300.0
+    answer_timeout: float = 600.0
+    load_timeout: float = 300.0
     threads: int | None = None
 
     @property
@@ -139,7 +141,12 @@ class Replica:
             )
         self.pid = self._process.pid
         self._ended.clear()
-        self._engine = VllmEngine(f"http://127.0.0.1:{self.port}", self.model)
+        self._engine = VllmEngine(
+            f"http://127.0.0.1:{self.port}",
+            self.model,
+            timeout=self.settings.answer_timeout,
+            load_timeout=self.settings.load_timeout,
+        )
         self._watch = asyncio.create_task(self._notice_end(self._process))
 
     async def _notice_end(self, process: asyncio.subprocess.Process) -> None:
@@ -184,6 +191,8 @@ def command(checkpoint: Path, model: str, port: int, settings: EngineSettings) -
         # or every replica, after every start, would draw the same samples in the same order
         *("--seed", str(secrets.randbelow(2**31))),
         *("--worker-extension-cls", "cray_agents.runtime.vllm_worker.SwapExtension"),
+        *("--middleware", "cray_agents.runtime.vllm_capture.Capture"),
+        *("--scheduler-cls", "cray_agents.runtime.vllm_scheduler.scheduler"),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         *(() if has_gpu_build() else ("--enforce-eager",)),
         *settings.engine_args,

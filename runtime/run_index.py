@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from cray_agents.runtime.conversations import Conversations
 from cray_agents.runtime.segments import Place
 
 
@@ -50,6 +51,8 @@ class RunIndex:
 
     def __init__(self) -> None:
         self.event_ids: set[str] = set()
+        self.keyed: dict[str, Place] = {}  # calls by the key under which they may be repeated
+        self.conversations = Conversations()
         self._entries: dict[str, Entry] = {}
         self._order: list[str] = []
 
@@ -61,6 +64,10 @@ class RunIndex:
         entry = self._entries.get(run_id) or Entry(run_id)
         if kind == "call":
             _add_call(entry, body, place)
+            if "key" in body:
+                self.keyed[body["key"]] = place
+            if "asked" in body:
+                self.conversations.learn(body["asked"], run_id, body["message"])
         elif kind == "run":
             _add_run(entry, event, place)
         elif kind == "reward":

@@ -20,6 +20,7 @@ from cray_agents.errors import Corrupt, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import Event, Run, new_id
 from cray_agents.runtime.assembly import assemble
+from cray_agents.runtime.conversations import Conversations
 from cray_agents.runtime.run_index import Entry, RunIndex, RunQuery
 from cray_agents.runtime.segments import Place, SegmentWriter, fetch, read_lines
 
@@ -114,6 +115,20 @@ class Store:
             entries = [e for e in map(self._index.get, run_ids) if e is not None]
             wanted = {e.run_id: _places(e, "full") for e in entries if e.run or e.calls}
         return self._assemble(wanted)
+
+    @property
+    def conversations(self) -> Conversations:
+        """Which run a conversation goes on with."""
+        return self._index.conversations
+
+    def keyed(self, key: str) -> Place | None:
+        """Where the call lies that was made under this key."""
+        return self._index.keyed.get(key)
+
+    def call_at(self, place: Place) -> dict[str, Any]:
+        """The body of a call event, as it was appended."""
+        body: dict[str, Any] = orjson.loads(fetch([place])[0])["body"]
+        return body
 
     def refresh(self) -> None:
         """Read on in other writers' files."""

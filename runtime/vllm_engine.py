@@ -1,58 +1,133 @@
 """VllmEngine: the `Engine` port spoken to a vLLM server over HTTP.
 
-pool.py owns one per replica. Chat requests go through as they are, save that exact tokens and
-their logprobs are always asked for; vLLM's answers come back as they are. The log-probabilities
-are of the distribution sampled from (replica.py starts vLLM with `processed_logprobs`); those of
-`score` are of the plain softmax, whatever the mode.
+pool.py owns one per replica. Requests and answers go through as bytes, save for the model's name;
+what was sampled is told beside the answer by vllm_capture.py, inside vLLM. Its logprobs are of the
+distribution sampled from (replica.py starts vLLM with `processed_logprobs`); those of `score` are
+of the plain softmax, whatever the mode.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
-from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, SwapError
+from cray_agents.errors import CrayError, EngineError, EngineTimeout, EngineUnavailable, SwapError
+from cray_agents.ports import Exchange, Sampled
 
-_CONTROL_TIMEOUT = 300.0  # seconds: reading a large checkpoint takes a while
+CAPTURE = "x-cray-capture"  # vllm_capture.py, which cannot be imported without vLLM, names the same
+BODY = "x-cray-body"
+EVENT = b"event: cray.samples\ndata: "
+ABORT = "/cray/abort/"
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_ERROR = b'data: {"error"'
+_ABORT_TIMEOUT = 5.0  # seconds
 _IDLE = 2.0  # seconds; vLLM closes idle connections after 5, and must not be the first to
 
 
 class VllmEngine:
     """A vLLM server at `url` that calls its model `model`. Close it when done.
 
-    `timeout`: seconds without a byte from the server before EngineTimeout.
+    `timeout`: seconds without a byte from the server before EngineTimeout; `load_timeout`: of a
+    control request, such as one that reads a checkpoint.
     """
 
-    def __init__(self, url: str, model: str, *, timeout: float = 600.0) -> None:
+    def __init__(
+        self, url: str, model: str, *, timeout: float = 600.0, load_timeout: float = 300.0
+    ) -> None:
         self.url = url.rstrip("/")
         self.model = model
+        self._name_member = b'"model":' + orjson.dumps(model)
         self._timeout = timeout
+        self._load_timeout = load_timeout
         self._session: aiohttp.ClientSession | None = None
 
-    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a chat completion request, with exact tokens and logprobs."""
-        body = self._exact(request) | {"stream": False}
-        body.pop("stream_options", None)
-        return await self._post("/v1/chat/completions", body)
+    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        """See `Engine.answer`; the exchange's path is the route asked for."""
+        headers = {"X-Request-Id": exchange.id}
+        if exchange.capture:
+            headers[CAPTURE] = exchange.id
+        stamp = self._name_member, b'"model":' + orjson.dumps(exchange.version)
+        request = {**exchange.request, "model": self.model}
+        if exchange.streams:
+            pieces = self._events(exchange, request, headers)
+        else:
+            pieces = self._whole(exchange, request, headers)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                # JSON escapes quotes within strings, so this can only be the member itself
+                yield piece.replace(*stamp)
 
-    async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Answer as chunks; the last one carries the usage. Leaving early cancels the request."""
-        options = {**(request.get("stream_options") or {}), "include_usage": True}
-        body = self._exact(request) | {"stream": True, "stream_options": options}
-        async with self._answer("POST", "/v1/chat/completions", body) as response:
-            async for data in _server_sent(response):
-                if data == b"[DONE]":
-                    return
-                chunk: dict[str, Any] = orjson.loads(data)
-                if "error" in chunk:
-                    raise _refusal(0, chunk)
-                yield chunk
+    async def _whole(
+        self, exchange: Exchange, request: dict[str, Any], headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        reading = asyncio.create_task(self._read(exchange.path, request, headers))
+        try:
+            content, size = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            content, size = await self._abort(exchange, reading, (b"", 0))
+            exchange.samples = _samples(content[size:]) if size else []
+            raise
+        if exchange.capture:
+            exchange.samples = _samples(content[size:])
+        yield content[:size]
+
+    async def _read(
+        self, path: str, request: dict[str, Any], headers: dict[str, str]
+    ) -> tuple[bytes, int]:
+        async with self._answer("POST", path, request, headers=headers) as response:
+            content = await response.read()
+            return content, int(response.headers.get(BODY, len(content)))
+
+    async def _events(
+        self, exchange: Exchange, request: dict[str, Any], headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        """Whole server-sent events; the last one, our own, is taken out."""
+        rest, told = b"", not exchange.capture
+        async with self._answer("POST", exchange.path, request, headers=headers) as response:
+            pieces = response.content.iter_any()
+            try:
+                async for piece in pieces:
+                    whole, rest = _split(rest + piece)
+                    if exchange.capture and (at := whole.find(EVENT)) >= 0:
+                        exchange.samples, told = _samples(whole[at + len(EVENT) :]), True
+                        whole = whole[:at]
+                    if (at := _error_at(whole)) >= 0:
+                        if at:
+                            yield whole[:at]
+                        raise _refusal(0, orjson.loads(whole[at:].partition(b"\n")[0][6:]))
+                    if whole:
+                        yield whole
+            except asyncio.CancelledError:
+                if exchange.capture:
+                    tail = rest + await self._abort(exchange, _rest(response), b"")
+                    exchange.samples = _samples(tail.partition(EVENT)[2])
+                raise
+        if not told:
             raise EngineUnavailable(f"{self.url}: the stream ended before its end")
+
+    async def _abort(self, exchange: Exchange, last: Awaitable[T], nothing: T) -> T:
+        """End a request, and read what its answer then still says."""
+        reading = asyncio.ensure_future(last)
+        try:
+            async with asyncio.timeout(_ABORT_TIMEOUT):
+                if exchange.capture:
+                    await self._control(f"{ABORT}{exchange.id}")
+                    return await reading
+        except (CrayError, aiohttp.ClientError, TimeoutError) as error:
+            log.warning("what %s sampled before it was ended is not known: %s", exchange.id, error)
+        finally:
+            reading.cancel()
+        return nothing
 
     async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
         """Put a checkpoint's weights in place; no cache survives. Raises SwapError.
@@ -117,16 +192,15 @@ class VllmEngine:
             await self._session.close()
             self._session = None
 
-    def _exact(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {**request, "model": self.model, "return_token_ids": True, "logprobs": True}
-
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         async with self._answer("POST", path, body) as response:
             answer: dict[str, Any] = orjson.loads(await response.read())
             return answer
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with self._answer("POST", path, body or {}, _CONTROL_TIMEOUT, once=True) as response:
+        async with self._answer(
+            "POST", path, body or {}, self._load_timeout, once=True
+        ) as response:
             content = await response.read()
         answer = orjson.loads(content) if content else {}
         return answer if isinstance(answer, dict) else {}
@@ -139,6 +213,7 @@ class VllmEngine:
         body: dict[str, Any] | None = None,
         timeout: float = 0.0,
         once: bool = False,
+        headers: dict[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with a good status; whatever goes wrong becomes one of our errors.
 
@@ -150,10 +225,12 @@ class VllmEngine:
             self._session = aiohttp.ClientSession(connector=connector)
         limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self._timeout)
         content = None if body is None else orjson.dumps(body)
-        headers = {"Content-Type": "application/json"} | ({"Connection": "close"} if once else {})
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        if once:
+            sent["Connection"] = "close"
         try:
             async with self._session.request(
-                method, self.url + path, data=content, headers=headers, timeout=limit
+                method, self.url + path, data=content, headers=sent, timeout=limit
             ) as response:
                 if response.status >= 400:
                     raise _refusal(response.status, await response.read())
@@ -168,14 +245,30 @@ class VllmEngine:
             raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
 
 
-async def _server_sent(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. Not by line: the first may hold 100,000 token ids."""
-    rest = b""
-    async for piece in response.content.iter_any():
-        *events, rest = (rest + piece).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data: "):
-                yield event[6:]
+async def _rest(response: aiohttp.ClientResponse) -> bytes:
+    return await response.read()
+
+
+def _error_at(events: bytes) -> int:
+    """Where in a stream vLLM says that it failed; -1: nowhere."""
+    if events.startswith(_ERROR):
+        return 0
+    at = events.find(b"\n" + _ERROR)
+    return at + 1 if at >= 0 else -1
+
+
+def _split(text: bytes) -> tuple[bytes, bytes]:
+    """Whole server-sent events, and the beginning of the next one."""
+    end = text.rfind(b"\n\n") + 2
+    return (text[:end], text[end:]) if end > 1 else (b"", text)
+
+
+def _samples(told: bytes) -> list[Sampled]:
+    """What vllm_capture.py says, in the order of the answer's choices."""
+    samples = [Sampled(**sample) for sample in orjson.loads(told or b"[]")]
+    if len({sample.name for sample in samples}) > 1:  # several prompts, asked side by side
+        samples.sort(key=lambda sample: int(sample.name.rpartition("-")[2]))
+    return samples
 
 
 def _logprob(at: dict[str, Any] | None, token: int) -> float:

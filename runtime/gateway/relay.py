@@ -1,76 +1,68 @@
 """A stream from the engine to the client, recorded before it ends, whoever leaves first.
 
-The engine's chunks are read by a task of their own: it outlives the client, so that a client that
+The engine's events are read by a task of their own: it outlives the client, so that a client that
 goes away in mid-stream ends the request at the engine, and what was sampled is still recorded.
-Called by chat.py.
+The event that tells the client that all is well is held back until the record is on the disk.
+Called by answers.py.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import orjson
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import CrayError
-from cray_agents.runtime.gateway.capture import Capture
+from cray_agents.runtime.gateway.doors import Body
 from cray_agents.runtime.gateway.errors import error_json
-from cray_agents.runtime.store import Store
 
 KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 
-Line = bytes | CrayError | None  # an SSE line; why there are no more; the end
+Piece = bytes | CrayError | None  # whole events; why there are no more; the end
+Record = Callable[[list[Body], str | None, bytes | None], Awaitable[None]]
 
 
 class Relay:
-    """Reads `chunks` to their end into `capture` and the store, and queues lines for the client."""
+    """Reads `pieces` to their end, records the call, and queues what the client is to see.
+
+    `last` begins the event that ends the stream; what `told` gives is sent before it. `record`
+    gets the stream's data, why it was cut off if it was, and its bytes if it was not. `ended` is
+    called once, whatever happens.
+    """
 
     def __init__(
-        self, chunks: AsyncIterator[dict[str, Any]], capture: Capture, store: Store
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        last: bytes,
+        told: Callable[[], bytes],
+        record: Record,
+        ended: Callable[[], None],
     ) -> None:
-        self._chunks = chunks
-        self._capture = capture
-        self._store = store
-        self._ready: deque[Line] = deque()
+        self._pieces = pieces
+        self._last = last
+        self._told = told
+        self._record = record
+        self._seen: list[bytes] = []
+        self._ready: deque[Piece] = deque()
         self._wake = asyncio.Event()
         self._task = asyncio.create_task(self._read())
+        self._task.add_done_callback(lambda _: ended())
 
-    async def head(self, seconds: float) -> Line:
-        """The first line, or a keep-alive if it does not come in time.
+    async def head(self, seconds: float) -> Piece:
+        """What comes first, or a keep-alive if nothing does in time.
 
         Raises what the engine refused the request with: then nothing has been sent yet.
         """
-        line = await self._next(seconds)
-        if isinstance(line, CrayError):
-            raise line
-        if line is None:
+        piece = await self.next(seconds)
+        if isinstance(piece, CrayError):
+            raise piece
+        if piece is None:
             await self._task  # raises if the task broke
-        return line
+        return piece
 
-    async def lines(self, head: Line, seconds: float) -> AsyncIterator[bytes]:
-        """The stream's bytes: `head`, what follows, and the end."""
-        line = head
-        while line is not None:
-            if isinstance(line, CrayError):
-                yield b"data: " + error_json(line) + b"\n\n"
-                return
-            yield line
-            line = await self._next(seconds)
-        await self._task
-        yield DONE
-
-    def stop(self) -> None:
-        """The client has gone, or has everything."""
-        self._task.cancel()
-
-    def _put(self, line: Line) -> None:
-        self._ready.append(line)
-        self._wake.set()
-
-    async def _next(self, seconds: float) -> Line:
+    async def next(self, seconds: float) -> Piece:
         """What has come, as one piece: a send per token is what a stream costs most."""
         if not self._ready:
             self._wake.clear()
@@ -79,57 +71,104 @@ class Relay:
                     await self._wake.wait()
             except TimeoutError:
                 return KEEP_ALIVE
-        lines = []
-        while self._ready and isinstance(line := self._ready[0], bytes):
-            lines.append(line)
+        if not isinstance(self._ready[0], bytes) or len(self._ready) == 1:
+            return self._ready.popleft()
+        pieces = []
+        while self._ready and isinstance(piece := self._ready[0], bytes):
+            pieces.append(piece)
             self._ready.popleft()
-        return b"".join(lines) if lines else self._ready.popleft()
+        return b"".join(pieces)
+
+    def stop(self) -> None:
+        """The client has gone, or has everything."""
+        self._task.cancel()
+
+    def _put(self, piece: Piece) -> None:
+        self._ready.append(piece)
+        self._wake.set()
 
     async def _read(self) -> None:
-        failure: CrayError | None = None
-        unfinished = "error"
+        cut: str | None = None
+        last = b""
+        end: Piece = None
         try:
             try:
-                await self._forward()
+                last = await self._forward()
+                if last:
+                    end = self._told() + last
+                else:  # the engine's own error event ended it
+                    cut = "error"
             except asyncio.CancelledError:
-                unfinished = "cancelled"
+                cut = "cancelled"
             except CrayError as error:
-                failure = error
-            if failure is None or self._capture.sampled:
-                await self._store.append(self._capture.events(unfinished))
+                cut, end = "error", error
+            events = b"".join(self._seen)
+            whole = events.removesuffix(last) + end if isinstance(end, bytes) else None
+            await self._record(_data(events), cut, whole)
+            if end is not None:
+                self._put(end)
         except CrayError as error:
-            failure = error
+            self._put(error)
         finally:
-            if failure is not None:
-                self._put(failure)
             self._put(None)
 
-    async def _forward(self) -> None:
+    async def _forward(self) -> bytes:
+        """Pass on all but the end, which is returned."""
+        held = b""
         try:
-            async for chunk in self._chunks:
-                shown = self._capture.chunk(chunk)
-                if shown is not None:
-                    self._put(b"data: " + orjson.dumps(shown) + b"\n\n")
+            async for piece in self._pieces:
+                self._seen.append(piece)
+                if held:
+                    held += piece
+                elif (at := piece.find(self._last)) < 0:
+                    self._put(piece)
+                else:
+                    held = piece[at:]
+                    if at:
+                        self._put(piece[:at])
         finally:
-            if isinstance(self._chunks, AsyncGenerator):
-                await self._chunks.aclose()
+            await self._pieces.aclose()
+        return held
 
 
-class EventStream(StreamingResponse):
-    """A relay's lines as the answer; the relay is stopped when the client leaves."""
+class EventStream(Response):
+    """What a relay queues, as the answer; the relay is stopped when the client leaves."""
+
+    media_type = "text/event-stream"
 
     def __init__(
-        self, relay: Relay, head: Line, keep_alive: float, headers: dict[str, str]
+        self, relay: Relay, head: Piece, keep_alive: float, headers: dict[str, str]
     ) -> None:
-        super().__init__(
-            relay.lines(head, keep_alive),
-            headers={"cache-control": "no-cache", **headers},
-            media_type="text/event-stream",
-        )
+        super().__init__(headers={"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]
         self._relay = relay
+        self._head = head
+        self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(self._watch(receive))
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
-            await super().__call__(scope, receive, send)
+            await send(start)
+            piece = self._head
+            while piece is not None:
+                if isinstance(piece, CrayError):
+                    piece = b"data: " + error_json(piece) + b"\n\n"
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await self._relay.next(self._keep_alive)
+            await send({"type": "http.response.body", "body": b""})
         finally:
+            gone.cancel()
             self._relay.stop()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._relay.stop()
+
+
+def _data(events: bytes) -> list[Body]:
+    """The objects that a stream's events carry."""
+    found = [line[6:] for line in events.split(b"\n") if line.startswith(b"data: {")]
+    data: list[Body] = orjson.loads(b"[" + b",".join(found) + b"]")
+    return data

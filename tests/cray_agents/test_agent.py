@@ -99,7 +99,14 @@ async def test_a_tool_call_and_an_answer():
     assert len(first.call.messages) == 2 and len(second.call.messages) == 4
     assert first.call.sampling == {"seed": 7} and second.call.finish_reason == "stop"
     assert run.usage.calls == 2 and run.usage.completion_tokens == len(first.call.token_ids) + 3
-    assert engine.requests[0]["extra_headers"] == {"X-Run-Id": "run_1"}
+    headers = [request["extra_headers"] for request in engine.requests]
+    assert [h["X-Run-Id"] for h in headers] == ["run_1"] * 2
+    assert headers[0]["Idempotency-Key"] != headers[1]["Idempotency-Key"]
+    again = script(asks(SUM), "432")
+    await agent(again, instructions="Calculate.", tools=[calculator], output_type=int).run(
+        task, run_id="run_1", seed=7
+    )
+    assert [r["extra_headers"] for r in again.requests] == headers, "done again, not sampled again"
     assert engine.requests[0]["tools"] == calc.tool_schemas
     assert Run.model_validate_json(run.model_dump_json()) == run
 

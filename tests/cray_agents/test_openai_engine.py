@@ -43,6 +43,7 @@ async def test_what_is_sent_and_what_comes_back(server):
     assert server.run_ids == ["run_7"]
     assert server.requests == [
         {**ASK, "top_k": 5, "temperature": 0.5, "logprobs": True, "return_token_ids": True,
+             "return_samples": True,
          "stream": False},
     ]  # fmt: skip
     assert engine.exact_tokens is True

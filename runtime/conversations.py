@@ -1,0 +1,110 @@
+"""Which run a request goes on with, when its client does not say: that of its conversation.
+
+An agent's request repeats the messages of its previous one, then what the model said, then more.
+What the model said often comes back rewritten (arguments as other JSON, or as text), while ids of
+tool calls come back as they were; so the earlier request must match exactly, and of several calls
+with that request the one whose answer is recognised in what follows is taken.
+
+Not found, and so a run of its own: a conversation whose beginning changes between turns (a clock
+in the instructions, a trimmed history), and the same messages asked again. There, name the run.
+
+Filled by run_index.py, asked by the gateway; any thread.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from cray_agents.records import Message
+
+MOST = 100_000  # requests remembered
+SAME = 4_096  # answers remembered to one request
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    run_id: str
+    call_ids: tuple[str, ...]
+    text: str
+
+
+class Conversations:
+    """Requests by the hash of their messages, and what was answered in which run."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._answers: OrderedDict[str, list[_Answer]] = OrderedDict()
+
+    def learn(self, asked: str, run_id: str, said: Message) -> None:
+        """Remember an answer to the request whose `chain` ended in `asked`."""
+        ids = tuple(str(call.get("id")) for call in said.get("tool_calls") or ())
+        answers = self._answers.setdefault(asked, [])
+        answers.append(_Answer(run_id, ids, _text(said).strip()[:200]))
+        del answers[:-SAME]
+        self._answers.move_to_end(asked)
+        if len(self._answers) > self._most:
+            self._answers.popitem(last=False)
+
+    def find(self, chain: Sequence[str], messages: Sequence[Message]) -> str | None:
+        """The run that these messages go on with; `chain` is theirs."""
+        for end in range(len(messages) - 1, 0, -1):
+            answers = self._answers.get(chain[end - 1])
+            if answers:
+                return _recognised(answers, messages[end:])
+        return None
+
+
+def chain(messages: Sequence[Message], scope: str) -> list[str]:
+    """For each prefix of the messages, a hash of it. Conversations of other scopes never match."""
+    state = hashlib.blake2b(scope.encode(), digest_size=16)
+    hashes = []
+    for message in messages:
+        plain = {name: value for name, value in message.items() if value not in (None, "", [], {})}
+        state.update(orjson.dumps(plain, option=orjson.OPT_SORT_KEYS))
+        hashes.append(state.hexdigest())
+    return hashes
+
+
+def _recognised(answers: list[_Answer], follows: Sequence[Message]) -> str | None:
+    """The run of the answer that is told in what follows; the newest where several are alike."""
+    named = {str(call.get("id")) for m in follows for call in _calls(m)}
+    named |= {str(m["tool_call_id"]) for m in follows if m.get("tool_call_id")}
+    if named:
+        return _newest(answers, lambda answer: not named.isdisjoint(answer.call_ids))
+    first = _text(follows[0]).strip()
+    by_text = _newest(
+        answers,
+        lambda answer: (
+            any(call_id in first for call_id in answer.call_ids)
+            or (not answer.call_ids and bool(answer.text) and first.startswith(answer.text))
+        ),
+    )
+    if by_text is not None:
+        return by_text
+    # rewritten beyond recognition, or empty: the only answer there was, if an answer follows
+    alone = len({answer.run_id for answer in answers}) == 1
+    follows_answer = follows[0].get("role") == "assistant"
+    return answers[-1].run_id if alone and follows_answer and not answers[-1].call_ids else None
+
+
+def _newest(answers: list[_Answer], fits: Any) -> str | None:
+    return next((answer.run_id for answer in reversed(answers) if fits(answer)), None)
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+
+
+def _text(message: Message) -> str:
+    """The text of a message, also where it is a list of parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else json.dumps(content) if content else ""

@@ -1,0 +1,241 @@
+"""The APIs that ask a model: resolve the version, wait for a place, ask the pool, record, answer.
+
+Every call is durably in the store before its answer ends, with the tokens the engine sampled and
+the `name@N` that sampled them. Read next: doors/, the APIs; call.py, what is recorded; relay.py,
+streams; repeats.py, what is sent again. What samples nothing is passed on: passing.py.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cray_agents.errors import BadInput, StoreError
+from cray_agents.ports import Exchange
+from cray_agents.records import Event, new_id
+from cray_agents.runtime.conversations import chain
+from cray_agents.runtime.gateway.admission import Ticket
+from cray_agents.runtime.gateway.auth import caller_of
+from cray_agents.runtime.gateway.bodies import ID, read_json
+from cray_agents.runtime.gateway.call import Call
+from cray_agents.runtime.gateway.doors import Body, Door
+from cray_agents.runtime.gateway.doors.chat import CHAT
+from cray_agents.runtime.gateway.doors.completions import COMPLETIONS
+from cray_agents.runtime.gateway.doors.messages import MESSAGES
+from cray_agents.runtime.gateway.doors.responses import RESPONSES
+from cray_agents.runtime.gateway.relay import EventStream, Relay
+from cray_agents.runtime.gateway.repeats import Repeated, Repeats, Turn, fingerprint, key_of
+from cray_agents.runtime.gateway.services import Services, Wanted
+from cray_agents.runtime.keys import Role
+
+DOORS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+KEY_LENGTH = 255  # characters of an Idempotency-Key
+PATIENCE = 0.05  # seconds after which it is watched whether the client is still there
+
+T = TypeVar("T")
+
+
+def routes(services: Services) -> list[Route]:
+    """A route for each API, and the same under a run's own base URL."""
+    repeats = Repeats(services.store)
+    found = []
+    for door in DOORS:
+        handler = _handler(services, repeats, door)
+        found.append(Route(door.path, handler, methods=["POST"]))
+        found.append(Route(f"/runs/{{run_id}}{door.path}", handler, methods=["POST"]))
+    return found
+
+
+def _handler(
+    services: Services, repeats: Repeats, door: Door
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    async def handle(request: Request) -> Response:
+        body = await read_json(request, services.max_body)
+        call = _call(services, door, request, body)
+        if call.key is None:
+            return await _ask(services, request, call, None)
+        turn = await repeats.enter(call.key, call.fingerprint)
+        if isinstance(turn, Repeated):
+            return _again(call, turn)
+        response: Response | None = None
+        try:
+            response = await _ask(services, request, call, turn)
+            return response
+        finally:
+            if not isinstance(response, EventStream):  # a stream leaves when it is recorded
+                turn.leave()
+
+    return handle
+
+
+async def _ask(services: Services, request: Request, call: Call, turn: Turn | None) -> Response:
+    wanted = resolved(services, call.exchange)
+    ticket = enter(services, request)
+    headers = {"x-run-id": call.run_id}
+    if not call.exchange.streams:
+        content = await unless_gone(request, ticket, _whole(services, call, wanted, ticket))
+        return Response(content, headers=headers, media_type="application/json")
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        async with ticket, aclosing(services.pool.answer(wanted, call.exchange)) as answer:
+            async for piece in answer:
+                yield piece
+
+    async def record(data: list[Body], cut: str | None, whole: bytes | None) -> None:
+        if cut == "error" and data:
+            services.metrics.error("stream_broken")  # one that never began is counted by its status
+        if cut is None or call.sampled:
+            await _record(services, call, call.streamed(data, cut, whole))
+
+    def told() -> bytes:
+        if not call.tells:
+            return b""
+        head = orjson.dumps({"id": call.id, "model": call.exchange.version, "choices": []})
+        return b"data: " + head[:-1] + call.samples() + b"}\n\n"
+
+    def ended() -> None:
+        ticket.release()
+        if turn is not None:
+            turn.leave()
+
+    relay = Relay(pieces(), call.door.last, told, record, ended)
+    head = await relay.head(services.keep_alive)
+    return EventStream(relay, head, services.keep_alive, headers)
+
+
+async def _whole(services: Services, call: Call, wanted: Wanted, ticket: Ticket) -> bytes:
+    """The answer in one piece, recorded."""
+    try:
+        async with ticket, aclosing(services.pool.answer(wanted, call.exchange)) as pieces:
+            content = b"".join([piece async for piece in pieces])
+    except asyncio.CancelledError:
+        if call.sampled:
+            await _record(services, call, call.cut("cancelled"))
+        raise
+    answer = orjson.loads(content)
+    if call.tells:
+        content = content[: content.rindex(b"}")] + call.samples() + b"}"
+    await _record(services, call, call.whole(answer, content))
+    return content
+
+
+async def _record(services: Services, call: Call, events: list[Event]) -> None:
+    appended = await services.store.append(events)
+    if appended.duplicates:  # an id that was there: two platforms on one root, or a bug
+        raise StoreError(f"the call {call.id} was recorded before; send the request again")
+    samples = call.exchange.samples
+    prompt = sum(len(sample.prompt_token_ids) for sample in samples)
+    sampled = sum(len(sample.token_ids) for sample in samples)
+    services.metrics.recorded(prompt, sampled, len(events))
+
+
+def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
+    """The request as a call. Checks only what recording needs; the engine judges the rest."""
+    if not isinstance(body.get("model"), str):
+        raise BadInput("model must be given as a string", param="model")
+    messages = door.asked(body)
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadInput("tools must be a list of objects", param="tools")
+    if not isinstance(body.get("stream"), bool | None):
+        raise BadInput("stream must be true or false", param="stream")
+    if not isinstance(body.get("stream_options"), dict | None):
+        raise BadInput("stream_options must be an object", param="stream_options")
+    caller = caller_of(request).key_id
+    key, mark = _key(request, caller, door, body)
+    tells = body.pop("return_samples", None) is True
+    if tells and not body.get("top_logprobs"):  # other servers' words for nearly the same
+        body.pop("return_token_ids", None)
+        body.pop("logprobs", None)
+    exchange = Exchange(door.path, body, key or new_id("x")[2:])
+    if door is RESPONSES:
+        body["request_id"] = door.prefix + exchange.id
+    run_id, asked = _run(services, request, door, messages, caller)
+    return Call(door, exchange, messages, run_id, asked, key, mark, tells)
+
+
+def _run(
+    services: Services, request: Request, door: Door, messages: list[Any], caller: str
+) -> tuple[str, str | None]:
+    """The run that a request belongs to, and the hash by which its successor will find it."""
+    run_id = request.path_params.get("run_id") or request.headers.get("x-run-id")
+    if run_id is not None:
+        if not ID.fullmatch(run_id):
+            raise BadInput(
+                f"{run_id[:200]!r} cannot name a run: letters, digits and '._:@-', at most 200",
+                param="X-Run-Id",
+            )
+        return str(run_id), None
+    if door is COMPLETIONS:  # no conversation
+        return new_id("run"), None
+    prefixes = chain(messages, caller)
+    found = services.store.conversations.find(prefixes, messages)
+    return found or new_id("run"), prefixes[-1]
+
+
+def _key(request: Request, caller: str, door: Door, body: Body) -> tuple[str | None, str]:
+    given = request.headers.get("idempotency-key")
+    if given is None:
+        return None, ""
+    if not 0 < len(given) <= KEY_LENGTH:
+        raise BadInput(
+            f"an Idempotency-Key has 1 to {KEY_LENGTH} characters, not {len(given)}",
+            param="Idempotency-Key",
+        )
+    return key_of(caller, door.path, given), fingerprint(body)
+
+
+def resolved(services: Services, exchange: Exchange) -> Wanted:
+    """The version that a request's model means now, and how to ask again. Raises NotFound."""
+    model = exchange.request["model"]
+    version = exchange.version = services.registry.resolve(model).id
+    if model == version:
+        return version
+    return lambda: services.registry.resolve(model).id
+
+
+def enter(services: Services, request: Request) -> Ticket:
+    """A place for a request; only the platform's own worker, which bounds itself, is a batch."""
+    caller = caller_of(request)
+    batch = caller.role is Role.admin and request.headers.get("x-priority") == "batch"
+    return services.admission.enter(caller.key_id, batch=batch)
+
+
+def _again(call: Call, before: Repeated) -> Response:
+    media_type = "text/event-stream" if call.exchange.streams else "application/json"
+    headers = {"x-run-id": before.run_id, "x-idempotent-replayed": "true"}
+    return Response(before.body, headers=headers, media_type=media_type)
+
+
+async def unless_gone(request: Request, ticket: Ticket, work: Coroutine[Any, Any, T]) -> T:
+    """The result of work under a ticket; it is cancelled when the client leaves.
+
+    Raises ClientDisconnect then.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task,), timeout=PATIENCE)
+        if not task.done():
+            gone = asyncio.ensure_future(_gone(request))
+            try:
+                await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gone.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        ticket.release()  # also where the task never began
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

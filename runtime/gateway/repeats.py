@@ -1,0 +1,83 @@
+"""A request that is sent again under the same `Idempotency-Key` gets the recorded answer.
+
+The record is that of the call itself, made before the answer ends: after a crash of anything, the
+repeat finds it, or nothing was answered and it is sampled. Repeats that come while the first is
+still running wait for it. A call that failed or was cut off is not repeated but made anew.
+Called by answers.py.
+"""
+
+import asyncio
+import hashlib
+from typing import Any, NamedTuple
+
+import orjson
+
+from cray_agents.errors import BadInput
+from cray_agents.runtime.store import Store
+
+
+class Repeated(NamedTuple):
+    """An answer that was given before."""
+
+    run_id: str
+    body: bytes
+
+
+def key_of(caller: str, path: str, key: str) -> str:
+    """A key as it is recorded: it is one caller's and one API's alone."""
+    return hashlib.blake2b(f"{caller}\n{path}\n{key}".encode(), digest_size=16).hexdigest()
+
+
+def fingerprint(request: dict[str, Any]) -> str:
+    """What tells whether a key is used for the same request again."""
+    content = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+class Turn:
+    """A keyed request that runs; those that repeat it wait until it leaves."""
+
+    def __init__(self, running: "dict[str, Turn]", key: str) -> None:
+        self.ended = asyncio.Event()
+        self._running = running
+        self._key = key
+
+    def leave(self) -> None:
+        """The request has ended, whatever came of it. May be said twice."""
+        if not self.ended.is_set():
+            self.ended.set()
+            del self._running[self._key]
+
+
+class Repeats:
+    """The keyed requests that run now, and those that the store knows. One event loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._running: dict[str, Turn] = {}
+
+    async def enter(self, key: str, request: str) -> "Repeated | Turn":
+        """What was answered under this key; or the caller's turn to have it answered.
+
+        `request` is its fingerprint. Raises BadInput where it is another than the first time.
+        """
+        while (running := self._running.get(key)) is not None:
+            await running.ended.wait()
+        turn = self._running[key] = Turn(self._running, key)
+        try:
+            place = self._store.keyed(key)
+            if place is None:
+                return turn
+            found = await asyncio.to_thread(self._store.call_at, place)
+            if found["fingerprint"] != request:
+                raise BadInput(
+                    "this Idempotency-Key was used for another request: send the same one again, "
+                    "or choose another key",
+                    param="Idempotency-Key",
+                    code="idempotency_key_reused",
+                )
+        except BaseException:
+            turn.leave()
+            raise
+        turn.leave()
+        return Repeated(found["run_id"], found["reply"].encode())

@@ -1,0 +1,193 @@
+"""What the engine read and sampled, told by vLLM's API server to whoever asks by a header.
+
+replica.py has vLLM take `Capture` as its middleware; vllm_engine.py sends the header and reads what
+is appended to the answer. It works alike for every API that samples (chat, completions, responses,
+Anthropic's messages), and costs a fraction of vLLM's own `logprobs` and `return_token_ids`, which
+build and serialise an object per token.
+
+vLLM makes a LogprobsProcessor for each sequence and hands it all that the engine core gives back;
+`Keeper` takes its place for a captured request. Read next: vllm_scheduler.py, the other half.
+"""
+
+import asyncio
+from contextvars import ContextVar
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.v1.engine import output_processor
+from vllm.v1.engine.logprobs import LogprobsProcessor
+
+from cray_agents.runtime.vllm_scheduler import MARK
+
+ASK = b"x-cray-capture"  # request header; its value names the request for ABORT
+BODY = b"x-cray-body"  # response header: bytes of the answer proper; the samples follow them
+EVENT = b"event: cray.samples\ndata: "  # the last event of a stream
+ABORT = "/cray/abort/"  # + name: ends a request as if its client had left, but it is answered
+
+_asked: ContextVar["list[Sampled] | None"] = ContextVar("asked", default=None)
+
+
+class Sampled:
+    """One sequence: `token_ids` and `logprobs` are parallel. `name` is vLLM's of the request."""
+
+    __slots__ = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids")
+
+    def __init__(self, name: str, prompt_token_ids: list[int]) -> None:
+        self.name = name
+        self.prompt_token_ids = prompt_token_ids
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: str | None = None
+
+
+class Keeper(LogprobsProcessor):  # type: ignore[misc]
+    """Keeps what comes for one sequence; does vLLM's own work only if the client asked for it."""
+
+    sampled: Sampled
+    shown: bool
+
+    def update_from_output(self, output: Any) -> None:
+        """Called by vLLM with each step's new tokens, those after a stop string cut off already."""
+        sampled = self.sampled
+        sampled.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            sampled.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        if output.finish_reason is not None:
+            sampled.finish_reason = str(output.finish_reason)
+        if self.shown:
+            super().update_from_output(output)
+
+
+class _Processors:
+    """Stands where vLLM looks up LogprobsProcessor."""
+
+    @staticmethod
+    def from_new_request(tokenizer: Any, request: Any) -> LogprobsProcessor:
+        asked = _asked.get()
+        params = request.sampling_params
+        if asked is None:
+            return LogprobsProcessor.from_new_request(tokenizer=tokenizer, request=request)
+        # the choices of one request may share their parameters: an earlier one has marked them then
+        marked = MARK in (params.extra_args or ())
+        shown = not marked and (params.logprobs, params.prompt_logprobs) != (None, None)
+        if params.logprobs is None:  # the request goes to the engine core after this
+            params.logprobs = 0  # that of the sampled token
+        # a stop string is found here and ends the request there, with what is kept for it
+        if not shown and not params.stop:
+            params.extra_args = {**(params.extra_args or {}), MARK: True}
+        keeper: Keeper = Keeper.from_new_request(tokenizer=tokenizer, request=request)
+        if not shown:
+            keeper.logprobs = None
+        keeper.shown = shown
+        keeper.sampled = Sampled(request.external_req_id, request.prompt_token_ids or [])
+        asked.append(keeper.sampled)
+        return keeper
+
+
+class Capture:
+    """ASGI middleware: appends the samples to the answer of a request that asks for them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._aborts: dict[str, asyncio.Event] = {}
+        output_processor.LogprobsProcessor = _Processors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = _asked_name(scope)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif scope["path"].startswith(ABORT):
+            abort = self._aborts.get(scope["path"].removeprefix(ABORT))
+            if abort is not None:
+                abort.set()
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body"})
+        elif name is None:
+            await self.app(scope, receive, send)
+        else:
+            await self._captured(name, scope, receive, send)
+
+    async def _captured(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        abort = self._aborts[name] = asyncio.Event()
+        answer = _Answer(send)
+        token = _asked.set(answer.samples)
+        try:
+            await self.app(scope, _until(abort, receive), answer.take)
+            await answer.end(abort.is_set())
+        finally:
+            _asked.reset(token)
+            self._aborts.pop(name, None)
+
+
+class _Answer:
+    """Passes an answer on, held back where its end is, and appends the samples."""
+
+    def __init__(self, send: Send) -> None:
+        self.samples: list[Sampled] = []
+        self._send = send
+        self._head: Message | None = None
+        self._parts: list[bytes] = []
+        self._streams = False
+
+    async def take(self, message: Message) -> None:
+        """What the application sends."""
+        if message["type"] == "http.response.start":
+            self._head = message
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._streams = kind.startswith(b"text/event-stream")
+            if self._streams:
+                await self._send(message)
+        elif self._streams:
+            await self._send({**message, "more_body": True})
+        else:
+            self._parts.append(message.get("body", b""))
+
+    async def end(self, aborted: bool) -> None:
+        """The application is done, or was aborted, maybe before it sent anything."""
+        for sampled in self.samples:
+            if sampled.finish_reason is None and not aborted:
+                sampled.finish_reason = "stop"  # at a stop string: the engine core knows of none
+        tail = orjson.dumps([{n: getattr(s, n) for n in s.__slots__} for s in self.samples])
+        if self._streams:
+            await self._send({"type": "http.response.body", "body": EVENT + tail + b"\n\n"})
+            return
+        body = b"".join(self._parts)
+        head = self._head or {"type": "http.response.start", "status": 200, "headers": []}
+        if head["status"] >= 400:
+            await self._send(head)
+            await self._send({"type": "http.response.body", "body": body})
+            return
+        headers = [pair for pair in head["headers"] if pair[0] != b"content-length"]
+        headers.append((b"content-length", b"%d" % (len(body) + len(tail))))
+        headers.append((BODY, b"%d" % len(body)))
+        await self._send({**head, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body + tail})
+
+
+def _asked_name(scope: Scope) -> str | None:
+    for key, value in scope.get("headers", ()):
+        if key == ASK:
+            return str(value.decode("latin-1"))
+    return None
+
+
+def _until(abort: asyncio.Event, receive: Receive) -> Receive:
+    """What the client sends, and a disconnect when the request is aborted."""
+    asked = False
+
+    async def receiving() -> Message:
+        nonlocal asked
+        if not asked:
+            message = await receive()
+            asked = not message.get("more_body", False)
+            return message
+        coming, aborted = asyncio.ensure_future(receive()), asyncio.ensure_future(abort.wait())
+        try:
+            await asyncio.wait((coming, aborted), return_when=asyncio.FIRST_COMPLETED)
+            return coming.result() if coming.done() else {"type": "http.disconnect"}
+        finally:
+            coming.cancel()
+            aborted.cancel()
+
+    return receiving
