@@ -9,6 +9,13 @@
       models/<name>/<n>.json           versions, append-only
       models/<name>/promotions/<n>.json  which version the bare name meant, append-only
       loops/<name>/                    what a loop was asked, and a record per generation
+      blobs/<aa>/<sha256>              contents of files and upload parts, each stored once
+      files/<id>.json                  OpenAI's file objects; what they hold is a blob
+      uploads/<id>/                    upload.json, parts/<part id>.json, end.json
+      batches/<id>/                    batch.json, chunks, claims, results: see runtime/batches
+      fine_tuning/<id>.json            what was asked of a fine-tuning job; the job is in jobs/
+      fine_tuning/<id>.validated, .ended  the JobSpec it became, and what came of it
+      keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       slurm/                           the private cluster of a laptop
       platform.json, logs/             of the platform that runs now
 
@@ -49,6 +56,38 @@ class Home:
 
     def loop(self, name: str) -> Path:
         return self.root / "loops" / name
+
+    @property
+    def blobs(self) -> Path:
+        return self.root / "blobs"
+
+    def blob(self, sha256: str) -> Path:
+        return self.blobs / sha256[:2] / sha256
+
+    @property
+    def drafts(self) -> Path:
+        """Blobs that are being written; on the same file system, for they are linked over."""
+        return self.blobs / "drafts"
+
+    @property
+    def files(self) -> Path:
+        return self.root / "files"
+
+    @property
+    def uploads(self) -> Path:
+        return self.root / "uploads"
+
+    @property
+    def batches(self) -> Path:
+        return self.root / "batches"
+
+    @property
+    def fine_tuning(self) -> Path:
+        return self.root / "fine_tuning"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
 
     @property
     def slurm(self) -> Path:

@@ -1,0 +1,85 @@
+"""The scripted platform as a process, to be killed: `python -m tests.scripted_gateway HOME PORT`.
+
+All real but for the engine, which repeats the last message, and the trainer. It says its URL on a
+line of its output as soon as it listens; port 0 picks a free one. Tests start it with `gateway`.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from cray_agents import ScriptedEngine
+from cray_agents.lifeline import die_with_parent
+from cray_agents.paths import Home
+from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool import Pool
+from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.seat import Resident
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from tests.scripted_platform import PROBE, bare_model
+
+ROOT = Path(__file__).parents[1]
+NAME = "m"
+
+
+def echo(request: dict[str, Any]) -> str:
+    """The last message again."""
+    return str(request["messages"][-1]["content"])
+
+
+def first_version(home: Home) -> Registry:
+    """The home's registry, with something that NAME means."""
+    registry = Registry(home)
+    if not registry.names():
+        checkpoint, manifest = registry.import_checkpoint(bare_model(home.root / "first"))
+        registry.promote(NAME, registry.register(NAME, checkpoint, manifest).number)
+    return registry
+
+
+async def serve(home: Home, port: int) -> None:
+    """Serve until SIGINT or SIGTERM, or for ever."""
+    registry = first_version(home)
+    pool = Pool([Resident(ScriptedEngine(echo))])
+    trainer = ScriptedTrainer(home, probe=PROBE)
+    services = Services(home, Store(home), registry, trainer, pool)
+    version = registry.resolve(NAME)
+    await pool.start(home.checkpoint(version.checkpoint), version.id, [])
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        config = uvicorn.Config(create_app(services), log_level="error", lifespan="off")
+        await uvicorn.Server(config).serve(sockets=[listener])
+    await pool.stop()
+    await services.store.close()
+
+
+@contextmanager
+def gateway(home: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The process and its URL; what is left of it at the end is killed."""
+    home.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "tests.scripted_gateway", str(home), str(port)]
+    environment = {**os.environ, "TEST_PARENT": str(os.getpid())}
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url.startswith("http"), "the gateway did not start"
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    if "TEST_PARENT" in os.environ:
+        die_with_parent(int(os.environ["TEST_PARENT"]))
+    uvloop.run(serve(Home(Path(sys.argv[1]).absolute()), int(sys.argv[2])))
