@@ -42,6 +42,15 @@ class Config(BaseModel):
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
     start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")
     swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")
+    load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
+    engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
+    body_timeout: float = Field(60.0, gt=0, description="seconds a request's body may stand still")
+    idle_timeout: int = Field(75, gt=0, description="seconds a client's idle connection is kept")
+    keep_alive: float = Field(2.0, gt=0, description="seconds between a stream's signs of life")
+    max_queue: int = Field(1024, gt=0, description="requests that may wait for an engine")
+    api_keys: Literal["auto", "required", "off"] = Field(
+        "auto", description="auto: off loopback always, else as soon as one was made"
+    )
 
     @property
     def root(self) -> Home:

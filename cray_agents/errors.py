@@ -4,6 +4,8 @@
     ├── BadInput (ValueError)            a value the caller gave cannot be used
     │   └── ConfigError                  ... in a configuration file, variable or flag
     ├── NotFound (LookupError)           no such model, version, run, dataset, job
+    ├── AccessDenied (PermissionError)   no API key, a wrong one, or one of too small a role
+    ├── TooManyRequests (RuntimeError)   the wait queue is full; says when to come again
     ├── SetupError (RuntimeError)        this machine lacks something, or a port is taken
     ├── EngineError (RuntimeError)       the model server answered with an error
     │   ├── EngineTimeout (TimeoutError)     ... or not in time
@@ -56,6 +58,28 @@ class NotFound(CrayError, LookupError):
         self.param = param
         if code:
             self.code = code
+
+
+class AccessDenied(CrayError, PermissionError):
+    """The gateway does not let this caller in (`status` 401), or not to this (403)."""
+
+    code = "invalid_api_key"
+
+    def __init__(self, message: str, *, status: int = 401, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        if code:
+            self.code = code
+
+
+class TooManyRequests(CrayError, RuntimeError):
+    """The wait queue is full. `retry_after`: seconds until there may be room."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class SetupError(CrayError, RuntimeError):

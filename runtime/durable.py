@@ -31,19 +31,22 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write and fsync a file that nobody reads yet: half of it may be seen meanwhile."""
-    with path.open("wb") as file:
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write and fsync a file that nobody reads yet: half of it may be seen meanwhile.
+
+    `mode`, less the umask, is what a new file has from its first moment.
+    """
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path`: readers see the old file or the whole new one."""
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Put `data` at `path`: readers see the old file or the whole new one, which has this mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{new_id('draft')}")
-    write_file(draft, data)
+    write_file(draft, data, mode)
     draft.replace(path)
     sync(path.parent)
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from cray_agents.agent import Agent
 from cray_agents.cli.progress import LoopScreen, generations_table
-from cray_agents.cli.running import serving
+from cray_agents.cli.running import client, serving
 from cray_agents.cli.screen import HomeOption, JsonOption, console
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
@@ -139,7 +139,7 @@ def platform_at(
         yield Platform(url)
         return
     with serving(load_config({"home": home}), model=model, name=name) as info:
-        yield Platform(info["url"])
+        yield client(info)
 
 
 def load(file: Path) -> ModuleType:

@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import secrets
 import signal
 import socket
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from cray_agents.cli.doctor import distribution_version
 from cray_agents.cli.running import owner
@@ -27,9 +29,13 @@ from cray_agents.errors import BadInput, ConfigError, NotFound, SetupError, Stor
 from cray_agents.paths import Home
 from cray_agents.records import Layout, ModelVersion
 from cray_agents.runtime import durable
+from cray_agents.runtime.batches.supervisor import keep as keep_worker
 from cray_agents.runtime.checkpoints import read_manifest
+from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.auth import is_loopback
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.keys import Keys
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.replica import EngineSettings, Replica, has_gpu_build
@@ -44,13 +50,14 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
     """Run a platform until SIGINT or SIGTERM. Raises SetupError, BadInput, StoreError."""
     home = config.root
     make_root(home)
+    check_access(config)
     with listen(config.host, config.port) as listener:
-        claim(home, listener, name)
+        token = claim(home, listener, name)
         registry = Registry(home)
         version = first_version(registry, model, name)
         with contextlib.closing(open_scheduler(config.scheduler, home.slurm)) as scheduler:
             say(f"scheduler: {scheduler.reason}")
-            asyncio.run(run(config, registry, scheduler, version, replicas, listener))
+            uvloop.run(run(config, registry, scheduler, version, replicas, listener, token))
 
 
 async def run(
@@ -60,6 +67,7 @@ async def run(
     version: ModelVersion,
     replicas: int,
     listener: socket.socket,
+    token: str,
 ) -> None:
     """Everything that needs the event loop: replicas, gateway, the wait for the end."""
     home = config.root
@@ -71,6 +79,8 @@ async def run(
         engine_args=tuple(config.engine_args),
         kv_cache_gib=config.kv_cache_gib,
         start_timeout=config.start_timeout,
+        answer_timeout=config.engine_timeout,
+        load_timeout=config.load_timeout,
     )
     hosts = [
         Replica(version.name, settings, home.logs / f"replica-{number}.log")
@@ -87,11 +97,29 @@ async def run(
         platform=about(config, scheduler),
         code=code_version(),
         layout=Layout(data=config.train_ranks or default_ranks()),
+        keep_alive=config.keep_alive,
+        body_timeout=config.body_timeout,
+        api_keys=config.api_keys if is_loopback(config.host) else "required",
+        token=token,
+        admission=Admission(
+            # a few more than vLLM works on at once, so that it never waits for the next one
+            lambda: pool.serving * (config.max_num_seqs + config.max_num_seqs // 8),
+            config.max_queue,
+            swapping=lambda: pool.swapping,
+            outage=config.swap_timeout,
+        ),
     )
-    settings_http = uvicorn.Config(create_app(services), log_level="warning", lifespan="off")
+    settings_http = uvicorn.Config(
+        create_app(services),
+        log_level="warning",
+        lifespan="off",
+        timeout_keep_alive=config.idle_timeout,
+    )
     server = Gateway(settings_http)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(start_pool(pool, home, version))
+    log = home.logs / "batch-worker.log"
+    batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
     try:
         say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
         await stopped(serving, starting, server)
@@ -99,7 +127,8 @@ async def run(
         home.platform.unlink(missing_ok=True)
         server.should_exit = True
         starting.cancel()
-        await asyncio.gather(serving, starting, return_exceptions=True)
+        batches.cancel()
+        await asyncio.gather(serving, starting, batches, return_exceptions=True)
         await pool.stop()
         await store.close()
 
@@ -154,15 +183,28 @@ def make_root(home: Home) -> None:
         ) from error
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises SetupError when the port is taken, ConfigError off loopback."""
-    if host != "localhost" and not host.startswith("127."):
+def check_access(config: Config) -> None:
+    """Raises ConfigError when others than this host's users could reach a gateway without keys."""
+    if is_loopback(config.host):
+        return
+    if config.api_keys == "off":
         raise ConfigError(
-            f"host {host!r}: the gateway has no API keys yet, so it listens on loopback only; "
-            "forward a port (ssh -L) to reach it from elsewhere",
+            f"api_keys = 'off' on host {config.host!r}: without API keys the gateway listens on "
+            "loopback only; leave it at 'auto', or forward a port (ssh -L)",
+            param="api_keys",
+        )
+    if not Keys(config.root).working:
+        raise ConfigError(
+            f"host {config.host!r}: beyond loopback the gateway asks for API keys, and "
+            f"{config.root.root} has none: make one with `cray-agents keys create NAME`, or forward"
+            " a port (ssh -L)",
             param="host",
         )
-    listener = socket.socket()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises SetupError when the port is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -214,22 +256,35 @@ def about(config: Config, scheduler: Slurm | LocalProcesses) -> dict[str, Any]:
     }
 
 
-def claim(home: Home, listener: socket.socket, name: str) -> None:
-    """Say in the root where its platform is. Raises SetupError when it has one."""
+def claim(home: Home, listener: socket.socket, name: str) -> str:
+    """Say in the root where its platform is. Raises SetupError when it has one.
+
+    Returns the platform's own key. It stands in that file, which only its user can read, so that
+    this user's commands need no other.
+    """
     other = owner(home)
     if other is not None:
         raise SetupError(
             f"a platform runs on {home.root} already (pid {other['pid']}, {other['url']}): "
             "use it, end it with `cray-agents down`, or choose another root with --home"
         )
-    info = {"url": address(listener), "pid": os.getpid(), "name": name, "started": time.time()}
-    durable.replace_file(home.platform, json.dumps(info).encode())
+    token = f"sk-platform-{secrets.token_urlsafe(32)}"
+    info = {
+        "url": address(listener),
+        "pid": os.getpid(),
+        "name": name,
+        "started": time.time(),
+        "token": token,
+    }
+    durable.replace_file(home.platform, json.dumps(info).encode(), 0o600)
+    return token
 
 
 def address(listener: socket.socket) -> str:
-    """The gateway's URL."""
+    """The gateway's URL, as this host reaches it."""
     host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def say(text: str) -> None:

@@ -21,7 +21,7 @@ from rich.markup import escape
 from cray_agents.cli.agents import load
 from cray_agents.cli.progress import LoopScreen, clock, generations_table
 from cray_agents.cli.report import write_report
-from cray_agents.cli.running import serving
+from cray_agents.cli.running import client, serving
 from cray_agents.cli.screen import console
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError, StoreError
@@ -117,22 +117,21 @@ def run_demo(
         draft.rename(model)
     screen.say("starting the platform (the vLLM server takes about half a minute)")
     with serving(config, model=model, name=loop.agent.model, ready=False) as where:
-        loop.platform = Platform(where["url"])
+        loop.platform = client(where)
         book.warm_up(loop, quick)
         done = []
         for generation in loop.run(most):
             screen.generation(generation)
             done.append(generation)
-        info = asyncio.run(Platform(where["url"]).info())
-        examples = asyncio.run(before_and_after(where["url"], loop, done))
+        info = asyncio.run(client(where).info())
+        examples = asyncio.run(before_and_after(client(where), loop, done))
     return done, info, examples
 
 
 async def before_and_after(
-    url: str, loop: Loop, done: list[Generation], count: int = 4
+    platform: Platform, loop: Loop, done: list[Generation], count: int = 4
 ) -> list[tuple[str, Run]]:
     """The same test questions under the first and the last version, those that changed first."""
-    platform = Platform(url)
     ends = []
     for version in (done[0].test_version, done[-1].test_version):
         runs = [run async for run in platform.runs(loop=loop.name, split="test", model=version)]

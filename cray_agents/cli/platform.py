@@ -82,8 +82,9 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
         else:
             console.print(f"no platform runs on {root.root}")
         raise typer.Exit(1)
-    info |= {"running": True} | fetch(f"{info['url']}/v1/platform")
-    replicas = fetch(f"{info['url']}/v1/pool")["data"]
+    about, replicas = fetch(info, "/v1/platform"), fetch(info, "/v1/pool")["data"]
+    info = {name: value for name, value in info.items() if name != "token"}
+    info |= {"running": True} | about
     if as_json:
         print(json.dumps(info | {"replicas": replicas}, indent=2))
         return

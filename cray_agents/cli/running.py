@@ -29,11 +29,19 @@ STOP_SECONDS = 20.0
 
 
 def owner(home: Home) -> dict[str, Any] | None:
-    """The living process that claimed this root: its url, pid and name. It may be starting."""
+    """The living process that claimed this root: its url, pid, name and token. It may be starting.
+
+    Raises SetupError when it is another user's.
+    """
     try:
         info: dict[str, Any] = json.loads(home.platform.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
+    except PermissionError as error:
+        raise SetupError(
+            f"the platform on {home.root} is another user's ({home.platform} cannot be read): reach"
+            " it with CRAY_AGENTS_URL and CRAY_AGENTS_API_KEY, or choose another root with --home"
+        ) from error
     if not alive(info["pid"]) or info["pid"] == os.getpid():
         return None
     command = Path(f"/proc/{info['pid']}/cmdline")  # the pid may have gone to another program
@@ -48,15 +56,28 @@ def running(home: Home) -> dict[str, Any] | None:
     if info is None:
         return None
     try:
-        fetch(f"{info['url']}/health/live")
+        fetch(info, "/health/live")
     except OSError:
         return None
     return info
 
 
-def fetch(url: str, timeout: float = 5.0) -> dict[str, Any]:
+def key(info: dict[str, Any]) -> str | None:
+    """The API key for a platform of this user: $CRAY_AGENTS_API_KEY, else its own."""
+    return os.environ.get("CRAY_AGENTS_API_KEY") or info.get("token")
+
+
+def client(info: dict[str, Any]) -> Platform:
+    """The client of a platform that was found here."""
+    return Platform(info["url"], api_key=key(info))
+
+
+def fetch(info: dict[str, Any], path: str, timeout: float = 5.0) -> dict[str, Any]:
     """GET some JSON from the platform. Raises OSError."""
-    with urllib.request.urlopen(url, timeout=timeout) as answer:
+    request = urllib.request.Request(info["url"] + path)
+    if secret := key(info):
+        request.add_header("Authorization", f"Bearer {secret}")
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
         body: dict[str, Any] = json.load(answer)
         return body
 
@@ -99,7 +120,7 @@ def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, 
     with errors.status("waiting for the engine (a vLLM server starts in about half a minute)"):
         while process.poll() is None:
             try:
-                fetch(f"{info['url']}/health/ready")
+                fetch(info, "/health/ready")
                 return info
             except urllib.error.HTTPError:
                 time.sleep(0.3)
@@ -134,7 +155,7 @@ def local_platform(
     wait until its replicas serve; otherwise only until it answers. Raises SetupError.
     """
     with serving(load_config({"home": home}), model=model, name=name, ready=ready) as info:
-        yield Platform(info["url"])
+        yield client(info)
 
 
 def stop(pid: int) -> None:

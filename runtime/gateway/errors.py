@@ -5,6 +5,7 @@ client repeats 409 and 500 on its own, which would run a failed swap or job agai
 forbids it.
 """
 
+import math
 from typing import Any
 
 import orjson
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import (
+    AccessDenied,
     BadInput,
     Corrupt,
     CrayError,
@@ -24,10 +26,18 @@ from cray_agents.errors import (
     SchedulerError,
     SetupError,
     SwapError,
+    TooManyRequests,
 )
 
 PASSED_ON = {400, 413, 422, 429}  # the engine's own verdicts on a request; the rest is our failure
+ERROR_CODE = "cray_agents.error_code"  # in the scope of a request that failed, for edge.py
 REASONS = {404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class BodyTimeout(BadInput):
+    """A request's body stopped coming."""
+
+    code = "request_timeout"
 
 
 class BodyTooLarge(BadInput):
@@ -44,8 +54,14 @@ def status_of(error: CrayError) -> int:
         return 503
     if isinstance(error, EngineError):
         return error.status if error.status in PASSED_ON else 502
+    if isinstance(error, AccessDenied):
+        return error.status
+    if isinstance(error, TooManyRequests):
+        return 429
     if isinstance(error, BodyTooLarge):
         return 413
+    if isinstance(error, BodyTimeout):
+        return 408
     for kind, status in ((BadInput, 400), (NotFound, 404), (SwapError, 409), (Corrupt, 422)):
         if isinstance(error, kind):
             return status
@@ -56,6 +72,8 @@ def envelope(status: int, message: str, code: str, param: str | None = None) -> 
     """The JSON of an error."""
     if status == 409:
         kind = "conflict_error"
+    elif status == 429:
+        kind = "requests"  # OpenAI's word for which limit it was
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
@@ -76,12 +94,18 @@ def error_response(error: CrayError) -> Response:
         headers["x-should-retry"] = "false"
     if status == 503:
         headers["retry-after"] = "1"
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, TooManyRequests):
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after * 1000))
+        headers["retry-after"] = str(math.ceil(error.retry_after))
     return Response(error_json(error), status, headers, "application/json")
 
 
 async def on_cray_error(request: Request, error: Exception) -> Response:
     """Starlette's handler for our errors."""
     assert isinstance(error, CrayError)
+    request.scope[ERROR_CODE] = str(error.code)
     return error_response(error)
 
 
@@ -90,6 +114,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = REASONS.get(error.status_code, "invalid_request")
+    request.scope[ERROR_CODE] = code
     body = envelope(error.status_code, message, code)
     return Response(body, error.status_code, error.headers, "application/json")
 

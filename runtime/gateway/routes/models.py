@@ -5,6 +5,7 @@ promotion when that has succeeded, so the bare name never means weights that nob
 """
 
 import asyncio
+import time
 from typing import Any
 
 from starlette.requests import Request
@@ -85,7 +86,12 @@ def routes(services: Services) -> list[Route]:
 async def _swap(services: Services, version: ModelVersion) -> ProbeReport:
     directory = services.home.checkpoint(version.checkpoint)
     manifest = await asyncio.to_thread(checkpoints.read_manifest, directory)
-    report = await services.pool.swap(directory, version.id, manifest.probe)
+    begun, good = time.perf_counter(), False
+    try:
+        report = await services.pool.swap(directory, version.id, manifest.probe)
+        good = report.passed
+    finally:
+        services.metrics.swapped(time.perf_counter() - begun, good)
     if not report.passed:
         raise SwapError(
             f"{version.id} is not what was trained: logprobs on its probe differ by "

@@ -1,0 +1,398 @@
+"""Admission: never too many inside, nobody forgotten, keys in turn, batches behind the others."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cray_agents.errors import EngineUnavailable, TooManyRequests
+from cray_agents.runtime.gateway.admission import RETRY_SECONDS, Admission, Ticket
+
+KEYS = ("a", "b", "c")
+STEP = st.one_of(
+    st.tuples(st.just("enter"), st.sampled_from(KEYS), st.booleans()),
+    st.tuples(st.just("release"), st.integers(0, 30), st.booleans()),
+    st.tuples(st.just("capacity"), st.integers(0, 5), st.booleans()),
+)
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Visit:
+    """A request as a task, which tells when it is let in."""
+
+    def __init__(self, ticket: Ticket, order: list["Visit"]) -> None:
+        self.ticket = ticket
+        self.done = asyncio.Event()
+        self.order = order
+        self.task = asyncio.create_task(self._visit())
+
+    async def _visit(self) -> None:
+        async with self.ticket:
+            self.order.append(self)
+            await self.done.wait()
+
+
+def test_without_contention_no_event_loop_is_needed() -> None:
+    admission = Admission(1)
+    for _ in range(3):
+        ticket = admission.enter("a")
+        assert ticket.inside and admission.inside() == 1
+        ticket.release()
+        ticket.release()
+    assert admission.inside() == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=st.lists(STEP, max_size=60))
+def test_slots_are_never_too_many_and_never_idle(
+    steps: Sequence[tuple[str, str | int, bool]],
+) -> None:
+    async def play() -> None:
+        capacity = 2
+        admission = Admission(lambda: capacity, 6, trickle=1e9)
+        tickets: list[Ticket] = []
+        waited: set[Ticket] = set()
+        for kind, value, flag in steps:
+            before = admission.inside() + admission.inside(batch=True)
+            if kind == "enter":
+                try:
+                    tickets.append(admission.enter(str(value), flag))
+                except TooManyRequests:
+                    assert admission.waiting() >= 6
+            elif kind == "release" and tickets:
+                ticket = tickets[int(value) % len(tickets)]
+                for _ in range(1 + flag):  # the second time is nothing
+                    ticket.release()
+                assert not ticket.inside
+            elif kind == "capacity":
+                capacity = int(value)
+                admission.look()
+            inside = [t for t in tickets if t.inside]
+            assert len(inside) == admission.inside() + admission.inside(batch=True)
+            assert admission.inside(batch=True) == sum(t.batch for t in inside)
+            assert len(inside) <= max(admission.capacity, before)
+            free = admission.capacity - len(inside)
+            assert not (admission.waiting() and free > 0)
+            if not admission.waiting():
+                assert not (admission.waiting(batch=True) and free > admission.reserve)
+            waited |= {t for t in tickets if not t.inside}
+        for ticket in tickets:
+            ticket.release()
+        assert [admission.inside(b) + admission.waiting(b) for b in (False, True)] == [0, 0]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_visits_with_cancellations(seed: int) -> None:
+    """Real tasks: some are cancelled while they wait, just after they were let in, or inside."""
+    chance = random.Random(seed)
+    capacity = chance.choice((1, 3, 7))
+    admission = Admission(capacity, 10_000, trickle=0.0)
+    inside: set[int] = set()
+    most = 0
+    finished: list[int] = []
+
+    async def visit(number: int, key: str, batch: bool) -> None:
+        nonlocal most
+        async with admission.enter(key, batch):
+            inside.add(number)
+            most = max(most, len(inside))
+            try:
+                for _ in range(chance.randrange(4)):
+                    await asyncio.sleep(0)
+            finally:
+                inside.discard(number)
+        finished.append(number)
+
+    tasks: dict[int, asyncio.Task[None]] = {}
+    for number in range(600):
+        key, batch = chance.choice(KEYS), chance.random() < 0.3
+        tasks[number] = asyncio.create_task(visit(number, key, batch))
+        if chance.random() < 0.5:
+            await asyncio.sleep(0)
+        if chance.random() < 0.3:
+            tasks[chance.randrange(number + 1)].cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    cancelled = {number for number, task in tasks.items() if task.cancelled()}
+    assert sorted(finished) == sorted(set(tasks) - cancelled)
+    assert 0 < len(cancelled) < len(tasks)
+    assert most == capacity
+    assert [admission.inside(b) + admission.waiting(b) for b in (False, True)] == [0, 0]
+
+
+async def test_a_slot_given_to_one_that_was_just_cancelled_goes_to_the_next() -> None:
+    admission = Admission(1)
+    order: list[Visit] = []
+    first, second, third = (Visit(admission.enter("a"), order) for _ in range(3))
+    await settled()
+    first.done.set()
+    await asyncio.sleep(0)  # first leaves: the slot is second's, whose task has not run yet
+    assert second.ticket.inside
+    second.task.cancel()
+    await settled()
+    assert order == [first, third]
+    third.done.set()
+    await third.task
+    assert admission.inside() == 0
+
+
+async def test_one_that_is_cancelled_before_a_slot_is_free_is_passed_over() -> None:
+    admission = Admission(1)
+    held = admission.enter("a")
+    order: list[Visit] = []
+    gone, next_ = Visit(admission.enter("a"), order), Visit(admission.enter("a"), order)
+    await settled()
+    gone.task.cancel()
+    held.release()  # before the cancelled task has run
+    await settled()
+    assert order == [next_]
+    assert admission.waiting() == 0
+    next_.done.set()
+    await next_.task
+
+
+async def test_a_cancelled_waiter_leaves_the_queue_at_once() -> None:
+    admission = Admission(1, 1)
+    held = admission.enter("a")
+    waiting = Visit(admission.enter("a"), [])
+    await settled()
+    with pytest.raises(TooManyRequests):
+        admission.enter("a")
+    waiting.task.cancel()
+    await settled()
+    assert admission.waiting() == 0
+    admission.enter("a").release()
+    held.release()
+
+
+async def test_a_thousand_of_one_key_delay_another_key_by_one() -> None:
+    admission = Admission(1, 2000)
+    held = admission.enter("busy")
+    busy = [admission.enter("busy") for _ in range(1000)]
+    rare = admission.enter("rare")
+    held.release()
+    assert busy[0].inside
+    busy[0].release()
+    assert rare.inside and not busy[1].inside
+    for ticket in (*busy, rare):
+        ticket.release()
+
+
+@settings(max_examples=100, deadline=None)
+@given(keys=st.lists(st.sampled_from("abcde"), min_size=2, max_size=40))
+def test_keys_are_served_in_turn(keys: list[str]) -> None:
+    """While a key waits, no other is let in twice; within a key the first come is first."""
+
+    async def play() -> None:
+        admission = Admission(1, 100)
+        held = admission.enter("x")
+        waiting = [admission.enter(key) for key in keys]
+        while waiting:
+            held.release()
+            (held,) = (ticket for ticket in waiting if ticket.inside)
+            assert held is next(ticket for ticket in waiting if ticket.key == held.key)
+            waiting.remove(held)
+            since.append(held.key)
+        held.release()
+
+    since: list[str] = []
+    asyncio.run(play())
+    left = Counter(keys)
+    for at, key in enumerate(since):
+        left[key] -= 1
+        if left[key]:
+            between = since[at + 1 : since.index(key, at + 1)]
+            assert sorted(between) == sorted(k for k in left if left[k] and k != key)
+
+
+async def test_a_full_queue_refuses_whoever_has_a_share_and_takes_the_others() -> None:
+    admission = Admission(1, 8)
+    tickets = [admission.enter("a")]
+    tickets += [admission.enter("a") for _ in range(8)]
+    with pytest.raises(TooManyRequests, match="max_queue = 8"):
+        admission.enter("a")
+    tickets += [admission.enter("b") for _ in range(4)]  # of two keys, half
+    with pytest.raises(TooManyRequests):
+        admission.enter("b")
+    tickets += [admission.enter("c") for _ in range(2)]
+    with pytest.raises(TooManyRequests):
+        admission.enter("c")
+    assert admission.waiting() == 14  # at most 8 x (1 + 1/2 + 1/3)
+    for ticket in tickets:
+        ticket.release()
+    admission.enter("a").release()
+
+
+async def test_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the queue takes at the pace that was seen, spread over its second half."""
+    now = 0.0
+    monkeypatch.setattr("cray_agents.runtime.gateway.admission.time.monotonic", lambda: now)
+
+    def told(seconds: float) -> list[float]:
+        nonlocal now
+        admission = Admission(2, 10)
+        for _ in range(200):
+            ticket = admission.enter()
+            now += seconds
+            ticket.release()
+        tickets = [admission.enter() for _ in range(12)]
+        found = []
+        for _ in range(50):
+            with pytest.raises(TooManyRequests) as caught:
+                admission.enter()
+            found.append(caught.value.retry_after)
+        assert admission.room().remaining == 0
+        assert admission.room().reset == pytest.approx(12 * seconds / 2)
+        for ticket in tickets:
+            ticket.release()
+        return found
+
+    spread = told(0.4)
+    assert 1.0 <= min(spread) < max(spread) <= 2.0
+    assert set(told(0.0001)) == {RETRY_SECONDS[0]}
+    assert set(told(1000)) == {RETRY_SECONDS[1]}
+
+
+async def test_nobody_is_refused_for_a_swap() -> None:
+    swapping = True
+    admission = Admission(1, 2, swapping=lambda: swapping)
+    tickets = [admission.enter("a") for _ in range(20)]
+    swapping = False
+    with pytest.raises(TooManyRequests):
+        admission.enter("a")
+    for ticket in tickets[:17]:
+        ticket.release()
+    assert [ticket.inside for ticket in tickets[17:]] == [True, False, False]
+    more = [admission.enter("a") for _ in range(2)]  # those of the swap are not counted
+    with pytest.raises(TooManyRequests):
+        admission.enter("a")
+    for ticket in (*tickets, *more):
+        ticket.release()
+    assert admission.waiting() == 0
+
+
+async def test_a_rise_of_the_capacity_is_seen_though_nobody_leaves() -> None:
+    capacity = 1
+    admission = Admission(lambda: capacity)
+    held = admission.enter()
+    order: list[Visit] = []
+    visits = [Visit(admission.enter(), order) for _ in range(3)]
+    await settled()
+    assert order == []
+    capacity = 3
+    async with asyncio.timeout(20):
+        while len(order) < 2:  # noqa: ASYNC110 - it is looked for, not told
+            await asyncio.sleep(0.01)
+    assert order == visits[:2]
+    held.release()
+    for visit in visits:
+        visit.done.set()
+    await asyncio.gather(*(visit.task for visit in visits))
+
+
+async def test_without_any_replica_the_last_capacity_holds_and_then_nobody_waits() -> None:
+    capacity = 2
+    admission = Admission(lambda: capacity, outage=0.3)
+    tickets = [admission.enter() for _ in range(2)]
+    capacity = 0
+    order: list[Visit] = []
+    visits = [Visit(admission.enter(batch=batch), order) for batch in (False, True)]
+    with pytest.raises(EngineUnavailable, match="no replica"):
+        async with asyncio.timeout(20):
+            await visits[0].task
+    with pytest.raises(EngineUnavailable):
+        await visits[1].task
+    with pytest.raises(EngineUnavailable):
+        admission.enter()
+    assert [admission.waiting(), admission.waiting(batch=True), order] == [0, 0, []]
+    capacity = 3
+    admission.enter().release()
+    for ticket in tickets:
+        ticket.release()
+    assert admission.inside() == 0
+
+
+async def test_a_long_swap_is_no_outage() -> None:
+    capacity, swapping = 1, True
+    admission = Admission(lambda: capacity, swapping=lambda: swapping, outage=0.0)
+    held = admission.enter()
+    capacity = 0
+    order: list[Visit] = []
+    visit = Visit(admission.enter(), order)
+    await asyncio.sleep(0.3)  # some looks
+    assert not visit.task.done()
+    capacity, swapping = 1, False
+    held.release()
+    await settled()
+    assert order == [visit]
+    visit.done.set()
+    await visit.task
+
+
+async def test_a_batch_leaves_a_reserve_and_waits_for_the_others() -> None:
+    admission = Admission(16, trickle=1e9)
+    assert admission.batch_room() == 16 - admission.reserve == 13
+    batch = [admission.enter(batch=True) for _ in range(20)]
+    assert admission.inside(batch=True) == 13
+    people = [admission.enter("a") for _ in range(5)]
+    assert [ticket.inside for ticket in people] == [True] * 3 + [False] * 2
+    for ticket in batch[:3]:
+        ticket.release()
+    assert all(ticket.inside for ticket in people)
+    assert admission.inside(batch=True) == 10 and admission.batch_room() == 0
+    for ticket in people:
+        ticket.release()
+    assert admission.inside(batch=True) == 13
+    for ticket in batch:
+        ticket.release()
+
+
+async def test_a_batch_never_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("cray_agents.runtime.gateway.admission.time.monotonic", lambda: now)
+    admission = Admission(4, 1000, trickle=5.0)
+    people = [admission.enter("a") for _ in range(100)]
+    batch = [admission.enter(batch=True) for _ in range(3)]
+    let_in = []
+    for _ in range(12):  # seconds, in each of which one leaves
+        now += 1
+        next(ticket for ticket in people if ticket.inside).release()
+        let_in.append(sum(ticket.inside for ticket in batch))
+    assert let_in == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+    assert admission.inside() + admission.inside(batch=True) == 4
+    for ticket in (*people, *batch):
+        ticket.release()
+
+
+async def test_a_batch_of_a_single_slot_works() -> None:
+    admission = Admission(1)
+    assert admission.reserve == 0
+    async with admission.enter(batch=True) as ticket:
+        assert ticket.inside
+
+
+async def test_a_released_ticket_cannot_be_used() -> None:
+    ticket = Admission(1).enter()
+    ticket.release()
+    with pytest.raises(RuntimeError, match="released"):
+        await ticket.turn()
+
+
+async def test_who_came_first_gets_a_new_slot_first() -> None:
+    capacity = 1
+    admission = Admission(lambda: capacity)
+    held, first = admission.enter("a"), admission.enter("a")
+    capacity = 2
+    second = admission.enter("b")
+    assert first.inside and not second.inside
+    for ticket in (held, first, second):
+        ticket.release()
