@@ -100,9 +100,17 @@ class Platform:
         """Where a job stands."""
         return JobStatus.model_validate(await self._get(f"/jobs/{job_id}"))
 
+    async def pause_job(self, job_id: str) -> JobStatus:
+        """Let a job save where it stands and stop; `running` until it has. Raises BadInput."""
+        return JobStatus.model_validate(await self._post(f"/jobs/{job_id}/pause", {}))
+
+    async def resume_job(self, job_id: str) -> JobStatus:
+        """Let a paused job go on. Raises BadInput if it is not paused."""
+        return JobStatus.model_validate(await self._post(f"/jobs/{job_id}/resume", {}))
+
     async def wait_for(self, job: JobStatus, on_progress: Callable[[JobStatus], None]) -> JobStatus:
-        """Wait for a job's end. Raises JobError with its log's tail unless it succeeded."""
-        while job.state in ("queued", "running"):
+        """Wait for a job's end, pauses included. Raises JobError with its log's tail."""
+        while job.state in ("queued", "running", "paused"):
             on_progress(job)
             await asyncio.sleep(POLL)
             job = await self.job(job.id)

@@ -8,8 +8,8 @@ Everybody imports this module; it imports nobody. Times are unix seconds, durati
 
 import hashlib
 import json
+import os
 import time
-import uuid
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ def digest(value: Any, length: int = 16) -> str:
 
 def new_id(prefix: str) -> str:
     """A fresh name such as `run_018f...`; names made later sort later."""
-    return f"{prefix}_{int(time.time() * 1000):011x}{uuid.uuid4().hex[:14]}"
+    return f"{prefix}_{int(time.time() * 1000):011x}{os.urandom(7).hex()}"
 
 
 class Record(BaseModel):

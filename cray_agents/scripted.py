@@ -9,6 +9,7 @@ logprobs. It implements both seams, `ChatEngine` and `Engine` (ports.py).
 """
 
 import asyncio
+import functools
 import inspect
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
@@ -154,8 +155,7 @@ class ScriptedEngine:
         if self.delay:
             await asyncio.sleep(self.delay)
         if callable(reply):
-            wants_version = len(inspect.signature(reply).parameters) > 1
-            said = reply(request, self.version) if wants_version else reply(request)
+            said = reply(request, self.version) if _wants_version(reply) else reply(request)
             reply = await said if inspect.isawaitable(said) else said
         if isinstance(reply, BaseException):
             raise reply
@@ -168,6 +168,11 @@ class ScriptedEngine:
             "created": 0,
             "model": self.version or request.get("model", "scripted"),
         }
+
+
+@functools.lru_cache
+def _wants_version(script: Script) -> bool:
+    return len(inspect.signature(script).parameters) > 1
 
 
 def _message(reply: Any, number: int) -> Message:

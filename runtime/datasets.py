@@ -98,12 +98,12 @@ def _check(recipe: DatasetRecipe) -> None:
         )
     if recipe.demonstrations and not recipe.tokenizer:
         raise BadInput("demonstrations need a tokenizer to be rendered with", param="tokenizer")
-    metadata, demonstrations = recipe.demonstrations_metadata, recipe.demonstrations
-    if metadata and len(metadata) != len(demonstrations):
-        raise BadInput(
-            f"{len(metadata)} metadata for {len(demonstrations)} demonstrations: give one each",
-            param="demonstrations_metadata",
-        )
+    count = len(recipe.demonstrations)
+    for name in ("demonstrations_metadata", "demonstrations_tools"):
+        given = getattr(recipe, name)
+        if given and len(given) != count:
+            message = f"{len(given)} {name} for {count} demonstrations: give one each"
+            raise BadInput(message, param=name)
 
 
 def _demonstrations(recipe: DatasetRecipe) -> list[_Candidate]:
@@ -111,18 +111,23 @@ def _demonstrations(recipe: DatasetRecipe) -> list[_Candidate]:
         return []
     renderer = renderer_of(Path(recipe.tokenizer))
     metadata = recipe.demonstrations_metadata or [{} for _ in recipe.demonstrations]
+    tools = recipe.demonstrations_tools or [recipe.tools for _ in recipe.demonstrations]
     return [
         _Candidate(
             run=None,
             group=about.get(recipe.balance_by or ""),
-            samples=renderer.samples(conversation, recipe.tools),
+            samples=renderer.samples(conversation, its_tools),
         )
-        for conversation, about in zip(recipe.demonstrations, metadata, strict=True)
+        for conversation, about, its_tools in zip(
+            recipe.demonstrations, metadata, tools, strict=True
+        )
     ]
 
 
 def _runs(store: Store, recipe: DatasetRecipe) -> list[_Candidate]:
     """Every run the recipe considers, judged, in an order that does not depend on arrival."""
+    if recipe.generations == []:
+        return []
     found = store.runs(RunQuery(loop=recipe.loop), calls="none")
     wanted = None if recipe.generations is None else set(recipe.generations)
     found = [run for run in found if wanted is None or run.generation in wanted]

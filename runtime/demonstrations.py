@@ -43,17 +43,20 @@ class Renderer:
     ) -> list[Sample]:
         """The sequences of a conversation; only the assistant's tokens are trained on.
 
-        Raises BadInput if it has no assistant turn, or the template marks no end of a turn.
+        A turn of `weight` 0 is context for the turns after it. Raises BadInput if no turn is left,
+        the template refuses the conversation, or marks no end of a turn.
         """
         messages = [as_rendered(message) for message in conversation]
         signatures = [as_declared(tool) for tool in tools] or None
         turns = [
             self._turn(messages[: place + 1], signatures)
             for place, message in enumerate(messages)
-            if message["role"] == "assistant"
+            if message["role"] == "assistant" and conversation[place].get("weight") != 0
         ]
         if not turns:
-            raise BadInput("a demonstration has no assistant message", param="demonstrations")
+            raise BadInput(
+                "a demonstration has no assistant message to train on", param="demonstrations"
+            )
         return merge_turns(turns)
 
     def _turn(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> TokenTurn:
@@ -75,11 +78,17 @@ class Renderer:
     def _render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, *, generation: bool
     ) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=generation, tokenize=False
+        from jinja2 import TemplateError
+
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=generation, tokenize=False
+                )
             )
-        )
+        except (TemplateError, TypeError, ValueError) as error:  # a template is its author's code
+            message = f"the chat template refuses a demonstration: {error}"
+            raise BadInput(message, param="demonstrations") from error
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -88,6 +97,7 @@ class Renderer:
 def as_rendered(message: Message) -> Message:
     """A message as vLLM hands it to a chat template: tool arguments as a dict, text as a string."""
     shown = {**message, "content": _text(message.get("content"))}
+    shown.pop("weight", None)  # of training, not of what is said
     calls = shown.pop("tool_calls", None)
     if calls:
         shown["tool_calls"] = [

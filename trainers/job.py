@@ -130,6 +130,9 @@ def _already_ended(journal: Journal, spec: JobSpec) -> int | None:
             _succeed(journal, spec)
         print(f"{spec.id} is finished already: trained 0 steps", flush=True)
         return 0
+    if journal.paused:
+        print(f"{spec.id} is paused: nothing to do until it is resumed", flush=True)
+        return EX_TEMPFAIL
     return None
 
 

@@ -3,6 +3,7 @@
     spec.json       the JobSpec, once
     attempts/<n>    created exclusively by the n-th start: the fence. Only the newest may publish
     cancelled       created exclusively; final
+    pauses/<n>      created exclusively by the n-th pause, pauses/<n>.resumed by its end
     events.jsonl    a line per step and per turn of fate; a restart drops lines it will write again
     status.json     the end, written once: succeeded, failed or cancelled
     scheduler.json  how often it was handed to the scheduler (written by MegatronTrainer alone)
@@ -85,6 +86,31 @@ class Journal:
         """Mark it cancelled, for good."""
         durable.create_file(self.folder / "cancelled", canonical({"time": time.time()}))
 
+    # ---- whether it may work
+    @property
+    def paused(self) -> bool:
+        """Whether the newest pause has no end yet. Looked at before every step."""
+        names = self._pauses()
+        return bool(names) and f"{_newest(names)}.resumed" not in names
+
+    def pause(self) -> None:
+        """Mark it paused, unless it is."""
+        if not self.paused:
+            path = self.folder / "pauses" / str(_newest(self._pauses()) + 1)
+            durable.create_file(path, canonical({"time": time.time()}))
+
+    def resume(self) -> None:
+        """Mark the newest pause over."""
+        if self.paused:
+            path = self.folder / "pauses" / f"{_newest(self._pauses())}.resumed"
+            durable.create_file(path, canonical({"time": time.time()}))
+
+    def _pauses(self) -> set[str]:
+        try:
+            return {path.name for path in (self.folder / "pauses").iterdir()}
+        except FileNotFoundError:
+            return set()
+
     # ---- how far it came
     def event(self, kind: str, **values: Any) -> None:
         """Append a line. One writer: rank 0 of the newest attempt, or its launcher before it."""
@@ -140,6 +166,11 @@ class Journal:
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of the job's log."""
         return tail(self.log, lines)
+
+
+def _newest(pauses: set[str]) -> int:
+    """The number of the newest pause; 0 if there was none."""
+    return max((int(name) for name in pauses if name.isdigit()), default=0)
 
 
 def tail(path: Path, lines: int = 20) -> str:

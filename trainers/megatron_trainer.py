@@ -1,4 +1,4 @@
-"""Training jobs over a scheduler: submit once, watch, start again what died, cancel for good.
+"""Training jobs over a scheduler: submit once, watch, start again what died, pause, cancel.
 
 The platform process holds one `MegatronTrainer`. It keeps no state: a job's folder says everything,
 so a restarted platform goes on watching. The work itself is job.py, in processes of its own.
@@ -9,6 +9,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
+from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.records import JobSpec, JobState, JobStatus, Record
@@ -29,11 +30,15 @@ def code_version() -> str:
 
 
 class Handover(Record):
-    """What was last given to the scheduler. `restarts` counts those in a row from `step`."""
+    """What was last given to the scheduler. `restarts` counts those in a row from `step`.
+
+    `resumed`: a pause ended it, so its end was neither a cancellation nor a death.
+    """
 
     id: str = ""
     step: int = 0
     restarts: int = 0
+    resumed: bool = False
 
 
 class MegatronTrainer:
@@ -70,10 +75,18 @@ class MegatronTrainer:
         if (ended := self._ended(journal)) is not None:
             return ended
         command = self.scheduler.status(job_id)
+        if command.state == "queued" and journal.paused:
+            self.scheduler.cancel(job_id)  # it has no process yet that could see the pause
+            return self._describe(journal, spec, "paused")
         if command.state in ("queued", "running"):
             return self._describe(journal, spec, command.state)
         if (ended := self._ended(journal)) is not None:  # it ended between the two looks
             return ended
+        if journal.paused:
+            return self._describe(journal, spec, "paused")
+        if handover(journal).resumed:
+            self._hand_over(journal, Handover(step=journal.step))
+            return self._describe(journal, spec, "queued")
         if command.state == "cancelled":  # by somebody else, with the scheduler's own tools
             journal.cancel()
             return self._describe(journal, spec, "cancelled")
@@ -87,6 +100,33 @@ class MegatronTrainer:
             return ended
         journal.cancel()
         self.scheduler.cancel(job_id)
+        return self.status(job_id)
+
+    def pause(self, job_id: str) -> JobStatus:
+        """Let the job save and stop after its present step. Raises NotFound, BadInput.
+
+        The ranks see the pause themselves: a signal would leave a big model only the scheduler's
+        grace period to save in.
+        """
+        journal = Journal(self.home, job_id)
+        journal.spec()
+        if journal.cancelled or self._ended(journal) is not None:
+            state = self.status(job_id).state
+            message = f"{job_id} has ended ({state}): there is nothing left to pause"
+            raise BadInput(message, param="job_id", code="job_ended")
+        journal.pause()
+        return self.status(job_id)
+
+    def resume(self, job_id: str) -> JobStatus:
+        """Start a paused job again, from its newest resume point. Raises NotFound, BadInput."""
+        journal = Journal(self.home, job_id)
+        journal.spec()
+        if not journal.paused or journal.cancelled or self._ended(journal) is not None:
+            message = f"{job_id} is {self.status(job_id).state}, not paused"
+            raise BadInput(message, param="job_id", code="job_not_paused")
+        note = handover(journal).model_copy(update={"resumed": True})
+        durable.replace_file(journal.folder / "scheduler.json", note.model_dump_json().encode())
+        journal.resume()
         return self.status(job_id)
 
     # ---- restarts
@@ -151,8 +191,9 @@ def read_status(home: Home, job_id: str) -> JobStatus:
     spec = journal.spec()
     if (ended := journal.status()) is not None:
         return ended.model_copy(update={"scheduler_job_id": handover(journal).id})
-    begun: JobState = "running" if journal.attempts else "queued"
-    return describe(journal, spec, "cancelled" if journal.cancelled else begun)
+    state: JobState = "running" if journal.attempts else "queued"
+    state = "paused" if journal.paused else state
+    return describe(journal, spec, "cancelled" if journal.cancelled else state)
 
 
 def describe(journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:

@@ -75,12 +75,12 @@ def restore(training: Training, point: Any, optimizer_from: Any) -> Progress:
 
 
 def train(training: Training, work: Work, attempt: int, progress: Progress, stop: StopFlag) -> bool:
-    """Train to the last step, saving on the way; False when asked to stop before."""
+    """Train to the last step, saving on the way; False when asked to stop, or paused, before."""
     spec, steps = work.spec, work.spec.hyperparameters.steps
     main = torch.distributed.get_rank() == 0
     while training.done < steps:
         begun = time.perf_counter()
-        report = training.step(work.samples, stop.set)
+        report = training.step(work.samples, stop.set or (main and work.journal.paused))
         seconds = time.perf_counter() - begun
         refuse_nonsense(report, training.done)
         progress.add(report, seconds)

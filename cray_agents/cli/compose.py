@@ -120,6 +120,7 @@ async def run(
     starting = asyncio.create_task(start_pool(pool, home, version))
     log = home.logs / "batch-worker.log"
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
+    await services.fine_tuning.start()
     try:
         say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
         await stopped(serving, starting, server)
@@ -129,6 +130,7 @@ async def run(
         starting.cancel()
         batches.cancel()
         await asyncio.gather(serving, starting, batches, return_exceptions=True)
+        await services.fine_tuning.close()
         await pool.stop()
         await store.close()
 

@@ -1,24 +1,31 @@
-"""`models`, `runs`, `jobs`, `export`: what lies on the shared root, platform or not."""
+"""`models`, `runs`, `jobs`, `export`: what lies on the shared root, platform or not.
 
+Only `jobs pause` and `jobs resume` need the running platform: it is what starts jobs and ends them.
+"""
+
+import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cray_agents.cli.running import client, running
 from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
 from cray_agents.config import load_config
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
-from cray_agents.records import Run
+from cray_agents.platform import Platform
+from cray_agents.records import JobStatus, Run
 
 RunId = Annotated[str, typer.Argument(help="As `runs list` shows it.")]
 JobId = Annotated[str, typer.Argument(help="As `jobs list` shows it, or the scheduler's id.")]
 
 models = typer.Typer(no_args_is_help=True, help="Model versions: list, show.")
 runs = typer.Typer(no_args_is_help=True, help="Runs of agents: list, show.")
-jobs = typer.Typer(no_args_is_help=True, help="Training jobs: list, logs.")
+jobs = typer.Typer(no_args_is_help=True, help="Training jobs: list, logs, pause, resume.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -118,12 +125,49 @@ def job_logs(
 ) -> None:
     """Print the end of a job's log."""
     where = root(home)
-    named = [row["id"] for row in job_rows(where) if job_id in (row["id"], row["scheduler_job_id"])]
-    if not named:
-        raise NotFound(f"no job {job_id!r}; see `cray-agents jobs list`", param="job_id")
-    log = where.job(named[-1]) / "log.txt"
+    log = where.job(named_job(where, job_id)) / "log.txt"
     if log.exists():
         print("\n".join(log.read_text(errors="replace").splitlines()[-tail:]))
+
+
+@jobs.command("pause")
+def pause_job(job_id: JobId, home: HomeOption = None) -> None:
+    """Let a job save where it stands and end its processes; it stays so until `jobs resume`."""
+    show_job(asyncio.run(tell(root(home), job_id, Platform.pause_job)))
+
+
+@jobs.command("resume")
+def resume_job(job_id: JobId, home: HomeOption = None) -> None:
+    """Let a paused job go on from where it was paused."""
+    show_job(asyncio.run(tell(root(home), job_id, Platform.resume_job)))
+
+
+async def tell(
+    home: Home, job_id: str, what: Callable[[Platform, str], Awaitable[JobStatus]]
+) -> JobStatus:
+    """Ask the platform of a root something of a job. Raises NotFound, BadInput, SetupError."""
+    named = named_job(home, job_id)
+    info = running(home)
+    if info is None:
+        raise SetupError(f"no platform runs on {home.root}: start it with `cray-agents up`")
+    platform = client(info)
+    try:
+        return await what(platform, named)
+    finally:
+        await platform.close()
+
+
+def show_job(job: JobStatus) -> None:
+    """A line for what was asked; pausing takes as long as the present step and a save."""
+    console.print(f"{job.id} is {job.state} at step {job.step} of {job.steps}")
+
+
+def named_job(home: Home, job_id: str) -> str:
+    """The id of a job, also by its scheduler's id. Raises NotFound."""
+    named = [row["id"] for row in job_rows(home) if job_id in (row["id"], row["scheduler_job_id"])]
+    if not named:
+        raise NotFound(f"no job {job_id!r}; see `cray-agents jobs list`", param="job_id")
+    return str(named[-1])
 
 
 def export(

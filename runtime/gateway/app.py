@@ -9,20 +9,42 @@ from collections.abc import Iterable
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from cray_agents.runtime.gateway import chat
+from cray_agents.runtime.gateway import answers, openapi, passing
+from cray_agents.runtime.gateway.auth import Access, guarded
 from cray_agents.runtime.gateway.edge import Edge
 from cray_agents.runtime.gateway.errors import HANDLERS
 from cray_agents.runtime.gateway.routes import (
+    batches,
     datasets,
+    files,
+    fine_tuning,
     health,
     jobs,
     loops,
+    metrics,
     models,
     trajectories,
+    uploads,
 )
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.keys import Keys
 
-PARTS = (chat, models, trajectories, datasets, jobs, loops, health)
+PARTS = (
+    answers,
+    passing,
+    models,
+    trajectories,
+    datasets,
+    jobs,
+    fine_tuning,
+    loops,
+    health,
+    metrics,
+    batches,
+    files,
+    uploads,
+    openapi,
+)
 
 
 def create_app(services: Services) -> FastAPI:
@@ -34,10 +56,12 @@ def create_app(services: Services) -> FastAPI:
         exception_handlers=HANDLERS,
     )
     app.router.routes[:] = _routes(services)
-    app.add_middleware(Edge)
+    app.add_middleware(Edge, services=services)
     return app
 
 
 def _routes(services: Services) -> Iterable[Route]:
+    access = Access(Keys(services.home), services.api_keys, services.token)
     for part in PARTS:
-        yield from part.routes(services)
+        for route in part.routes(services):
+            yield guarded(route, access)

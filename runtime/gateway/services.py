@@ -1,13 +1,18 @@
 """What the gateway stands on; `cray-agents up` builds it, tests build it with a scripted engine."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from cray_agents.paths import Home
-from cray_agents.ports import Trainer
+from cray_agents.ports import Exchange, Trainer
 from cray_agents.records import Layout, ProbePrompt, ProbeReport
+from cray_agents.runtime.files import Files
+from cray_agents.runtime.fine_tuning.jobs import FineTuning
+from cray_agents.runtime.gateway.admission import Admission
+from cray_agents.runtime.gateway.auth import Mode
+from cray_agents.runtime.gateway.metrics import Metrics
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 
@@ -21,12 +26,8 @@ class Pool(Protocol):
     served by the version which the name means then.
     """
 
-    async def chat(self, version: Wanted, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request on a replica that holds the version. Raises EngineError's kinds."""
-        ...
-
-    def stream(self, version: Wanted, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Answer as chunks; closing the iterator ends the request. Raises as `chat` does."""
+    def answer(self, version: Wanted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        """See `Engine.answer`; the exchange's version becomes that which answers."""
         ...
 
     async def swap(self, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> ProbeReport:
@@ -53,6 +54,10 @@ class Services:
     `layout` that of jobs which name none.
 
     `keep_alive`: seconds after which a waiting stream gets a comment line. `max_body`: bytes.
+    `max_file`: bytes of a file sent in one request; `max_upload`: of one sent in parts.
+    `body_timeout`: seconds that a request's body may stand still.
+    `api_keys`: when a key is needed (auth.py). `token`: a key for the platform's own processes,
+    known to nobody else; "" for none.
     """
 
     home: Home
@@ -65,3 +70,22 @@ class Services:
     layout: Layout = field(default_factory=Layout)
     keep_alive: float = 2.0
     max_body: int = 64 * 2**20
+    max_file: int = 8 * 2**30
+    max_upload: int = 2**40
+    body_timeout: float = 60.0
+    api_keys: Mode = "auto"
+    token: str = ""
+    admission: Admission = field(default_factory=Admission)
+    metrics: Metrics = field(default_factory=Metrics)
+    fine_tuning: FineTuning = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the part that is made of other parts."""
+        self.fine_tuning = FineTuning(
+            self.home,
+            self.registry,
+            self.trainer,
+            Files(self.home),
+            code=self.code,
+            layout=self.layout,
+        )

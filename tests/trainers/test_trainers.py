@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from cray_agents.errors import NotFound
-from cray_agents.ports import Command, CommandStatus, Trainer
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.ports import Command, CommandState, CommandStatus, Trainer
 from cray_agents.records import JobStatus, Manifest
+from cray_agents.runtime.scheduler.choose import (
+    SchedulerKind,
+    missing_programs,
+    open_scheduler,
+)
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
@@ -133,3 +139,129 @@ def test_a_scripted_job_publishes_its_parent_under_a_new_name(lab: Any) -> None:
     other = trainer.submit(lab.spec("qwen3", hyper={"seed": 9}))
     assert (other.state, other.error) == ("failed", "no luck")
     assert not lab.home.checkpoint(other.id).exists()
+
+
+def starts(journal: Journal) -> list[int]:
+    return [e["from_step"] for e in journal.events() if e["event"] == "started"]
+
+
+NO_SLURM = pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not installed")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    "kind", ["local", pytest.param("slurm", marks=[pytest.mark.slurm, NO_SLURM])]
+)
+def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
+    lab: Any, tmp_path: Path, kind: SchedulerKind
+) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", hyper={"steps": 60}, save_every=1000)
+    other = type(lab)(Home(tmp_path / "undisturbed"), lab.models)
+    other.dataset()
+    undisturbed = other.run(spec)
+    journal = Journal(lab.home, spec.id)
+    with open_scheduler(kind, lab.home.slurm) as scheduler:
+        trainer = MegatronTrainer(lab.home, scheduler)
+        trainer.submit(spec)
+        wait(trainer, spec.id, lambda status: status.step >= 1)
+        assert trainer.pause(spec.id).state in ("running", "paused")
+        paused = wait(trainer, spec.id, lambda status: status.state == "paused")
+        assert 1 <= paused.step < 60
+        assert scheduler.status(spec.id).state == "failed"  # exit code 75: its processes are gone
+        assert [p.name for p in (journal.folder / "megatron").iterdir()] == [
+            f"step-{paused.step:08d}"
+        ]
+    with open_scheduler(kind, lab.home.slurm) as scheduler:  # as of a restarted platform
+        trainer = MegatronTrainer(lab.home, scheduler)
+        for _ in range(3):
+            assert trainer.status(spec.id) == trainer.submit(spec) == trainer.pause(spec.id)
+        assert trainer.status(spec.id).state == "paused"
+        assert journal.attempts == 1
+        assert trainer.resume(spec.id).state in ("queued", "running")
+        with pytest.raises(BadInput, match="not paused"):
+            trainer.resume(spec.id)
+        status = wait(trainer, spec.id, ended)
+        assert (status.state, status.step, status.attempts) == ("succeeded", 60, 2), status
+        with pytest.raises(BadInput, match="nothing left to pause"):
+            trainer.pause(spec.id)
+    assert starts(journal) == [0, paused.step]
+    losses = [e["loss"] for e in journal.events() if e["event"] == "step"]
+    assert losses == undisturbed.losses and len(losses) == 60
+    ours, theirs = (x.home.checkpoint(spec.id) for x in (lab, other))
+    assert weights_sha256(ours) == weights_sha256(theirs)
+
+
+class Waiting:
+    """A scheduler whose commands wait in its queue; each can be ended, or given a machine."""
+
+    name = "waiting"
+
+    def __init__(self) -> None:
+        self.states: list[CommandState] = []
+
+    def submit(self, command: Command) -> str:
+        if not self.states or self.states[-1] != "queued":
+            self.states.append("queued")
+        return str(len(self.states))
+
+    def status(self, name: str) -> CommandStatus:
+        state = self.states[-1] if self.states else "unknown"
+        return CommandStatus(state=state, id=str(len(self.states)))
+
+    def cancel(self, name: str) -> None:
+        self.states[-1] = "cancelled"
+
+
+def test_a_queued_job_is_paused_out_of_the_queue_and_resumed_as_often_as_one_likes(
+    lab: Any,
+) -> None:
+    scheduler = Waiting()
+    trainer = MegatronTrainer(lab.home, scheduler)
+    spec = lab.spec("qwen3")
+    with pytest.raises(NotFound):
+        trainer.pause(spec.id)
+    assert trainer.submit(spec).state == "queued"
+    for times in range(1, 7):  # more often than a job that dies is started again
+        assert trainer.pause(spec.id).state == "paused"
+        assert scheduler.states == ["cancelled"] * times
+        assert trainer.status(spec.id).state == "paused"
+        assert trainer.resume(spec.id).state == "queued"
+    again = Journal(lab.home, spec.id)
+    assert not again.paused and not again.cancelled
+    trainer.pause(spec.id)
+    assert trainer.cancel(spec.id).state == "cancelled"
+    with pytest.raises(BadInput, match="is cancelled, not paused"):
+        trainer.resume(spec.id)
+    assert trainer.submit(spec).state == "cancelled"
+    assert scheduler.states[-1] == "cancelled"
+
+
+def test_a_start_that_finds_its_job_paused_does_nothing(lab: Any) -> None:
+    from cray_agents.trainers import job
+
+    spec = lab.spec("qwen3")
+    journal = Journal(lab.home, spec.id)
+    journal.write_spec(spec)
+    journal.pause()
+    assert job.run(journal) == 75
+    assert journal.attempts == 0 and journal.paused
+
+
+def test_a_held_scripted_job_can_be_paused_resumed_and_cancelled(lab: Any) -> None:
+    trainer = ScriptedTrainer(lab.home, held=True)
+    spec = lab.spec("qwen3")
+    assert trainer.submit(spec).state == "queued"
+    assert (trainer.advance(spec.id, 3).state, trainer.status(spec.id).step) == ("running", 3)
+    assert trainer.pause(spec.id).state == "paused"
+    assert trainer.advance(spec.id).step == 3
+    assert trainer.resume(spec.id).state == "running"
+    done = trainer.advance(spec.id)
+    assert (done.state, done.step, done.attempts) == ("succeeded", 8, 2)
+    assert starts(Journal(lab.home, spec.id)) == [0, 3]
+    with pytest.raises(BadInput, match="nothing left to pause"):
+        trainer.pause(spec.id)
+    other = lab.spec("qwen3", hyper={"seed": 3})
+    trainer.submit(other)
+    trainer.pause(other.id)
+    assert trainer.cancel(other.id).state == trainer.advance(other.id).state == "cancelled"

@@ -1,8 +1,15 @@
 """The gateway's HTTP surface: every route, with the JSON that goes in and comes out.
 
 `create_app` mounts the six modules beside this one and `chat.py`. Every answer carries
-`x-request-id`. Every error, also 404, 405 and a body that is no JSON, is
+`x-request-id` and `openai-processing-ms`, that of a model call the `x-ratelimit-*-requests` headers
+too (edge.py). Every error, also 404, 405 and a body that is no JSON, is
 `{"error": {"message", "type", "param", "code"}}` with the status in brackets below.
+
+Where keys are required (auth.py has the table of roles), a request without a good one is [401
+invalid_api_key], one whose key has too small a role [403 insufficient_permissions]; without keys, a
+web page of another host is [403 origin_not_allowed, host_not_allowed]. A request for a model that
+finds the wait queue full is [429 rate_limit_exceeded] with `retry-after-ms` (admission.py). A body
+that stops coming is [408 request_timeout].
 
     POST /v1/chat/completions, /runs/{run_id}/v1/chat/completions
         OpenAI's request; `model` is `name` (the promoted version) or `name@N`. The answer's `id` is
@@ -15,6 +22,7 @@
     GET  /v1/models/{id}     one of them [404 model_not_found]
     GET  /health, /health/live    {"status": "ok"}
     GET  /health/ready       {"status": "ready"} [503 not_ready]
+    GET  /metrics            Prometheus' text, or OpenMetrics for who accepts that (metrics.py)
     GET  /v1/platform        the dict that `up` gave: engine, trainer, scheduler, home, version
     GET  /v1/pool            {"data": [status of each replica]}
 
@@ -44,6 +52,23 @@
     GET  /v1/jobs/{id}/events?after=N    {"data": [event], "last": M}: the lines after the first N
     GET  /v1/jobs/{id}/logs?tail=200     text/plain, the last lines
     POST /v1/jobs/{id}/cancel            JobStatus
+    POST /v1/jobs/{id}/pause             JobStatus: `running` until it has saved and its processes
+                                         are gone, then `paused` [400 job_ended]
+    POST /v1/jobs/{id}/resume            JobStatus; it goes on from there [400 job_not_paused]
+
+    POST /v1/fine_tuning/jobs            OpenAI's, supervised: {"model", "training_file", "method"?,
+                             "suffix"?, "seed"?, "metadata"?} -> a job at once, which then validates
+                             its file; the same request is the same job. Its result is registered as
+                             `fine_tuned_model`, the next version of `suffix` or of the model's
+                             own name, and answers once it is staged or promoted.
+                             [404 model_not_found; 400 invalid_training_file, unsupported_value,
+                             job_exists]
+    GET  /v1/fine_tuning/jobs?limit=(20)&after=&metadata[key]=value      newest first
+    GET  /v1/fine_tuning/jobs/{id}       a paused job is `queued`, with metadata `paused: "true"`
+    POST /v1/fine_tuning/jobs/{id}/cancel | pause | resume
+                                         [400 job_ended, job_not_started, job_not_paused]
+    GET  /v1/fine_tuning/jobs/{id}/events?limit=(20)&after=              newest first
+    GET  /v1/fine_tuning/jobs/{id}/checkpoints     the final one: those in between are resume points
 
     POST /v1/models/{name}/versions      {"checkpoint": id or directory} -> ModelVersion, the same
                                          one for the same weights [404; 422 corrupt]
@@ -56,6 +81,43 @@
 
     GET  /v1/loops/{loop}/generations            {"data": [record]}, in order of number
     POST /v1/loops/{loop}/generations/{n}        any object -> {"created": bool}; the first stays
+
+    POST /v1/files           OpenAI's: multipart `file` and `purpose`, "expires_after[anchor]" and
+                             "expires_after[seconds]"? -> {"id", "bytes", "created_at", "filename",
+                             "object": "file", "purpose", "status", "expires_at"?}; streamed to the
+                             disk, at most 8 GiB (Services.max_file) [413 body_too_large;
+                             400 invalid_multipart, invalid_content_type, missing_file,
+                             missing_field, field_too_large]
+    GET  /v1/files?after=&limit=(10000)&order=(desc)&purpose=     by time of creation
+    GET  /v1/files/{id}      [404: deleted, expired]
+    DELETE /v1/files/{id}    {"id", "object": "file", "deleted": true}
+    GET  /v1/files/{id}/content          the bytes; one Range is served [416 range_not_satisfiable]
+
+    POST /v1/uploads         OpenAI's: {"bytes", "filename", "mime_type", "purpose",
+                             "expires_after"?} -> {"id", "status", "file", "expires_at", ...}. Ours:
+                             `sha256` names the content; then a pending upload of the same caller,
+                             content, filename and purpose is gone on with, and one whose content is
+                             here comes back `completed`. It expires a day after its last part.
+    GET  /v1/uploads/{id}    the same, and "parts": [{"id", "bytes", "sha256", "created_at", ...}]
+    POST /v1/uploads/{id}/parts          multipart `data`, at most 64 MiB; or `sha256` alone, of
+                             content that is here [404 content_unknown]. The same content again is
+                             the same part. [400 upload_completed | _cancelled | _expired;
+                             400 part_too_large; 413]
+    POST /v1/uploads/{id}/complete       {"part_ids": [in order], "md5"?}; again: the same file
+                             [400 part_not_found, bytes_mismatch, md5_mismatch, sha256_mismatch]
+    POST /v1/uploads/{id}/cancel
+
+    POST /v1/batches         OpenAI's: {"input_file_id" (purpose batch), "endpoint" (its chat,
+                             completions, responses or embeddings), "completion_window" (24h; ours:
+                             1h to 30d), "metadata"?, "output_expires_after"?} -> Batch. With an
+                             `Idempotency-Key`, again: the same batch. Any number of lines. What is
+                             wrong with the input shows as `failed`, with `errors`.
+                             [404 not_found; 400 unknown_parameter]
+    GET  /v1/batches?after=&limit=(20, <= 100)                           newest first
+    GET  /v1/batches/{id}    Batch: status, request_counts, usage so far; at the end output_file_id,
+                             error_file_id: together they hold every line once. A line that was not
+                             asked has the error batch_cancelled or batch_expired.
+    POST /v1/batches/{id}/cancel         Batch; lines in flight have 5 s [400 invalid_status]
 
 ModelVersion in answers carries `id` (`name@N`) too; its `checkpoint` is an id under the home.
 """

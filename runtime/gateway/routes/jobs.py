@@ -46,6 +46,14 @@ def routes(services: Services) -> list[Route]:
         status = await asyncio.to_thread(trainer.cancel, _job_id(request))
         return answer(status.model_dump(mode="json"))
 
+    async def pause(request: Request) -> Response:
+        status = await asyncio.to_thread(trainer.pause, _job_id(request))
+        return answer(status.model_dump(mode="json"))
+
+    async def resume(request: Request) -> Response:
+        status = await asyncio.to_thread(trainer.resume, _job_id(request))
+        return answer(status.model_dump(mode="json"))
+
     async def events(request: Request) -> Response:
         after = number(query(request, "after"), "after", 0)
         folder = _folder(services, _job_id(request))
@@ -64,6 +72,8 @@ def routes(services: Services) -> list[Route]:
         Route("/v1/jobs/{job_id}/events", events),
         Route("/v1/jobs/{job_id}/logs", logs),
         Route("/v1/jobs/{job_id}/cancel", cancel, methods=["POST"]),
+        Route("/v1/jobs/{job_id}/pause", pause, methods=["POST"]),
+        Route("/v1/jobs/{job_id}/resume", resume, methods=["POST"]),
     ]
 
 

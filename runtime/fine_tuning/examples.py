@@ -1,0 +1,173 @@
+"""The lines of a training file: OpenAI's chat examples, each checked before anything is trained.
+
+A line is `{"messages", "tools"?, "parallel_tool_calls"?}`. What could not be trained on as it is
+written (images, audio, refusals, functions in their old form) is an error and is never dropped
+silently. Called by preparing.py, in a thread.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cray_agents.errors import BadInput
+from cray_agents.records import Message
+
+TOLD = 10  # bad lines that an error names; it counts the others
+FIELDS = {
+    "system": {"role", "content", "name"},
+    "developer": {"role", "content", "name"},
+    "user": {"role", "content", "name"},
+    "assistant": {"role", "content", "name", "tool_calls", "weight"},
+    "tool": {"role", "content", "name", "tool_call_id"},
+}
+
+
+class BadExamples(BadInput):
+    """A training file holds lines that cannot be trained on; the message names them."""
+
+    code = "invalid_training_file"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation to imitate, and the tools it was held with. `line` counts from 1."""
+
+    line: int
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+
+
+def read_examples(path: Path) -> list[Example]:
+    """All examples of a JSONL file; empty lines are skipped. Raises BadExamples, naming lines."""
+    examples: list[Example] = []
+    problems: list[str] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                examples.append(_example(number, line))
+            except BadInput as problem:
+                problems.append(f"line {number}: {problem}")
+    if problems:
+        raise bad_lines(problems, len(examples) + len(problems))
+    if not examples:
+        raise BadExamples("the file holds no examples", param="training_file")
+    return examples
+
+
+def bad_lines(problems: list[str], lines: int) -> BadExamples:
+    """The error of a file of which some lines are bad."""
+    told = "\n".join(problems[:TOLD])
+    more = f"\n... and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
+    return BadExamples(
+        f"{len(problems)} of {lines} lines cannot be trained on:\n{told}{more}",
+        param="training_file",
+    )
+
+
+def _example(number: int, line: bytes) -> Example:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BadInput(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadInput("not a JSON object")
+    _only(value, {"messages", "tools", "parallel_tool_calls"}, "the line")
+    if not isinstance(value.get("parallel_tool_calls", True), bool):
+        raise BadInput("parallel_tool_calls must be true or false")
+    messages = value.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadInput("messages must be a list that is not empty")
+    tools = value.get("tools") or []
+    if not isinstance(tools, list):
+        raise BadInput("tools must be a list")
+    for place, tool in enumerate(tools):
+        _check_tool(f"tools[{place}]", tool)
+    return Example(number, list(_messages(messages)), tools)
+
+
+def _messages(messages: list[Any]) -> Iterator[Message]:
+    """The messages without their nulls, checked alone and in their order."""
+    asked: set[str] = set()  # the tool calls so far
+    trained = False
+    for place, given in enumerate(messages):
+        where = f"messages[{place}]"
+        if not isinstance(given, dict):
+            raise BadInput(f"{where} is not an object")
+        message = {name: value for name, value in given.items() if value is not None}
+        _check_message(where, message)
+        if message["role"] == "tool" and message["tool_call_id"] not in asked:
+            raise BadInput(f"{where} answers {message['tool_call_id']!r}, which nothing called")
+        asked |= {call["id"] for call in message.get("tool_calls", ())}
+        trained = trained or (message["role"] == "assistant" and message.get("weight") != 0)
+        yield message
+    if message["role"] != "assistant":
+        raise BadInput(f"the last message must be the assistant's, not the {message['role']}'s")
+    if not trained:
+        raise BadInput("every assistant message has the weight 0: nothing is left to train on")
+
+
+def _check_message(where: str, message: Message) -> None:
+    role = message.get("role")
+    if role not in FIELDS:
+        raise BadInput(f"{where}.role must be one of {', '.join(FIELDS)}, not {role!r}")
+    _only(message, FIELDS[role], f"{where} ({role})")
+    if message.get("weight", 1) not in (0, 1):
+        raise BadInput(f"{where}.weight must be 0 or 1, not {message['weight']!r}")
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise BadInput(f"{where} (tool) needs a tool_call_id")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise BadInput(f"{where}.tool_calls must be a list")
+    for place, call in enumerate(calls):
+        _check_call(f"{where}.tool_calls[{place}]", call)
+    if "content" in message:
+        _check_content(f"{where}.content", message["content"])
+    elif not calls:
+        raise BadInput(f"{where} ({role}) has no content")
+
+
+def _check_content(where: str, content: Any) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list) or not content:
+        raise BadInput(f"{where} must be a text or a list of text parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise BadInput(f"{where} has a part of type {kind!r}: only text can be trained on")
+
+
+def _check_call(where: str, call: Any) -> None:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise BadInput(f"{where} must be {{'id', 'type': 'function', 'function'}}")
+    if not isinstance(call.get("id"), str) or not isinstance(function.get("name"), str):
+        raise BadInput(f"{where} needs an id and function.name")
+    try:
+        arguments = orjson.loads(function.get("arguments") or "")
+    except (orjson.JSONDecodeError, TypeError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise BadInput(f"{where}.function.arguments must be a JSON object, written as a string")
+
+
+def _check_tool(where: str, tool: Any) -> None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type") != "function":
+        raise BadInput(f"{where} must be {{'type': 'function', 'function': {{'name', ...}}}}")
+    if not isinstance(function.get("name"), str):
+        raise BadInput(f"{where}.function has no name")
+    if not isinstance(function.get("parameters", {}), dict):
+        raise BadInput(f"{where}.function.parameters must be a JSON schema object")
+
+
+def _only(value: dict[str, Any], known: set[str], what: str) -> None:
+    """An unknown field would have no effect."""
+    for name in value:
+        if name not in known:
+            raise BadInput(f"{what} has a field {name!r} that is not supported")

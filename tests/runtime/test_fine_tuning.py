@@ -1,0 +1,590 @@
+"""Fine-tuning as the official OpenAI client sees it: all real but for engine and trainer.
+
+The trainer is held, so that a test moves a job on; what it knows of a job lies on the disk, so the
+test's own ScriptedTrainer is as good as the gateway's. tests/trainers has the real one.
+"""
+
+import asyncio
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from cray_agents import ScriptedEngine
+from cray_agents.errors import NotFound
+from cray_agents.paths import Home
+from cray_agents.records import ModelVersion
+from cray_agents.runtime.fine_tuning.preparing import auto_epochs, base_rate
+from cray_agents.runtime.fine_tuning.records import Asked, Folder
+from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from tests.scripted_platform import PROBE, bare_model, platform
+
+METRICS = {"trained_tokens": 600, "seconds": 6.0}
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+        },
+    }
+    for name in ("calculator", "solver")
+]
+
+
+def says(question: str, answer: str, **more: Any) -> dict[str, Any]:
+    """A line of a training file."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    return {"messages": messages, **more}
+
+
+LINES = [says(f"What is {n} + 1?", str(n + 1)) for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", tie=False, seed=0)
+
+
+class Site:
+    """A home, and a gateway over it as long as `served` is open."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root, self.home, self.model = root, Home(root), model
+        self.trainer = ScriptedTrainer(self.home, METRICS, PROBE)
+        self.client: openai.OpenAI
+
+    @contextmanager
+    def served(self, **trainer: Any) -> Iterator[openai.OpenAI]:
+        options: dict[str, Any] = {"held": True, "metrics": METRICS, **trainer}
+        engine = ScriptedEngine(lambda request: "432")
+        with platform(self.root, engine, model=self.model, name="m", **options) as self.platform:
+            url = self.platform.url + "/v1"
+            self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20)
+            with self.client:
+                yield self.client
+
+    def upload(self, lines: list[Any] | bytes, purpose: Any = "fine-tune") -> str:
+        content = lines if isinstance(lines, bytes) else as_jsonl(lines)
+        return self.client.files.create(file=("train.jsonl", content), purpose=purpose).id
+
+    def create(self, lines: list[Any] | bytes = LINES, **options: Any) -> Any:
+        file = self.upload(lines)
+        return self.client.fine_tuning.jobs.create(
+            **{"model": "m", "training_file": file, **options}
+        )
+
+    def until(self, job_id: str, *states: str) -> Any:
+        deadline = time.monotonic() + 90
+        while (job := self.client.fine_tuning.jobs.retrieve(job_id)).status not in states:
+            assert time.monotonic() < deadline, job
+            time.sleep(0.02)
+        return job
+
+    def submitted(self, lines: list[Any] | bytes = LINES, **options: Any) -> Any:
+        """A job whose training job is submitted, and stands still."""
+        created = self.create(lines, **options)
+        deadline = time.monotonic() + 90
+        while "scheduler" not in (self.retrieve(created.id).metadata or {}):
+            assert time.monotonic() < deadline, self.retrieve(created.id)
+            time.sleep(0.02)
+        return self.retrieve(created.id)
+
+    def retrieve(self, job_id: str) -> Any:
+        return self.client.fine_tuning.jobs.retrieve(job_id)
+
+
+def as_jsonl(lines: list[Any]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+@pytest.fixture
+def site(tmp_path: Path, model: Path) -> Iterator[Site]:
+    site = Site(tmp_path / "home", model)
+    with site.served():
+        yield site
+
+
+def test_from_a_file_to_a_model_that_answers(site: Site) -> None:
+    created = site.create(
+        suffix="sums",
+        seed=7,
+        metadata={"team": "a"},
+        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2}}},
+    )
+    assert (created.object, created.model, created.seed) == ("fine_tuning.job", "m@1", 7)
+    assert created.id.startswith("ftjob-") and created.fine_tuned_model is None
+    assert created.status in ("validating_files", "queued")
+    queued = site.until(created.id, "queued")
+    shown = queued.method.supervised.hyperparameters
+    assert (shown.n_epochs, shown.batch_size, shown.learning_rate_multiplier) == (2, 12, 1.0)
+    assert queued.metadata["team"] == "a" and queued.finished_at is None
+
+    job = site.submitted(
+        suffix="sums", seed=7, metadata={"team": "a"}, hyperparameters={"n_epochs": 2}
+    )
+    assert job.id == created.id
+    training = job.metadata["job"]
+    spec = json.loads((site.home.job(training) / "spec.json").read_bytes())
+    hyper = spec["hyperparameters"]
+    assert (hyper["steps"], hyper["batch_size"], hyper["seed"]) == (2, 12, 7)
+    assert hyper["learning_rate"] == pytest.approx(2e-3)  # the tiny model's hidden size is 128
+
+    site.trainer.advance(training, 1)
+    running = site.retrieve(job.id)
+    assert running.status == "running"
+    assert running.estimated_finish == pytest.approx(time.time() + 3, abs=2)
+    assert list(site.client.fine_tuning.jobs.checkpoints.list(job.id)) == []
+
+    site.trainer.advance(training)
+    done = site.retrieve(job.id)
+    assert (done.status, done.fine_tuned_model, done.error) == ("succeeded", "sums@1", None)
+    assert (done.trained_tokens, done.estimated_finish) == (600, None)
+    assert done.finished_at and done.finished_at >= done.created_at
+    (checkpoint,) = site.client.fine_tuning.jobs.checkpoints.list(job.id)
+    assert (checkpoint.fine_tuned_model_checkpoint, checkpoint.step_number) == ("sums@1", 2)
+    assert (checkpoint.metrics.train_loss, checkpoint.fine_tuning_job_id) == (1.0, job.id)
+    assert "sums@1" in [model.id for model in site.client.models.list()]
+
+    (result,) = done.result_files
+    about = site.client.files.retrieve(result)
+    assert about.purpose == "fine-tune-results" and about.filename.startswith(job.id)
+    rows = list(csv.DictReader(io.StringIO(site.client.files.content(result).text)))
+    assert [(row["step"], row["train_loss"]) for row in rows] == [("1", "2.0"), ("2", "1.0")]
+
+    version = ModelVersion.model_validate(asyncio.run(site.platform.versions("sums"))[0])
+    assert version.job == training
+    asyncio.run(site.platform.stage(version))
+    says = [{"role": "user", "content": "47 + 385?"}]
+    answer = site.client.chat.completions.create(model="sums@1", messages=says)  # type: ignore[arg-type]
+    assert (answer.model, answer.choices[0].message.content) == ("sums@1", "432")
+
+
+def test_the_same_request_is_the_same_job_from_two_clients_too(site: Site) -> None:
+    file = site.upload(LINES)
+
+    def create(_: int) -> Any:
+        return site.client.fine_tuning.jobs.create(model="m", training_file=file)
+
+    with ThreadPoolExecutor(4) as clients:
+        ids = {job.id for job in clients.map(create, range(8))}
+    (job_id,) = ids
+    again = site.submitted(LINES, model="m@1")  # the same content, uploaded again
+    assert again.id == job_id and again.training_file == file
+    site.trainer.advance(again.metadata["job"])
+    assert site.create().fine_tuned_model == "m@2"
+    assert len(list(site.home.jobs.iterdir())) == 1
+    assert [version["id"] for version in asyncio.run(site.platform.versions("m"))] == ["m@1", "m@2"]
+    assert site.create(seed=1).id != job_id
+    for changed in ({"suffix": "other"}, {"metadata": {"run": "2"}}):
+        with pytest.raises(openai.BadRequestError, match=job_id) as refused:
+            site.create(**changed)
+        assert (refused.value.code, refused.value.param) == ("job_exists", *changed)
+
+
+def test_events_are_paged_newest_first_and_keep_their_ids(site: Site) -> None:
+    job = site.submitted()
+    site.trainer.advance(job.metadata["job"], 3)
+    jobs = site.client.fine_tuning.jobs
+    before = list(jobs.list_events(job.id, limit=2))
+    assert [event.message for event in before[-3:]] == [
+        "Files validated, moving job to queued state: 12 examples",
+        f"Validating training file: {job.training_file}",
+        f"Created fine-tuning job: {job.id}",
+    ]
+    newest: Any = before[0]
+    assert (newest.object, newest.type, newest.level) == (
+        "fine_tuning.job.event",
+        "metrics",
+        "info",
+    )
+    assert newest.data["step"] == 3 and newest.data["total_steps"] == 9
+    assert newest.data["train_loss"] == pytest.approx(2 - 2 / 8)
+    page = jobs.list_events(job.id, limit=2)
+    assert page.has_more and len(page.data) == 2
+    site.trainer.advance(job.metadata["job"])
+    site.retrieve(job.id)
+    rest = list(jobs.list_events(job.id, after=page.data[-1].id, limit=3))
+    assert rest == before[2:]  # what happened meanwhile comes before them
+    after = list(jobs.list_events(job.id, limit=100))
+    assert after[-len(before) :] == before
+    assert [event.message for event in after[:2]] == [
+        "The job has successfully completed",
+        "New fine-tuned model created: m@2",
+    ]
+    ids = [event.id for event in after]
+    assert len(set(ids)) == len(ids)
+    with pytest.raises(openai.BadRequestError) as refused:
+        jobs.list_events(job.id, after="ftevent-none")
+    assert refused.value.param == "after"
+
+
+def test_pause_and_resume(site: Site) -> None:
+    job = site.submitted()
+    jobs, training = site.client.fine_tuning.jobs, job.metadata["job"]
+    site.trainer.advance(training, 2)
+    with pytest.raises(openai.BadRequestError, match="not paused") as refused:
+        jobs.resume(job.id)
+    assert refused.value.code == "job_not_paused"
+    paused: Any = jobs.pause(job.id)
+    assert (paused.status, paused.metadata["paused"]) == ("queued", "true")
+    assert jobs.pause(job.id).metadata == paused.metadata
+    assert [found.id for found in jobs.list(metadata={"paused": "true"})] == [job.id]
+    assert site.trainer.advance(training).step == 2
+    resumed: Any = jobs.resume(job.id)
+    assert resumed.status == "running" and "paused" not in resumed.metadata
+    assert list(jobs.list(metadata={"paused": "true"})) == []
+    site.trainer.advance(training)
+    assert site.retrieve(job.id).status == "succeeded"
+    messages = [e.message for e in jobs.list_events(job.id, limit=100) if e.type == "message"]
+    assert messages[2:5] == [
+        "Fine-tuning job goes on at step 2",
+        "The job is resumed",
+        "The job is paused: it saves and stops",
+    ]
+    with pytest.raises(openai.BadRequestError, match="succeeded") as refused:
+        jobs.pause(job.id)
+    assert refused.value.code == "job_ended"
+
+
+def test_a_cancelled_job_stays_cancelled_paused_or_not(site: Site) -> None:
+    jobs = site.client.fine_tuning.jobs
+    job = site.submitted()
+    jobs.pause(job.id)
+    cancelled = jobs.cancel(job.id)
+    assert (cancelled.status, cancelled.fine_tuned_model) == ("cancelled", None)
+    assert cancelled.finished_at is not None
+    assert jobs.cancel(job.id) == cancelled
+    assert site.create().status == "cancelled"
+    assert site.trainer.advance(job.metadata["job"]).state == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="not paused"):
+        jobs.resume(job.id)
+    other = site.submitted(seed=1)
+    site.trainer.advance(other.metadata["job"])
+    with pytest.raises(openai.BadRequestError, match="succeeded") as refused:
+        jobs.cancel(other.id)
+    assert refused.value.code == "job_ended"
+
+
+def test_a_failed_job_says_why(tmp_path: Path, model: Path) -> None:
+    site = Site(tmp_path / "home", model)
+    with site.served(held=False, failures={0: "the loss is nan after 3 whole steps"}):
+        failed = site.until(site.create().id, "failed")
+        assert failed.error.code == "training_failed"
+        assert "the loss is nan" in failed.error.message
+        newest = site.client.fine_tuning.jobs.list_events(failed.id, limit=1).data[0]
+        assert (newest.level, newest.message) == ("error", failed.error.message)
+        assert failed.result_files == []
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "code"),
+    [
+        ({"training_file": "file-none"}, "training_file", "invalid_training_file"),
+        ({"training_file": "../../etc"}, "training_file", "invalid_training_file"),
+        ({"method": {"type": "dpo"}}, "method.type", "unsupported_value"),
+        (
+            {"method": {"type": "reinforcement", "reinforcement": {"grader": {}}}},
+            "method.type",
+            "unsupported_value",
+        ),
+        ({"validation_file": "file-x"}, "validation_file", "unsupported_value"),
+        ({"integrations": [{"type": "wandb"}]}, "integrations", "unsupported_value"),
+        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "invalid_value"),
+        ({"hyperparameters": {"n_epochs": 1.5}}, "hyperparameters.n_epochs", "invalid_value"),
+        ({"hyperparameters": {"beta": 1}}, "hyperparameters.beta", "unknown_parameter"),
+        ({"suffix": "a b"}, "suffix", "invalid_value"),
+        ({"suffix": "a" * 65}, "suffix", "invalid_value"),
+        ({"seed": -1}, "seed", "invalid_value"),
+        ({"metadata": {"paused": "x"}}, "metadata.paused", "invalid_value"),
+        ({"metadata": {"a": "x" * 513}}, "metadata", "invalid_value"),
+        ({"extra_body": {"n_epochs": 3}}, "n_epochs", "invalid_value"),
+        ({"model": "m@1", "training_file": 3}, "training_file", "invalid_value"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_once(
+    shared: Site, options: dict[str, Any], param: str, code: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        shared.create(**options)
+    assert (refused.value.param, refused.value.code) == (param, code)
+    assert refused.value.type == "invalid_request_error"
+    assert shared.client.fine_tuning.jobs.list().data == []
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Site]:
+    """A site for tests that change nothing."""
+    site = Site(tmp_path_factory.mktemp("shared") / "home", model)
+    with site.served():
+        yield site
+
+
+def test_what_is_not_there_is_not_found(shared: Site) -> None:
+    for wanted in ("none", "m@9"):
+        with pytest.raises(openai.NotFoundError) as refused:
+            shared.create(model=wanted)
+        assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
+    for act in ("retrieve", "cancel", "pause", "resume", "list_events"):
+        with pytest.raises(openai.NotFoundError) as refused:
+            getattr(shared.client.fine_tuning.jobs, act)("ftjob-none")
+        assert refused.value.param == "fine_tuning_job_id"
+    with pytest.raises(openai.BadRequestError, match="assistants"):
+        wrong = shared.upload(LINES, "assistants")
+        shared.client.fine_tuning.jobs.create(model="m", training_file=wrong)
+
+
+def assistant(**message: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", **message}],
+    }
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BAD = [
+    (b'{"messages": [', "not valid JSON"),
+    (b"[1]", "not a JSON object"),
+    ({"prompt": "a", "completion": "b"}, "'prompt' that is not supported"),
+    ({"messages": []}, "messages must be a list"),
+    ({"messages": [{"role": "user", "content": "q"}]}, "last message must be the assistant's"),
+    ({"messages": [{"role": "robot", "content": "q"}]}, "role must be one of"),
+    (assistant(), "has no content"),
+    (assistant(content="a", weight=0), "nothing is left to train on"),
+    (assistant(content="a", weight=0.5), "weight must be 0 or 1"),
+    (assistant(content="a", refusal="no"), "'refusal' that is not supported"),
+    (assistant(content=[{"type": "image_url", "image_url": {}}]), "part of type 'image_url'"),
+    (
+        assistant(tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{"}}]),
+        "arguments must be a JSON object",
+    ),
+    (says("q", "a", tools=[{"type": "function"}]), "tools[0] must be"),
+    (
+        {
+            "messages": [
+                {"role": "tool", "content": "4", "tool_call_id": "c9"},
+                {"role": "assistant", "content": "4"},
+            ]
+        },
+        "answers 'c9', which nothing called",
+    ),
+    (says("a" * 3000, "b"), "tokens, and the model reads"),
+]
+
+
+def test_every_bad_line_is_named(tmp_path: Path, model: Path) -> None:
+    site = Site(tmp_path / "home", model)
+    with site.served():
+        for line, expected in BAD:
+            bad = line if isinstance(line, bytes) else json.dumps(line).encode()
+            content = as_jsonl(LINES[:1]) + b"\n" + bad + b"\n"
+            job = site.until(site.create(content).id, "failed")
+            assert (job.error.code, job.error.param) == ("invalid_training_file", "training_file")
+            assert "line 3: " in job.error.message and expected in job.error.message, job.error
+        many = site.until(site.create(b"x\n" * 25).id, "failed")
+        assert "25 of 25 lines" in many.error.message and "line 10:" in many.error.message
+        assert "line 11:" not in many.error.message and "and 15 more" in many.error.message
+        empty = site.until(site.create(b"\n").id, "failed")
+        assert "no examples" in empty.error.message
+        assert empty.status == site.create(b"\n").status == "failed"
+        newest = site.client.fine_tuning.jobs.list_events(empty.id).data[0]
+        assert (newest.level, newest.message) == ("error", empty.error.message)
+
+
+def test_weights_and_the_tools_of_each_line_decide_what_is_trained(site: Site, model: Path) -> None:
+    import pyarrow.parquet
+    from transformers import AutoTokenizer
+
+    chat = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "wrong", "weight": 0},
+        {"role": "user", "content": "again?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        {"role": "assistant", "content": [{"type": "text", "text": "right"}]},
+    ]
+    lines = [
+        {"messages": chat, "tools": TOOLS[:1], "parallel_tool_calls": False},
+        says("two?", "2", tools=TOOLS[1:]),
+        says("two?", "2"),
+        says("two?", "2"),
+    ]
+    job = site.submitted(lines)
+    events = site.client.fine_tuning.jobs.list_events(job.id).data
+    validated: Any = next(event for event in events if "validated" in event.message)
+    assert validated.message.endswith("4 examples, 1 left out as duplicates")
+    path = site.home.dataset(validated.data["dataset"]) / "samples.parquet"
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def text(row: dict[str, Any], trained: int) -> str:
+        pairs = zip(row["input_ids"], row["loss_mask"], strict=True)
+        return str(tokenizer.decode([token for token, mask in pairs if mask == trained]))
+
+    assert "calculator(" in text(rows[0], 0) and "solver(" not in text(rows[0], 0)
+    assert "solver(" in text(rows[1], 0)
+    assert "solver(" not in text(rows[2], 0)
+    assert "wrong" in text(rows[0], 0) and "wrong" not in text(rows[0], 1)
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+    assert text(rows[0], 1) == call + "right<|im_end|>"
+
+
+def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Path) -> None:
+    site = Site(tmp_path / "home", model)
+    with site.served():
+        file = site.upload(LINES)
+        sha256 = json.loads((site.home.files / f"{file}.json").read_bytes())["sha256"]
+        parent = asyncio.run(site.platform.versions("m"))[0]
+    asked = Asked(  # as of a gateway that died when it had written this, and no more
+        model="m",
+        name="m",
+        parent=parent["checkpoint"],
+        parent_sha256=parent["weights_sha256"],
+        training_file=file,
+        training_sha256=sha256,
+    )
+    Folder(site.home).ask(asked)
+    with site.served():
+        created = site.client.fine_tuning.jobs.create(model="m", training_file=file)
+        assert created.id == asked.id
+        training = site.submitted().metadata["job"]
+        site.trainer.advance(training, 2)
+    with site.served():
+        assert site.retrieve(asked.id).status == "running"
+        site.client.fine_tuning.jobs.pause(asked.id)
+    with site.served():
+        assert site.retrieve(asked.id).metadata["paused"] == "true"
+        site.client.fine_tuning.jobs.resume(asked.id)
+    site.trainer.advance(training)
+    with site.served():
+        assert [job.fine_tuned_model for job in site.client.fine_tuning.jobs.list()] == ["m@2"]
+    with site.served():
+        assert site.retrieve(asked.id).fine_tuned_model == "m@2"
+        assert len(asyncio.run(site.platform.versions("m"))) == 2
+
+
+def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Path) -> None:
+    """What the platform does at its start: `fine_tuning.start`."""
+    from cray_agents.records import Layout
+    from cray_agents.runtime.files import Files
+    from cray_agents.runtime.fine_tuning.jobs import FineTuning
+    from cray_agents.runtime.registry import Registry
+
+    site = Site(tmp_path / "home", model)
+    with site.served():
+        job = site.submitted()
+    shutil.rmtree(site.home.job(job.metadata["job"]))
+    (site.home.fine_tuning / f"{job.id}.validated").unlink()  # it died while it read the file
+
+    async def after() -> None:
+        home = site.home
+        tuning = FineTuning(
+            *(home, Registry(home), ScriptedTrainer(home), Files(home)),
+            code="",
+            layout=Layout(),
+        )
+        await tuning.start()
+        while tuning.folder.ended(job.id) is None:  # noqa: ASYNC110 - files tell nobody
+            await asyncio.sleep(0.02)
+        await tuning.close()
+        assert tuning.look(job.id).ended.model == "m@2"  # type: ignore[union-attr]
+        assert Registry(home).resolve("m@2").job == job.metadata["job"]
+
+    asyncio.run(asyncio.wait_for(after(), 90))
+
+
+def test_lists_are_paged_and_filtered(site: Site) -> None:
+    jobs = site.client.fine_tuning.jobs
+    made = [site.create(seed=n, metadata={"n": str(n % 2)}).id for n in range(5)]
+    made.append(site.create(seed=9).id)
+    assert [job.id for job in jobs.list(limit=2)] == made[::-1]
+    page = jobs.list(limit=2)
+    assert page.has_more and [job.id for job in page.data] == made[:-3:-1]
+    assert [job.id for job in jobs.list(metadata={"n": "1"}, limit=1)] == [made[3], made[1]]
+    assert [job.id for job in jobs.list(extra_query={"metadata": "null"})] == [made[-1]]
+    for query in ({"limit": 5000}, {"after": "ftjob-x"}, {"status": "queued"}, {"metadata": "n"}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            jobs.list(extra_query=query)
+        assert refused.value.param == next(iter(query))
+
+
+def test_a_large_file_is_read_in_a_process_of_its_own(site: Site) -> None:
+    """So that it holds up no request; what comes of it is the same."""
+    large = [says(f"What is {n} + 1?", str(n + 1)) for n in range(500)]
+    job = site.submitted(large)
+    assert job.metadata["job"] and job.hyperparameters.n_epochs == 3
+    bad = site.until(site.create([*large, {"messages": []}]).id, "failed")
+    assert "line 501: messages must be" in bad.error.message
+
+
+def test_a_model_that_cannot_be_trained_fails_its_jobs(tmp_path: Path) -> None:
+    site = Site(tmp_path / "home", bare_model(tmp_path / "bare"))
+    with site.served():
+        failed = site.until(site.create().id, "failed")
+        assert (failed.error.code, failed.error.param) == ("unsupported_model", "model")
+        assert "tokenizer" in failed.error.message
+
+
+def test_a_file_that_is_deleted_before_it_is_read_fails_the_job(site: Site) -> None:
+    asked = Asked(
+        **dict.fromkeys(("model", "name", "parent", "parent_sha256"), "x"),
+        training_file="file-gone",
+        training_sha256="0" * 64,
+    )
+    Folder(site.home).ask(asked)
+    failed = site.until(asked.id, "failed")
+    assert failed.error.code == "invalid_training_file" and "deleted" in failed.error.message
+
+
+@pytest.mark.parametrize(
+    ("examples", "epochs"),
+    [(1, 25), (10, 10), (33, 4), (34, 3), (8333, 3), (8334, 2), (12501, 1), (10**6, 1)],
+)
+def test_the_auto_rules(examples: int, epochs: int) -> None:
+    assert auto_epochs(examples) == epochs
+    assert base_rate({"hidden_size": 128}) == pytest.approx(2e-3)
+    assert base_rate({"hidden_size": 4096}) == pytest.approx(1.1e-5, rel=0.01)
+
+
+def test_jobs_are_paused_and_resumed_by_route_and_command_too(site: Site) -> None:
+    job = site.submitted()
+    training = job.metadata["job"]
+    site.trainer.advance(training, 1)
+    assert asyncio.run(site.platform.pause_job(training)).state == "paused"
+    assert site.retrieve(job.id).metadata["paused"] == "true"
+    told = cli("jobs", "resume", training, "--home", site.root)
+    assert told.returncode != 0 and "no platform runs" in told.stderr
+    info = {"url": site.platform.url, "name": "m", "started": 0.0}
+    owner = [sys.executable, "-c", "import time; time.sleep(60)", "cray"]
+    with subprocess.Popen(owner) as process:  # a platform is looked for by its process
+        site.home.platform.write_text(json.dumps(info | {"pid": process.pid}))
+        try:
+            told = cli("jobs", "resume", training, "--home", site.root)
+            assert f"{training} is running at step 1 of 9" in told.stdout, told.stderr
+            told = cli("jobs", "resume", training, "--home", site.root)
+            assert told.returncode == 2 and "not paused" in told.stderr
+            assert "is paused" in cli("jobs", "pause", training, "--home", site.root).stdout
+        finally:
+            process.kill()
+    with pytest.raises(NotFound):
+        asyncio.run(site.platform.pause_job("job-none"))
+
+
+def cli(*words: Any) -> "subprocess.CompletedProcess[str]":
+    argv = [sys.executable, "-m", "cray_agents", *map(str, words)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
