@@ -75,7 +75,7 @@ class Engine(Protocol):
         """The answer's bytes: whole JSON in one piece, or whole server-sent events as they come.
 
         Its `model` is the exchange's version. Raises EngineError and its kinds, also in mid-stream.
-        Who is cancelled while reading it ends the request at the engine; the exchange's samples
+        Who is cancelled while reading it ends the request at the engine; of a stream the samples
         are then what was sampled until then.
         """
         ...

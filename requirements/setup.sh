@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch=2.13.0+cpu
-stamp=.venv/.setup-$(cat requirements/*.txt requirements/setup.sh pyproject.toml | sha256sum | cut -c1-16)
+stamp=.venv/.setup-$(cat requirements/cpu.txt requirements/dev.txt requirements/setup.sh pyproject.toml | sha256sum | cut -c1-16)
 [ -e "$stamp" ] && [ -x .venv/bin/cray-agents ] && exit 0
 
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }

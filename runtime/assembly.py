@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cray_agents.records import ModelCall, Reward, Run, StopReason, Trajectory, Turn
+from cray_agents.runtime.conversations import text_of
 
 
 def assemble(
@@ -48,12 +49,12 @@ def _in_order(calls: Iterable[ModelCall]) -> list[ModelCall]:
 def _told_by(run_id: str, known: dict[str, ModelCall]) -> Run:
     calls = _in_order(known.values())
     first, last = calls[0], calls[-1]
-    asked = next((m.get("content") for m in first.messages if m.get("role") == "user"), None)
+    asked = next((text_of(m) for m in first.messages if m.get("role") == "user"), "")
     return Run(
         id=run_id,
         agent="",
         model=last.model,
-        input=asked if isinstance(asked, str) else "",
+        input=asked,
         output=last.message.get("content"),
         stop_reason=(
             StopReason.cancelled if last.finish_reason == "cancelled" else StopReason.completed

@@ -61,7 +61,8 @@ def take_in(home: Home, source: Path) -> tuple[str, Manifest]:
     for name in manifest.files:
         if Path(name).name != name or Path(name).suffix not in SUFFIXES:
             raise BadInput(
-                f"{source} holds {name!r}, which is not taken in: only plain model files"
+                f"{source} holds {name!r}, which is not taken in: only plain model files",
+                param="checkpoint",
             )
     checkpoint_id = f"hf-{digest(manifest.files)}"
     target = home.checkpoint(checkpoint_id)
@@ -78,9 +79,11 @@ def _describe(source: Path) -> Manifest:
         if path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(".")
     )
     if "config.json" not in names:
-        raise BadInput(f"{source} has no config.json: it is no Hugging Face model directory")
+        message = f"{source} has no config.json: it is no Hugging Face model directory"
+        raise BadInput(message, param="checkpoint")
     if not any(name.endswith(".safetensors") for name in names):
-        raise BadInput(f"{source} has no *.safetensors; save the model with safetensors first")
+        message = f"{source} has no *.safetensors; save the model with safetensors first"
+        raise BadInput(message, param="checkpoint")
     files = {name: durable.sha256_file(source / name) for name in names}
     return Manifest(files=files, weights_sha256=weights_sha256(files))
 

@@ -20,6 +20,7 @@ from cray_agents.runtime import checkpoints, durable
 
 FRESH_SECONDS = 1.0  # how long another process's promotion may stay unseen
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NUMBER = re.compile(r"[1-9][0-9]{0,8}")  # of a version, as it is written
 
 Numbered = TypeVar("Numbered", bound=Record)
 
@@ -33,6 +34,13 @@ class Promotion(Record):
     who: str = ""
     reason: str = ""
     time: float = Field(default_factory=time.time)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, or not ours to look at
+        return False
 
 
 class _Model:
@@ -83,7 +91,7 @@ class Registry:
                 raise _unknown(model, f"no version of {name!r} is promoted yet")
             return version
         versions = self._model(name).versions
-        if not number.isdecimal() or int(number) not in versions:
+        if not NUMBER.fullmatch(number) or int(number) not in versions:
             have = ", ".join(f"{name}@{n}" for n in sorted(versions))
             raise _unknown(model, f"there is {have}")
         return versions[int(number)]
@@ -143,7 +151,7 @@ class Registry:
         if NAME.fullmatch(reference) and self.home.checkpoint(reference).is_dir():
             return self.home.checkpoint(reference)
         path = Path(reference)
-        if path.is_absolute() and path.is_dir():
+        if path.is_absolute() and _is_directory(path):
             return path
         if NAME.fullmatch(reference.partition("@")[0]):
             return self.home.checkpoint(self.resolve(reference).checkpoint)

@@ -5,12 +5,13 @@ for. Events may come in any order. Called by store.py; assembly.py makes Runs of
 """
 
 import bisect
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cray_agents.runtime.conversations import Conversations
 from cray_agents.runtime.segments import Place
+
+_NEVER = (0.0, "")
 
 
 @dataclass(frozen=True)
@@ -31,53 +32,54 @@ class RunQuery:
     limit: int | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
-    """What is known of one run. `run` is the place of its newest `run` event."""
+    """What is known of one run. `run` is the place of its newest `run` event.
+
+    There may be millions: what most runs lack is shared, and nothing is a container before it must.
+    """
 
     run_id: str
     run: Place | None = None
-    run_rank: tuple[float, str] = (0.0, "")
-    calls: dict[str, Place] = field(default_factory=dict)
-    rewards: list[Place] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    models: set[str] = field(default_factory=set)
-    last_call: tuple[float, str] = (0.0, "")
+    run_rank: tuple[float, str] = _NEVER
+    calls: tuple[Place, ...] = ()
+    rewards: tuple[Place, ...] = ()
+    facts: dict[str, Any] | None = None
+    models: frozenset[str] = frozenset()
+    last_call: float = 0.0
     cancelled: bool = False
 
 
 class RunIndex:
-    """Event ids, and an Entry per run, in order of run id."""
+    """Where each event lies, by its id, and an Entry per run."""
 
     def __init__(self) -> None:
-        self.event_ids: set[str] = set()
-        self.keyed: dict[str, Place] = {}  # calls by the key under which they may be repeated
+        self.places: dict[str, Place] = {}
         self.conversations = Conversations()
         self._entries: dict[str, Entry] = {}
-        self._order: list[str] = []
+        self._order: list[str] = []  # run ids, sorted but for the fresh ones
+        self._fresh = False
+        self._models: dict[tuple[frozenset[str], str], frozenset[str]] = {}
 
     def add(self, event: dict[str, Any], place: Place) -> bool:
         """Take an event in; False if its id is known. Raises KeyError, TypeError on nonsense."""
         event_id, run_id, kind, body = event["id"], event["run_id"], event["kind"], event["body"]
-        if event_id in self.event_ids:
+        if event_id in self.places:
             return False
         entry = self._entries.get(run_id) or Entry(run_id)
         if kind == "call":
-            _add_call(entry, body, place)
-            if "key" in body:
-                self.keyed[body["key"]] = place
-            if "asked" in body:
-                self.conversations.learn(body["asked"], run_id, body["message"])
+            self._add_call(entry, body, place)
         elif kind == "run":
-            _add_run(entry, event, place)
+            self._add_run(entry, event, place)
         elif kind == "reward":
-            entry.rewards.append(place)
+            entry.rewards += (place,)
         else:
             raise TypeError(f"an event of an unknown kind {kind!r}")
         if run_id not in self._entries:
             self._entries[run_id] = entry
-            bisect.insort(self._order, run_id)
-        self.event_ids.add(event_id)
+            self._order.append(run_id)
+            self._fresh = True
+        self.places[event_id] = place
         return True
 
     def get(self, run_id: str) -> Entry | None:
@@ -86,6 +88,9 @@ class RunIndex:
 
     def select(self, query: RunQuery) -> list[Entry]:
         """The matching runs that have been said or done: a reward alone makes no run."""
+        if self._fresh:
+            self._order.sort()
+            self._fresh = False
         start = bisect.bisect_right(self._order, query.after) if query.after else 0
         found = []
         for run_id in self._order[start:]:
@@ -96,37 +101,41 @@ class RunIndex:
                     break
         return found
 
+    def _add_call(self, entry: Entry, body: dict[str, Any], place: Place) -> None:
+        started = float(body["started"])
+        entry.models = self._with(entry.models, body["model"])
+        entry.calls += (place,)
+        if started >= entry.last_call:
+            entry.last_call = started
+            entry.cancelled = body.get("finish_reason") == "cancelled"
+        if "asked" in body:
+            self.conversations.learn(body["asked"], entry.run_id, body["message"])
 
-def _add_call(entry: Entry, body: dict[str, Any], place: Place) -> None:
-    rank = (float(body["started"]), str(body["id"]))
-    entry.models.update(_names(body["model"]))
-    entry.calls[rank[1]] = place
-    if rank >= entry.last_call:
-        entry.last_call = rank
-        entry.cancelled = body.get("finish_reason") == "cancelled"
+    def _add_run(self, entry: Entry, event: dict[str, Any], place: Place) -> None:
+        body = event["body"]
+        rank = (float(event["time"]), str(event["id"]))
+        entry.models = self._with(entry.models, body["model"])
+        if entry.run is not None and rank < entry.run_rank:
+            return
+        task = body.get("task") or {}
+        entry.run, entry.run_rank = place, rank
+        entry.facts = {
+            "loop": body.get("loop"),
+            "generation": body.get("generation"),
+            "agent": body["agent"],
+            "task": task.get("id"),
+            "split": task.get("split"),
+            "stop_reason": body["stop_reason"],
+        }
 
-
-def _add_run(entry: Entry, event: dict[str, Any], place: Place) -> None:
-    body = event["body"]
-    rank = (float(event["time"]), str(event["id"]))
-    entry.models.update(_names(body["model"]))
-    if entry.run is not None and rank < entry.run_rank:
-        return
-    task = body.get("task") or {}
-    entry.run, entry.run_rank = place, rank
-    entry.facts = {
-        "loop": body.get("loop"),
-        "generation": body.get("generation"),
-        "agent": body["agent"],
-        "task": task.get("id"),
-        "split": task.get("split"),
-        "stop_reason": body["stop_reason"],
-    }
-
-
-def _names(model: str) -> Iterator[str]:
-    yield model
-    yield model.partition("@")[0]
+    def _with(self, models: frozenset[str], model: str) -> frozenset[str]:
+        """These models and one more, by its name too; equal sets are one set."""
+        found = self._models.get((models, model))
+        if found is None:
+            found = models | {model, model.partition("@")[0]}
+            found = self._models.setdefault((frozenset(), " ".join(sorted(found))), found)
+            self._models[models, model] = found
+        return found
 
 
 def _matches(entry: Entry, query: RunQuery) -> bool:

@@ -80,7 +80,7 @@ class Store:
         for event in events:
             if event.id in self._pending:
                 waits.append(self._pending[event.id])
-            elif event.id not in fresh and event.id not in self._index.event_ids:
+            elif event.id not in fresh and event.id not in self._index.places:
                 fresh[event.id] = event
         if fresh:
             waits.append(self._submit(list(fresh.values())))
@@ -121,12 +121,13 @@ class Store:
         """Which run a conversation goes on with."""
         return self._index.conversations
 
-    def keyed(self, key: str) -> Place | None:
-        """Where the call lies that was made under this key."""
-        return self._index.keyed.get(key)
+    def has(self, event_id: str) -> bool:
+        """Whether there is an event of this id."""
+        return event_id in self._index.places
 
-    def call_at(self, place: Place) -> dict[str, Any]:
-        """The body of a call event, as it was appended."""
+    def body(self, event_id: str) -> dict[str, Any]:
+        """The body of an event, as it was appended. Raises KeyError."""
+        place = self._index.places[event_id]
         body: dict[str, Any] = orjson.loads(fetch([place])[0])["body"]
         return body
 
@@ -213,7 +214,7 @@ def _places(entry: Entry, calls: Calls) -> list[Place]:
     """What must be read for a run. One without a description is told by its calls."""
     described = [entry.run] if entry.run is not None else []
     with_calls = calls == "full" or not described
-    return [*described, *(list(entry.calls.values()) if with_calls else []), *entry.rewards]
+    return [*described, *(entry.calls if with_calls else ()), *entry.rewards]
 
 
 def _join(run_id: str, events: list[dict[str, Any]]) -> Run:

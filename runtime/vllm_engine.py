@@ -9,10 +9,10 @@ of the plain softmax, whatever the mode.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import orjson
@@ -24,8 +24,6 @@ CAPTURE = "x-cray-capture"  # vllm_capture.py, which cannot be imported without 
 BODY = "x-cray-body"
 EVENT = b"event: cray.samples\ndata: "
 ABORT = "/cray/abort/"
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +68,12 @@ class VllmEngine:
     async def _whole(
         self, exchange: Exchange, request: dict[str, Any], headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        reading = asyncio.create_task(self._read(exchange.path, request, headers))
-        try:
-            content, size = await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            content, size = await self._abort(exchange, reading, (b"", 0))
-            exchange.samples = _samples(content[size:]) if size else []
-            raise
+        async with self._answer("POST", exchange.path, request, headers=headers) as response:
+            content = await response.read()
+            size = int(response.headers.get(BODY, len(content)))
         if exchange.capture:
             exchange.samples = _samples(content[size:])
         yield content[:size]
-
-    async def _read(
-        self, path: str, request: dict[str, Any], headers: dict[str, str]
-    ) -> tuple[bytes, int]:
-        async with self._answer("POST", path, request, headers=headers) as response:
-            content = await response.read()
-            return content, int(response.headers.get(BODY, len(content)))
 
     async def _events(
         self, exchange: Exchange, request: dict[str, Any], headers: dict[str, str]
@@ -109,25 +96,21 @@ class VllmEngine:
                         yield whole
             except asyncio.CancelledError:
                 if exchange.capture:
-                    tail = rest + await self._abort(exchange, _rest(response), b"")
+                    tail = rest + await self._abort(exchange, response)
                     exchange.samples = _samples(tail.partition(EVENT)[2])
                 raise
         if not told:
             raise EngineUnavailable(f"{self.url}: the stream ended before its end")
 
-    async def _abort(self, exchange: Exchange, last: Awaitable[T], nothing: T) -> T:
-        """End a request, and read what its answer then still says."""
-        reading = asyncio.ensure_future(last)
+    async def _abort(self, exchange: Exchange, response: aiohttp.ClientResponse) -> bytes:
+        """End a stream, and read what it then still says."""
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT):
-                if exchange.capture:
-                    await self._control(f"{ABORT}{exchange.id}")
-                    return await reading
+                await self._control(f"{ABORT}{exchange.id}")
+                return await response.read()
         except (CrayError, aiohttp.ClientError, TimeoutError) as error:
             log.warning("what %s sampled before it was ended is not known: %s", exchange.id, error)
-        finally:
-            reading.cancel()
-        return nothing
+            return b""
 
     async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
         """Put a checkpoint's weights in place; no cache survives. Raises SwapError.
@@ -243,10 +226,6 @@ class VllmEngine:
             raise EngineUnavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
         except asyncio.IncompleteReadError as error:
             raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
-
-
-async def _rest(response: aiohttp.ClientResponse) -> bytes:
-    return await response.read()
 
 
 def _error_at(events: bytes) -> int:

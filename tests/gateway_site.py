@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import openai
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.routing import Route
 
 from cray_agents.paths import Home
@@ -34,7 +34,7 @@ class Site:
     """A gateway over a scripted engine, and the keys of its home."""
 
     url: str
-    app: FastAPI
+    app: Starlette
     services: Services
     keys: Keys
     http: aiohttp.ClientSession

@@ -111,8 +111,11 @@ async def run(
     )
     settings_http = uvicorn.Config(
         create_app(services),
+        http=Protocol,
+        ws="none",
         log_level="warning",
         lifespan="off",
+        proxy_headers=False,
         timeout_keep_alive=config.idle_timeout,
     )
     server = Gateway(settings_http)

@@ -59,7 +59,7 @@ def _handler(
         call = _call(services, door, request, body)
         if call.key is None:
             return await _ask(services, request, call, None)
-        turn = await repeats.enter(call.key, call.fingerprint)
+        turn = await repeats.enter(call.id, call.fingerprint)
         if isinstance(turn, Repeated):
             return _again(call, turn)
         response: Response | None = None
@@ -110,13 +110,8 @@ async def _ask(services: Services, request: Request, call: Call, turn: Turn | No
 
 async def _whole(services: Services, call: Call, wanted: Wanted, ticket: Ticket) -> bytes:
     """The answer in one piece, recorded."""
-    try:
-        async with ticket, aclosing(services.pool.answer(wanted, call.exchange)) as pieces:
-            content = b"".join([piece async for piece in pieces])
-    except asyncio.CancelledError:
-        if call.sampled:
-            await _record(services, call, call.cut("cancelled"))
-        raise
+    async with ticket, aclosing(services.pool.answer(wanted, call.exchange)) as pieces:
+        content = b"".join([piece async for piece in pieces])
     answer = orjson.loads(content)
     if call.tells:
         content = content[: content.rindex(b"}")] + call.samples() + b"}"
@@ -174,7 +169,7 @@ def _run(
     if door is COMPLETIONS:  # no conversation
         return new_id("run"), None
     prefixes = chain(messages, caller)
-    found = services.store.conversations.find(prefixes, messages)
+    found = services.store.conversations.find(prefixes, messages, caller)
     return found or new_id("run"), prefixes[-1]
 
 
@@ -215,27 +210,45 @@ def _again(call: Call, before: Repeated) -> Response:
 async def unless_gone(request: Request, ticket: Ticket, work: Coroutine[Any, Any, T]) -> T:
     """The result of work under a ticket; it is cancelled when the client leaves.
 
-    Raises ClientDisconnect then.
+    Raises ClientDisconnect then. The client is looked after only if it takes a while: most of what
+    is quick needs no second task.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    watch = Watch(request, task)
+    timer = asyncio.get_running_loop().call_later(PATIENCE, watch.begin)
     try:
-        await asyncio.wait((task,), timeout=PATIENCE)
-        if not task.done():
-            gone = asyncio.ensure_future(_gone(request))
-            try:
-                await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                gone.cancel()
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        if watch.gone:
+            raise ClientDisconnect from None
+        raise
     finally:
-        task.cancel()
-        ticket.release()  # also where the task never began
+        timer.cancel()
+        watch.end()
+        ticket.release()  # also where the work never came to its turn
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+class Watch:
+    """Cancels a task when its client leaves."""
+
+    def __init__(self, request: Request, task: "asyncio.Task[Any]") -> None:
+        self.gone = False
+        self._request = request
+        self._task = task
+        self._watching: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._watching = asyncio.create_task(self._watch())
+
+    def end(self) -> None:
+        """Look no more."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._task.cancel()

@@ -1,12 +1,14 @@
 """The gateway: one HTTP door to the pool, the store, the registry and the trainer.
 
 `cray-agents up` serves it with uvicorn. Handlers take and give plain JSON: a chat request is not
-worth two validations. Read next: routes/__init__.py, every route with its JSON; chat.py.
+worth two validations. Read next: routes/__init__.py, every route with its JSON;
+answers.py, those that ask a model.
 """
 
 from collections.abc import Iterable
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import Route
 
 from cray_agents.runtime.gateway import answers, openapi, passing
@@ -47,16 +49,14 @@ PARTS = (
 )
 
 
-def create_app(services: Services) -> FastAPI:
+def create_app(services: Services) -> Starlette:
     """The ASGI application over these parts. It owns none of them: who made them closes them."""
-    app = FastAPI(
-        title="cray-agents",
-        openapi_url=None,
-        redirect_slashes=False,  # a redirect is no envelope, and clients drop the body on it
-        exception_handlers=HANDLERS,
+    app = Starlette(routes=[*_routes(services)])
+    app.router.redirect_slashes = (
+        False  # a redirect is no envelope, and clients drop the body on it
     )
-    app.router.routes[:] = _routes(services)
-    app.add_middleware(Edge, services=services)
+    # the layers that a request needs, and none of Starlette's own: each costs on every call
+    app.middleware_stack = Edge(ExceptionMiddleware(app.router, HANDLERS), services)
     return app
 
 

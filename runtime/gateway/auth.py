@@ -13,21 +13,23 @@ a key needs neither: no page knows it. Read next: keys.py; edge.py, what every a
 
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import AccessDenied
 from cray_agents.runtime.keys import Keys, Role
 
 Mode = Literal["auto", "required", "off"]
 Need = Role | Literal["open"]
+Handler = Callable[[Request], Awaitable[Response]]
 
 _MODELS = "/v1/(chat/completions|completions|responses|messages|embeddings)"
 _RUN = r"(/runs/[^/]+)?"
@@ -138,10 +140,10 @@ class Access:
 
 
 class Gate:
-    """An ASGI application before a route's own: it lets through whom Access does."""
+    """The ASGI application of a route: its handler, for whom Access lets through."""
 
-    def __init__(self, app: ASGIApp, template: str, access: Access) -> None:
-        self._app = app
+    def __init__(self, handler: Handler, template: str, access: Access) -> None:
+        self._handler = handler
         self._access = access
         self._needed: Callable[[str], Need] = cache(lambda method: needed(method, template))
 
@@ -150,12 +152,13 @@ class Gate:
         if need != "open":
             caller = self._access.caller(scope, need)
             scope.setdefault("state", {})["caller"] = caller
-        await self._app(scope, receive, send)
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 def guarded(route: Route, access: Access) -> Route:
     """The route, with a Gate before its handler."""
-    route.app = Gate(route.app, route.path_format, access)
+    route.app = Gate(route.endpoint, route.path_format, access)
     return route
 
 

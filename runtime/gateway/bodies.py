@@ -13,6 +13,9 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.gateway.errors import BodyTooLarge
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # also safe as a header and a folder
+COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
+DEEPEST = 100  # lists and objects within each other: what writes JSON again gives up beyond 250
+DIGITS = 18  # of a number in a query: more are no number that anything here counts to
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -33,6 +36,12 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
         raise BadInput(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise BadInput("the body must be a JSON object", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > DEEPEST and (name := _too_deep(value)) is not None:
+        raise BadInput(
+            f"{name[:100]} holds lists and objects that are more than {DEEPEST} deep in each other",
+            param=name,
+            code="invalid_json",
+        )
     return value
 
 
@@ -42,8 +51,9 @@ def parse(model: type[Model], value: Any, under: str = "") -> Model:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        param = ".".join(str(part) for part in (under, *first["loc"]) if part != "")
-        raise BadInput(f"{param or 'the body'}: {first['msg']}", param=param or None) from error
+        where = [*([under] if under else []), *map(str, first["loc"])]
+        param = ".".join(where) if where else None
+        raise BadInput(f"{param or 'the body'}: {first['msg']}", param=param) from error
 
 
 def answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:
@@ -74,10 +84,18 @@ def query(request: Request, *known: str) -> dict[str, str]:
 def number(given: Mapping[str, str], name: str, default: int, most: int | None = None) -> int:
     """A whole, non-negative query parameter. Raises BadInput."""
     text = given.get(name, str(default))
-    if not (text.isascii() and text.isdecimal()) or (most is not None and int(text) > most):
-        bound = "" if most is None else f" up to {most}"
-        raise BadInput(f"{name} must be a whole number{bound}, not {text!r}", param=name)
+    most = 10**DIGITS - 1 if most is None else most
+    if not (text.isascii() and text.isdecimal() and len(text) <= DIGITS) or int(text) > most:
+        raise BadInput(f"{name} must be a whole number up to {most}, not {text!r}", param=name)
     return int(text)
+
+
+def path_number(request: Request, name: str, what: str) -> int:
+    """A number from the path; what is none that anything here counts to is not found."""
+    value = str(request.path_params[name])
+    if not COUNT.fullmatch(value):
+        raise NotFound(f"no {what} {value!r}", param=name)
+    return int(value)
 
 
 def path_id(request: Request, name: str, what: str) -> str:
@@ -86,6 +104,20 @@ def path_id(request: Request, name: str, what: str) -> str:
     if not ID.fullmatch(value):
         raise NotFound(f"no {what} {value!r}", param=name)
     return value
+
+
+def _too_deep(body: dict[str, Any]) -> str | None:
+    """The first field that is nested too deeply."""
+    for name, value in body.items():
+        level = [value] if isinstance(value, dict | list) else []
+        for _ in range(DEEPEST):
+            inner = [v.values() if isinstance(v, dict) else v for v in level]
+            level = [v for held in inner for v in held if isinstance(v, dict | list)]
+            if not level:
+                break
+        else:
+            return name
+    return None
 
 
 def _too_large(limit: int) -> BodyTooLarge:

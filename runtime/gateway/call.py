@@ -68,10 +68,6 @@ class Call:
         """The events of a call whose stream had these data; `cut`: why it has no end."""
         return self._events(self.door.streamed(data), cut, reply)
 
-    def cut(self, why: str) -> list[Event]:
-        """The events of a call of which the client saw nothing."""
-        return self._events([], why, None)
-
     def _events(
         self, messages: Sequence[Message], cut: str | None, reply: bytes | None
     ) -> list[Event]:
@@ -86,7 +82,7 @@ class Call:
             call_id = f"{base}-{index}" if index else base
             events.append(self._event(call_id, sample, message, cut))
         if self.key is not None and cut is None and reply is not None:
-            kept = {"key": self.key, "fingerprint": self.fingerprint, "reply": reply.decode()}
+            kept = {"fingerprint": self.fingerprint, "reply": reply.decode()}
             events[0] = events[0].model_copy(update={"body": events[0].body | kept})
         return events
 

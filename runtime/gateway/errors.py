@@ -31,6 +31,7 @@ from cray_agents.errors import (
 
 PASSED_ON = {400, 413, 422, 429}  # the engine's own verdicts on a request; the rest is our failure
 ERROR_CODE = "cray_agents.error_code"  # in the scope of a request that failed, for edge.py
+LONGEST = 2000  # characters of a message: what it quotes may be as long as the request
 REASONS = {404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -76,7 +77,9 @@ def envelope(status: int, message: str, code: str, param: str | None = None) -> 
         kind = "requests"  # OpenAI's word for which limit it was
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    if len(message) > LONGEST:
+        message = message[:LONGEST] + "..."
+    error = {"message": message, "type": kind, "param": param and param[:LONGEST], "code": code}
     return orjson.dumps({"error": error})
 
 

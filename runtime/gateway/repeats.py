@@ -24,7 +24,7 @@ class Repeated(NamedTuple):
 
 
 def key_of(caller: str, path: str, key: str) -> str:
-    """A key as it is recorded: it is one caller's and one API's alone."""
+    """What names the call that is made under a key: it is one caller's and one API's alone."""
     return hashlib.blake2b(f"{caller}\n{path}\n{key}".encode(), digest_size=16).hexdigest()
 
 
@@ -37,16 +37,16 @@ def fingerprint(request: dict[str, Any]) -> str:
 class Turn:
     """A keyed request that runs; those that repeat it wait until it leaves."""
 
-    def __init__(self, running: "dict[str, Turn]", key: str) -> None:
+    def __init__(self, running: "dict[str, Turn]", call_id: str) -> None:
         self.ended = asyncio.Event()
         self._running = running
-        self._key = key
+        self._call_id = call_id
 
     def leave(self) -> None:
         """The request has ended, whatever came of it. May be said twice."""
         if not self.ended.is_set():
             self.ended.set()
-            del self._running[self._key]
+            del self._running[self._call_id]
 
 
 class Repeats:
@@ -56,19 +56,18 @@ class Repeats:
         self._store = store
         self._running: dict[str, Turn] = {}
 
-    async def enter(self, key: str, request: str) -> "Repeated | Turn":
-        """What was answered under this key; or the caller's turn to have it answered.
+    async def enter(self, call_id: str, request: str) -> "Repeated | Turn":
+        """What was answered in this keyed call; or the caller's turn to have it answered.
 
         `request` is its fingerprint. Raises BadInput where it is another than the first time.
         """
-        while (running := self._running.get(key)) is not None:
+        while (running := self._running.get(call_id)) is not None:
             await running.ended.wait()
-        turn = self._running[key] = Turn(self._running, key)
+        turn = self._running[call_id] = Turn(self._running, call_id)
         try:
-            place = self._store.keyed(key)
-            if place is None:
+            if not self._store.has(call_id):
                 return turn
-            found = await asyncio.to_thread(self._store.call_at, place)
+            found = await asyncio.to_thread(self._store.body, call_id)
             if found["fingerprint"] != request:
                 raise BadInput(
                     "this Idempotency-Key was used for another request: send the same one again, "

@@ -1,101 +1,23 @@
-"""`make bench`: ratios measured side by side in one run, medians of ROUNDS rounds. No assertions.
-
-Prints Markdown rows for BENCHMARKS.md. Runs real vLLM (about two minutes on two cores).
-"""
+"""Runs the benchmarks named on the command line, or all."""
 
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import aiohttp
 import orjson
 
-from cray_agents import Agent, ScriptedEngine, local_platform
-from cray_agents.cli.agents import load
+from cray_agents import Agent, ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.records import Event, ModelCall
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import tool_call
 from cray_agents.tools.calculator import calculator
-
-ROUNDS = 5
-BOOK = Path(__file__).parents[1] / "cookbook" / "02_calculator_loop.py"
-CHAT = {
-    "messages": [{"role": "user", "content": "What is 47 + 385?"}],
-    "max_tokens": 64,
-    "min_tokens": 64,
-    "ignore_eos": True,
-}
-Measure = Callable[[], Awaitable[float]]
-
-
-async def side_by_side(what: str, unit: str, ours: Measure, theirs: Measure, names: str) -> None:
-    """Measure both in turn, ROUNDS times; print the medians and the median ratio."""
-    pairs = [(await ours(), await theirs()) for _ in range(ROUNDS)]
-    first, second = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(a / b for a, b in pairs)
-    print(f"| {what} | {names} | {first:,.1f} / {second:,.1f} {unit} | {ratio:.2f} |", flush=True)
-
-
-def load_of(session: aiohttp.ClientSession, url: str, model: str, stream: bool) -> Measure:
-    """Requests per second at 32 concurrent requests of 64 tokens."""
-
-    async def measure(total: int = 192) -> float:
-        places = asyncio.Semaphore(32)
-
-        async def one() -> None:
-            async with (
-                places,
-                session.post(url, json={**CHAT, "model": model, "stream": stream}) as r,
-            ):
-                await r.read()
-                assert r.status == 200
-
-        begun = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(total)))
-        return total / (time.perf_counter() - begun)
-
-    return measure
-
-
-def latency_of(session: aiohttp.ClientSession, url: str, model: str) -> Measure:
-    """Median milliseconds of a one-token request, one at a time."""
-
-    async def measure() -> float:
-        times = []
-        for _ in range(40):
-            begun = time.perf_counter()
-            body = {**CHAT, "model": model, "max_tokens": 1, "min_tokens": 1}
-            async with session.post(url, json=body) as response:
-                await response.read()
-            times.append(1000 * (time.perf_counter() - begun))
-        return statistics.median(times)
-
-    return measure
-
-
-async def gateway(home: Path) -> None:
-    """The gateway, capture on, against the same vLLM directly."""
-    book = load(BOOK)
-    book.make_model(home / "model")
-    with local_platform(home / "root", model=home / "model", name="calc") as platform:
-        port = (await platform.pool())[0]["port"]
-        chat = "/v1/chat/completions"
-        through, direct = platform.url + chat, f"http://127.0.0.1:{port}{chat}"
-        async with aiohttp.ClientSession() as session:
-            for stream in (False, True):
-                ours = load_of(session, through, "calc", stream)
-                theirs = load_of(session, direct, "calc", stream)
-                await ours(), await theirs()  # warm
-                what = f"32 concurrent, 64 tokens{', streaming' if stream else ''}"
-                await side_by_side(what, "requests/s", ours, theirs, "gateway / vLLM")
-            ours, theirs = (latency_of(session, url, "calc") for url in (through, direct))
-            await side_by_side("one at a time, 1 token", "ms", ours, theirs, "gateway / vLLM")
-        await platform.close()
+from tests.bench import batches, gateway, uploads
+from tests.bench.rounds import row, side_by_side
 
 
 async def store(home: Path) -> None:
@@ -129,11 +51,11 @@ async def store(home: Path) -> None:
         return total / (time.perf_counter() - begun)
 
     await side_by_side(
-        "durable 4 KB records, 64 callers", "records/s", ours, theirs, "store / write+fsync"
+        "durable 4 KB records, 64 callers", "records/s", {"store": ours, "write+fsync": theirs}
     )
 
 
-async def agent() -> None:
+async def agent(home: Path) -> None:
     """The agent's own time per turn: a scripted model, a real tool."""
     times = []
     for _ in range(200):
@@ -142,18 +64,26 @@ async def agent() -> None:
         begun = time.perf_counter()
         await runner.run("1 + 1?")
         times.append(1000 * (time.perf_counter() - begun) / 2)
-    median = statistics.median(times)
-    print(f"| agent loop, scripted model, one tool | per turn | {median:.2f} ms | |", flush=True)
+    row("agent loop, scripted model, one tool", "per turn", f"{statistics.median(times):.2f} ms")
 
 
-async def main() -> None:
-    """All of them."""
-    print("| what | of | median | ratio |\n|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        await agent()
-        await store(Path(folder))
-        await gateway(Path(folder))
+ALL = {
+    "agent": agent,
+    "store": store,
+    "scripted": gateway.alone,
+    "gateway": gateway.against_vllm,
+    "batches": batches.main,
+    "uploads": uploads.main,
+}
+
+
+async def main(names: list[str]) -> None:
+    """Those of these names, or all."""
+    print("| what | of | median | ratio |\n|---|---|---|---|", flush=True)
+    for name in names or ALL:
+        with tempfile.TemporaryDirectory() as folder:
+            await ALL[name](Path(folder))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(sys.argv[1:]))

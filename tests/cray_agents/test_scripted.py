@@ -8,8 +8,10 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cray_agents.errors import EngineError, EngineTimeout, SwapError
+from cray_agents.ports import Exchange
 from cray_agents.scripted import ScriptedEngine, tool_call
 
+CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]}
 
 
@@ -53,6 +55,39 @@ async def test_a_stream_adds_up_to_the_answer(reply: Any) -> None:
     assert arguments == "".join(call["function"]["arguments"] for call in expected)
     assert [call["id"] for call in said if "id" in call] == [call["id"] for call in expected]
     assert parts[-1]["finish_reason"] == whole["finish_reason"]
+
+
+@pytest.mark.parametrize("reply", ["a longer text, in pieces", "", tool_call("add", a=1, b=2)])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_gateways_exchange_learns_what_was_sampled(reply: Any, n: int, told: bool) -> None:
+    asked = ASK | ({"n": n} if n > 1 else {})
+    asked |= {"return_token_ids": True, "logprobs": True} if told else {}
+    whole = Exchange(CHAT, asked, "x1", "m@2")
+    (body,) = [piece async for piece in ScriptedEngine([reply]).answer(whole)]
+    answer = ChatCompletion.model_validate_json(body)
+    assert (answer.id, answer.model) == ("chatcmpl-x1", "m@2")
+    assert len(answer.choices) == len(whole.samples) == n
+    stream = Exchange(CHAT, asked | {"stream": True}, "x1", "m@2")
+    events = [event async for event in ScriptedEngine([reply]).answer(stream)]
+    assert events[-1] == b"data: [DONE]\n\n"
+    chunks = [ChatCompletionChunk.model_validate_json(event[6:]) for event in events[:-1]]
+    assert {(chunk.id, chunk.model) for chunk in chunks} == {("chatcmpl-x1", "m@2")}
+    assert stream.samples == whole.samples
+    for choice, sample in zip(answer.choices, whole.samples, strict=True):
+        said = [c.delta.content or "" for k in chunks for c in k.choices if c.index == choice.index]
+        assert "".join(said) == (choice.message.content or "")
+        assert sample.finish_reason == choice.finish_reason and sample.prompt_token_ids
+        assert len(sample.logprobs) == len(sample.token_ids)
+        shown = choice.model_dump().get("token_ids")
+        assert shown == (sample.token_ids if told else None)
+        assert (choice.logprobs is not None) is told
+
+
+async def test_it_speaks_chat_completions_alone() -> None:
+    with pytest.raises(EngineError, match="not /v1/responses") as caught:
+        [piece async for piece in ScriptedEngine(["a"]).answer(Exchange("/v1/responses", ASK, "x"))]
+    assert caught.value.status == 400
 
 
 async def test_callables_exceptions_and_the_end_of_the_script() -> None:

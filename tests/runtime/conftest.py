@@ -1,9 +1,11 @@
-"""Tiny models for tests that start vLLM; torch is imported only when one is made."""
+"""A scripted gateway; tiny models for tests that start vLLM, with torch imported only then."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+
+from tests.runtime.gateways import Gateway, served
 
 TinyModel = Callable[..., Path]
 
@@ -60,3 +62,10 @@ def make_tiny_model(directory: Path, *, tie: bool, seed: int, teach: bool = Fals
 def tiny_model() -> TinyModel:
     """Makes a tiny model in a directory: tiny_model(directory, tie=False, seed=0, teach=False)."""
     return make_tiny_model
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    """A gateway whose model `calc` repeats the last message."""
+    async with served(tmp_path) as gateway:
+        yield gateway

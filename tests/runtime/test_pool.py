@@ -2,16 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cray_agents.errors import EngineError, EngineUnavailable, SwapError
+from cray_agents.ports import Exchange
 from cray_agents.records import Manifest, ProbePrompt
-from cray_agents.runtime.pool import Pool
+from cray_agents.runtime.pool import Pool, Wanted
 from cray_agents.runtime.seat import Resident
 from cray_agents.scripted import ScriptedEngine
 
@@ -67,8 +68,21 @@ async def serving(folder: Path, *hosts: Resident, **settings: Any) -> AsyncItera
         await pool.stop()
 
 
-def text(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
+def exchange(**fields: Any) -> Exchange:
+    return Exchange("/v1/chat/completions", ASK | fields, "x1")
+
+
+async def ask(pool: Pool, version: Wanted) -> str:
+    """What is said, and by whom: the answer and the exchange agree about that."""
+    asked = exchange()
+    (body,) = [piece async for piece in pool.answer(version, asked)]
+    answer = json.loads(body)
+    (sample,) = asked.samples
+    said = str(answer["choices"][0]["message"]["content"])
+    assert answer["model"] == asked.version and answer["id"] == "chatcmpl-x1"
+    assert bytes(sample.token_ids).decode() == said and len(sample.logprobs) == len(said)
+    assert sample.prompt_token_ids and sample.finish_reason == "stop"
+    return said
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -86,17 +100,16 @@ async def test_a_swap_waits_for_requests_in_flight_and_makes_new_ones_wait(tmp_p
 
     engine = ScriptedEngine(slow)
     async with serving(tmp_path, Resident(engine)) as pool:
-        old = asyncio.create_task(pool.chat("m@1", ASK))
+        old = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         swap = asyncio.create_task(pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2)))
-        new = asyncio.create_task(pool.chat("m@2", ASK))
+        new = asyncio.create_task(ask(pool, "m@2"))
         await until(lambda: pool.status()[0]["state"] == "swapping")
         assert engine.loaded == ["m@1"] and len(engine.requests) == 1 and not pool.ready
         gate.set()
-        assert (text(await old), text(await new)) == ("m@1", "m@2")
+        assert (await old, await new) == ("m@1", "m@2")
         report = await swap
         assert report.passed and report.tokens == 2 and "load" in report.seconds
-        assert (await new)["model"] == "m@2"
 
 
 async def test_an_alias_is_asked_for_again_after_a_swap(tmp_path: Path) -> None:
@@ -108,26 +121,26 @@ async def test_an_alias_is_asked_for_again_after_a_swap(tmp_path: Path) -> None:
         return version
 
     async with serving(tmp_path, Resident(ScriptedEngine(slow))) as pool:
-        first = asyncio.create_task(pool.chat(lambda: alias, ASK))
+        first = asyncio.create_task(ask(pool, lambda: alias))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         swap = asyncio.create_task(pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2)))
         await until(lambda: pool.status()[0]["state"] == "swapping")
-        waiting = asyncio.create_task(pool.chat(lambda: alias, ASK))
+        waiting = asyncio.create_task(ask(pool, lambda: alias))
         await asyncio.sleep(0)
         alias = "m@2"
         gate.set()
         await swap
-        assert (text(await first), text(await waiting)) == ("m@1", "m@2")
+        assert (await first, await waiting) == ("m@1", "m@2")
 
 
 async def test_requests_go_to_the_least_busy_replica_that_holds_the_version(tmp_path: Path) -> None:
     engines = [ScriptedEngine(says_version, delay=0.05) for _ in range(2)]
     async with serving(tmp_path, *map(Resident, engines)) as pool:
-        await asyncio.gather(*(pool.chat("m@1", ASK) for _ in range(6)))
+        await asyncio.gather(*(ask(pool, "m@1") for _ in range(6)))
         assert [len(engine.requests) for engine in engines] == [3, 3]
         await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2), replicas=[1])
-        answers = await asyncio.gather(*(pool.chat(v, ASK) for v in ("m@1", "m@2", "m@1")))
-        assert [text(answer) for answer in answers] == ["m@1", "m@2", "m@1"]
+        answers = await asyncio.gather(*(ask(pool, v) for v in ("m@1", "m@2", "m@1")))
+        assert answers == ["m@1", "m@2", "m@1"]
         assert [status["version"] for status in pool.status()] == ["m@1", "m@2"]
 
 
@@ -135,12 +148,8 @@ async def test_a_version_nobody_holds_is_waited_for_then_unavailable(tmp_path: P
     engine = ScriptedEngine(says_version)
     async with serving(tmp_path, Resident(engine), wait_timeout=0.1) as pool:
         with pytest.raises(EngineUnavailable, match=r"no replica served m@7.*m@1 \(serving\)"):
-            await pool.chat("m@7", ASK)
-        with pytest.raises(EngineUnavailable):
-            async with pool.serve("m@7"):
-                pass
-        async with pool.serve("m@1") as held:
-            assert held is engine and pool.status()[0]["in_flight"] == 1
+            await ask(pool, "m@7")
+        assert engine.requests == []
 
 
 async def test_a_probe_that_does_not_match_puts_the_old_version_back(tmp_path: Path) -> None:
@@ -150,7 +159,7 @@ async def test_a_probe_that_does_not_match_puts_the_old_version_back(tmp_path: P
         with pytest.raises(SwapError, match=r"differ by 1\.5.*differ by 1\.5.*m@1 serves on"):
             await pool.swap(checkpoint(tmp_path, 2), "m@2", wrong)
         assert host.engine.loaded == ["m@1", "m@2", "m@2", "m@1"] and host.starts == 3
-        assert text(await pool.chat("m@1", ASK)) == "m@1"
+        assert await ask(pool, "m@1") == "m@1"
         assert pool.status()[0]["probe"]["version"] == "m@1"
 
 
@@ -199,11 +208,11 @@ async def test_an_unproven_version_of_a_job_is_refused(tmp_path: Path) -> None:
 async def test_draining_has_a_limit_and_then_nothing_changes(tmp_path: Path) -> None:
     engine = ScriptedEngine(says_version, delay=0.3)
     async with serving(tmp_path, Resident(engine), drain_timeout=0.05) as pool:
-        slow = asyncio.create_task(pool.chat("m@1", ASK))
+        slow = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         with pytest.raises(SwapError, match="1 requests were still running"):
             await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
-        assert text(await slow) == "m@1" and pool.ready
+        assert await slow == "m@1" and pool.ready
 
 
 async def test_a_dead_replica_comes_back_and_its_requests_are_answered(tmp_path: Path) -> None:
@@ -213,26 +222,65 @@ async def test_a_dead_replica_comes_back_and_its_requests_are_answered(tmp_path:
         host.broken = True
         host.die()
         await until(lambda: pool.status()[0]["error"] is not None)
-        asked = asyncio.create_task(pool.chat("m@1", ASK))
+        asked = asyncio.create_task(ask(pool, "m@1"))
         host.broken = False
-        assert text(await asked) == "back"
+        assert await asked == "back"
         status = pool.status()[0]
         assert status["restarts"] >= 2 and status["probe"]["passed"] and status["error"] is None
 
 
-async def test_a_stream_is_retried_only_before_its_first_chunk(tmp_path: Path) -> None:
-    engine = ScriptedEngine([EngineUnavailable("gone"), "back again"])
+class Breaking(ScriptedEngine):
+    """Is gone after `left` pieces of an answer, once."""
+
+    left: int | None = None
+
+    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().answer(exchange)) as pieces:
+            async for piece in pieces:
+                if self.left == 0:
+                    self.left = None
+                    raise EngineUnavailable("gone")
+                self.left = self.left - 1 if self.left is not None else None
+                yield piece
+
+
+@pytest.mark.parametrize(("left", "asked"), [(0, 2), (1, 1)])
+async def test_a_stream_is_asked_for_again_only_before_its_first_event(
+    tmp_path: Path, left: int, asked: int
+) -> None:
+    engine = Breaking(["first", "back again"])
+    engine.left = left
     async with serving(tmp_path, Resident(engine)) as pool:
-        chunks = [chunk async for chunk in pool.stream("m@1", ASK)]
-        said = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
-        assert said == "back again" and {chunk["model"] for chunk in chunks} == {"m@1"}
+        stream, pieces = exchange(stream=True), []
+        try:
+            async for piece in pool.answer("m@1", stream):
+                pieces.append(piece)
+        except EngineUnavailable:
+            assert left == 1 and len(pieces) == 1
+        else:
+            assert bytes(stream.samples[0].token_ids) == b"back again"  # of the second alone
+            assert pieces[-1] == b"data: [DONE]\n\n" and b'"model":"m@1"' in pieces[0]
+        assert len(engine.requests) == asked
+        assert pool.status()[0]["in_flight"] == 0
+
+
+async def test_who_stops_reading_ends_the_request_and_gives_the_place_back(tmp_path: Path) -> None:
+    async with serving(tmp_path, Resident(ScriptedEngine(["one two three four"]))) as pool:
+        stream = exchange(stream=True)
+        async with aclosing(pool.answer("m@1", stream)) as pieces:
+            async for _ in pieces:
+                assert pool.status()[0]["in_flight"] == 1
+                if stream.samples[0].token_ids:
+                    break
+        assert pool.status()[0]["in_flight"] == 0
+        assert 0 < len(stream.samples[0].token_ids) < 18
 
 
 async def test_an_engine_error_goes_through_as_it_is(tmp_path: Path) -> None:
     engine = ScriptedEngine([EngineError("too hot", status=400, param="temperature")])
     async with serving(tmp_path, Resident(engine)) as pool:
         with pytest.raises(EngineError, match="too hot") as caught:
-            await pool.chat("m@1", ASK)
+            await ask(pool, "m@1")
         assert (caught.value.status, caught.value.param) == (400, "temperature")
         assert pool.status()[0]["in_flight"] == 0
 
@@ -240,13 +288,13 @@ async def test_an_engine_error_goes_through_as_it_is(tmp_path: Path) -> None:
 async def test_a_swap_outlives_its_caller(tmp_path: Path) -> None:
     engine = ScriptedEngine(says_version, delay=0.1)
     async with serving(tmp_path, Resident(engine)) as pool:
-        busy = asyncio.create_task(pool.chat("m@1", ASK))
+        busy = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         swap = asyncio.create_task(pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2)))
         await until(lambda: pool.status()[0]["state"] == "swapping")
         swap.cancel()
-        assert text(await busy) == "m@1"
-        assert text(await pool.chat("m@2", ASK)) == "m@2"
+        assert await busy == "m@1"
+        assert await ask(pool, "m@2") == "m@2"
 
 
 async def test_status_is_json(tmp_path: Path) -> None:
@@ -275,7 +323,7 @@ async def test_a_replica_killed_in_its_first_start_is_started_again(tmp_path: Pa
     host = Stillborn(ScriptedEngine(says_version), deaths=2)
     async with serving(tmp_path, host) as pool:
         assert pool.ready
-        assert text(await pool.chat("m@1", ASK)) == "m@1"
+        assert await ask(pool, "m@1") == "m@1"
     assert host.starts == 3
 
 

@@ -15,9 +15,11 @@ import pytest_asyncio
 
 from cray_agents.errors import EngineError, SwapError
 from cray_agents.lifeline import alive
-from cray_agents.records import ProbePrompt
+from cray_agents.ports import Exchange, Sampled
+from cray_agents.records import ProbePrompt, new_id
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.runtime.vllm_engine import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -50,9 +52,26 @@ class Serving:
     async def swap(self, name: str) -> None:
         await self.pool.swap(self.models[name], name, golden_probe(self.models[name]))
 
-    async def score(self, name: str) -> list[list[float]]:
-        async with self.pool.serve(name) as engine:
+    async def chat(self, version: str, request: dict[str, Any]) -> tuple[dict[str, Any], Sampled]:
+        """The answer, with vLLM's own word on what was sampled, and what was captured."""
+        told = {"return_token_ids": True, "logprobs": True}
+        exchange = Exchange("/v1/chat/completions", request | told, new_id("x")[2:])
+        (body,) = [piece async for piece in self.pool.answer(version, exchange)]
+        answer, (sample,) = json.loads(body), exchange.samples
+        assert answer["model"] == exchange.version == version
+        assert answer["id"] == f"chatcmpl-{exchange.id}"
+        assert answer["prompt_token_ids"] == sample.prompt_token_ids
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == sample.token_ids
+        assert [at["logprob"] for at in choice["logprobs"]["content"]] == sample.logprobs
+        return answer, sample
+
+    async def score(self) -> list[list[float]]:
+        engine = VllmEngine(f"http://127.0.0.1:{self.pool.status()[0]['port']}", "m")
+        try:
             return await engine.score(PROMPTS)
+        finally:
+            await engine.close()
 
     @property
     def pid(self) -> int:
@@ -108,46 +127,47 @@ async def serving(
 
 async def test_a_tool_call_is_parsed_and_the_next_turn_extends_its_tokens(serving: Serving) -> None:
     request = GREEDY | {"tools": [TOOL]}
-    first = await serving.pool.chat("m@1", request)
+    first, told = await serving.chat("m@1", request)
     choice = first["choices"][0]
-    assert (choice["finish_reason"], first["model"]) == ("tool_calls", "m@1")
+    assert choice["finish_reason"] == "tool_calls"
     call = choice["message"]["tool_calls"][0]
     assert json.loads(call["function"]["arguments"]) == {"expression": "47 + 385"}
-    sampled = choice["token_ids"]
-    assert len(sampled) == len(choice["logprobs"]["content"]) == first["usage"]["completion_tokens"]
+    assert len(told.token_ids) == first["usage"]["completion_tokens"]
 
     answered = [
         *CHAT,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "432"},
     ]
-    second = await serving.pool.chat("m@1", request | {"messages": answered})
-    before = first["prompt_token_ids"] + sampled
-    assert second["prompt_token_ids"][: len(before)] == before
+    _, second = await serving.chat("m@1", request | {"messages": answered})
+    before = told.prompt_token_ids + told.token_ids
+    assert second.prompt_token_ids[: len(before)] == before
 
 
-async def test_a_stream_gives_the_same_tokens_and_parses_the_same_call(serving: Serving) -> None:
+async def test_a_stream_samples_the_same_tokens_and_parses_the_same_call(serving: Serving) -> None:
     request = GREEDY | {"tools": [TOOL]}
-    whole = await serving.pool.chat("m@1", request)
-    chunks = [chunk async for chunk in serving.pool.stream("m@1", request)]
-    parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
-    tokens = [token for part in parts for token in part.get("token_ids") or []]
-    assert tokens == whole["choices"][0]["token_ids"]
+    _, whole = await serving.chat("m@1", request)
+    exchange = Exchange("/v1/chat/completions", request | {"stream": True}, new_id("x")[2:])
+    events = b"".join([piece async for piece in serving.pool.answer("m@1", exchange)])
+    *chunks, done = [line[6:] for line in events.decode().split("\n") if line]
+    parts = [json.loads(chunk)["choices"][0] for chunk in chunks]
     calls = [call for part in parts for call in part["delta"].get("tool_calls") or []]
     arguments = "".join(call["function"].get("arguments") or "" for call in calls)
     assert json.loads(arguments) == {"expression": "47 + 385"}
-    assert parts[-1]["finish_reason"] == "tool_calls"
-    assert chunks[-1]["usage"]["completion_tokens"] == len(tokens)
+    assert (parts[-1]["finish_reason"], done) == ("tool_calls", "[DONE]")
+    (sample,) = exchange.samples
+    assert sample.token_ids == whole.token_ids
+    assert sample.prompt_token_ids == whole.prompt_token_ids
+    assert sample.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 async def test_recorded_logprobs_are_of_the_policy_that_was_sampled_from(serving: Serving) -> None:
     raw = {"messages": CHAT, "max_tokens": 1, "seed": 7, "temperature": 1.0}
-    hot = await serving.pool.chat("m@1", raw | {"temperature": 2.0, "top_logprobs": 5})
-    greedy = await serving.pool.chat("m@1", raw | {"top_k": 1})
-    assert greedy["choices"][0]["logprobs"]["content"][0]["logprob"] == pytest.approx(0.0)
+    hot, _ = await serving.chat("m@1", raw | {"temperature": 2.0, "top_logprobs": 5})
+    _, greedy = await serving.chat("m@1", raw | {"top_k": 1})
+    assert greedy.logprobs == pytest.approx([0.0])
     top = best_two(hot)
-    plain = await serving.pool.chat("m@1", raw | {"top_logprobs": 5})
+    plain, _ = await serving.chat("m@1", raw | {"top_logprobs": 5})
     best = best_two(plain)
     assert top[0] - top[1] == pytest.approx((best[0] - best[1]) / 2, rel=1e-3)
 
@@ -155,10 +175,10 @@ async def test_recorded_logprobs_are_of_the_policy_that_was_sampled_from(serving
 async def test_a_refusal_keeps_vllms_status_and_message(serving: Serving) -> None:
     with pytest.raises(EngineError, match="maximum context length is 1024") as caught:
         long = [{"role": "user", "content": "1" * 2000}]
-        await serving.pool.chat("m@1", {"messages": long})
+        await serving.chat("m@1", {"messages": long})
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     with pytest.raises(EngineError, match="temperature") as caught:
-        await serving.pool.chat("m@1", GREEDY | {"temperature": -1})
+        await serving.chat("m@1", GREEDY | {"temperature": -1})
     assert (caught.value.status, caught.value.param) == (400, "temperature")
 
 
@@ -168,29 +188,28 @@ async def test_an_untied_swap_in_place_has_the_new_weights_and_no_old_cache(
     # longer than a KV block of 128 tokens, so that the prefix cache holds it
     long = {"messages": [{"role": "user", "content": "1 2 3 4 " * 40}], "max_tokens": 2}
     request = long | {"temperature": 0}
-    old = await serving.score("m@1")
-    before = await serving.pool.chat("m@1", request)
+    old = await serving.score()
+    _, before = await serving.chat("m@1", request)
     pid = serving.pid
     await serving.swap("m@2")
-    after = await serving.pool.chat("m@2", request)
+    _, after = await serving.chat("m@2", request)
     assert serving.pid == pid  # the same process: in place
-    new = await serving.score("m@2")
+    new = await serving.score()
     assert distance(new, truth(serving.models["m@2"])) < 1e-4
     assert distance(new, old) > 0.1
-    assert next_logprob(after) == pytest.approx(
-        true_next_logprob(serving.models["m@2"], after), abs=1e-4
-    )
-    assert next_logprob(before) != pytest.approx(next_logprob(after), abs=1e-2)
-    assert len(before["prompt_token_ids"]) > 256
+    truly = true_next_logprob(serving.models["m@2"], after)
+    assert after.logprobs[0] == pytest.approx(truly, abs=1e-4)
+    assert before.logprobs[0] != pytest.approx(after.logprobs[0], abs=1e-2)
+    assert len(before.prompt_token_ids) > 256
     await serving.swap("m@1")
-    assert distance(await serving.score("m@1"), old) < 1e-5
+    assert distance(await serving.score(), old) < 1e-5
 
 
 async def test_a_wrong_probe_is_caught_and_the_old_version_serves_on(serving: Serving) -> None:
     wrong = golden_probe(serving.models["m@1"])  # the probe of other weights
     with pytest.raises(SwapError, match="m@1 serves on"):
         await serving.pool.swap(serving.models["m@2"], "m@2", wrong)
-    assert distance(await serving.score("m@1"), truth(serving.models["m@1"])) < 1e-4
+    assert distance(await serving.score(), truth(serving.models["m@1"])) < 1e-4
     assert serving.pool.status()[0]["state"] == "serving"
 
 
@@ -198,7 +217,7 @@ async def test_a_killed_server_takes_its_engine_along_and_no_request_is_lost(
     serving: Serving,
 ) -> None:
     request = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True}
-    traffic = [asyncio.create_task(serving.pool.chat("m@1", request)) for _ in range(24)]
+    traffic = [asyncio.create_task(serving.chat("m@1", request)) for _ in range(24)]
     await asyncio.sleep(0.4)
     assert not any(task.done() for task in traffic)
     pid = serving.pid
@@ -206,7 +225,7 @@ async def test_a_killed_server_takes_its_engine_along_and_no_request_is_lost(
     assert engine
     os.kill(pid, signal.SIGKILL)
     answers = await asyncio.gather(*traffic)
-    assert [answer["usage"]["completion_tokens"] for answer in answers] == [600] * 24
+    assert [len(sample.token_ids) for _, sample in answers] == [600] * 24
     assert serving.pid != pid and not any(map(alive, [pid, *engine]))
     assert serving.pool.status()[0]["restarts"] == 1
 
@@ -215,16 +234,15 @@ async def test_tied_weights_another_shape_starts_anew_and_then_in_place(serving:
     pid = serving.pid
     await serving.swap("m@3")
     assert serving.pid != pid  # tied, untied: another shape
-    pid, old = serving.pid, await serving.score("m@3")
+    pid, old = serving.pid, await serving.score()
     await serving.swap("m@4")
     assert serving.pid == pid
-    new = await serving.score("m@4")
+    new = await serving.score()
     assert distance(new, truth(serving.models["m@4"])) < 1e-4
     assert distance(new, old) > 0.1
-    answer = await serving.pool.chat("m@4", GREEDY | {"max_tokens": 1})
-    assert next_logprob(answer) == pytest.approx(
-        true_next_logprob(serving.models["m@4"], answer), abs=1e-4
-    )
+    _, sample = await serving.chat("m@4", GREEDY | {"max_tokens": 1})
+    truly = true_next_logprob(serving.models["m@4"], sample)
+    assert sample.logprobs[0] == pytest.approx(truly, abs=1e-4)
 
 
 async def test_a_killed_platform_leaves_no_vllm_behind(serving: Serving, tmp_path: Path) -> None:
@@ -262,16 +280,12 @@ def best_two(answer: dict[str, Any]) -> list[float]:
     return sorted((entry["logprob"] for entry in top), reverse=True)[:2]
 
 
-def next_logprob(answer: dict[str, Any]) -> float:
-    return float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
-
-
-def true_next_logprob(checkpoint: Path, answer: dict[str, Any]) -> float:
+def true_next_logprob(checkpoint: Path, sample: Sampled) -> float:
     """What transformers gives for the first sampled token after the same prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([answer["prompt_token_ids"]])).logits[0, -1].log_softmax(-1)
-    return float(logits[answer["choices"][0]["token_ids"][0]])
+        logits = model(torch.tensor([sample.prompt_token_ids])).logits[0, -1].log_softmax(-1)
+    return float(logits[sample.token_ids[0]])

@@ -14,6 +14,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import JobSpec
 from cray_agents.runtime import checkpoints
 from cray_agents.runtime.gateway.bodies import (
+    ID,
     answer,
     field,
     number,
@@ -91,8 +92,11 @@ def _folder(services: Services, job_id: str) -> Path:
 def _spec(services: Services, body: dict[str, Any]) -> JobSpec:
     """The spec with its parent resolved, and what the caller left open filled in."""
     dataset = field(body, "dataset", str)
-    if not services.home.dataset(dataset).is_dir():
+    if not ID.fullmatch(dataset) or not services.home.dataset(dataset).is_dir():
         raise BadInput(f"no dataset {dataset!r}: POST /v1/datasets builds one", param="dataset")
+    before = body.get("optimizer_from")
+    if isinstance(before, str) and not ID.fullmatch(before):
+        raise BadInput(f"no job {before!r}", param="optimizer_from")
     parent = services.registry.directory(field(body, "parent", str))
     manifest = checkpoints.read_manifest(parent)
     filled = {

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from cray_agents.errors import Corrupt
 from cray_agents.runtime import durable
-from cray_agents.runtime.gateway.bodies import answer, path_id, read_json
+from cray_agents.runtime.gateway.bodies import answer, path_id, path_number, read_json
 from cray_agents.runtime.gateway.services import Services
 
 
@@ -26,13 +26,13 @@ def routes(services: Services) -> list[Route]:
 
     async def finish(request: Request) -> Response:
         record = await read_json(request, services.max_body)
-        path = folder(request) / f"{request.path_params['number']}.json"
+        path = folder(request) / f"{path_number(request, 'number', 'generation')}.json"
         created = await asyncio.to_thread(durable.create_file, path, orjson.dumps(record))
         return answer({"created": created})
 
     return [
         Route("/v1/loops/{loop}/generations", listing),
-        Route("/v1/loops/{loop}/generations/{number:int}", finish, methods=["POST"]),
+        Route("/v1/loops/{loop}/generations/{number}", finish, methods=["POST"]),
     ]
 
 

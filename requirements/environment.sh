@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Makes .venv-NAME at the root of the checkout from requirements/NAME.txt, with the Python of .venv: an environment for
+# programs whose pins clash with ours.     requirements/environment.sh foreign|litellm
+# Safe to run again at any time, also twice at once: a finished one is recognised by its stamp in no time, a half-finished
+# or outdated one is made anew. Called by the tests (foreign) and the benchmark (litellm); after `make setup`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+name=${1:?"name an environment: foreign or litellm"}
+file=requirements/$name.txt
+venv=.venv-$name
+say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
+
+[ -e "$file" ] || { say "There is no $file." && exit 2; }
+stamp=$venv/.setup-$(cat "$file" requirements/environment.sh | sha256sum | cut -c1-16)
+finished() { [ -e "$stamp" ] && "$venv/bin/python" -c '' 2>/dev/null; }
+finished && exit 0
+
+[ -x .venv/bin/python ] || { say "There is no .venv to make $venv with: first run \`make setup\`." && exit 2; }
+if command -v flock >/dev/null; then # two at once: the second waits, and finds it done
+  exec 9<requirements/environment.sh
+  flock 9
+  finished && exit 0
+fi
+
+say "Setting up $venv (once): $(grep -c == "$file") packages of $file, pinned"
+rm -rf "$venv"
+.venv/bin/python -m venv --without-pip "$venv"
+.venv/bin/python -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
+  --progress-bar off -r "$file"
+touch "$stamp"
+say "$venv is ready, after $SECONDS s."

@@ -1,0 +1,187 @@
+"""Batches as their owner sees them: made, shown, listed, cancelled. Called by the gateway.
+
+All of it reads and writes small files; the work is the workers' (worker.py). Blocking: call it in a
+thread.
+"""
+
+import os
+import time
+from typing import Any
+
+from pydantic import ValidationError
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.records import digest, new_id
+from cray_agents.runtime import durable
+from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
+from cray_agents.runtime.batches.progress import Progress
+from cray_agents.runtime.batches.records import (
+    Accepted,
+    Batch,
+    BatchRequest,
+    BatchUsage,
+    Counts,
+    End,
+    LineErrors,
+    Status,
+    window_seconds,
+)
+from cray_agents.runtime.files import Files
+
+FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+PURPOSE = "batch"  # what an input file must have been uploaded for
+
+
+class BatchQueue:
+    """The batches of a home."""
+
+    def __init__(self, home: Home, files: Files) -> None:
+        self._home = home
+        self._files = files
+        self._progress = Progress()
+        self._created: dict[str, int] = {}  # by id; it never changes
+
+    def create(self, body: dict[str, Any], key: str | None = None) -> Batch:
+        """Queue what a client asks for; with the same `key` it is the same batch.
+
+        Raises BadInput for what cannot be a batch, NotFound for an input file that is not there.
+        """
+        now = int(time.time())
+        request = _request(body, f"{PREFIX}{digest(['key', key], 24)}" if key else None, now)
+        file = self._files.get(request.input_file_id)
+        if file.purpose != PURPOSE:
+            raise BadInput(
+                f"file {file.id} has purpose {file.purpose!r}: upload it with purpose {PURPOSE!r}",
+                param="input_file_id",
+            )
+        owned = request.model_copy(update={"owner": file.owner})
+        folder = self._folder(request.id)
+        draft = BatchFolder(durable.draft_directory(folder.root))
+        for directory in (draft.claims, draft.results, draft.done):
+            directory.mkdir()
+        # a link: the batch keeps its input whatever becomes of the file
+        os.link(self._files.path(request.input_file_id), draft.input)
+        durable.write_file(draft.request_file, owned.model_dump_json().encode())
+        if not durable.publish_directory(draft.root, folder.root):
+            draft.clean()
+            draft.request_file.unlink()
+            draft.root.rmdir()
+        return self._show(folder)
+
+    def get(self, batch_id: str) -> Batch:
+        """One batch. Raises NotFound."""
+        return self._show(self._known(batch_id))
+
+    def page(self, after: str | None, limit: int) -> tuple[list[Batch], bool]:
+        """Batches, the newest first, after one of them; and whether there are more.
+
+        Raises NotFound for an `after` that is none.
+        """
+        ids = self._ids()
+        start = 0
+        if after is not None:
+            if after not in ids:
+                raise NotFound(f"no batch {after!r}", param="after")
+            start = ids.index(after) + 1
+        page = ids[start : start + limit]
+        return [self._show(self._folder(name)) for name in page], len(ids) > start + limit
+
+    def cancel(self, batch_id: str) -> Batch:
+        """Ask no more lines of a batch. Raises NotFound; BadInput if it has ended otherwise."""
+        folder = self._known(batch_id)
+        batch = self._show(folder)
+        if batch.status in ("finalizing", "completed", "failed", "expired"):
+            raise BadInput(
+                f"batch {batch_id} is {batch.status}: it cannot be cancelled any more",
+                param="batch_id",
+                code="invalid_status",
+            )
+        if batch.status not in ("cancelling", "cancelled"):
+            folder.cancel()
+        return self._show(folder)
+
+    def _folder(self, batch_id: str) -> BatchFolder:
+        return BatchFolder(self._home.batches / batch_id)
+
+    def _known(self, batch_id: str) -> BatchFolder:
+        folder = self._folder(batch_id)
+        if not batch_id.startswith(PREFIX) or not folder.request_file.is_file():
+            raise NotFound(f"no batch {batch_id!r}", param="batch_id")
+        return folder
+
+    def _ids(self) -> list[str]:
+        if not self._home.batches.is_dir():
+            return []
+        names = [path.name for path in self._home.batches.glob(f"{PREFIX}*")]
+        for name in names:
+            if name not in self._created:
+                self._created[name] = self._folder(name).request().created_at
+        return sorted(names, key=lambda name: (self._created[name], name), reverse=True)
+
+    def _show(self, folder: BatchFolder) -> Batch:
+        """OpenAI's object, from the files that are there. The end is looked for last but wins."""
+        request = folder.request()
+        accepted = folder.accepted()
+        finalizing = folder.finalizing()
+        cancelled_at = folder.cancelled_at()
+        counts, tokens = Counts(), None
+        if accepted is not None:
+            counts, tokens = self._progress.counts(folder, accepted.lines)
+        end = folder.end()
+        status: Status = "validating" if accepted is None else "in_progress"
+        if finalizing is not None:
+            status = "finalizing"
+        if cancelled_at is not None and (finalizing is None or finalizing.outcome == "cancelled"):
+            status = "cancelling"
+        batch = Batch(
+            **request.model_dump(exclude={"output_expires_after", "owner"}),
+            status=status,
+            model=accepted.model if accepted else None,
+            in_progress_at=accepted.at if accepted else None,
+            finalizing_at=finalizing.at if finalizing else None,
+            cancelling_at=cancelled_at if status == "cancelling" else None,
+            request_counts=counts,
+            usage=BatchUsage.of(tokens) if tokens else None,
+        )
+        if end is None:
+            return batch
+        self._progress.forget(folder.id)
+        return _ended(batch, end, accepted, cancelled_at)
+
+
+def _ended(batch: Batch, end: End, accepted: Accepted | None, cancelled_at: int | None) -> Batch:
+    return batch.model_copy(
+        update={
+            "status": end.status,
+            f"{end.status}_at": end.at,
+            "cancelling_at": cancelled_at if end.status == "cancelled" else None,
+            "request_counts": end.counts,
+            "usage": end.usage or (BatchUsage.of((0, 0, 0, 0, 0)) if accepted else None),
+            "output_file_id": end.output_file_id,
+            "error_file_id": end.error_file_id,
+            "errors": LineErrors(data=end.errors) if end.errors else None,
+        }
+    )
+
+
+def _request(body: dict[str, Any], batch_id: str | None, now: int) -> BatchRequest:
+    """What a client's body asks for. Raises BadInput."""
+    for name in body:
+        if name not in FIELDS:
+            raise BadInput(
+                f"unknown field {name[:64]!r}; there are {', '.join(FIELDS)}",
+                param=name[:64],
+                code="unknown_parameter",
+            )
+    for name in FIELDS[:3]:
+        if not isinstance(body.get(name), str):
+            raise BadInput(f"{name} must be given as a string", param=name)
+    expires = now + window_seconds(body["completion_window"])
+    fixed = {"id": batch_id or new_id("batch"), "created_at": now, "expires_at": expires}
+    try:
+        return BatchRequest.model_validate({**body, **fixed})
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"])
+        raise BadInput(f"{param}: {first['msg']}", param=param) from error

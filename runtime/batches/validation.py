@@ -1,0 +1,198 @@
+"""Is a batch's input valid, and where does each chunk of its lines begin? One pass, flat memory.
+
+A line costs some microseconds and leaves eight bytes, the hash of its custom_id. Equal hashes are
+looked at once more, in a second pass that only an input with duplicates needs. Called by worker.py
+in a thread; the chunk index is read by chunks.py.
+"""
+
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy
+import orjson
+
+from cray_agents.runtime import durable
+from cray_agents.runtime.batches.folder import BatchFolder
+from cray_agents.runtime.batches.records import Accepted, BatchRequest, End, LineError
+
+CHUNK_LINES = 500
+CHUNK_BYTES = 4 * 2**20  # a chunk ends with the line that reaches this
+MAX_LINE = 16 * 2**20  # bytes
+MAX_ERRORS = 100  # told of one input
+LOOK = 10_000  # lines between looks whether the batch was cancelled
+MAX_ID = 512  # characters of a custom_id
+
+Row = tuple[int, int, int, int]  # of the index: byte offset, bytes, first line number, requests
+
+
+class Validation:
+    """One pass over an input. `errors` is empty if it is valid."""
+
+    def __init__(self, request: BatchRequest) -> None:
+        self.request = request
+        self.errors: list[LineError] = []
+        self.rows: list[Row] = []
+        self.lines = 0
+        self.models: set[str] = set()
+        self._hashes = array("q")
+
+    def run(self, folder: BatchFolder) -> None:
+        """Read the input, until its end, MAX_ERRORS, or the batch is cancelled."""
+        with folder.input.open("rb") as file:
+            self._first_pass(file, folder)
+            if twice := self._equal_hashes():
+                file.seek(0)
+                self._find_duplicates(file, twice)
+        if not self.lines and not self.errors:
+            self.errors.append(LineError(code="empty_file", message="The input file is empty."))
+        self.errors.sort(key=lambda error: error.line or 0)
+        del self.errors[MAX_ERRORS:]
+
+    def _first_pass(self, file: BinaryIO, folder: BatchFolder) -> None:
+        start, first, requests, offset, number = 0, 1, 0, 0, 0
+        for number, raw in _lines(file):
+            if requests and (requests == CHUNK_LINES or offset - start >= CHUNK_BYTES):
+                self.rows.append((start, offset - start, first, requests))
+                start, first, requests = offset, number, 0
+            offset += len(raw)
+            if number % LOOK == 0 and folder.cancelling_file.exists():
+                return
+            if raw.isspace():
+                continue
+            requests += 1
+            self._line(number, raw)
+            if len(self.errors) >= MAX_ERRORS:
+                return
+        if requests:
+            self.rows.append((start, offset - start, first, requests))
+
+    def _line(self, number: int, raw: bytes) -> None:
+        self.lines += 1
+        try:
+            custom_id, model = check_line(raw, self.request.endpoint)
+        except Refused as refused:
+            self.errors.append(refused.error(number))
+            return
+        self._hashes.append(hash(custom_id))  # of this process alone: nobody can make them equal
+        if len(self.models) < 2:
+            self.models.add(model)
+
+    def _equal_hashes(self) -> set[int]:
+        if not self._hashes:
+            return set()
+        hashes = numpy.frombuffer(self._hashes, dtype=numpy.int64)
+        hashes.sort()
+        return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+
+    def _find_duplicates(self, file: BinaryIO, hashes: set[int]) -> None:
+        seen: dict[str, int] = {}
+        for number, raw in _lines(file):
+            if raw.isspace():
+                continue
+            try:
+                custom_id, _ = check_line(raw, self.request.endpoint)
+            except Refused:
+                continue
+            if hash(custom_id) not in hashes:
+                continue
+            if custom_id in seen:
+                message = (
+                    f"The custom_id {custom_id[:64]!r} is line {seen[custom_id]}'s already: "
+                    "it must be unique in the batch."
+                )
+                self.errors.append(
+                    LineError(
+                        code="duplicate_custom_id",
+                        message=message,
+                        line=number,
+                        param="custom_id",
+                    )
+                )
+                if len(self.errors) >= MAX_ERRORS:
+                    return
+            seen.setdefault(custom_id, number)
+
+
+class Refused(Exception):
+    """A line cannot be a request."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+    def error(self, line: int) -> LineError:
+        """As the batch tells it."""
+        return LineError(code=self.code, message=str(self), line=line, param=self.param)
+
+
+def validate(folder: BatchFolder, request: BatchRequest) -> None:
+    """Accept a batch's input, or fail the batch. Harmless when done twice, or by two at once."""
+    check = Validation(request)
+    check.run(folder)
+    now = int(time.time())
+    if folder.cancelling_file.exists():
+        return  # whoever looks next ends it
+    if check.errors:
+        folder.finish(End(at=now, status="failed", errors=check.errors))
+        return
+    durable.create_file(folder.index, b"".join(orjson.dumps(row) + b"\n" for row in check.rows))
+    model = check.models.pop() if len(check.models) == 1 else None
+    folder.accept(Accepted(at=now, lines=check.lines, chunks=len(check.rows), model=model))
+
+
+def read_index(path: Path) -> list[Row]:
+    """The chunks of an input, in order."""
+    rows = map(orjson.loads, path.read_bytes().splitlines())
+    return [(offset, length, first, requests) for offset, length, first, requests in rows]
+
+
+def check_line(raw: bytes, endpoint: str) -> tuple[str, str]:
+    """The custom_id and the model of a line. Raises Refused."""
+    if len(raw) > MAX_LINE:
+        raise Refused("line_too_long", f"This line is longer than {MAX_LINE} bytes.")
+    try:
+        line = orjson.loads(raw)
+    except ValueError:
+        message = "This line is not parseable as valid JSON."
+        raise Refused("invalid_json_line", message) from None
+    if not isinstance(line, dict):
+        raise Refused("invalid_json_line", "This line is not a JSON object.")
+    custom_id = line.get("custom_id")
+    if custom_id is None:
+        raise Refused("missing_required_parameter", "custom_id is missing.", "custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID:
+        message = f"custom_id must be a string of 1 to {MAX_ID} characters."
+        raise Refused("invalid_value", message, "custom_id")
+    if line.get("method") != "POST":
+        raise Refused("invalid_method", "method must be 'POST'.", "method")
+    if line.get("url") != endpoint:
+        message = f"url must be the batch's endpoint, {endpoint!r}."
+        raise Refused("mismatched_endpoint", message, "url")
+    return custom_id, _model(line.get("body"))
+
+
+def _model(body: Any) -> str:
+    if not isinstance(body, dict):
+        raise Refused("missing_required_parameter", "body must be a JSON object.", "body")
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise Refused("missing_required_parameter", "body.model must be a string.", "body.model")
+    if body.get("stream"):
+        raise Refused("invalid_value", "body.stream: a batch does not stream.", "body.stream")
+    return model
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines; of one that is too long, only so much that it shows."""
+    number = 0
+    while raw := file.readline(MAX_LINE + 2):
+        number += 1
+        yield number, raw
+        while len(raw) > MAX_LINE and not raw.endswith(b"\n"):  # the rest of it
+            raw = file.readline(MAX_LINE + 2)
+            if not raw:
+                break

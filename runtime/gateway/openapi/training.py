@@ -1,0 +1,279 @@
+"""Operations from runs to promoted weights: trajectories, datasets, jobs, versions, loops."""
+
+from cray_agents.runtime.gateway.openapi.operation import Operation, Schema, query, ref
+from cray_agents.runtime.gateway.openapi.schemas import data, listed, record, some
+from cray_agents.runtime.gateway.routes.fine_tuning import MOST as MOST_JOBS
+from cray_agents.runtime.gateway.routes.trajectories import FILTERS
+from cray_agents.runtime.gateway.routes.trajectories import MOST as MOST_RUNS
+
+TEXT: Schema = {"type": "string"}
+ANY: Schema = {"type": "object"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+AFTER = query("after", TEXT, "The last id of the page before.")
+PAGE = (AFTER, query("limit", {**COUNT, "maximum": MOST_JOBS}))
+MISSING = ("404 not_found",)
+LINES = "How many lines."
+
+
+def _about(path: str, acts: tuple[tuple[str, str, str], ...], answer: str) -> list[Operation]:
+    """What can be done to a job: each a POST without a body."""
+    return [
+        Operation(
+            "post",
+            f"{path}/{act}",
+            name,
+            "Training",
+            summary,
+            ref(answer),
+            fails=("404 not_found", "400 job_ended", "400 job_not_paused"),
+        )
+        for act, name, summary in acts
+    ]
+
+
+TRAJECTORIES = (
+    Operation(
+        "post",
+        "/v1/trajectories/{run_id}/events",
+        "appendEvents",
+        "Training",
+        "Tell of a run, or reward it",
+        record({"appended": COUNT, "duplicates": COUNT}),
+        takes=record({"events": some(ref("Event"))}),
+        more="An event's body is a Run or a Reward. The same event again changes nothing.",
+    ),
+    Operation(
+        "get",
+        "/v1/trajectories",
+        "listRuns",
+        "Training",
+        "The runs, by id",
+        listed(ref("ShownRun")),
+        query=(
+            *(query(name, COUNT if name == "generation" else TEXT) for name in FILTERS),
+            query("limit", {**COUNT, "maximum": MOST_RUNS}),
+            AFTER,
+            query("tokens", {"enum": ["true", "false"]}, "Whether calls come with their tokens."),
+        ),
+    ),
+    Operation(
+        "get",
+        "/v1/trajectories/{run_id}",
+        "retrieveRun",
+        "Training",
+        "One run, with its tokens",
+        ref("ShownRun"),
+        fails=MISSING,
+    ),
+)
+DATASETS = (
+    Operation(
+        "post",
+        "/v1/datasets",
+        "buildDataset",
+        "Training",
+        "Build a training set from runs and demonstrations",
+        ref("DatasetSummary"),
+        takes=ref("DatasetRecipe"),
+        fails=("400 empty_dataset",),
+    ),
+    Operation(
+        "get",
+        "/v1/datasets/{dataset_id}",
+        "retrieveDataset",
+        "Training",
+        "A training set's manifest",
+        ref("DatasetSummary"),
+        fails=MISSING,
+    ),
+)
+JOBS = (
+    Operation(
+        "post",
+        "/v1/jobs",
+        "createJob",
+        "Training",
+        "Train on a dataset",
+        ref("JobStatus"),
+        takes=ref("JobSpec"),
+        more="The same spec is the same job. `parent`: a name, `name@N` or a checkpoint's id.",
+        fails=("400 invalid_value", "404 model_not_found"),
+    ),
+    Operation(
+        "get",
+        "/v1/jobs",
+        "listJobs",
+        "Training",
+        "Every job, oldest first",
+        data(ref("JobStatus")),
+    ),
+    Operation(
+        "get",
+        "/v1/jobs/{job_id}",
+        "retrieveJob",
+        "Training",
+        "Where a job stands",
+        ref("JobStatus"),
+        fails=MISSING,
+    ),
+    Operation(
+        "get",
+        "/v1/jobs/{job_id}/events",
+        "listJobEvents",
+        "Training",
+        "A job's events, after the first `after`",
+        record({"data": some({}), "last": COUNT}),
+        query=(query("after", COUNT),),
+        fails=MISSING,
+    ),
+    Operation(
+        "get",
+        "/v1/jobs/{job_id}/logs",
+        "readJobLog",
+        "Training",
+        "The last lines of a job's log",
+        {"text/plain": TEXT},
+        query=(query("tail", COUNT, LINES),),
+        fails=MISSING,
+    ),
+    *_about(
+        "/v1/jobs/{job_id}",
+        (
+            ("cancel", "cancelJob", "End a job for good"),
+            ("pause", "pauseJob", "Let a job save and stop"),
+            ("resume", "resumeJob", "Go on from where a job was paused"),
+        ),
+        "JobStatus",
+    ),
+)
+FINE_TUNING = (
+    Operation(
+        "post",
+        "/v1/fine_tuning/jobs",
+        "createFineTuningJob",
+        "Training",
+        "Train on an uploaded file (OpenAI's API, supervised)",
+        ref("FineTuningJob"),
+        takes=ref("CreateJob"),
+        more="The same request is the same job. The result is a version that waits for promotion.",
+        fails=("404 model_not_found", "400 invalid_training_file", "400 unsupported_value"),
+    ),
+    Operation(
+        "get",
+        "/v1/fine_tuning/jobs",
+        "listFineTuningJobs",
+        "Training",
+        "The fine-tuning jobs, newest first",
+        listed(ref("FineTuningJob")),
+        query=PAGE,
+        more="Filter with `metadata[key]=value`; `metadata=null` for those without.",
+    ),
+    Operation(
+        "get",
+        "/v1/fine_tuning/jobs/{fine_tuning_job_id}",
+        "retrieveFineTuningJob",
+        "Training",
+        "Where a fine-tuning job stands",
+        ref("FineTuningJob"),
+        fails=MISSING,
+    ),
+    Operation(
+        "get",
+        "/v1/fine_tuning/jobs/{fine_tuning_job_id}/events",
+        "listFineTuningEvents",
+        "Training",
+        "What happened, newest first",
+        listed(ref("FineTuningEvent")),
+        query=PAGE,
+        fails=MISSING,
+    ),
+    Operation(
+        "get",
+        "/v1/fine_tuning/jobs/{fine_tuning_job_id}/checkpoints",
+        "listFineTuningCheckpoints",
+        "Training",
+        "The weights that a job ended with",
+        listed(ref("FineTuningCheckpoint")),
+        query=PAGE,
+        fails=MISSING,
+    ),
+    *_about(
+        "/v1/fine_tuning/jobs/{fine_tuning_job_id}",
+        (
+            ("cancel", "cancelFineTuningJob", "End a fine-tuning job for good"),
+            ("pause", "pauseFineTuningJob", "Let a fine-tuning job save and stop"),
+            ("resume", "resumeFineTuningJob", "Go on from where it was paused"),
+        ),
+        "FineTuningJob",
+    ),
+)
+VERSIONS = (
+    Operation(
+        "post",
+        "/v1/models/{name}/versions",
+        "registerVersion",
+        "Versions",
+        "Make a version of a checkpoint",
+        ref("ShownVersion"),
+        takes=record({"checkpoint": TEXT}),
+        more="`checkpoint`: an id, or a directory on the gateway's machine.",
+        fails=("404 not_found", "422 corrupt"),
+    ),
+    Operation(
+        "get",
+        "/v1/models/{name}/versions",
+        "listVersions",
+        "Versions",
+        "A name's versions, oldest first",
+        data({"allOf": [ref("ShownVersion"), record({"promoted": {"type": "boolean"}})]}),
+        fails=("404 model_not_found",),
+    ),
+    Operation(
+        "post",
+        "/v1/models/{name}/versions/{number}/stage",
+        "stageVersion",
+        "Versions",
+        "Let the replicas hold a version, proven by its probe",
+        ref("ProbeReport"),
+        fails=("404 model_not_found", "409 swap_failed"),
+    ),
+    Operation(
+        "post",
+        "/v1/models/{name}/promote",
+        "promote",
+        "Versions",
+        "Let a name mean a version",
+        ref("Promotion"),
+        takes=record({"version": {"type": "integer"}}, {"who": TEXT, "reason": TEXT}),
+        fails=("404 model_not_found", "409 swap_failed"),
+    ),
+    Operation(
+        "get",
+        "/v1/models/{name}/promotions",
+        "listPromotions",
+        "Versions",
+        "A name's promotions, oldest first",
+        data(ref("Promotion")),
+        fails=("404 model_not_found",),
+    ),
+)
+LOOPS = (
+    Operation(
+        "get",
+        "/v1/loops/{loop}/generations",
+        "listGenerations",
+        "Training",
+        "A loop's finished generations",
+        data(ANY),
+    ),
+    Operation(
+        "post",
+        "/v1/loops/{loop}/generations/{number}",
+        "finishGeneration",
+        "Training",
+        "Record a generation; the first record stays",
+        record({"created": {"type": "boolean"}}),
+        takes=ANY,
+    ),
+)
+OPERATIONS = (*TRAJECTORIES, *DATASETS, *JOBS, *FINE_TUNING, *VERSIONS, *LOOPS)

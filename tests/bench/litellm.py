@@ -1,0 +1,113 @@
+"""LiteLLM's proxy in front of an OpenAI-compatible server, for `make bench` to state beside ours.
+
+It runs from an environment of its own (requirements/environment.sh litellm). Set as fast as it can
+fairly be: one worker, as the gateway is one process; of its servers and its providers for such a
+target the fastest that were tried (granian; `hosted_vllm`: a quarter less CPU than `openai` on
+streams); no database, callbacks, logging of streams, retries or debug output; no keys, which it
+allows for local use only and so do we (it listens on the loopback, for as long as the benchmark
+runs). The table of prices is read from the package, not fetched, and nothing of our environment is
+passed on. Called by gateway.py.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+START = 120.0  # seconds it may take to answer: its imports alone take several
+ENVIRONMENT = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched when the program starts
+    "LITELLM_LOG": "ERROR",
+    "LITELLM_MODE": "PRODUCTION",  # no .env files
+    "NO_PROXY": "127.0.0.1",
+}
+
+
+@contextmanager
+def litellm_proxy(target_url: str, model: str, python: Path, workers: int = 1) -> Iterator[str]:
+    """A proxy on a free port of the loopback; gives its URL, such as http://127.0.0.1:4000.
+
+    `target_url` is the server's root, without /v1, and `model` its name there and here; `python`
+    the interpreter of LiteLLM's environment. Raises RuntimeError with the end of its log if it
+    ends, or does not answer in START seconds.
+    """
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
+        config = Path(folder) / "config.yaml"
+        config.write_text(json.dumps(_config(target_url, model)))  # JSON is YAML
+        command = ["--config", config, "--host", "127.0.0.1", "--port", port, "--run_granian"]
+        process = subprocess.Popen(
+            [python.parent / "litellm", *map(str, command), "--num_workers", str(workers)],
+            cwd=folder,
+            env={"PATH": os.environ["PATH"], "HOME": folder, **ENVIRONMENT},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            _wait(url, process, Path(log.name))
+            yield url
+        finally:
+            _end(process)
+
+
+def _config(target_url: str, model: str) -> dict[str, object]:
+    server = {
+        "model": f"hosted_vllm/{model}",
+        "api_base": f"{target_url.rstrip('/')}/v1",
+        "api_key": "none",
+    }
+    return {
+        "model_list": [{"model_name": model, "litellm_params": server}],
+        "litellm_settings": {
+            "callbacks": [],
+            "num_retries": 0,
+            "request_timeout": 600,
+            "set_verbose": False,
+            "telemetry": False,
+            "disable_streaming_logging": True,
+        },
+        "router_settings": {"num_retries": 0, "disable_cooldowns": True},
+        "general_settings": {
+            "disable_spend_logs": True,
+            "disable_error_logs": True,
+            "dangerously_permit_weak_or_unset_master_key": True,  # see above
+        },
+    }
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health/liveliness", timeout=5):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(0.2)
+    state = "does not answer" if process.poll() is None else f"ended with {process.returncode}"
+    raise RuntimeError(f"LiteLLM's proxy {state}:\n{log.read_text()[-3000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it: politely, and then with the workers it has, which are its process group."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

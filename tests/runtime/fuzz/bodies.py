@@ -1,0 +1,153 @@
+"""A good request for every route that takes a body, by its template in the OpenAPI document.
+
+`file-0`, `upload_0` and so on stand for what the fuzzed gateway has; see cases.py.
+"""
+
+from typing import Any
+
+CHAT = "/v1/chat/completions"
+SAYS = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+EXPIRY = {"anchor": "created_at", "seconds": 3600}
+RECIPE: dict[str, Any] = {
+    "loop": "l",
+    "generations": [1],
+    "split": "train",
+    "min_reward": 1.0,
+    "balance_by": "level",
+    "balance_power": 0.5,
+    "demonstrations": [],
+    "demonstrations_metadata": [],
+    "tools": [TOOL],
+    "tokenizer": None,
+    "rewards": {"run": 1.0},
+}
+RUN: dict[str, Any] = {
+    "agent": "a",
+    "model": "m@1",
+    "input": "q",
+    "output": "r",
+    "stop_reason": "completed",
+    "task": {"input": "q", "target": 1, "metadata": {"level": 1}},
+    "trajectory": {
+        "messages": SAYS,
+        "turns": [{"call_id": "c", "tool_calls": [{"id": "t", "name": "f", "arguments": "{}"}]}],
+    },
+    "loop": "l",
+    "generation": 1,
+    "attempt": 0,
+}
+METHOD = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "model": "m",
+        "messages": [{"role": "system", "content": "be"}, *SAYS],
+        "tools": [TOOL],
+        "tool_choice": "auto",
+        "stream": False,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.5,
+        "n": 2,
+        "stop": ["x"],
+        "logprobs": True,
+        "return_token_ids": True,
+        "metadata": {"a": "b"},
+    },
+    "/v1/completions": {"model": "m", "prompt": ["a", "b"], "stream": False, "max_tokens": 4},
+    "/v1/responses": {
+        "model": "m",
+        "instructions": "be",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "4"},
+        ],
+        "stream": False,
+    },
+    "/v1/messages": {
+        "model": "m",
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "be"}],
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm"},
+                    {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "t", "content": "4"}],
+            },
+        ],
+        "stream": False,
+    },
+    "/v1/embeddings": {"model": "m", "input": ["a", "b"], "encoding_format": "float"},
+    "/v1/messages/count_tokens": {"model": "m", "messages": SAYS},
+    "/v1/tokenize": {"model": "m", "prompt": "hi", "add_special_tokens": False},
+    "/v1/detokenize": {"model": "m", "tokens": [1, 2]},
+    "/v1/trajectories/{run_id}/events": {
+        "events": [
+            {"kind": "run", "body": RUN, "id": "e1", "time": 1.0},
+            {"kind": "reward", "body": {"name": "r", "value": 1.0, "source": "s"}},
+        ]
+    },
+    "/v1/datasets": RECIPE,
+    "/v1/jobs": {
+        "method": "sft",
+        "dataset": "ds-0",
+        "parent": "m@1",
+        "optimizer_from": None,
+        "hyperparameters": {"steps": 1, "batch_size": 1, "learning_rate": 0.001},
+        "code": "c",
+        "layout": {"data": 1, "tensor": 1},
+        "save_every": 5,
+    },
+    "/v1/fine_tuning/jobs": {
+        "model": "m",
+        "training_file": "file-1",
+        "method": METHOD,
+        "suffix": "s",
+        "seed": 1,
+        "integrations": [],
+        "metadata": {"a": "b"},
+    },
+    "/v1/models/{name}/versions": {"checkpoint": "m@1"},
+    "/v1/models/{name}/promote": {"version": 1, "who": "w", "reason": "r"},
+    "/v1/loops/{loop}/generations/{number}": {"score": 0.5, "promoted": [1, 2]},
+    "/v1/uploads": {
+        "bytes": 3,
+        "filename": "f.txt",
+        "mime_type": "text/plain",
+        "purpose": "batch",
+        "expires_after": EXPIRY,
+        "sha256": "0" * 64,
+    },
+    "/v1/uploads/{upload_id}/complete": {"part_ids": ["part-0"], "md5": "0" * 32},
+    "/v1/batches": {
+        "input_file_id": "file-0",
+        "endpoint": CHAT,
+        "completion_window": "24h",
+        "metadata": {"a": "b"},
+        "output_expires_after": EXPIRY,
+    },
+}
+#: The field that holds the file, of each route that takes a form.
+FORMS = {"/v1/files": "file", "/v1/uploads/{upload_id}/parts": "data"}
+#: What a template's path parameters mean when they are meant well.
+PLAIN = {
+    "name": "m",
+    "model": "m",
+    "number": "1",
+    "run_id": "run_1",
+    "loop": "l",
+    "file_id": "file-0",
+    "upload_id": "upload_0",
+    "dataset_id": "ds-0",
+    "job_id": "job-0",
+    "fine_tuning_job_id": "tune-0",
+    "batch_id": "batch-0",
+}

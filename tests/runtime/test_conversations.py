@@ -1,0 +1,234 @@
+"""Which run a request goes on with: that of its conversation, as the frameworks send them back."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.runtime.conversations import Conversations, chain
+from cray_agents.runtime.gateway.auth import Mode
+from cray_agents.runtime.keys import Keys
+from cray_agents.scripted import ScriptedEngine, tool_call
+from tests.runtime.gateways import CHAT, TOOL, Gateway, Reply, says, served
+
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Use the tool."}
+OPENING = [SYSTEM, *says("What is 47 + 385?")]
+
+
+def message(reply: Reply) -> dict[str, Any]:
+    said: dict[str, Any] = reply.json["choices"][0]["message"]
+    return said
+
+
+def result(reply: Reply, text: str = "432") -> dict[str, Any]:
+    call_id = message(reply)["tool_calls"][0]["id"]
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def numbered() -> ScriptedEngine:
+    """Every answer is another one; with tools it is a call, whose id vLLM would make unique."""
+    count = iter(range(10**6))
+
+    def say(request: dict[str, Any]) -> Any:
+        number = next(count)
+        if request.get("tools"):
+            return {**tool_call("add", a=47, b=385), "id": f"call_{number}"}
+        return f"answer {number}"
+
+    return ScriptedEngine(say)
+
+
+@asynccontextmanager
+async def numbering(folder: Path, **options: Any) -> AsyncIterator[Gateway]:
+    async with served(folder, numbered(), **options) as gateway:
+        yield gateway
+
+
+async def test_a_plain_conversation_is_one_run(tmp_path: Path) -> None:
+    async with numbering(tmp_path) as gateway:
+        messages = list(OPENING)
+        runs = []
+        for stream in (False, True, False):
+            reply = await gateway.ask(messages, stream=stream)
+            runs.append(reply.run_id)
+            said = gateway.calls(reply.run_id)[-1].message
+            messages += [said, *says("And then?")]
+        assert len(set(runs)) == 1 and len(gateway.store.runs()) == 1
+        run = gateway.store.run(runs[0])
+        assert [len(call.messages) for call in run.calls] == [2, 4, 6]
+        assert run.trajectory.messages == messages[:-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_calls_come_back_by_their_ids(tmp_path: Path, stream: bool) -> None:
+    async with numbering(tmp_path) as gateway:
+        first = await gateway.ask(OPENING, tools=[TOOL])
+        other = await gateway.ask(OPENING, tools=[TOOL])  # the same question, another conversation
+        assert first.run_id != other.run_id
+        for reply in (first, other):
+            turns = [*OPENING, message(reply), result(reply)]
+            assert (await gateway.ask(turns, stream=stream)).run_id == reply.run_id
+
+
+def compact(said: dict[str, Any]) -> dict[str, Any]:
+    """As pydantic-ai and langchain send it: the arguments are JSON that was made anew."""
+    (call,) = said["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    text = json.dumps(arguments, separators=(",", ":"))
+    function = {**call["function"], "arguments": text}
+    return {"content": None, "tool_calls": [{**call, "function": function}], "role": "assistant"}
+
+
+def as_text(said: dict[str, Any]) -> dict[str, Any]:
+    """As smolagents sends it: no tool call, but its Python repr in a part of text."""
+    calls = [{**call} for call in said["tool_calls"]]
+    return {
+        "role": "assistant",
+        "content": [{"type": "text", "text": f"\nCalling tools:\n{calls}"}],
+    }
+
+
+async def test_what_was_said_may_come_back_rewritten(tmp_path: Path) -> None:
+    async with numbering(tmp_path) as gateway:
+        replies = [await gateway.ask(OPENING, tools=[TOOL]) for _ in range(4)]
+        for index, reply in enumerate(replies):
+            rewritten = (compact if index % 2 else as_text)(message(reply))
+            observed = says("Observation:\n432") if index % 2 == 0 else [result(reply)]
+            again = await gateway.ask([*OPENING, rewritten, *observed])
+            assert again.run_id == reply.run_id
+        stripped = await gateway.ask(says("a question"))
+        text = {"role": "assistant", "content": [{"type": "text", "text": stripped.text + "\nCa"}]}
+        more = await gateway.ask([*says("a question"), text, *says("more")])
+        assert more.run_id == stripped.run_id
+
+
+async def test_an_error_that_smolagents_adds_to_the_last_message(tmp_path: Path) -> None:
+    def parts(text: str) -> list[Any]:
+        return [{"role": "user", "content": [{"type": "text", "text": text}]}]
+
+    task = "New task:\nfirst?"
+    error = "\nError:\nUnknown tool fly, should be one of: greet.\nNow let's retry: take care"
+    async with numbering(tmp_path) as gateway:
+        for wrap in (parts, says):
+            first = await gateway.ask([SYSTEM, *wrap(task)], tools=[TOOL])
+            second = await gateway.ask([SYSTEM, *wrap(task + error)], tools=[TOOL])
+            third = await gateway.ask([SYSTEM, *wrap(task + error + error)], tools=[TOOL])
+            assert first.run_id == second.run_id == third.run_id
+            # two that could be meant: neither is
+            await gateway.ask([SYSTEM, *wrap(task)], tools=[TOOL])
+            unclear = await gateway.ask([SYSTEM, *wrap(task + "\nError:\nagain")], tools=[TOOL])
+            assert unclear.run_id != first.run_id
+            # an answer without a tool call is no failed one
+            plain = await gateway.ask([SYSTEM, *wrap("What is 4?")])
+            more = await gateway.ask([SYSTEM, *wrap("What is 4?\nError: what is 5?")])
+            assert more.run_id != plain.run_id
+
+
+async def test_the_same_messages_again_are_another_run(tmp_path: Path) -> None:
+    async with numbering(tmp_path) as gateway:
+        replies = [await gateway.ask(OPENING) for _ in range(3)]
+        assert len({reply.run_id for reply in replies}) == 3
+        assert {len(run.calls) for run in gateway.store.runs()} == {1}
+
+
+async def test_many_with_the_same_opening_at_once_are_kept_apart(tmp_path: Path) -> None:
+    async def talk(gateway: Gateway, tools: bool) -> tuple[str, list[Any]]:
+        messages, runs = list(OPENING), []
+        for turn in range(3):
+            fields = {"tools": [TOOL]} if tools else {}
+            reply = await gateway.ask(messages, **fields)
+            runs.append(reply.run_id)
+            follows = [result(reply)] if tools else says(f"and {turn}?")
+            messages = [*messages, message(reply), *follows]
+        assert len(set(runs)) == 1, runs
+        return runs[0], messages
+
+    async with numbering(tmp_path) as gateway:
+        talks = await asyncio.gather(*(talk(gateway, n % 2 == 0) for n in range(60)))
+        assert len({run_id for run_id, _ in talks}) == 60
+        for run_id, messages in talks:
+            calls = gateway.calls(run_id)
+            assert [call.messages for call in calls] == [messages[:2], messages[:4], messages[:6]]
+
+
+async def test_answers_that_are_alike_are_gone_on_with_once_each(tmp_path: Path) -> None:
+    async with served(tmp_path, ScriptedEngine(lambda request: "Hm.")) as gateway:
+        first = [await gateway.ask(OPENING) for _ in range(5)]
+        turns = [*OPENING, {"role": "assistant", "content": "Hm."}, *says("Well?")]
+        second = await asyncio.gather(*(gateway.ask(turns) for _ in range(5)))
+        assert {reply.run_id for reply in second} == {reply.run_id for reply in first}
+        assert {len(run.calls) for run in gateway.store.runs()} == {2}
+
+
+async def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    async with numbering(tmp_path) as gateway:
+        plain = await gateway.ask(says("one"))
+        tools = await gateway.ask(OPENING, tools=[TOOL])
+    async with numbering(tmp_path) as gateway:
+        turns = [*says("one"), message(plain), *says("two")]
+        assert (await gateway.ask(turns)).run_id == plain.run_id
+        turns = [*OPENING, compact(message(tools)), result(tools)]
+        assert (await gateway.ask(turns)).run_id == tools.run_id
+        assert len(gateway.store.runs()) == 2
+
+
+async def test_conversations_of_others_are_not_gone_on_with(tmp_path: Path) -> None:
+    mode: Mode = "required"
+    async with numbering(tmp_path, api_keys=mode) as gateway:
+        keys = Keys(gateway.services.home)
+        ann, bob = ({"Authorization": f"Bearer {keys.create(name)[1]}"} for name in ("ann", "bob"))
+        first = await gateway.ask(OPENING, tools=[TOOL], headers=ann)
+        assert first.status == 200
+        turns = [*OPENING, message(first), result(first)]
+        assert (await gateway.ask(turns, headers=bob)).run_id != first.run_id
+        assert (await gateway.ask(turns, headers=ann)).run_id == first.run_id
+
+
+async def test_a_run_that_is_named_is_the_run(tmp_path: Path) -> None:
+    async with numbering(tmp_path) as gateway:
+        for name in ({"headers": {"X-Run-Id": "run_a"}}, {"path": f"/runs/run_b{CHAT}"}):
+            first = await gateway.ask(OPENING, **name)  # type: ignore[arg-type]
+            other = await gateway.ask(says("something else"), **name)  # type: ignore[arg-type]
+            assert first.run_id == other.run_id in ("run_a", "run_b")
+            # it was named once, and must be again: nothing else finds it
+            turns = [*OPENING, message(first), *says("and?")]
+            assert (await gateway.ask(turns)).run_id != first.run_id
+        both = await gateway.ask(OPENING, path=f"/runs/run_c{CHAT}", headers={"X-Run-Id": "run_d"})
+        assert both.run_id == "run_c"  # the path says it
+        bad = await gateway.ask(OPENING, headers={"X-Run-Id": "a b"})
+        assert (bad.status, bad.json["error"]["param"]) == (400, "X-Run-Id")
+
+
+async def test_what_was_cut_off_is_not_gone_on_with(tmp_path: Path) -> None:
+    async with numbering(tmp_path) as gateway:
+        first = await gateway.ask(says("one"))
+        forged = [*says("one"), {"role": "assistant", "content": "never said"}, *says("two")]
+        # the only answer there was, rewritten beyond recognition: frameworks do that
+        assert (await gateway.ask(forged)).run_id == first.run_id
+        await gateway.ask(says("one"))
+        assert (await gateway.ask(forged)).run_id != first.run_id
+        unknown = {"role": "tool", "tool_call_id": "call_x", "content": "?"}
+        assert (await gateway.ask([*says("one"), unknown])).run_id != first.run_id
+
+
+def test_only_so_many_are_remembered() -> None:
+    conversations = Conversations(most=2)
+    asked = [says(f"{number}") for number in range(3)]
+    for number, messages in enumerate(asked):
+        said = {"role": "assistant", "content": f"a{number}"}
+        conversations.learn(chain(messages, "")[-1], f"run_{number}", said)
+    found = []
+    for number, messages in enumerate(asked):
+        turns = [*messages, {"role": "assistant", "content": f"a{number}"}, *says("?")]
+        found.append(conversations.find(chain(turns, ""), turns, ""))
+    assert found == [None, "run_1", "run_2"]
+
+
+def test_empty_fields_and_the_order_of_keys_make_no_difference() -> None:
+    one = chain([{"role": "user", "content": "a", "name": None, "tool_calls": []}], "k")
+    other = chain([{"content": "a", "role": "user"}], "k")
+    assert one == other != chain([{"content": "a", "role": "user"}], "l")

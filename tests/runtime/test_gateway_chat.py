@@ -1,0 +1,279 @@
+"""Chat completions in one piece, as the official client sees them, and what is recorded."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from cray_agents.errors import EngineError, EngineUnavailable
+from cray_agents.records import canonical
+from cray_agents.runtime.gateway.admission import Admission
+from cray_agents.scripted import ScriptedEngine
+from tests.runtime.gateways import CHAT, TOOL, Gateway, Paced, checkpoint, says, served, until
+
+
+async def test_chat_answers_and_records_the_exact_call(gateway: Gateway) -> None:
+    raw = await gateway.client().chat.completions.with_raw_response.create(
+        model="calc",
+        messages=says("two plus two"),
+        temperature=0.7,
+        seed=3,
+        extra_body={"top_k": 5},
+        extra_headers={"X-Run-Id": "run_a"},
+    )
+    answer = raw.parse()
+    assert raw.headers["x-run-id"] == "run_a"
+    assert (answer.model, answer.choices[0].message.content) == ("calc@1", "two plus two")
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].logprobs is None and "token_ids" not in raw.text
+    (call,) = gateway.calls("run_a")
+    assert (call.id, call.model, call.run_id) == (answer.id, "calc@1", "run_a")
+    assert (call.api, call.messages) == (CHAT, says("two plus two"))
+    assert bytes(call.prompt_token_ids) == canonical(says("two plus two"))
+    assert bytes(call.token_ids) == b"two plus two" and call.logprobs == [-0.5] * 12
+    assert call.message == {"role": "assistant", "content": "two plus two"}
+    assert call.sampling == {"temperature": 0.7, "seed": 3, "top_k": 5}
+    assert call.finish_reason == "stop" and call.started > time.time() - 60 and call.seconds > 0
+
+
+async def test_the_engine_gets_the_request_as_it_came(gateway: Gateway) -> None:
+    odd = {"top_k": 5, "unheard_of": {"a": [None, 1.5]}, "metadata": {"x": "y"}}
+    reply = await gateway.ask("hi", **odd)
+    (request,) = gateway.engine.requests
+    assert request == {"model": "calc", "messages": says("hi"), **odd}
+    assert gateway.calls(reply.run_id)[0].sampling == odd
+
+
+async def test_tokens_are_given_to_who_asks_and_n_gives_a_call_each(gateway: Gateway) -> None:
+    for stream in (False, True):
+        reply = await gateway.ask(
+            "a b",
+            path=f"/runs/run_{stream}{CHAT}",
+            n=2,
+            logprobs=True,
+            return_token_ids=True,
+            stream=stream,
+        )
+        first, second = gateway.calls(f"run_{stream}")
+        assert second.id == f"{first.id}-1"
+        assert bytes(first.token_ids) == bytes(second.token_ids) == b"a b"
+        assert first.message == second.message == {"role": "assistant", "content": "a b"}
+        assert len(first.logprobs) == len(second.logprobs) == 3
+        if not stream:
+            assert [c["token_ids"] for c in reply.json["choices"]] == [list(b"a b")] * 2
+            assert bytes(reply.json["prompt_token_ids"]) == bytes(first.prompt_token_ids)
+            assert reply.json["id"] == first.id
+
+
+async def test_tools(gateway: Gateway) -> None:
+    raw = await gateway.client().chat.completions.with_raw_response.create(
+        model="calc", messages=says("2+2"), tools=[TOOL]
+    )
+    call = (raw.parse().choices[0].message.tool_calls or [])[0]
+    assert call.type == "function" and call.function.arguments == '{"expression": "2+2"}'
+    (recorded,) = gateway.calls(raw.headers["x-run-id"])
+    assert recorded.tools == [TOOL]
+    assert recorded.message == {
+        "role": "assistant", "content": None, "tool_calls": [call.model_dump()]
+    }  # fmt: skip
+    assert recorded.finish_reason == "tool_calls"
+
+
+async def test_what_the_engine_refuses_is_told_and_not_recorded(tmp_path: Path) -> None:
+    def refuse(request: dict[str, Any]) -> Any:
+        if request.get("temperature") == 3:
+            return EngineError("temperature must be at most 2", status=400, param="temperature")
+        return EngineError("it broke", status=500)
+
+    async with served(tmp_path, ScriptedEngine(refuse)) as gateway:
+        create = gateway.client().chat.completions.create
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="at most 2") as refused:
+                await create(model="calc", messages=says("a"), temperature=3, stream=stream)
+            assert refused.value.param == "temperature"
+            assert refused.value.type == "invalid_request_error"
+            with pytest.raises(openai.InternalServerError) as broken:
+                await create(model="calc", messages=says("a"), stream=stream)
+            assert broken.value.status_code == 502
+        assert gateway.store.runs() == []
+        assert gateway.services.admission.inside() == 0
+
+
+async def test_a_pool_that_is_down_is_unavailable(tmp_path: Path) -> None:
+    async with served(tmp_path, ScriptedEngine(lambda request: "hi")) as gateway:
+        gateway.pool._wait_timeout = 0.1
+        await gateway.pool.stop()
+        with pytest.raises(openai.InternalServerError) as down:
+            await gateway.client().chat.completions.create(model="calc", messages=says("a"))
+        assert (down.value.status_code, down.value.code) == (503, "engine_unavailable")
+        assert (await gateway.call("GET", "/health/ready"))[0] == 503
+        assert (await gateway.call("GET", "/health"))[0] == 200
+
+
+async def test_an_engine_that_is_gone_for_a_moment_is_asked_again(tmp_path: Path) -> None:
+    async with served(tmp_path, ScriptedEngine([EngineUnavailable("gone"), "back"])) as gateway:
+        reply = await gateway.ask("hi")
+        assert (reply.status, reply.text) == (200, "back")
+        (call,) = gateway.calls(reply.run_id)
+        assert bytes(call.token_ids) == b"back"
+
+
+async def test_unknown_model(gateway: Gateway) -> None:
+    for model in ("gpt-9", "calc@2", "calc@x", "../calc", "@", ""):
+        with pytest.raises(openai.NotFoundError) as missing:
+            await gateway.client().chat.completions.create(model=model, messages=says("a"))
+        assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+
+
+async def test_a_client_that_leaves_ends_its_request(tmp_path: Path) -> None:
+    cancelled: list[str] = []
+
+    async def slow(request: dict[str, Any]) -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(request["messages"][-1]["content"])
+            raise
+        return "too late"
+
+    engine = ScriptedEngine(slow)
+    async with served(tmp_path, engine, admission=Admission(1)) as gateway:
+        for number in range(2):  # of the one slot
+            asking = asyncio.create_task(gateway.ask(f"{number}"))
+            await until(lambda number=number: len(engine.requests) == number + 1)
+            assert gateway.pool.status()[0]["in_flight"] == 1
+            asking.cancel()
+            await until(lambda number=number: len(cancelled) == number + 1)
+        await until(lambda: gateway.services.admission.inside() == 0)
+        assert gateway.pool.status()[0]["in_flight"] == 0 and cancelled == ["0", "1"]
+        assert gateway.store.runs() == []  # no token came
+
+
+async def test_a_client_that_leaves_the_queue_never_asks_the_engine(tmp_path: Path) -> None:
+    engine = Paced(lambda request: request["messages"][-1]["content"], pause=0.02)
+    async with served(tmp_path, engine, admission=Admission(1)) as gateway:
+        first = asyncio.create_task(gateway.ask("word " * 40, stream=True))
+        await until(lambda: engine.active)
+        waiting = [
+            asyncio.create_task(gateway.ask("never", stream=stream)) for stream in (False, True)
+        ]
+        await until(lambda: gateway.services.admission.waiting() == 2)
+        for task in waiting:
+            task.cancel()
+        await until(lambda: gateway.services.admission.waiting() == 0)
+        assert (await first).body.endswith(b"data: [DONE]\n\n")
+        assert len(engine.requests) == 1
+
+
+async def test_a_request_that_waits_through_a_promotion_gets_the_new_version(
+    tmp_path: Path,
+) -> None:
+    gate = asyncio.Event()
+
+    async def version_of(request: dict[str, Any], version: str) -> str:
+        await gate.wait()
+        return version
+
+    async with served(tmp_path, ScriptedEngine(version_of)) as gateway:
+        new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
+        await gateway.call("POST", "/v1/models/calc/versions", json=new)
+        first = asyncio.create_task(gateway.ask("first"))
+        await until(lambda: gateway.engine.requests)
+        body = {"version": 2}
+        promotion = asyncio.create_task(gateway.call("POST", "/v1/models/calc/promote", json=body))
+        await until(lambda: gateway.pool.status()[0]["state"] == "swapping")
+        waiting = asyncio.create_task(gateway.ask("waits"))
+        await until(lambda: gateway.services.admission.inside() == 2)
+        gate.set()
+        replies = [await first, await waiting]
+        assert (await promotion)[0] == 200
+        assert [reply.json["model"] for reply in replies] == ["calc@1", "calc@2"]
+        assert [reply.text for reply in replies] == ["calc@1", "calc@2"]
+        assert gateway.calls(replies[1].run_id)[0].model == "calc@2"
+
+
+async def test_a_swap_under_load_refuses_nobody(tmp_path: Path) -> None:
+    def swapping() -> bool:
+        return any(seat["state"] != "serving" for seat in gateway.pool.status())
+
+    engine = Paced(lambda request, version: version, pause=0.002, delay=0.02)
+    admission = Admission(4, 4, swapping=swapping)
+    replies = []
+    async with served(tmp_path, engine, admission=admission) as gateway:
+        new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
+        await gateway.call("POST", "/v1/models/calc/versions", json=new)
+        ended = asyncio.Event()
+
+        async def client(number: int) -> None:
+            while not ended.is_set():
+                replies.append(await gateway.ask("who?", stream=number % 2 == 0))
+
+        clients = [asyncio.create_task(client(number)) for number in range(8)]
+        for version in (2, 1, 2):
+            await asyncio.sleep(0.1)
+            body = {"version": version}
+            status, _ = await gateway.call("POST", "/v1/models/calc/promote", json=body)
+            assert status == 200
+        ended.set()
+        await asyncio.gather(*clients)
+        assert {reply.status for reply in replies} == {200} and len(replies) > 30
+        calls = [call for reply in replies for call in gateway.calls(reply.run_id)]
+        assert {call.model for call in calls} == {"calc@1", "calc@2"}
+        assert all(bytes(call.token_ids).decode() == call.model for call in calls)
+        assert len(calls) == len(replies)
+
+
+async def test_who_comes_during_a_swap_waits_however_many_they_are(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    def swapping() -> bool:
+        return any(seat["state"] != "serving" for seat in gateway.pool.status())
+
+    async def slow(request: dict[str, Any], version: str) -> str:
+        await gate.wait()
+        return version
+
+    admission = Admission(2, 2, swapping=swapping)
+    async with served(tmp_path, ScriptedEngine(slow), admission=admission) as gateway:
+        new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
+        await gateway.call("POST", "/v1/models/calc/versions", json=new)
+        first = asyncio.create_task(gateway.ask("who?"))
+        await until(lambda: gateway.engine.requests)
+        promote = gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
+        promotion = asyncio.create_task(promote)
+        await until(swapping)
+        asked = [asyncio.create_task(gateway.ask("who?", stream=n % 2 == 0)) for n in range(12)]
+        await until(lambda: admission.waiting() == 11 or any(task.done() for task in asked))
+        gate.set()
+        replies = await asyncio.gather(*asked)
+        assert [reply.status for reply in replies] == [200] * 12
+        assert all(b'"calc@2"' in reply.body for reply in replies)
+        assert (await first).text == "calc@1" and (await promotion)[0] == 200
+
+
+async def test_the_queue_is_bounded_when_nothing_is_swapped(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def slow(request: dict[str, Any]) -> str:
+        await gate.wait()
+        return "hi"
+
+    async with served(tmp_path, ScriptedEngine(slow), admission=Admission(1, 1)) as gateway:
+        asked = [asyncio.create_task(gateway.ask("hi")) for _ in range(2)]
+        await until(lambda: gateway.services.admission.waiting() == 1)
+        refused = await gateway.ask("hi")
+        assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after-ms"]) > 0
+        gate.set()
+        assert [(await reply).status for reply in asked] == [200, 200]
+
+
+async def test_a_call_that_cannot_be_recorded_is_not_answered(gateway: Gateway) -> None:
+    gateway.services.home.segments.write_text("where the directory would be")
+    for fields in ({}, {"stream": True}):
+        reply = await gateway.ask("two plus two", **fields)
+        assert b"cannot write" in reply.body and b"[DONE]" not in reply.body
+        assert reply.status == (500 if not fields else 200)

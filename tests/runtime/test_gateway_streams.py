@@ -1,0 +1,180 @@
+"""Streams: what the client sees, what is recorded of it, and who ends it."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from cray_agents.runtime.gateway.admission import Admission
+from cray_agents.scripted import ScriptedEngine, tool_call
+from tests.runtime.gateways import CHAT, TOOL, Gateway, Paced, checkpoint, echo, says, served, until
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def test_stream(gateway: Gateway) -> None:
+    raw = await gateway.client().chat.completions.with_raw_response.create(
+        model="calc", messages=says("one and two and three"), stream=True
+    )
+    assert raw.headers["content-type"].startswith("text/event-stream")
+    chunks = [chunk async for chunk in raw.parse()]
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert said == "one and two and three" and len(chunks) > 3
+    assert {c.model for c in chunks} == {"calc@1"} and len({c.id for c in chunks}) == 1
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    (call,) = gateway.calls(raw.headers["x-run-id"])
+    assert (call.id, bytes(call.token_ids).decode()) == (chunks[0].id, said)
+    assert call.logprobs == [-0.5] * len(said) and call.prompt_token_ids
+    assert call.message == {"role": "assistant", "content": said}
+    assert (call.finish_reason, call.sampling) == ("stop", {})
+
+
+async def test_a_streamed_tool_call_is_recorded_whole(tmp_path: Path) -> None:
+    two = [tool_call("add", a=1, b=2), tool_call("add", a=3, b=4)]
+    async with served(tmp_path, ScriptedEngine([two])) as gateway:
+        reply = await gateway.ask("add", stream=True, tools=[TOOL])
+        (call,) = gateway.calls(reply.run_id)
+        functions = [said["function"] for said in call.message["tool_calls"]]
+        assert [f["arguments"] for f in functions] == ['{"a": 1, "b": 2}', '{"a": 3, "b": 4}']
+        assert {f["name"] for f in functions} == {"add"}
+        assert all(said["id"] and said["type"] == "function" for said in call.message["tool_calls"])
+        assert call.finish_reason == "tool_calls"
+
+
+async def test_usage_comes_to_who_asks(gateway: Gateway) -> None:
+    for options in (None, {"include_usage": True}):
+        stream = await gateway.client().chat.completions.create(
+            model="calc",
+            messages=says("a b"),
+            stream=True,
+            stream_options=options,  # type: ignore[arg-type]
+        )
+        chunks = [chunk async for chunk in stream]
+        usage = chunks[-1].usage
+        assert usage.completion_tokens == 3 if options and usage else usage is None
+
+
+async def test_a_waiting_stream_is_kept_alive(tmp_path: Path) -> None:
+    async with served(tmp_path, ScriptedEngine(echo, delay=0.35)) as gateway:
+        reply = await gateway.ask("hello", stream=True)
+        assert reply.body.count(b": keep-alive\n\n") >= 2
+        assert reply.body.endswith(DONE)
+
+
+async def test_a_stream_that_a_swap_holds_is_kept_alive(tmp_path: Path) -> None:
+    engine = Paced(lambda request, version: f"I am {version}, and I take my time", pause=0.1)
+    async with served(tmp_path, engine) as gateway:
+        new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
+        await gateway.call("POST", "/v1/models/calc/versions", json=new)
+        first = asyncio.create_task(gateway.ask("who?", stream=True))
+        await until(lambda: engine.active)
+        promote = gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
+        promotion = asyncio.create_task(promote)
+        await until(lambda: gateway.pool.status()[0]["state"] == "swapping")
+        held = await gateway.ask("who?", stream=True)
+        assert (await promotion)[0] == 200
+        assert b"I am cal" in (await first).body and b'"calc@1"' in (await first).body
+        head, _, rest = held.body.partition(b"data: ")
+        assert head.count(b": keep-alive\n\n") >= 1 and b"data" not in head
+        assert b'"calc@2"' in rest and b'"calc@1"' not in rest and rest.endswith(DONE)
+
+
+async def test_a_client_that_leaves_is_recorded_and_ends_the_request(tmp_path: Path) -> None:
+    engine = Paced(echo, pause=0.02)
+    async with served(tmp_path, engine, admission=Admission(1)) as gateway:
+        body = {"model": "calc", "messages": says("word " * 200), "stream": True}
+        headers = {"X-Run-Id": "run_gone"}
+        async with gateway.http.post(gateway.url + CHAT, json=body, headers=headers) as response:
+            async for line in response.content:
+                if b"word" in line:
+                    break
+            response.close()
+        await until(lambda: engine.active == 0 and gateway.store.runs())
+        (call,) = gateway.calls("run_gone")
+        assert (engine.cancelled, call.finish_reason) == (1, "cancelled")
+        assert 0 < len(call.token_ids) == len(call.logprobs) < 900
+        assert ("word " * 200).startswith(call.message["content"])
+        assert bytes(call.token_ids).decode() == call.message["content"]
+        assert gateway.store.run("run_gone").stop_reason == "cancelled"
+        assert gateway.pool.status()[0]["in_flight"] == 0
+        engine.pause = 0.0
+        assert (await gateway.ask("next")).text == "next"  # the slot is free
+
+
+async def test_an_error_in_mid_stream(tmp_path: Path) -> None:
+    async with served(tmp_path, Paced(echo)) as gateway:
+        raw = await gateway.client().chat.completions.with_raw_response.create(
+            model="calc", messages=says("one two explode, and more"), stream=True
+        )
+        with pytest.raises(openai.APIError, match="the engine died"):
+            [chunk async for chunk in raw.parse()]
+        (call,) = gateway.calls(raw.headers["x-run-id"])
+        assert call.finish_reason == "error" and call.message["content"] == "one two "
+        assert gateway.services.admission.inside() == 0
+
+
+async def test_all_is_well_is_said_when_it_is_recorded_and_not_before(tmp_path: Path) -> None:
+    async with served(tmp_path, Paced(echo, pause=0.01)) as gateway:
+        for number in range(5):
+            body = {"model": "calc", "messages": says(f"what is {number}?"), "stream": True}
+            path = f"/runs/run_{number}{CHAT}"
+            async with gateway.http.post(gateway.url + path, json=body) as response:
+                async for line in response.content:
+                    if line.startswith(b"data: [DONE]"):
+                        break
+                assert f'"run_{number}"' in _on_disk(gateway)
+
+
+def _on_disk(gateway: Gateway) -> str:
+    return "".join(path.read_text() for path in gateway.services.home.segments.glob("*.jsonl"))
+
+
+async def test_a_store_that_fails_in_mid_stream_ends_it_with_an_error(tmp_path: Path) -> None:
+    engine = Paced(echo, pause=0.05)
+    async with served(tmp_path, engine) as gateway:
+        asked = asyncio.create_task(gateway.ask("one two three", stream=True))
+        await until(lambda: engine.active)
+        gateway.services.home.segments.write_text("where the directory would be")
+        reply = await asked
+        *chunks, last = reply.body.strip().split(b"\n\n")
+        assert b"three" in b"".join(chunks) and DONE not in reply.body
+        assert b'"code":"store_error"' in last and b"cannot write" in last
+
+
+async def test_hundreds_of_streams_and_answers_at_once(gateway: Gateway) -> None:
+    async def one(number: int) -> bytes:
+        path = f"/runs/run_{number}{CHAT}"
+        return (await gateway.ask(f"q {number}", path=path, stream=number % 2 == 0)).body
+
+    started = time.monotonic()
+    texts = await asyncio.gather(*(one(number) for number in range(400)))
+    assert time.monotonic() - started < 60
+    assert all(f"q {number}".encode() in text for number, text in enumerate(texts))
+    assert all(text.endswith(DONE) == (n % 2 == 0) for n, text in enumerate(texts))
+    assert len(gateway.store.runs()) == 400
+
+
+async def test_a_client_that_reads_slowly_holds_up_nobody(tmp_path: Path) -> None:
+    async with served(tmp_path, ScriptedEngine(echo)) as gateway:
+        body = {"model": "calc", "messages": says("x" * 100_000), "stream": True}
+        async with gateway.http.post(gateway.url + CHAT, json=body) as response:
+            assert (await gateway.ask("quick")).text == "quick"
+            await until(lambda: len(gateway.store.runs()) == 2)  # recorded before it is read
+            assert (await response.read()).endswith(DONE)
+
+
+async def test_what_is_no_stream_option_is_refused(gateway: Gateway) -> None:
+    for fields in ({"stream": "yes"}, {"stream": True, "stream_options": [1]}):
+        reply = await gateway.ask("hi", **fields)
+        assert (reply.status, reply.json["error"]["param"]) == (400, list(fields)[-1])
+    assert gateway.engine.requests == []
+
+
+async def test_a_null_is_no_stream(gateway: Gateway) -> None:
+    async with aiohttp.ClientSession() as http:
+        body = {"model": "calc", "messages": says("hi"), "stream": None, "stream_options": None}
+        async with http.post(gateway.url + CHAT, json=body) as response:
+            assert (await response.json())["object"] == "chat.completion"

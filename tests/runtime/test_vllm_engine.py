@@ -1,0 +1,183 @@
+"""VllmEngine against a server that speaks as vllm_capture.py does, and breaks off as vLLM may."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
+from cray_agents.ports import Exchange
+from cray_agents.runtime.vllm_engine import VllmEngine
+
+CHUNK = b'data: {"model":"m","choices":[{"delta":{"content":"\\"model\\":\\"m\\""}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+SAMPLE = {
+    "name": "x1",
+    "prompt_token_ids": [1, 2],
+    "token_ids": [3, 4],
+    "logprobs": [-0.5, -1.0],
+    "finish_reason": "stop",
+}
+TOLD = b"event: cray.samples\ndata: " + json.dumps([SAMPLE]).encode() + b"\n\n"
+
+
+@dataclass
+class Wire:
+    """What a server sends, piece by piece, to each request but those of `/cray`; None: it dies."""
+
+    url: str = ""
+    head: bytes = b"content-type: text/event-stream"
+    status: int = 200
+    pieces: list[bytes | None] = field(default_factory=list)
+    pause: float = 0.0
+    asked: list[bytes] = field(default_factory=list)
+    aborts: list[bytes] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        (length,) = [
+            int(line[15:])
+            for line in head.split(b"\r\n")
+            if line[:15].lower() == b"content-length:"
+        ]
+        body = await reader.readexactly(length)
+        if head.startswith(b"POST /cray/"):
+            self.aborts.append(head.split()[1])
+            self.aborted.set()
+            writer.write(b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n")
+        else:
+            self.asked.append(head + body)
+            await self._answer(writer)
+        writer.close()
+
+    async def _answer(self, writer: asyncio.StreamWriter) -> None:
+        head = b"HTTP/1.1 %d OK\r\nconnection: close\r\ntransfer-encoding: chunked\r\n%s\r\n\r\n"
+        writer.write(head % (self.status, self.head))
+        for piece in self.pieces:
+            if piece is None:
+                return
+            if piece == b"wait":
+                await self.aborted.wait()
+                continue
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            await writer.drain()
+            await asyncio.sleep(self.pause)
+        writer.write(b"0\r\n\r\n")
+
+
+@asynccontextmanager
+async def wired(**wire: Any) -> AsyncIterator[tuple[VllmEngine, Wire]]:
+    server_side = Wire(**wire)
+    server = await asyncio.start_server(server_side.serve, "127.0.0.1", 0)
+    engine = VllmEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m", timeout=5)
+    try:
+        yield engine, server_side
+    finally:
+        await engine.close()
+        server.close()
+
+
+def streaming(**fields: Any) -> Exchange:
+    request = {"model": "m@7", "messages": [], "stream": True, **fields}
+    return Exchange("/v1/chat/completions", request, "x1", "m@7")
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_a_stream_is_given_in_whole_events_however_it_is_cut(size: int) -> None:
+    text = CHUNK * 3 + DONE + TOLD
+    cut = [text[start : start + size] for start in range(0, len(text), size)]
+    async with wired(pieces=cut) as (engine, wire):
+        exchange = streaming()
+        pieces = [piece async for piece in engine.answer(exchange)]
+        assert all(piece.endswith(b"\n\n") for piece in pieces)
+        # the model's name is the version; a text that looks like it stays as it is
+        assert b"".join(pieces) == CHUNK.replace(b'{"model":"m"', b'{"model":"m@7"') * 3 + DONE
+        (sample,) = exchange.samples
+        assert (sample.prompt_token_ids, sample.token_ids) == ([1, 2], [3, 4])
+        assert (sample.logprobs, sample.finish_reason) == ([-0.5, -1.0], "stop")
+        assert b'"model":"m"' in wire.asked[0] and b"x-cray-capture: x1" in wire.asked[0].lower()
+
+
+async def test_samples_of_several_prompts_are_in_the_order_of_the_prompts() -> None:
+    names = ["x-10", "x-2", "x-2", "x-0"]
+    samples = [SAMPLE | {"name": name, "token_ids": [i]} for i, name in enumerate(names)]
+    body = b'{"model":"m"}' + json.dumps(samples).encode()
+    head = b"content-type: application/json\r\nx-cray-body: 13"
+    async with wired(head=head, pieces=[body]) as (engine, _):
+        exchange = Exchange("/v1/completions", {"prompt": ["a"] * 11}, "x1", "m@7")
+        assert [piece async for piece in engine.answer(exchange)] == [b'{"model":"m@7"}']
+        assert [sample.token_ids for sample in exchange.samples] == [[3], [1], [2], [0]]
+
+
+@pytest.mark.parametrize("pieces", [[CHUNK, None], [CHUNK, DONE], [None]])
+async def test_a_stream_that_has_no_end_is_unavailable(pieces: list[bytes | None]) -> None:
+    async with wired(pieces=pieces) as (engine, _):
+        seen = []
+        with pytest.raises(EngineUnavailable):
+            async for piece in engine.answer(streaming()):
+                seen.append(piece)
+        assert b"".join(seen).count(b"choices") == pieces.count(CHUNK)
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_an_error_in_a_stream_is_raised(first: bool) -> None:
+    error = {"error": {"message": "it broke", "type": "InternalServerError", "code": 500}}
+    event = b"data: " + json.dumps(error).encode() + b"\n\n"
+    before = b"" if first else CHUNK
+    async with wired(pieces=[before + event + DONE + TOLD] if before else [event, DONE, TOLD]) as (
+        engine,
+        _,
+    ):
+        seen = []
+        with pytest.raises(EngineError, match="it broke") as caught:
+            async for piece in engine.answer(streaming()):
+                seen.append(piece)
+        assert caught.value.status == 500 and b"error" not in b"".join(seen)
+        assert len(seen) == (0 if first else 1)
+
+
+async def test_a_refusal_keeps_its_status_and_parameter() -> None:
+    error = {"error": {"message": "too hot", "param": "body.temperature", "code": 400}}
+    head = b"content-type: application/json"
+    async with wired(status=400, head=head, pieces=[json.dumps(error).encode()]) as (engine, _):
+        for stream in (True, False):
+            with pytest.raises(EngineError, match=r"^too hot$") as caught:
+                [piece async for piece in engine.answer(streaming(stream=stream))]
+            assert (caught.value.status, caught.value.param) == (400, "temperature")
+
+
+async def test_who_leaves_a_stream_aborts_it_and_learns_what_was_sampled() -> None:
+    async with wired(pieces=[CHUNK, b"wait", TOLD]) as (engine, wire):
+        exchange = streaming()
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in engine.answer(exchange):
+                begun.set()
+
+        reading = asyncio.create_task(read())
+        await begun.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert wire.aborts == [b"/cray/abort/x1"]
+        (sample,) = exchange.samples
+        assert sample.token_ids == [3, 4]
+
+
+async def test_a_server_that_is_not_there_or_says_nothing() -> None:
+    async with wired(pieces=[CHUNK, b"wait"]) as (engine, wire):
+        engine._timeout = 0.1
+        with pytest.raises(EngineTimeout):
+            [piece async for piece in engine.answer(streaming())]
+        wire.aborted.set()
+        url = engine.url
+    gone = VllmEngine(url, "m")
+    with pytest.raises(EngineUnavailable):
+        [piece async for piece in gone.answer(streaming())]
+    await gone.close()
