@@ -1,6 +1,7 @@
 """The gateway's HTTP surface: every route, with the JSON that goes in and comes out.
 
-`create_app` mounts the six modules beside this one and `chat.py`. Every answer carries
+`create_app` mounts the modules beside this one, and answers.py and passing.py, which ask the
+engines. `GET /openapi.json` tells the same to machines (openapi/). Every answer carries
 `x-request-id` and `openai-processing-ms`, that of a model call the `x-ratelimit-*-requests` headers
 too (edge.py). Every error, also 404, 405 and a body that is no JSON, is
 `{"error": {"message", "type", "param", "code"}}` with the status in brackets below.
@@ -11,12 +12,19 @@ web page of another host is [403 origin_not_allowed, host_not_allowed]. A reques
 finds the wait queue full is [429 rate_limit_exceeded] with `retry-after-ms` (admission.py). A body
 that stops coming is [408 request_timeout].
 
-    POST /v1/chat/completions, /runs/{run_id}/v1/chat/completions
-        OpenAI's request; `model` is `name` (the promoted version) or `name@N`. The answer's `id` is
-        the ModelCall's id (choice k > 0 of `n`: `<id>-k`), its `model` the `name@N` that served it.
-        Header `X-Run-Id` (or the path) names the run, else a new one; echoed as `x-run-id`.
-        [404 model_not_found; 400 invalid_value; the engine's own 4xx; 503 engine_unavailable;
-        504 engine_timeout; 502 engine_error]
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages
+        Also under /runs/{run_id}. OpenAI's three, and Anthropic's, as vLLM serves them; fields that
+        are unknown here go to it. `model` is `name` (the promoted version) or `name@N`. The
+        answer's `id` is the ModelCall's id (choice k > 0 of `n`: `<id>-k`), its `model` the
+        `name@N` that served it. Header `X-Run-Id` (or the path) names the run; without, it is that
+        of the conversation which the messages go on with (conversations.py), else a new one. It is
+        told as `x-run-id`. With an `Idempotency-Key`, again: the recorded answer, to the byte
+        (`x-idempotent-replayed: true`). `return_samples: true` adds `samples` to the answer, or
+        to the last event but one: [{"prompt_token_ids", "token_ids", "logprobs"}] per choice.
+        [404 model_not_found; 400 invalid_value, context_length_exceeded, idempotency_key_reused;
+        the engine's own 4xx; 429; 503 engine_unavailable; 504 engine_timeout; 502 engine_error]
+    POST /v1/embeddings, /v1/tokenize, /v1/detokenize, /v1/messages/count_tokens
+        Also under /runs/{run_id}. As vLLM serves them; nothing is recorded [400 unsupported_model]
     GET  /v1/models          {"object": "list", "data": [{"id", "object": "model", "created",
                              "owned_by": "cray-agents"}]}: each promoted `name`, each `name@N`
     GET  /v1/models/{id}     one of them [404 model_not_found]
