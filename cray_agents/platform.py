@@ -12,6 +12,7 @@ from typing import Any
 import openai
 
 from cray_agents.errors import (
+    AccessDenied,
     BadInput,
     CrayError,
     EngineError,
@@ -19,6 +20,7 @@ from cray_agents.errors import (
     JobError,
     NotFound,
     SwapError,
+    TooManyRequests,
 )
 from cray_agents.openai_engine import OpenAIEngine, run_event
 from cray_agents.records import (
@@ -180,7 +182,7 @@ class Platform:
         try:
             return await call
         except openai.APIStatusError as error:
-            raise _typed(error) from error
+            raise typed(error) from error
         except openai.APIConnectionError as error:
             raise EngineUnavailable(
                 f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "
@@ -188,7 +190,7 @@ class Platform:
             ) from error
 
 
-def _typed(error: openai.APIStatusError) -> CrayError:
+def typed(error: openai.APIStatusError) -> CrayError:
     """The gateway's envelope as the error it came from."""
     body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
     message = str(body.get("message") or error.message)
@@ -197,6 +199,11 @@ def _typed(error: openai.APIStatusError) -> CrayError:
         return SwapError(message)
     if code == JobError.code:
         return JobError(message)
+    if error.status_code in (401, 403):
+        return AccessDenied(message, status=error.status_code, code=code)
+    if error.status_code == 429:
+        wait = float(error.response.headers.get("retry-after-ms", 1000)) / 1000
+        return TooManyRequests(message, retry_after=wait)
     if error.status_code == 404:
         return NotFound(message, param=body.get("param"), code=code)
     if error.status_code < 500:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,38 +49,22 @@ class VllmEngine:
         self._load_timeout = load_timeout
         self._session: aiohttp.ClientSession | None = None
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
         """See `Engine.answer`; the exchange's path is the route asked for."""
-        headers = {"X-Request-Id": exchange.id}
-        if exchange.capture:
-            headers[CAPTURE] = exchange.id
-        stamp = self._name_member, b'"model":' + orjson.dumps(exchange.version)
-        request = {**exchange.request, "model": self.model}
-        if exchange.streams:
-            pieces = self._events(exchange, request, headers)
-        else:
-            pieces = self._whole(exchange, request, headers)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                # JSON escapes quotes within strings, so this can only be the member itself
-                yield piece.replace(*stamp)
+        return self._events(exchange) if exchange.streams else self._whole(exchange)
 
-    async def _whole(
-        self, exchange: Exchange, request: dict[str, Any], headers: dict[str, str]
-    ) -> AsyncGenerator[bytes, None]:
-        async with self._answer("POST", exchange.path, request, headers=headers) as response:
+    async def _whole(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        async with self._asked(exchange) as response:
             content = await response.read()
             size = int(response.headers.get(BODY, len(content)))
         if exchange.capture:
             exchange.samples = _samples(content[size:])
-        yield content[:size]
+        yield content[:size].replace(*self._stamp(exchange))
 
-    async def _events(
-        self, exchange: Exchange, request: dict[str, Any], headers: dict[str, str]
-    ) -> AsyncGenerator[bytes, None]:
+    async def _events(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
         """Whole server-sent events; the last one, our own, is taken out."""
-        rest, told = b"", not exchange.capture
-        async with self._answer("POST", exchange.path, request, headers=headers) as response:
+        rest, told, stamp = b"", not exchange.capture, self._stamp(exchange)
+        async with self._asked(exchange) as response:
             pieces = response.content.iter_any()
             try:
                 async for piece in pieces:
@@ -90,10 +74,10 @@ class VllmEngine:
                         whole = whole[:at]
                     if (at := _error_at(whole)) >= 0:
                         if at:
-                            yield whole[:at]
+                            yield whole[:at].replace(*stamp)
                         raise _refusal(0, orjson.loads(whole[at:].partition(b"\n")[0][6:]))
                     if whole:
-                        yield whole
+                        yield whole.replace(*stamp)
             except asyncio.CancelledError:
                 if exchange.capture:
                     tail = rest + await self._abort(exchange, response)
@@ -101,6 +85,20 @@ class VllmEngine:
                 raise
         if not told:
             raise EngineUnavailable(f"{self.url}: the stream ended before its end")
+
+    def _asked(self, exchange: Exchange) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {"X-Request-Id": exchange.id}
+        if exchange.capture:
+            headers[CAPTURE] = exchange.id
+        request = {**exchange.request, "model": self.model}
+        return self._answer("POST", exchange.path, request, headers=headers)
+
+    def _stamp(self, exchange: Exchange) -> tuple[bytes, bytes]:
+        """What to replace by what, so that an answer names its version.
+
+        JSON escapes quotes within strings, so this can only be the member itself.
+        """
+        return self._name_member, b'"model":' + orjson.dumps(exchange.version)
 
     async def _abort(self, exchange: Exchange, response: aiohttp.ClientResponse) -> bytes:
         """End a stream, and read what it then still says."""

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cray_agents.cli.running import key, running
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
 from cray_agents.config import load_config
-from cray_agents.errors import BadInput, CrayError, EngineError, EngineUnavailable, NotFound
-from cray_agents.platform import Platform
+from cray_agents.errors import BadInput, EngineUnavailable, NotFound
+from cray_agents.platform import Platform, typed
 
 POLL = 1.0  # seconds between looks at a batch that is waited for
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -148,7 +148,7 @@ class Server:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._client.close()
         if isinstance(error, openai.APIStatusError):
-            raise _typed(error) from error
+            raise typed(error) from error
         if isinstance(error, openai.APIConnectionError):
             raise EngineUnavailable(
                 f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "
@@ -223,13 +223,3 @@ def first_url(file: Path) -> str:
             '{"custom_id", "method": "POST", "url": "/v1/...", "body"}',
             param="file",
         ) from None
-
-
-def _typed(error: openai.APIStatusError) -> CrayError:
-    body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
-    message = str(body.get("message") or error.message)
-    if error.status_code == 404:
-        return NotFound(message)
-    if error.status_code < 500:
-        return BadInput(message)
-    return EngineError(message, status=error.status_code)

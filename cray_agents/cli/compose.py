@@ -34,6 +34,7 @@ from cray_agents.runtime.checkpoints import read_manifest
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.auth import is_loopback
+from cray_agents.runtime.gateway.protocol import Protocol
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.keys import Keys
 from cray_agents.runtime.pool import Pool

@@ -30,7 +30,8 @@ from rich.progress import (
 from cray_agents.cli.running import key, running
 from cray_agents.cli.screen import HomeOption, errors
 from cray_agents.config import load_config
-from cray_agents.errors import BadInput, EngineError, SetupError
+from cray_agents.errors import BadInput, SetupError
+from cray_agents.platform import typed
 
 PIECE = 4 << 20  # bytes read and hashed at a time
 PART_BYTES = 64 << 20  # the most that the gateway takes in one part
@@ -224,11 +225,7 @@ def _answers(url: str) -> Iterator[None]:
     try:
         yield
     except openai.APIStatusError as error:
-        body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
-        message = str(body.get("message") or error.message)
-        if error.status_code < 500:
-            raise BadInput(message, param=body.get("param"), code=body.get("code")) from error
-        raise EngineError(message, status=error.status_code) from error
+        raise typed(error) from error
     except openai.APIConnectionError as error:
         raise SetupError(
             f"no platform answers at {url}: the same command goes on where this one stopped"

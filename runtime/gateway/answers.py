@@ -6,7 +6,7 @@ streams; repeats.py, what is sent again. What samples nothing is passed on: pass
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -81,11 +81,6 @@ async def _ask(services: Services, request: Request, call: Call, turn: Turn | No
         content = await unless_gone(request, ticket, _whole(services, call, wanted, ticket))
         return Response(content, headers=headers, media_type="application/json")
 
-    async def pieces() -> AsyncGenerator[bytes, None]:
-        async with ticket, aclosing(services.pool.answer(wanted, call.exchange)) as answer:
-            async for piece in answer:
-                yield piece
-
     async def record(data: list[Body], cut: str | None, whole: bytes | None) -> None:
         if cut == "error" and data:
             services.metrics.error("stream_broken")  # one that never began is counted by its status
@@ -103,9 +98,10 @@ async def _ask(services: Services, request: Request, call: Call, turn: Turn | No
         if turn is not None:
             turn.leave()
 
-    relay = Relay(pieces(), call.door.last, told, record, ended)
-    head = await relay.head(services.keep_alive)
-    return EventStream(relay, head, services.keep_alive, headers)
+    answer = services.pool.answer(wanted, call.exchange)
+    alive = services.keep_alive
+    relay = Relay(ticket.turn(), answer, call.door.last, told, record, ended, alive)
+    return EventStream(relay, await relay.head(), headers)
 
 
 async def _whole(services: Services, call: Call, wanted: Wanted, ticket: Ticket) -> bytes:
@@ -137,6 +133,10 @@ def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadInput("tools must be a list of objects", param="tools")
+    if body.get("use_beam_search"):
+        raise BadInput(
+            "beam search samples nothing that could be recorded", param="use_beam_search"
+        )
     if not isinstance(body.get("stream"), bool | None):
         raise BadInput("stream must be true or false", param="stream")
     if not isinstance(body.get("stream_options"), dict | None):

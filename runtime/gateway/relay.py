@@ -25,7 +25,8 @@ Record = Callable[[list[Body], str | None, bytes | None], Awaitable[None]]
 
 
 class Relay:
-    """Reads `pieces` to their end, records the call, and queues what the client is to see.
+    """Waits for its turn, reads `pieces` to their end, records the call; what the client is to see
+    is queued, and a sign of life when nothing has come for `keep_alive` seconds.
 
     `last` begins the event that ends the stream; what `told` gives is sent before it. `record`
     gets the stream's data, why it was cut off if it was, and its bytes if it was not. `ended` is
@@ -34,12 +35,15 @@ class Relay:
 
     def __init__(
         self,
+        turn: Awaitable[None],
         pieces: AsyncGenerator[bytes, None],
         last: bytes,
         told: Callable[[], bytes],
         record: Record,
         ended: Callable[[], None],
+        keep_alive: float,
     ) -> None:
+        self._turn = turn
         self._pieces = pieces
         self._last = last
         self._told = told
@@ -47,30 +51,30 @@ class Relay:
         self._seen: list[bytes] = []
         self._ready: deque[Piece] = deque()
         self._wake = asyncio.Event()
+        self._ended = ended
+        self._keep_alive = keep_alive
+        self._quiet = True  # since the last beat
+        self._timer = asyncio.get_running_loop().call_later(keep_alive, self._beat)
         self._task = asyncio.create_task(self._read())
-        self._task.add_done_callback(lambda _: ended())
+        self._task.add_done_callback(self._end)
 
-    async def head(self, seconds: float) -> Piece:
+    async def head(self) -> Piece:
         """What comes first, or a keep-alive if nothing does in time.
 
         Raises what the engine refused the request with: then nothing has been sent yet.
         """
-        piece = await self.next(seconds)
+        piece = await self.next()
         if isinstance(piece, CrayError):
             raise piece
         if piece is None:
             await self._task  # raises if the task broke
         return piece
 
-    async def next(self, seconds: float) -> Piece:
+    async def next(self) -> Piece:
         """What has come, as one piece: a send per token is what a stream costs most."""
         if not self._ready:
             self._wake.clear()
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._wake.wait()
-            except TimeoutError:
-                return KEEP_ALIVE
+            await self._wake.wait()
         if not isinstance(self._ready[0], bytes) or len(self._ready) == 1:
             return self._ready.popleft()
         pieces = []
@@ -85,7 +89,18 @@ class Relay:
 
     def _put(self, piece: Piece) -> None:
         self._ready.append(piece)
+        self._quiet = False
         self._wake.set()
+
+    def _beat(self) -> None:
+        if self._quiet and not self._ready:
+            self._put(KEEP_ALIVE)
+        self._quiet = True
+        self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._beat)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self._timer.cancel()
+        self._ended()
 
     async def _read(self) -> None:
         cut: str | None = None
@@ -116,6 +131,7 @@ class Relay:
         """Pass on all but the end, which is returned."""
         held = b""
         try:
+            await self._turn
             async for piece in self._pieces:
                 self._seen.append(piece)
                 if held:
@@ -136,14 +152,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, relay: Relay, head: Piece, keep_alive: float, headers: dict[str, str]
-    ) -> None:
+    def __init__(self, relay: Relay, head: Piece, headers: dict[str, str]) -> None:
         super().__init__(headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._relay = relay
         self._head = head
-        self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(self._watch(receive))
@@ -155,7 +168,7 @@ class EventStream(Response):
                 if isinstance(piece, CrayError):
                     piece = b"data: " + error_json(piece) + b"\n\n"
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                piece = await self._relay.next(self._keep_alive)
+                piece = await self._relay.next()
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
