@@ -96,6 +96,7 @@ class Replica:
             try:
                 await self._launch(checkpoint)
                 await self._until_healthy(checkpoint, offset)
+                await self.engine.prepare()
             except BaseException as error:
                 await self.stop()
                 taken = "address already in use" in str(error).lower()
@@ -129,10 +130,12 @@ class Replica:
 
     async def _launch(self, checkpoint: Path) -> None:
         self.port = _free_port()
+        # answers name it, to be replaced by the version: nothing that a client sends may be alike
+        alias = f"{self.model}-{secrets.token_hex(6)}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *command(checkpoint, self.model, self.port, self.settings),
+                *command(checkpoint, (alias, self.model), self.port, self.settings),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -143,7 +146,7 @@ class Replica:
         self._ended.clear()
         self._engine = VllmEngine(
             f"http://127.0.0.1:{self.port}",
-            self.model,
+            alias,
             timeout=self.settings.answer_timeout,
             load_timeout=self.settings.load_timeout,
         )
@@ -172,14 +175,16 @@ class Replica:
         )
 
 
-def command(checkpoint: Path, model: str, port: int, settings: EngineSettings) -> list[str]:
-    """The command line of a replica's process."""
+def command(
+    checkpoint: Path, names: tuple[str, ...], port: int, settings: EngineSettings
+) -> list[str]:
+    """The command line of a replica's process; it answers under the first of its names."""
     dtype = settings.dtype
     if dtype == "auto" and not has_gpu_build():
         dtype = "float32"
     return [
         *(sys.executable, "-m", "cray_agents.runtime.vllm_server", str(os.getpid())),
-        *("--model", str(checkpoint), "--served-model-name", model),
+        *("--model", str(checkpoint), "--served-model-name", *names),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", dtype, "--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
@@ -190,7 +195,7 @@ def command(checkpoint: Path, model: str, port: int, settings: EngineSettings) -
         *("--generation-config", "vllm"),
         # or every replica, after every start, would draw the same samples in the same order
         *("--seed", str(secrets.randbelow(2**31))),
-        *("--worker-extension-cls", "cray_agents.runtime.vllm_worker.SwapExtension"),
+        *("--worker-extension-cls", "cray_agents.runtime.vllm_worker.Extension"),
         *("--middleware", "cray_agents.runtime.vllm_capture.Capture"),
         *("--scheduler-cls", "cray_agents.runtime.vllm_scheduler.scheduler"),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),

@@ -159,6 +159,10 @@ class VllmEngine:
             for choice, tokens in zip(choices, prompts, strict=True)
         ]
 
+    async def prepare(self) -> None:
+        """To be called once after a start, before any request."""
+        await self._control("/collective_rpc", {"method": "spare_ranks"})
+
     async def model_root(self) -> str:
         """The directory that the server was started on; EngineUnavailable while it starts."""
         async with self._answer("GET", "/health", timeout=5.0):

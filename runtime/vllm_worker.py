@@ -1,16 +1,39 @@
-"""What vLLM's worker lacks for an in-place weight change; loaded inside vLLM's engine process.
+"""What vLLM's worker lacks: for an in-place weight change, and for capture at little cost.
 
-`--worker-extension-cls cray_agents.runtime.vllm_worker.SwapExtension`; vllm_engine.py calls it
-after `reload_weights`, over `/collective_rpc`. Nobody else imports this module.
+Loaded inside vLLM's engine process, `--worker-extension-cls`. replica.py and vllm_engine.py call
+it over `/collective_rpc`; nobody else imports this module.
 """
 
 from typing import Any
 
 
-class SwapExtension:
+class Extension:
     """Mixed into vLLM's worker, whose `model_runner` it uses."""
 
     model_runner: Any
+
+    def spare_ranks(self) -> None:
+        """Gather logprobs of sampled tokens without counting their ranks, which nobody is shown.
+
+        Counting goes over the whole vocabulary, for each token of each request that is captured.
+        Steps in which a client asks for alternatives too are left to vLLM.
+        """
+        import torch
+        from vllm.v1.outputs import LogprobsTensors
+
+        sampler = self.model_runner.sampler
+        full = getattr(sampler, "gather_logprobs", None)
+        if full is None:  # another of vLLM's samplers: it goes on as it does
+            return
+
+        def gather(logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
+            if num_logprobs:
+                return full(logprobs, num_logprobs, token_ids)
+            column = token_ids.unsqueeze(-1)
+            ranks = torch.zeros_like(token_ids, dtype=torch.int32)
+            return LogprobsTensors(column.to(torch.int32), logprobs.gather(-1, column), ranks)
+
+        sampler.gather_logprobs = gather
 
     def repack_kept_weights(self) -> dict[str, int]:
         """Pack anew the weights of which a layer keeps both the original and a packed copy.

@@ -7,12 +7,14 @@ the gateway answers as soon as it listens, while the replicas are still loading.
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import json
 import os
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,9 @@ from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
 
+SWITCH = 0.0005  # seconds a busy event loop may keep the thread waiting that commits to the store
+GC = (10_000, 20, 100)  # rarely over everything: the store's index may hold millions of objects
+
 
 def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
     """Run a platform until SIGINT or SIGTERM. Raises SetupError, BadInput, StoreError."""
@@ -71,6 +76,8 @@ async def run(
     token: str,
 ) -> None:
     """Everything that needs the event loop: replicas, gateway, the wait for the end."""
+    sys.setswitchinterval(SWITCH)
+    gc.set_threshold(*GC)
     home = config.root
     settings = EngineSettings(
         max_model_len=config.max_model_len,

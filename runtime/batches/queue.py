@@ -49,7 +49,10 @@ class BatchQueue:
         """
         now = int(time.time())
         request = _request(body, f"{PREFIX}{digest(['key', key], 24)}" if key else None, now)
-        file = self._files.get(request.input_file_id)
+        try:
+            file = self._files.get(request.input_file_id)
+        except NotFound as error:
+            raise NotFound(str(error), param="input_file_id") from error
         if file.purpose != PURPOSE:
             raise BadInput(
                 f"file {file.id} has purpose {file.purpose!r}: upload it with purpose {PURPOSE!r}",

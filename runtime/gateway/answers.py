@@ -35,6 +35,7 @@ from cray_agents.runtime.keys import Role
 
 DOORS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 KEY_LENGTH = 255  # characters of an Idempotency-Key
+OBJECTS = ("stream_options", "structured_outputs")  # of the latter vLLM fails otherwise: 500
 PATIENCE = 0.05  # seconds after which it is watched whether the client is still there
 
 T = TypeVar("T")
@@ -78,7 +79,10 @@ async def _ask(services: Services, request: Request, call: Call, turn: Turn | No
     ticket = enter(services, request)
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
-        content = await unless_gone(request, ticket, _whole(services, call, wanted, ticket))
+        asked = whole(services, wanted, call.exchange, ticket)
+        content = await unless_gone(request, ticket, asked)
+        # from here on it is recorded, whether the client is still there or not
+        content = await _recorded(services, call, content)
         return Response(content, headers=headers, media_type="application/json")
 
     async def record(data: list[Body], cut: str | None, whole: bytes | None) -> None:
@@ -104,10 +108,14 @@ async def _ask(services: Services, request: Request, call: Call, turn: Turn | No
     return EventStream(relay, await relay.head(), headers)
 
 
-async def _whole(services: Services, call: Call, wanted: Wanted, ticket: Ticket) -> bytes:
-    """The answer in one piece, recorded."""
-    async with ticket, aclosing(services.pool.answer(wanted, call.exchange)) as pieces:
-        content = b"".join([piece async for piece in pieces])
+async def whole(services: Services, wanted: Wanted, exchange: Exchange, ticket: Ticket) -> bytes:
+    """The engine's answer in one piece."""
+    async with ticket, aclosing(services.pool.answer(wanted, exchange)) as pieces:
+        return b"".join([piece async for piece in pieces])
+
+
+async def _recorded(services: Services, call: Call, content: bytes) -> bytes:
+    """What the client is to see of the engine's answer, once it is in the store."""
     answer = orjson.loads(content)
     if call.tells:
         content = content[: content.rindex(b"}")] + call.samples() + b"}"
@@ -139,8 +147,9 @@ def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
         )
     if not isinstance(body.get("stream"), bool | None):
         raise BadInput("stream must be true or false", param="stream")
-    if not isinstance(body.get("stream_options"), dict | None):
-        raise BadInput("stream_options must be an object", param="stream_options")
+    for name in OBJECTS:
+        if not isinstance(body.get(name), dict | None):
+            raise BadInput(f"{name} must be an object", param=name)
     caller = caller_of(request).key_id
     key, mark = _key(request, caller, door, body)
     tells = body.pop("return_samples", None) is True

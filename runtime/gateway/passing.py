@@ -1,7 +1,6 @@
 """What asks a model and samples nothing: embeddings, tokens, counts. Passed on, not recorded."""
 
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -11,10 +10,9 @@ from starlette.routing import Route
 from cray_agents.errors import BadInput, EngineError
 from cray_agents.ports import Exchange
 from cray_agents.records import new_id
-from cray_agents.runtime.gateway.admission import Ticket
-from cray_agents.runtime.gateway.answers import enter, resolved, unless_gone
-from cray_agents.runtime.gateway.bodies import read_json
-from cray_agents.runtime.gateway.services import Services, Wanted
+from cray_agents.runtime.gateway.answers import enter, resolved, unless_gone, whole
+from cray_agents.runtime.gateway.bodies import path_id, read_json
+from cray_agents.runtime.gateway.services import Services
 
 #: A gateway's route, and the engine's.
 PASSED = {
@@ -37,6 +35,8 @@ def routes(services: Services) -> list[Route]:
 
 def _handler(services: Services, path: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def handle(request: Request) -> Response:
+        if "run_id" in request.path_params:
+            path_id(request, "run_id", "run")
         body = await read_json(request, services.max_body)
         model = body.get("model")
         if not isinstance(model, str):
@@ -45,22 +45,18 @@ def _handler(services: Services, path: str) -> Callable[[Request], Coroutine[Any
         exchange = Exchange(path, body, new_id("x")[2:], capture=False)
         wanted = resolved(services, exchange)
         ticket = enter(services, request)
-        content = await unless_gone(request, ticket, _whole(services, wanted, exchange, ticket))
+        try:
+            asked = whole(services, wanted, exchange, ticket)
+            content = await unless_gone(request, ticket, asked)
+        except EngineError as error:
+            if error.status in (404, 405, 501):  # vLLM has only the routes of what its model can
+                raise BadInput(
+                    f"{exchange.version} cannot do this ({path}): its engine serves a model of "
+                    "another kind",
+                    param="model",
+                    code="unsupported_model",
+                ) from error
+            raise
         return Response(content, media_type="application/json")
 
     return handle
-
-
-async def _whole(services: Services, wanted: Wanted, exchange: Exchange, ticket: Ticket) -> bytes:
-    try:
-        async with ticket, aclosing(services.pool.answer(wanted, exchange)) as answer:
-            return b"".join([piece async for piece in answer])
-    except EngineError as error:
-        if error.status in (404, 405, 501):  # vLLM has only the routes of what its model can
-            raise BadInput(
-                f"{exchange.version} cannot do this ({exchange.path}): its engine serves a model "
-                "of another kind",
-                param="model",
-                code="unsupported_model",
-            ) from error
-        raise

@@ -12,6 +12,7 @@ from tests.runtime.gateways import CHAT, TOOL, Gateway, checkpoint, says, served
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
 
+RESPONSE = b'{"model": "calc", "input": "hi", "previous_response_id": "resp_1"}'
 REFUSALS = [
     ("GET", "/nowhere", b"", 404, "unknown_url"),
     ("GET", "/v1/models/", b"", 404, "unknown_url"),
@@ -25,6 +26,19 @@ REFUSALS = [
     ("POST", CHAT, b"{}", 400, "invalid_value"),
     ("POST", CHAT, b'{"model": "calc", "messages": "hi"}', 400, "invalid_value"),
     ("POST", CHAT, b'{"model": "calc", "messages": [1]}', 400, "invalid_value"),
+    ("POST", CHAT, b'{"model": "calc", "messages": [{}], "tools": {"a": 1}}', 400, "invalid_value"),
+    (
+        "POST",
+        CHAT,
+        b'{"model": "calc", "messages": [{}], "use_beam_search": 1}',
+        400,
+        "invalid_value",
+    ),
+    ("POST", "/v1/completions", b'{"model": "calc", "prompt": []}', 400, "invalid_value"),
+    ("POST", "/v1/messages", b'{"model": "calc", "messages": "hi"}', 400, "invalid_value"),
+    ("POST", "/v1/responses", b'{"model": "calc", "input": [1]}', 400, "invalid_value"),
+    ("POST", "/v1/responses", RESPONSE, 400, "previous_response_not_found"),
+    ("POST", "/v1/tokenize", b'{"prompt": "hi"}', 400, "invalid_value"),
     ("GET", "/v1/trajectories?limit=1001", b"", 400, "invalid_value"),
     ("GET", "/v1/trajectories?lop=x", b"", 400, "unknown_parameter"),
     ("GET", "/v1/trajectories/run_none", b"", 404, "not_found"),

@@ -1,6 +1,7 @@
 """Chat completions in one piece, as the official client sees them, and what is recorded."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,29 @@ async def test_tokens_are_given_to_who_asks_and_n_gives_a_call_each(gateway: Gat
             assert [c["token_ids"] for c in reply.json["choices"]] == [list(b"a b")] * 2
             assert bytes(reply.json["prompt_token_ids"]) == bytes(first.prompt_token_ids)
             assert reply.json["id"] == first.id
+
+
+async def test_exact_samples_are_given_to_who_asks(gateway: Gateway) -> None:
+    for stream in (False, True):
+        for key in ({}, {"Idempotency-Key": f"{stream}"}, {"Idempotency-Key": f"{stream}"}):
+            reply = await gateway.ask(
+                "a b", n=2, return_samples=True, return_token_ids=True, stream=stream, headers=key
+            )
+            if stream:
+                *_, told, done, _ = reply.body.split(b"\n\n")
+                assert done == b"data: [DONE]"
+                answer = json.loads(told[6:])
+                assert (answer["choices"], answer["model"]) == ([], "calc@1")
+            else:
+                answer = reply.json
+            calls = gateway.calls(reply.run_id)
+            assert [tuple(sample.values()) for sample in answer["samples"]] == [
+                (call.prompt_token_ids, call.token_ids, call.logprobs) for call in calls
+            ]
+            assert list(answer["samples"][0]) == ["prompt_token_ids", "token_ids", "logprobs"]
+            assert len(calls) == 2 and bytes(calls[1].token_ids) == b"a b"
+            assert "return_samples" not in gateway.engine.requests[-1]
+    assert len(gateway.engine.requests) == 4
 
 
 async def test_tools(gateway: Gateway) -> None:
@@ -196,11 +220,8 @@ async def test_a_request_that_waits_through_a_promotion_gets_the_new_version(
 
 
 async def test_a_swap_under_load_refuses_nobody(tmp_path: Path) -> None:
-    def swapping() -> bool:
-        return any(seat["state"] != "serving" for seat in gateway.pool.status())
-
     engine = Paced(lambda request, version: version, pause=0.002, delay=0.02)
-    admission = Admission(4, 4, swapping=swapping)
+    admission = Admission(4, 4, swapping=lambda: gateway.pool.swapping)
     replies = []
     async with served(tmp_path, engine, admission=admission) as gateway:
         new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
@@ -229,14 +250,11 @@ async def test_a_swap_under_load_refuses_nobody(tmp_path: Path) -> None:
 async def test_who_comes_during_a_swap_waits_however_many_they_are(tmp_path: Path) -> None:
     gate = asyncio.Event()
 
-    def swapping() -> bool:
-        return any(seat["state"] != "serving" for seat in gateway.pool.status())
-
     async def slow(request: dict[str, Any], version: str) -> str:
         await gate.wait()
         return version
 
-    admission = Admission(2, 2, swapping=swapping)
+    admission = Admission(2, 2, swapping=lambda: gateway.pool.swapping)
     async with served(tmp_path, ScriptedEngine(slow), admission=admission) as gateway:
         new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
         await gateway.call("POST", "/v1/models/calc/versions", json=new)
@@ -244,7 +262,7 @@ async def test_who_comes_during_a_swap_waits_however_many_they_are(tmp_path: Pat
         await until(lambda: gateway.engine.requests)
         promote = gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
         promotion = asyncio.create_task(promote)
-        await until(swapping)
+        await until(lambda: gateway.pool.swapping)
         asked = [asyncio.create_task(gateway.ask("who?", stream=n % 2 == 0)) for n in range(12)]
         await until(lambda: admission.waiting() == 11 or any(task.done() for task in asked))
         gate.set()

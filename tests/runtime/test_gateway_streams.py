@@ -2,12 +2,15 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
 
+from cray_agents.ports import Exchange
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.scripted import ScriptedEngine, tool_call
 from tests.runtime.gateways import CHAT, TOOL, Gateway, Paced, checkpoint, echo, says, served, until
@@ -114,6 +117,26 @@ async def test_an_error_in_mid_stream(tmp_path: Path) -> None:
         (call,) = gateway.calls(raw.headers["x-run-id"])
         assert call.finish_reason == "error" and call.message["content"] == "one two "
         assert gateway.services.admission.inside() == 0
+
+
+class Unfinished(ScriptedEngine):
+    """Tells of an error in its own words, as vLLM does in the APIs that are not chat's."""
+
+    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().answer(exchange)) as pieces:
+            async for piece in pieces:
+                yield b'event: error\ndata: {"type":"error"}\n\n' if piece == DONE else piece
+
+
+async def test_a_stream_without_its_last_event_has_failed(tmp_path: Path) -> None:
+    async with served(tmp_path, Unfinished(echo)) as gateway:
+        key = {"Idempotency-Key": "k"}
+        for _ in range(2):
+            reply = await gateway.ask("one two three", stream=True, headers=key)
+            assert reply.body.endswith(b'event: error\ndata: {"type":"error"}\n\n')
+            (call,) = gateway.calls(reply.run_id)
+            assert (call.finish_reason, call.message["content"]) == ("error", "one two three")
+        assert len(gateway.engine.requests) == 2  # it is not kept as an answer
 
 
 async def test_all_is_well_is_said_when_it_is_recorded_and_not_before(tmp_path: Path) -> None:

@@ -91,15 +91,23 @@ async def test_chat_is_recorded_as_vllm_says_it_was(
         assert call.finish_reason == choices[-1]["finish_reason"]
         assert call.id == parts[0]["id"] + (f"-{index}" if index else "")
     # the same, when nobody asks vLLM to say it: another way through it
-    if "seed" in fields or fields.get("temperature") == 0:
-        plain = await door.ask(ASK, stream=stream, **fields)
-        assert b'token_ids":[' not in plain.body
-        for call, again in zip(calls, door.calls(plain.run_id), strict=True):
+    plain = await door.ask(ASK, stream=stream, **fields)
+    assert b'token_ids":[' not in plain.body
+    for call, again in zip(calls, door.calls(plain.run_id), strict=True):
+        assert again.prompt_token_ids == call.prompt_token_ids
+        assert len(again.logprobs) == len(again.token_ids) > 0
+        if "seed" in fields or fields.get("temperature") == 0:
             assert again.token_ids == call.token_ids
-            assert again.prompt_token_ids == call.prompt_token_ids
             assert again.logprobs == pytest.approx(call.logprobs, abs=1e-4)
             assert again.finish_reason == call.finish_reason
-            assert len(again.logprobs) == len(again.token_ids)
+
+
+async def test_samples_come_with_the_answer_to_who_asks(door: Gateway) -> None:
+    for path, asked in ((CHAT, USER), ("/v1/messages", USER)):
+        reply = await door.ask(asked, path=path, max_tokens=70, return_samples=True)
+        (call,) = door.calls(reply.run_id)
+        (sample,) = reply.json["samples"]
+        check(call, sample["prompt_token_ids"], sample["token_ids"], sample["logprobs"])
 
 
 async def test_many_at_once_are_not_mixed_up(door: Gateway) -> None:

@@ -34,7 +34,9 @@ def _messages(message: dict[str, Any]) -> list[Message]:
         {"role": "tool", "tool_call_id": r.get("tool_use_id"), "content": _text(r.get("content"))}
         for r in results
     ]
-    return [*told, {"role": message.get("role"), "content": _text(rest)}] if rest else told
+    if rest or not told:  # also who says nothing has said it
+        told.append({"role": message.get("role"), "content": _text(rest)})
+    return told
 
 
 def _turn(blocks: list[dict[str, Any]]) -> Message:

@@ -8,6 +8,12 @@ from cray_agents.runtime.gateway.doors import Body, Door, assistant, tool_call
 
 
 def _asked(request: Body) -> list[Message]:
+    if request.get("previous_response_id") is not None:
+        raise BadInput(
+            "no earlier response is kept here: send the whole conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
     given = request.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items or not all(isinstance(i, dict) for i in items):

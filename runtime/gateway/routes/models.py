@@ -25,6 +25,8 @@ def routes(services: Services) -> list[Route]:
     swapping = asyncio.Lock()  # two swaps at once would each undo the other
 
     async def listing(request: Request) -> Response:
+        if "run_id" in request.path_params:
+            path_id(request, "run_id", "run")
         models = await asyncio.to_thread(_models, services)
         return answer({"object": "list", "data": list(models.values())})
 
