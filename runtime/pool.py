@@ -81,6 +81,13 @@ class Pool:
         """How many replicas can answer now."""
         return sum(seat.state == "serving" for seat in self._seats)
 
+    def serves(self, version: str) -> bool:
+        """Whether a replica can answer with that version now."""
+        return any(
+            seat.state == "serving" and seat.held is not None and seat.held.version == version
+            for seat in self._seats
+        )
+
     @property
     def swapping(self) -> bool:
         """Whether weights are being changed."""

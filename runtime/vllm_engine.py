@@ -8,6 +8,7 @@ of the plain softmax, whatever the mode.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -27,6 +28,7 @@ ABORT = "/cray/abort/"
 
 log = logging.getLogger(__name__)
 
+_BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
 _ERROR = b'data: {"error"'
 _ABORT_TIMEOUT = 5.0  # seconds
 _IDLE = 2.0  # seconds; vLLM closes idle connections after 5, and must not be the first to
@@ -275,12 +277,19 @@ def _refusal(status: int, body: bytes | dict[str, Any]) -> EngineError:
         error = {"message": str(error or f"status {status}")}
     message = str(error.get("message") or f"status {status}")
     status = status or int(error.get("code") or 500)
-    param = error.get("param")
-    if param is not None:
-        param = str(param).removeprefix("body.") or None
-    if "EngineDead" in str(error.get("type")) + message or "EngineCore" in message:
+    dead = "EngineDead" in str(error.get("type")) + message or "EngineCore" in message
+    if dead and status >= 500:  # a refusal may quote such words from the request
         return EngineUnavailable(message, status=status)
+    param = _param(error.get("param"), message)
     return EngineError(message, status=status, param=param, code=_code(status, message))
+
+
+def _param(given: Any, message: str) -> str | None:
+    """The field to blame: some of vLLM's messages alone name it."""
+    if given is not None:
+        return str(given).removeprefix("body.") or None
+    found = _BLAMED.search(message)
+    return found and (found[1] or found[2])
 
 
 def _code(status: int, message: str) -> str | None:

@@ -113,6 +113,7 @@ async def run(
             # a few more than vLLM works on at once, so that it never waits for the next one
             lambda: pool.serving * (config.max_num_seqs + config.max_num_seqs // 8),
             config.max_queue,
+            serves=lambda model: pool.serves(registry.resolve(model).id),
             swapping=lambda: pool.swapping,
             outage=config.swap_timeout,
         ),

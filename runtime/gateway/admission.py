@@ -11,19 +11,20 @@ Batch requests are let in when no interactive one waits, and leave a reserve of 
 to come. They are never refused (who sends them bounds them), and never starve: when none was let in
 for `trickle` seconds, the next free slot is theirs.
 
-While weights are swapped nobody is refused: requests keep their slots or places, and what comes on
-top is not counted against the bound. When no replica has served for `outage` seconds otherwise,
-those who wait and those who come get EngineUnavailable instead of a place.
+While weights are swapped nobody is refused. A request whose model no replica holds is parked: it
+takes no slot from those that could be answered, such as the evaluation of a candidate, and queues
+in its turn when its model is back; requests beyond the bound are let in to wait, too. When nothing
+could serve a request for `outage` seconds, it gets EngineUnavailable instead of a place.
 
-One event loop, hence no lock; without contention no future and no task either. Called by chat.py
-and the batch worker; metrics.py shows the numbers.
+One event loop, hence no lock; without contention no future and no task either. Called by
+answers.py and passing.py; metrics.py shows the numbers.
 """
 
 import asyncio
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -50,15 +51,20 @@ class Ticket:
     handler, as with a stream: `await ticket.turn()`, then `ticket.release()` when all is done.
     """
 
-    __slots__ = ("_admission", "_begun", "_extra", "_turn", "batch", "inside", "key")
+    __slots__ = (
+        *("_admission", "_begun", "_extra", "_parked", "_turn"),
+        *("batch", "inside", "key", "model"),
+    )
 
-    def __init__(self, admission: "Admission", key: str, batch: bool) -> None:
+    def __init__(self, admission: "Admission", key: str, model: str, batch: bool) -> None:
         self.key = key
+        self.model = model
         self.batch = batch
         self.inside = False
         self._admission = admission
         self._turn: asyncio.Future[None] | None = None  # while it waits
         self._extra = False  # came during a swap: not counted against the bound
+        self._parked = 0.0  # since when, while no replica holds its model
         self._begun = 0.0
 
     async def turn(self) -> None:
@@ -97,6 +103,7 @@ class Admission:
         capacity: of the engines together; a callable is asked at each step, and 0 from it means
             that nobody serves now (then the last other answer holds).
         queue: how many interactive requests may wait, config's `max_queue`.
+        serves: whether a replica can answer for a model now, by the name that the request has.
         swapping: whether weights are being changed.
         trickle: seconds after which a waiting batch request is let in before interactive ones.
         outage: seconds without capacity after which nobody is kept waiting.
@@ -107,12 +114,14 @@ class Admission:
         capacity: Callable[[], int] | int = 256,
         queue: int = 1024,
         *,
+        serves: Callable[[str], bool] | None = None,
         swapping: Callable[[], bool] | None = None,
         trickle: float = 5.0,
         outage: float = 120.0,
     ) -> None:
         self._capacity = capacity
         self._queue = queue
+        self._serves = serves
         self._swapping = swapping
         self._trickle = trickle
         self._outage = outage
@@ -121,6 +130,7 @@ class Admission:
         self._looked = 0.0
         self._queues: OrderedDict[str, OrderedDict[Ticket, None]] = OrderedDict()  # next key first
         self._batch: OrderedDict[Ticket, None] = OrderedDict()
+        self._parked: OrderedDict[Ticket, None] = OrderedDict()
         self._batch_served = 0.0  # when one was last let in, or began to wait for it
         self._waiting = 0  # interactive ones
         self._counted = 0  # ... of these, those against the bound
@@ -129,12 +139,15 @@ class Admission:
         self._seconds: float | None = None  # mean time that a request is inside
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, key: str = "", batch: bool = False) -> Ticket:
+    def enter(self, key: str = "", batch: bool = False, model: str = "") -> Ticket:
         """A slot, or a place in the queue, at once: wait for its turn, and release it.
 
         Raises TooManyRequests, before anything was waited for, and EngineUnavailable.
         """
-        ticket = Ticket(self, key, batch)
+        ticket = Ticket(self, key, model, batch)
+        if not self._open(model):
+            self._park(ticket)
+            return ticket
         if not self._waiting and not (batch and self._batch):
             taken = self._inside + (self.reserve if batch else 0)
             if taken < self._now_capacity():
@@ -163,7 +176,8 @@ class Admission:
 
     def waiting(self, batch: bool = False) -> int:
         """Requests that wait for a slot now, of one class."""
-        return len(self._batch) if batch else self._waiting
+        parked = sum(ticket.batch is batch for ticket in self._parked)
+        return parked + (len(self._batch) if batch else self._waiting)
 
     def batch_room(self) -> int:
         """How many more batch requests would be let in at once, for who decides how many to send.
@@ -214,15 +228,41 @@ class Admission:
             seconds = time.monotonic() - ticket._begun
             before = seconds if self._seconds is None else self._seconds
             self._seconds = before + _WEIGHT * (seconds - before)
-            if self._waiting or self._batch:
+            if self._waiting or self._batch or self._parked:
                 self._grant()
         elif turn is not None:
             self._drop(ticket)
             turn.cancel()
 
-    def _join(self, ticket: Ticket) -> None:
+    def _open(self, model: str) -> bool:
+        return self._serves is None or self._serves(model)
+
+    def _park(self, ticket: Ticket) -> None:
+        """Let a ticket wait beside the queues, for its model."""
+        ticket._parked = time.monotonic()
+        self._parked[ticket] = None
+        self._wait(ticket)
+
+    def _unpark(self) -> None:
+        """Let those queue whose model is served again."""
+        seen: dict[str, bool] = {}
+        for ticket in list(self._parked):
+            if ticket.model not in seen:
+                seen[ticket.model] = self._open(ticket.model)
+            if seen[ticket.model]:
+                del self._parked[ticket]
+                ticket._extra = True
+                self._join(ticket)
+
+    def _wait(self, ticket: Ticket) -> None:
         loop = asyncio.get_running_loop()
-        ticket._turn = loop.create_future()
+        if ticket._turn is None:
+            ticket._turn = loop.create_future()
+        if self._timer is None:
+            self._timer = loop.call_later(_LOOK, self._tick)
+
+    def _join(self, ticket: Ticket) -> None:
+        self._wait(ticket)
         if ticket.batch:
             if not self._batch:
                 self._batch_served = time.monotonic()
@@ -231,11 +271,12 @@ class Admission:
             self._queues.setdefault(ticket.key, OrderedDict())[ticket] = None
             self._waiting += 1
             self._counted += not ticket._extra
-        if self._timer is None:
-            self._timer = loop.call_later(_LOOK, self._tick)
 
     def _drop(self, ticket: Ticket) -> None:
-        """Take a ticket out of its queue, if it is in one."""
+        """Take a ticket out of where it waits, if it does."""
+        if ticket in self._parked:
+            del self._parked[ticket]
+            return
         mine = self._batch if ticket.batch else self._queues.get(ticket.key)
         if mine is None or ticket not in mine:
             return
@@ -247,10 +288,15 @@ class Admission:
                 del self._queues[ticket.key]
 
     def _grant(self) -> None:
+        if self._parked:
+            self._unpark()
         free = self._now_capacity() - self._inside
         while free > 0 and (ticket := self._next(free)) is not None:
             self._drop(ticket)
             if ticket._turn is None or ticket._turn.done():  # cancelled, and about to leave
+                continue
+            if not self._open(ticket.model):
+                self._park(ticket)
                 continue
             if ticket.key in self._queues and not ticket.batch:
                 self._queues.move_to_end(ticket.key)  # the other keys come first
@@ -274,13 +320,20 @@ class Admission:
         try:
             self._check_outage()
         except EngineUnavailable as error:
-            queues = [*self._queues.values(), self._batch]
-            for ticket in [ticket for queue in queues for ticket in queue]:
-                self._drop(ticket)
-                if ticket._turn is not None and not ticket._turn.done():
-                    ticket._turn.set_exception(EngineUnavailable(str(error)))
-        if self._waiting or self._batch:
+            for queue in [*self._queues.values(), self._batch]:
+                self._refuse(list(queue), str(error))
+        late = time.monotonic() - self._outage
+        for ticket in [ticket for ticket in self._parked if ticket._parked < late]:
+            why = f"no replica has served {ticket.model} for {self._outage:g} s"
+            self._refuse([ticket], f"{why}; GET /v1/pool tells what they hold")
+        if self._waiting or self._batch or self._parked:
             self._timer = asyncio.get_running_loop().call_later(_LOOK, self._tick)
+
+    def _refuse(self, tickets: Sequence[Ticket], why: str) -> None:
+        for ticket in tickets:
+            self._drop(ticket)
+            if ticket._turn is not None and not ticket._turn.done():
+                ticket._turn.set_exception(EngineUnavailable(why))
 
     def _check_room(self, ticket: Ticket) -> None:
         if self._counted < self._queue:

@@ -76,7 +76,7 @@ def _handler(
 
 async def _ask(services: Services, request: Request, call: Call, turn: Turn | None) -> Response:
     wanted = resolved(services, call.exchange)
-    ticket = enter(services, request)
+    ticket = enter(services, request, call.exchange.request["model"])
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
         asked = whole(services, wanted, call.exchange, ticket)
@@ -203,11 +203,11 @@ def resolved(services: Services, exchange: Exchange) -> Wanted:
     return lambda: services.registry.resolve(model).id
 
 
-def enter(services: Services, request: Request) -> Ticket:
+def enter(services: Services, request: Request, model: str) -> Ticket:
     """A place for a request; only the platform's own worker, which bounds itself, is a batch."""
     caller = caller_of(request)
     batch = caller.role is Role.admin and request.headers.get("x-priority") == "batch"
-    return services.admission.enter(caller.key_id, batch=batch)
+    return services.admission.enter(caller.key_id, batch, model)
 
 
 def _again(call: Call, before: Repeated) -> Response:

@@ -44,7 +44,7 @@ def _handler(services: Services, path: str) -> Callable[[Request], Coroutine[Any
         body.pop("stream", None)
         exchange = Exchange(path, body, new_id("x")[2:], capture=False)
         wanted = resolved(services, exchange)
-        ticket = enter(services, request)
+        ticket = enter(services, request, model)
         try:
             asked = whole(services, wanted, exchange, ticket)
             content = await unless_gone(request, ticket, asked)

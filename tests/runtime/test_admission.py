@@ -396,3 +396,36 @@ async def test_who_came_first_gets_a_new_slot_first() -> None:
     assert first.inside and not second.inside
     for ticket in (held, first, second):
         ticket.release()
+
+
+async def test_who_waits_for_a_model_that_nobody_holds_takes_no_slot() -> None:
+    held = {"old"}
+    admission = Admission(2, queue=1, serves=held.__contains__, outage=30)
+    waiting = [admission.enter("a", model="new") for _ in range(5)]  # beyond the bound, too
+    assert not any(ticket.inside for ticket in waiting) and admission.waiting() == 5
+    candidate = admission.enter("b", model="old")
+    assert candidate.inside
+    turns = [asyncio.create_task(ticket.turn()) for ticket in waiting]
+    await asyncio.sleep(0)
+    waiting[4].release()  # its client has left
+    held.add("new")
+    admission.look()
+    assert [ticket.inside for ticket in waiting] == [True, False, False, False, False]
+    held.remove("new")
+    candidate.release()
+    waiting[0].release()
+    assert admission.inside() == 0 and admission.waiting() == 3, "parked again, in their place"
+    held.add("new")
+    await asyncio.gather(*turns[1:3])  # noticed without being told
+    assert admission.inside() == 2
+    for ticket in waiting:
+        ticket.release()
+    await asyncio.gather(*turns, return_exceptions=True)
+    assert admission.inside() == admission.waiting() == 0
+
+
+async def test_a_model_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
+    admission = Admission(2, serves=lambda model: model == "old", outage=0.2)
+    with pytest.raises(EngineUnavailable, match="no replica has served new"):
+        await admission.enter(model="new").turn()
+    assert admission.waiting() == 0 and admission.enter(model="old").inside

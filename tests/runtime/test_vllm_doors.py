@@ -200,6 +200,9 @@ async def test_responses(client: openai.AsyncOpenAI, door: Gateway) -> None:
     assert streamed.token_ids == call.token_ids
     assert streamed.message["tool_calls"][0]["function"] == said["function"]
 
+    named = await client.responses.create(**asked, metadata={"model": "calc", "n": "1"})
+    assert named.metadata == {"model": "calc", "n": "1"}, "a client's own words stay as they are"
+
     result = {"type": "function_call_output", "call_id": item.call_id, "output": "432"}
     again = asked | {"input": [*USER, item.model_dump(exclude_none=True), result]}
     raw = await client.responses.with_raw_response.create(**again)

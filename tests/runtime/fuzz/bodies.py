@@ -1,6 +1,6 @@
 """A good request for every route that takes a body, by its template in the OpenAPI document.
 
-`file-0`, `upload_0` and so on stand for what the fuzzed gateway has; see cases.py.
+`known-batch-file`, `known-upload` and so on stand for what the fuzzed gateway has; see cases.py.
 """
 
 from typing import Any
@@ -98,7 +98,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/datasets": RECIPE,
     "/v1/jobs": {
         "method": "sft",
-        "dataset": "ds-0",
+        "dataset": "known-dataset",
         "parent": "m@1",
         "optimizer_from": None,
         "hyperparameters": {"steps": 1, "batch_size": 1, "learning_rate": 0.001},
@@ -108,7 +108,7 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/fine_tuning/jobs": {
         "model": "m",
-        "training_file": "file-1",
+        "training_file": "known-file",
         "method": METHOD,
         "suffix": "s",
         "seed": 1,
@@ -128,7 +128,7 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part-0"], "md5": "0" * 32},
     "/v1/batches": {
-        "input_file_id": "file-0",
+        "input_file_id": "known-batch-file",
         "endpoint": CHAT,
         "completion_window": "24h",
         "metadata": {"a": "b"},
@@ -144,10 +144,10 @@ PLAIN = {
     "number": "1",
     "run_id": "run_1",
     "loop": "l",
-    "file_id": "file-0",
-    "upload_id": "upload_0",
-    "dataset_id": "ds-0",
-    "job_id": "job-0",
-    "fine_tuning_job_id": "tune-0",
-    "batch_id": "batch-0",
+    "file_id": "known-batch-file",
+    "upload_id": "known-upload",
+    "dataset_id": "known-dataset",
+    "job_id": "known-job",
+    "fine_tuning_job_id": "known-tuning",
+    "batch_id": "known-batch",
 }

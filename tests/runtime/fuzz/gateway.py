@@ -86,7 +86,7 @@ async def serve(home: Home) -> None:
         home=home,
         store=Store(home),
         registry=registry,
-        trainer=ScriptedTrainer(home, probe=PROBE),
+        trainer=ScriptedTrainer(home, probe=PROBE, held=True),
         pool=pool,
         platform={"version": "fuzzed"},
         body_timeout=BODY_TIMEOUT,

@@ -67,7 +67,7 @@ NUMBERS = (
     -math.inf,
     math.nan,
 )
-NOTHING = (None, True, False, [], {}, [None], [[]], {"": None}, [{}], [1, "a"])
+NOTHING = ("null", "true", "false", "[]", "{}", "[null]", "[[]]", '{"": null}', "[{}]", '[1, "a"]')
 DEPTHS = (50, 99, 100, 101, 253, 256, 1000, 1100, 100_000)
 #: JSON text of numbers that are none, or hardly.
 TEXTS = ("1e999", "1" * 5000, "-1e-99999", "1E400", "01", "+1", "0x10", "1.", "-", "0e0")
