@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from cray_agents import Platform, ScriptedEngine
 from cray_agents.paths import Home
@@ -73,7 +74,7 @@ def platform(
         await pool.stop()
         await services.store.close()
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread = threading.Thread(target=uvloop.run, args=(serve(),))
     thread.start()
     assert ready.wait(20)
     try:
