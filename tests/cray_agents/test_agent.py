@@ -545,8 +545,11 @@ def test_run_sync_in_a_tool_of_run_sync():
 
 def test_ctrl_c_in_run_sync_records_the_run():
     program = """
-        import asyncio
+        import asyncio, signal
         from cray_agents import Agent, ScriptedEngine
+
+        # a shell that starts tests in the background has it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         async def never(request):
             print("asked", flush=True)
