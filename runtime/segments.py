@@ -31,6 +31,9 @@ class Place(NamedTuple):
     length: int
 
 
+Group = list[tuple[Sequence[bytes], "asyncio.Future[list[Place]]"]]
+
+
 class SegmentWriter:
     """Appends lines to files `<name>-<part>.jsonl` that nobody else writes. One event loop."""
 
@@ -41,8 +44,9 @@ class SegmentWriter:
         self._file: int | None = None
         self._path = ""
         self._offset = 0
-        self._waiting: list[tuple[Sequence[bytes], asyncio.Future[list[Place]]]] = []
-        self._committer: asyncio.Task[None] | None = None
+        self._waiting: Group = []
+        self._writing: Group = []
+        self._busy = False  # a group is being written, or about to be
         # its own thread: a dataset that fills the default pool must not delay a commit
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="segment")
 
@@ -55,40 +59,52 @@ class SegmentWriter:
 
         It fails with StoreError if they could not be written.
         """
-        done: asyncio.Future[list[Place]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[list[Place]] = loop.create_future()
         self._waiting.append((lines, done))
-        if self._committer is None:
-            self._committer = asyncio.get_running_loop().create_task(self._commit())
+        if not self._busy:
+            self._busy = True
+            loop.call_soon(self._start)  # not at once: others of this moment join the group
         return done
 
     async def close(self) -> None:
         """Wait until everything queued is on the disk, and close the file."""
-        while self._committer is not None:
-            await asyncio.wait([self._committer])
+        while self._busy:
+            await asyncio.wait([done for _, done in [*self._writing, *self._waiting]])
+            await asyncio.sleep(0)
         self._thread.shutdown()
         self._close_file()
 
-    async def _commit(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _start(self) -> None:
+        self._writing, self._waiting = self._waiting, []
+        lines = [line for some, _ in self._writing for line in some]
+        self._thread.submit(self._commit, lines, asyncio.get_running_loop())
+
+    def _commit(self, lines: list[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        """In the thread."""
         try:
-            while self._waiting:
-                group, self._waiting = self._waiting, []
-                lines = [line for some, _ in group for line in some]
-                try:
-                    places = await loop.run_in_executor(self._thread, self._write, lines)
-                except OSError as error:
-                    self._fail(group, error)
-                    continue
-                start = 0
-                for some, done in group:
-                    done.set_result(places[start : start + len(some)])
-                    start += len(some)
-        finally:
-            self._committer = None
+            outcome: list[Place] | OSError = self._write(lines)
+        except OSError as error:
+            outcome = error
+        loop.call_soon_threadsafe(self._committed, outcome)
+
+    def _committed(self, outcome: list[Place] | OSError) -> None:
+        group, self._writing = self._writing, []
+        if isinstance(outcome, OSError):
+            self._fail(group, outcome)
+        else:
+            start = 0
+            for some, done in group:
+                done.set_result(outcome[start : start + len(some)])
+                start += len(some)
+        if self._waiting:
+            self._start()
+        else:
+            self._busy = False
 
     def _fail(
         self,
-        group: list[tuple[Sequence[bytes], "asyncio.Future[list[Place]]"]],
+        group: "Group",
         error: OSError,
     ) -> None:
         """Tell every waiter, and leave the file: it may end in half a line."""
