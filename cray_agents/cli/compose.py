@@ -79,22 +79,7 @@ async def run(
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
     home = config.root
-    settings = EngineSettings(
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        dtype=config.dtype,
-        tool_call_parser=config.tool_call_parser,
-        engine_args=tuple(config.engine_args),
-        kv_cache_gib=config.kv_cache_gib,
-        start_timeout=config.start_timeout,
-        answer_timeout=config.engine_timeout,
-        load_timeout=config.load_timeout,
-    )
-    hosts = [
-        Replica(version.name, settings, home.logs / f"replica-{number}.log")
-        for number in range(replicas)
-    ]
-    pool = Pool(hosts, tolerance=settings.tolerance, wait_timeout=config.swap_timeout)
+    pool = make_pool(config, version.name, replicas)
     store = Store(home)
     services = Services(
         home=home,
@@ -109,14 +94,7 @@ async def run(
         body_timeout=config.body_timeout,
         api_keys=config.api_keys if is_loopback(config.host) else "required",
         token=token,
-        admission=Admission(
-            # a few more than vLLM works on at once, so that it never waits for the next one
-            lambda: pool.serving * (config.max_num_seqs + config.max_num_seqs // 8),
-            config.max_queue,
-            serves=lambda model: pool.serves(registry.resolve(model).id),
-            swapping=lambda: pool.swapping,
-            outage=config.swap_timeout,
-        ),
+        admission=make_admission(config, pool, registry),
     )
     settings_http = uvicorn.Config(
         create_app(services),
@@ -145,6 +123,36 @@ async def run(
         await services.fine_tuning.close()
         await pool.stop()
         await store.close()
+
+
+def make_pool(config: Config, name: str, replicas: int) -> Pool:
+    """The replicas, none of them started."""
+    settings = EngineSettings(
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        dtype=config.dtype,
+        tool_call_parser=config.tool_call_parser,
+        engine_args=tuple(config.engine_args),
+        kv_cache_gib=config.kv_cache_gib,
+        start_timeout=config.start_timeout,
+        answer_timeout=config.engine_timeout,
+        load_timeout=config.load_timeout,
+    )
+    logs = config.root.logs
+    hosts = [Replica(name, settings, logs / f"replica-{n}.log") for n in range(replicas)]
+    return Pool(hosts, tolerance=settings.tolerance, wait_timeout=config.swap_timeout)
+
+
+def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
+    """Lets in a few more than vLLM works on at once, so that it never waits for the next one."""
+    each = config.max_num_seqs + config.max_num_seqs // 8
+    return Admission(
+        lambda: pool.serving * each,
+        config.max_queue,
+        serves=lambda model: pool.serves(registry.resolve(model).id),
+        swapping=lambda: pool.swapping,
+        outage=config.swap_timeout,
+    )
 
 
 class Gateway(uvicorn.Server):
