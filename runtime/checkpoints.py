@@ -31,7 +31,9 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return Manifest.model_validate(orjson.loads(path.read_bytes()))
     except FileNotFoundError as error:
-        raise NotFound(f"{directory} has no {MANIFEST}: it is not a checkpoint") from error
+        raise NotFound(
+            f"{directory} has no {MANIFEST}: it is not a checkpoint", param="checkpoint"
+        ) from error
     except ValueError as error:
         raise Corrupt(f"{path} is not a checkpoint's manifest: {error}") from error
 

@@ -23,6 +23,9 @@ from cray_agents.runtime.batches.validation import Row
 from cray_agents.runtime.segments import Place, fetch, read_lines
 
 RESULT = b',"result":'
+#: What Python's `splitlines`, by which people read JSON lines, takes for the end of one; in JSON
+#: these can only stand within texts.
+BREAKS = tuple((c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029")
 STOPPED: dict[Stopped, str] = {
     "expired": "This request could not be executed before the completion window expired.",
     "cancelled": "This request was not executed: the batch was cancelled.",
@@ -211,7 +214,7 @@ def _record(
     response: dict[str, Any] | None,
     error: dict[str, str] | None,
 ) -> bytes:
-    return orjson.dumps(
+    record = orjson.dumps(
         {
             "id": line_id(batch_id, number),
             "custom_id": custom_id,
@@ -219,6 +222,9 @@ def _record(
             "error": error,
         }
     )
+    for mark, escaped in BREAKS:
+        record = record.replace(mark, escaped)
+    return record
 
 
 def _tokens(head: dict[str, Any]) -> Tokens:

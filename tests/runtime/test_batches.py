@@ -139,6 +139,16 @@ def test_a_batch_from_upload_to_output(tmp_path: Path) -> None:
     assert not folder.done.exists() and not folder.input.exists()
 
 
+def test_a_result_is_one_line_however_it_is_split(tmp_path: Path) -> None:
+    odd = "one\x85two\u2028three\u2029four\x1cfive"
+    with serving(tmp_path, ScriptedEngine(echo)) as client:
+        batch = client.ended(client.submit(line(odd, odd)))
+        text = client.openai.files.content(str(batch.output_file_id)).text
+    (answer,) = [orjson.loads(each) for each in text.splitlines()]
+    assert answer["custom_id"] == odd
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == f"you said {odd}"
+
+
 def test_three_identical_lines_are_three_samples(tmp_path: Path) -> None:
     engine = ScriptedEngine(["one", "two", "three"])
     with serving(tmp_path, engine) as client:
