@@ -1,11 +1,15 @@
 """A scripted gateway; tiny models for tests that start vLLM, with torch imported only then."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
+from cray_agents import ScriptedEngine
+from cray_agents.paths import Home
 from tests.runtime.gateways import Gateway, served
+from tests.scripted_platform import platform
 
 TinyModel = Callable[..., Path]
 
@@ -69,3 +73,20 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     """A gateway whose model `calc` repeats the last message."""
     async with served(tmp_path) as gateway:
         yield gateway
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module")
+def url(home: Home) -> Iterator[str]:
+    with platform(home.root, ScriptedEngine()) as where:
+        yield where.url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client

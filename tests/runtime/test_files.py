@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import openai
 import pytest
 from openai.types import FileObject as Shown
 
-from cray_agents import ScriptedEngine
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.blobs import PIECE, Blobs
@@ -25,27 +23,9 @@ from cray_agents.runtime.gateway.errors import BodyTooLarge
 from cray_agents.runtime.gateway.multipart import FIELD_BYTES, PARTS, FormReader
 from cray_agents.runtime.sweeping import sweep
 from cray_agents.runtime.uploads import Uploads
-from tests.scripted_platform import platform
 
 WIRE = {"id", "bytes", "created_at", "filename", "object", "purpose", "status"}
 JSONL = b'{"custom_id": "1"}\n'
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module")
-def url(home: Home) -> Iterator[str]:
-    with platform(home.root, ScriptedEngine()) as where:
-        yield where.url
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def age(path: Path, seconds: float = 7200.0) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import openai
 import pytest
 
-from cray_agents import ScriptedEngine
 from cray_agents.cli import main
 from cray_agents.paths import Home
 from cray_agents.runtime.blobs import Blobs
@@ -25,27 +23,9 @@ from cray_agents.runtime.files import Files
 from cray_agents.runtime.sweeping import sweep
 from cray_agents.runtime.uploads import PART_BYTES, End, UploadRequest, Uploads
 from tests.scripted_gateway import gateway
-from tests.scripted_platform import platform
 
 ABC = [b"aaaa", b"bb", b"cccccc"]
 WHOLE = b"".join(ABC)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module")
-def url(home: Home) -> Iterator[str]:
-    with platform(home.root, ScriptedEngine()) as where:
-        yield where.url
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def begin(client: openai.OpenAI, size: int = len(WHOLE), **more: Any) -> dict[str, Any]:

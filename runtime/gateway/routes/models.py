@@ -67,6 +67,7 @@ def routes(services: Services) -> list[Route]:
                 registry.promote, name, version.number, who=who, reason=reason
             )
             services.pool.wake()
+        services.admission.look()
         return answer(promotion.model_dump(mode="json"))
 
     async def promotions(request: Request) -> Response:
