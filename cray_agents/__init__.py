@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from cray_agents.loop import Loop as Loop
     from cray_agents.openai_engine import OpenAIEngine as OpenAIEngine
     from cray_agents.platform import Platform as Platform
-    from cray_agents.records import Hyperparameters as Hyperparameters
     from cray_agents.records import Run as Run
     from cray_agents.records import StopReason as StopReason
     from cray_agents.records import Task as Task
@@ -26,12 +25,13 @@ if TYPE_CHECKING:
     from cray_agents.scripted import ScriptedEngine as ScriptedEngine
     from cray_agents.tasks import TaskSet as TaskSet
     from cray_agents.toolbox import tool as tool
+    from cray_agents.training import Hyperparameters as Hyperparameters
 
 _HOME = {
     "Agent": "agent",
     "Curriculum": "curriculum",
     "Generation": "generation",
-    "Hyperparameters": "records",
+    "Hyperparameters": "training",
     "Loop": "loop",
     "local_platform": "cli.running",
     "OpenAIEngine": "openai_engine",

@@ -19,17 +19,11 @@ from cray_agents.errors import BadInput, SwapError
 from cray_agents.generation import Generation, Progress
 from cray_agents.platform import Platform
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import (
-    Hyperparameters,
-    JobStatus,
-    Message,
-    ModelVersion,
-    Run,
-    Split,
-)
+from cray_agents.records import Message, ModelVersion, Run, Split
 from cray_agents.rewards import RewardFunction
 from cray_agents.rollouts import Rollouts, Wanted, accepted, shuffled, success
 from cray_agents.tasks import TaskSet
+from cray_agents.training import Hyperparameters, JobStatus
 
 Control = Literal["shuffled-rewards"]
 

@@ -24,13 +24,8 @@ from cray_agents.errors import (
 )
 from cray_agents.openai_engine import OpenAIEngine, run_event
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import (
-    Hyperparameters,
-    JobStatus,
-    ModelVersion,
-    ProbeReport,
-    Run,
-)
+from cray_agents.records import ModelVersion, ProbeReport, Run
+from cray_agents.training import Hyperparameters, JobStatus, Layout, MethodName
 
 URL = "http://127.0.0.1:8000"
 POLL = 0.25  # seconds between looks at a running job
@@ -91,16 +86,28 @@ class Platform:
         dataset: str,
         parent: str,
         hyperparameters: Hyperparameters,
+        method: MethodName = "sft",
+        reference: str | None = None,
         optimizer_from: str | None = None,
+        layout: Layout | None = None,
+        evaluate_every: int | None = None,
     ) -> JobStatus:
-        """Start a training job, or find it. `parent` is `name@N` or a checkpoint directory."""
+        """Start a training job, or find it; see JobSpec. What is None is the platform's to choose.
+
+        `parent` and `reference` are `name@N` or a checkpoint directory.
+        """
         body = {
+            "method": method,
             "dataset": dataset,
             "parent": parent,
             "hyperparameters": hyperparameters.model_dump(mode="json"),
+            "reference": reference,
             "optimizer_from": optimizer_from,
+            "layout": layout.model_dump() if layout is not None else None,
+            "evaluate_every": evaluate_every,
         }
-        return JobStatus.model_validate(await self._post("/jobs", body))
+        given = {name: value for name, value in body.items() if value is not None}
+        return JobStatus.model_validate(await self._post("/jobs", given))
 
     async def job(self, job_id: str) -> JobStatus:
         """Where a job stands."""
@@ -113,6 +120,10 @@ class Platform:
     async def resume_job(self, job_id: str) -> JobStatus:
         """Let a paused job go on. Raises BadInput if it is not paused."""
         return JobStatus.model_validate(await self._post(f"/jobs/{job_id}/resume", {}))
+
+    async def cancel_job(self, job_id: str) -> JobStatus:
+        """End a job for good; one that has ended stays what it is."""
+        return JobStatus.model_validate(await self._post(f"/jobs/{job_id}/cancel", {}))
 
     async def wait_for(self, job: JobStatus, on_progress: Callable[[JobStatus], None]) -> JobStatus:
         """Wait for a job's end, pauses included. Raises JobError with its log's tail."""

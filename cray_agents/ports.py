@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from cray_agents.records import JobSpec, JobStatus, ProbePrompt, Record
+from cray_agents.records import ProbePrompt, Record
+from cray_agents.training import JobSpec, JobStatus
 
 
 class ChatEngine(Protocol):

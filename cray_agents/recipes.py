@@ -79,6 +79,8 @@ class DatasetRecipe(StrictRecord):
       A group of equal rewards says nothing and is left out, and so is a group of one.
     - `dpo`: of each task, pairs of the best and the worst run of a generation whose rewards differ
       by at least `min_margin`; the best reaches `min_reward`, if that is given.
+    - `kto`: all scored runs, each alone: desirable with a reward of at least `min_reward` (1 unless
+      given), else undesirable.
 
     `max_per_task` bounds the runs (pairs) of a task over all generations, the first in order of
     generation and attempt; `max_tokens` the length of a sample. `rewards` overrides the recorded
@@ -100,7 +102,7 @@ class DatasetRecipe(StrictRecord):
     in all: 0 makes all groups equal, 1 all samples.
     """
 
-    method: Literal["sft", "grpo", "dpo"] = "sft"
+    method: Literal["sft", "grpo", "dpo", "kto"] = "sft"
     loop: str | None = None
     generations: list[int] | None = None
     where: RunFilter | None = None

@@ -14,8 +14,9 @@ from cray_agents.generation import Progress
 from cray_agents.loop import Loop
 from cray_agents.platform import Platform
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import Hyperparameters, JobStatus, ModelVersion, Run
+from cray_agents.records import ModelVersion, Run
 from cray_agents.rollouts import success
+from cray_agents.training import Hyperparameters, JobStatus
 
 
 @dataclass(frozen=True)

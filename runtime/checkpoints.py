@@ -1,8 +1,9 @@
 """Checkpoint directories: proving one whole, and taking a foreign one in.
 
-A checkpoint is a Hugging Face directory with `manifest.json` beside the weights, published last.
-The registry takes them in; the pool and the trainer read them. Only safetensors come in: a pickle
-can run code when it is loaded.
+A checkpoint is a Hugging Face directory with `manifest.json` beside the weights, published last;
+one that LoRA made also has `adapter/` in PEFT's layout, which does the same over the parent. The
+registry takes them in; the pool and the trainer read them. Only safetensors come in: a pickle can
+run code when it is loaded.
 """
 
 import shutil
@@ -16,13 +17,26 @@ from cray_agents.records import Manifest, digest
 from cray_agents.runtime import durable
 
 MANIFEST = "manifest.json"
+ADAPTER = "adapter"
 # what a Hugging Face directory needs to be served and trained; code and pickles stay outside
 SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md"}
 
 
 def weights_sha256(files: dict[str, str]) -> str:
-    """One hash for the weights among a manifest's files: 64 hex digits over names and hashes."""
-    return digest({n: sha for n, sha in files.items() if n.endswith(".safetensors")}, 64)
+    """One hash for the weights among a manifest's files: 64 hex digits over names and hashes.
+
+    An adapter's are not among them: they are merged into the others.
+    """
+    weights = {n: h for n, h in files.items() if n.endswith(".safetensors") and "/" not in n}
+    return digest(weights, 64)
+
+
+def config_sha256(directory: Path) -> str:
+    """What names the weights that a job starts from at random: its config.json. Raises NotFound."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise NotFound(f"{directory} has no config.json: it is no model directory", param="parent")
+    return durable.sha256_file(path)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -61,7 +75,8 @@ def take_in(home: Home, source: Path) -> tuple[str, Manifest]:
         return source.name, verify(source)
     manifest = verify(source) if (source / MANIFEST).is_file() else _describe(source)
     for name in manifest.files:
-        if Path(name).name != name or Path(name).suffix not in SUFFIXES:
+        path = Path(name)
+        if path.parts not in ((path.name,), (ADAPTER, path.name)) or path.suffix not in SUFFIXES:
             raise BadInput(
                 f"{source} holds {name!r}, which is not taken in: only plain model files",
                 param="checkpoint",
@@ -94,8 +109,11 @@ def _copy(source: Path, target: Path, manifest: Manifest) -> None:
     draft = durable.draft_directory(target)
     try:
         for name in manifest.files:
+            (draft / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, draft / name)
             durable.sync(draft / name)
+        for folder in {(draft / name).parent for name in manifest.files}:
+            durable.sync(folder)
         durable.write_file(draft / MANIFEST, orjson.dumps(manifest.model_dump(mode="json")))
         durable.publish_directory(draft, target)
     finally:

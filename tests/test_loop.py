@@ -12,11 +12,12 @@ from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation, Progress
 from cray_agents.paths import Home
 from cray_agents.recipes import RunQuery
-from cray_agents.records import Hyperparameters, Run
+from cray_agents.records import Run
 from cray_agents.rollouts import success
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.training import Hyperparameters
 from tests.scripted_platform import platform
 
 SKILL = {"m@1": 3, "m@2": 6, "m@3": 5, "m@4": 9}  # of 10 tasks, how many a version solves

@@ -9,9 +9,10 @@ import pytest
 from cray_agents import Agent, Loop, ScriptedEngine, Task, TaskSet, reward
 from cray_agents.errors import JobError
 from cray_agents.paths import Home
-from cray_agents.records import Hyperparameters, JobSpec, Run
+from cray_agents.records import Run
 from cray_agents.runtime.registry import Registry
 from cray_agents.trainers.seed_model import make_seed_model
+from cray_agents.training import Hyperparameters, JobSpec
 from cray_agents.warmup import WarmUp, warm_up
 from tests.scripted_platform import platform
 

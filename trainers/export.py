@@ -1,76 +1,89 @@
 """From trained Megatron weights to a published checkpoint: a Hugging Face directory and a manifest.
 
-Every (pipeline stage, expert rank) writes its own safetensors file; rank 0 adds the parent's
-config, tokenizer and chat template, the golden probe and the hashes, and renames the whole into
-place. The weights keep the parent's stored type; the probe is of the weights as stored.
-Read next: rank.py, which calls `publish` last.
+The first rank that holds a tensor writes it, into safetensors files of bounded size that are laid
+out beforehand from names and shapes, so that no rank ever holds more than one file's tensors. Rank
+0 adds the parent's config, tokenizer and chat template, the golden probe and the hashes, and
+renames the whole into place. The weights keep the parent's stored types; the probe is of the
+weights as stored. Read next: rank.py, which calls `publish` last.
 """
 
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from cray_agents.records import JobSpec, Manifest
+from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime import checkpoints, durable
-from cray_agents.trainers.data import as_probe
+from cray_agents.trainers.adapter import write_adapter
+from cray_agents.trainers.data.samples import Samples
+from cray_agents.trainers.models.lora import fold
+from cray_agents.trainers.models.tensors import shapes
+from cray_agents.trainers.models.weights import (
+    exported,
+    round_weights,
+    weight_source,
+    written,
+)
 from cray_agents.trainers.publish import hash_files, publish_folder
 from cray_agents.trainers.train import Training
-from cray_agents.trainers.weights import SafeTensors, exported
+from cray_agents.training import JobSpec
 
+FILE_BYTES = 4 << 30
+_INDEX = "model.safetensors.index.json"
 _COPIED = checkpoints.SUFFIXES - {".safetensors"}
-_OURS = {checkpoints.MANIFEST, "model.safetensors.index.json"}
+_OURS = {checkpoints.MANIFEST, _INDEX}
 
 
-def export_weights(training: Training, folder: Path) -> None:
+def export_weights(training: Training, folder: Path, file_bytes: int = FILE_BYTES) -> None:
     """Write the weights as safetensors. Collective; the folder exists.
 
-    Rounds the model's own weights to the stored type first, so that they are what is stored.
+    Rounds the model's own weights to the stored types first, so that they are what is stored.
     """
-    from megatron.core import parallel_state as ps
-
-    stored = SafeTensors(training.parent).dtype()
-    round_weights(training, stored)
-    stage, stages = (
-        ps.get_pipeline_model_parallel_rank(),
-        ps.get_pipeline_model_parallel_world_size(),
-    )
-    expert, experts = (
-        ps.get_expert_model_parallel_rank(),
-        ps.get_expert_model_parallel_world_size(),
-    )
-    files = stages * experts
-    name = f"model-{stage * experts + expert + 1:05d}-of-{files:05d}.safetensors"
-    name = "model.safetensors" if files == 1 else name
-    tensors = {
-        tensor_name: tensor.to("cpu", stored).contiguous()
-        for tensor_name, tensor in exported(training.inner, training.model)
-        if expert == 0 or ".experts." in tensor_name
-    }
-    if ps.get_tensor_model_parallel_rank() == 0 and ps.get_expert_data_parallel_rank() == 0:
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-    size = sum(t.numel() * t.element_size() for t in tensors.values())
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, (name, list(tensors), size))
-    if torch.distributed.get_rank() == 0 and files > 1:
-        index = {
-            "metadata": {"total_size": sum({part[0]: part[2] for part in parts}.values())},
-            "weight_map": {tensor: part[0] for part in parts for tensor in part[1]},
-        }
-        durable.replace_file(
-            folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode()
-        )
+    parts, model = training.inner, training.model
+    source = weight_source(training.parent, model, training.hyper)
+    round_weights(parts, model, source)
+    sizes = {n: prod(s) * source.dtype(n).itemsize for n, s in shapes(model).items()}
+    mine = written(parts, model)
+    each: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(each, mine)
+    files = name_files(list(chain.from_iterable(cut(n, sizes, file_bytes) for n in each)))
+    where = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    waiting: dict[str, torch.Tensor] = {}
+    for name, tensor in exported(parts, model):
+        waiting[name] = tensor.to("cpu", source.dtype(name)).contiguous()
+        file = where[name]
+        if len(waiting) == len(files[file]):
+            save_file(waiting, folder / file, metadata={"format": "pt"})
+            waiting = {}
+    if torch.distributed.get_rank() == 0 and len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
 
 
-@torch.no_grad()
-def round_weights(training: Training, stored: torch.dtype) -> None:
-    """Round the model's weights to the type that they are stored in."""
-    for parameter in training.inner.parameters():
-        parameter.copy_(parameter.to(stored))
+def cut(names: Sequence[str], sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """One rank's tensors, in order, as files of at most `limit` bytes; larger ones stand alone."""
+    files: list[list[str]] = []
+    room = 0
+    for name in names:
+        if not files or sizes[name] > room:
+            files.append([])
+            room = limit
+        files[-1].append(name)
+        room -= sizes[name]
+    return files
+
+
+def name_files(files: Sequence[list[str]]) -> dict[str, list[str]]:
+    """File name -> its tensors, named as transformers does."""
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": f for n, f in enumerate(files, 1)}
 
 
 def publish(
@@ -81,14 +94,21 @@ def publish(
     draft: Path,
     final: Path,
 ) -> None:
-    """Export, probe, hash and publish as `final`; an existing one stays. Collective."""
+    """Export, probe, hash and publish as `final`; an existing one stays. Collective.
+
+    Ends the training: adapters are folded into the weights that they adapt.
+    """
     main = torch.distributed.get_rank() == 0
     if main:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
     torch.distributed.barrier()
+    if (lora := training.hyper.lora) is not None:
+        adapter = draft / checkpoints.ADAPTER
+        write_adapter(training.inner, training.model, lora, spec.parent, adapter)
+        fold(training.inner)
     export_weights(training, draft)
-    logprobs = training.logprobs(prompts)
+    found = training.score(Samples.of(prompts), temperature=1.0)
     torch.distributed.barrier()
     if main:
         for path in training.parent.iterdir():
@@ -102,7 +122,10 @@ def publish(
             job=spec.id,
             dataset=spec.dataset,
             metrics=metrics,
-            probe=as_probe(prompts, logprobs),
+            probe=[
+                ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist())
+                for prompt, logprobs in zip(prompts, found, strict=True)
+            ],
         )
         durable.replace_file(draft / "manifest.json", manifest.model_dump_json(indent=1).encode())
         if not publish_folder(draft, final):

@@ -18,13 +18,17 @@ from pathlib import Path
 
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound, SetupError
 from cray_agents.paths import Home
-from cray_agents.records import JobSpec, JobStatus, Manifest
-from cray_agents.trainers.architecture import check_layout, read_architecture
-from cray_agents.trainers.data import check_samples, read_samples
+from cray_agents.records import Manifest
+from cray_agents.trainers.agreement import sampled_by_parent
+from cray_agents.trainers.data.fitting import check_samples, check_temperature, check_tokenizer
+from cray_agents.trainers.data.samples import read_samples
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.launch import EX_TEMPFAIL, Outcome, Place, find_place, run_ranks
-from cray_agents.trainers.publish import weights_sha256
+from cray_agents.trainers.layouts import check_layout
+from cray_agents.trainers.models.architecture import read_architecture
+from cray_agents.trainers.publish import parent_sha256
 from cray_agents.trainers.work import Work
+from cray_agents.training import JobSpec, JobStatus
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,25 +78,65 @@ def run(journal: Journal) -> int:
 
 def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
     """Read and check all inputs; nothing is written. Raises BadInput, NotFound, Corrupt."""
-    parent = journal.home.root / spec.parent
+    home, hyper = journal.home, spec.hyperparameters
+    parent = home.root / spec.parent
     model = read_architecture(parent)
     check_layout(model, spec.layout)
-    if (found := weights_sha256(parent)) != spec.parent_sha256:
+    _check_weights(parent, spec.parent_sha256, hyper.init, "parent_sha256")
+    reference = None
+    if spec.reference is not None and spec.reference_sha256 is not None:
+        reference = home.root / spec.reference
+        if read_architecture(reference) != model:
+            raise BadInput(
+                f"the reference {reference} is another kind of model than {parent}",
+                param="reference",
+            )
+        _check_weights(reference, spec.reference_sha256, "parent", "reference_sha256")
+    folder = home.dataset(spec.dataset)
+    samples = read_samples(folder, spec.method)
+    check_samples(samples, model, hyper)
+    check_tokenizer(samples, folder, home, parent)
+    if spec.method == "grpo":
+        check_temperature(samples, hyper)
+    validation = read_samples(folder, spec.method, "validation")
+    if len(validation):
+        check_samples(validation, model, hyper)
+    elif spec.evaluate_every is not None:
         raise BadInput(
-            f"the weights in {parent} have hash {found}, and the job was made for"
-            f" {spec.parent_sha256}: they were changed, or the path is wrong",
-            param="parent_sha256",
+            f"evaluate_every={spec.evaluate_every}, but dataset {spec.dataset} has no validation"
+            " split: build it with validation=0.05, or leave evaluate_every out",
+            param="evaluate_every",
         )
-    samples = read_samples(journal.home.dataset(spec.dataset))
-    check_samples(samples, model, spec.hyperparameters)
-    return Work(journal, spec, attempt, parent, model, samples)
+    comparable = sampled_by_parent(samples, home, spec.parent_sha256, hyper.policy.temperature)
+    return Work(
+        journal,
+        spec,
+        attempt,
+        parent,
+        model,
+        samples,
+        comparable,
+        validation if len(validation) else None,
+        reference,
+    )
+
+
+def _check_weights(folder: Path, expected: str, init: str, param: str) -> None:
+    """Raises BadInput when the weights are not those that the job was made for."""
+    found = parent_sha256(folder, init)
+    if found != expected:
+        raise BadInput(
+            f"the weights in {folder} have hash {found}, and the job was made for"
+            f" {expected}: they were changed, or the path is wrong",
+            param=param,
+        )
 
 
 def _train(work: Work, place: Place) -> Outcome:
     """Import Megatron, settle where to start from, run this node's ranks."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
     from cray_agents.trainers import rank, resume
-    from cray_agents.trainers.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     on_cpu = load_megatron()
     if place.node == 0:
@@ -109,7 +153,11 @@ def _train(work: Work, place: Place) -> Outcome:
             print(f"{problem}; set aside, the one before it is used", flush=True)
             work.journal.event("corrupt", message=problem)
         work.journal.event(
-            "started", attempt=work.attempt, from_step=step, left_out=work.samples.left_out
+            "started",
+            attempt=work.attempt,
+            from_step=step,
+            left_out=work.samples.left_out,
+            layout=work.spec.layout.model_dump(),
         )
         work.journal.close()
         print(f"attempt {work.attempt} starts at step {step}", flush=True)

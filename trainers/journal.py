@@ -6,24 +6,43 @@
     pauses/<n>      created exclusively by the n-th pause, pauses/<n>.resumed by its end
     events.jsonl    a line per step and per turn of fate; a restart drops lines it will write again
     status.json     the end, written once: succeeded, failed or cancelled
+    megatron/step-<n>/  resume points (resume.py)
     scheduler.json  how often it was handed to the scheduler (written by MegatronTrainer alone)
 
-The training process and the trainers that watch it share this module. Read next: job.py.
+The training process and the trainers that watch it share this module. Events are flat objects with
+`event` (its kind) and `time` (unix seconds):
+
+    started     attempt, from_step, left_out (samples without anything to learn), layout
+    corrupt     message: a resume point that was set aside
+    agreement   tokens, max_difference, mean_difference, limit: log-probabilities of the sampled
+                tokens, the trainer's against the engine's, nats
+    step        step (counted from 1), loss (nats), lr, grad_norm, tokens (trained on), seconds,
+                tokens_per_second, mfu (fraction), memory_gib, and the method's measures by name
+    evaluation  step, loss, tokens: the validation split, after that step
+    saved       step, seconds: a resume point
+    failed      message                          succeeded   checkpoint
+
+JSON has no word for a number that is not finite: it is null, and `not_finite` says by name what it
+was. Read next: job.py.
 """
 
-import json
+import math
 import os
-import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from cray_agents.errors import NotFound
 from cray_agents.paths import Home
-from cray_agents.records import JobSpec, JobStatus, canonical
+from cray_agents.records import canonical
 from cray_agents.runtime import durable
+from cray_agents.training import JobSpec, JobStatus
 
 TAIL_BYTES = 8192
+_NO_MEASURE = {"event", "time", "step", "not_finite"}
 
 
 class Journal:
@@ -112,13 +131,18 @@ class Journal:
             return set()
 
     # ---- how far it came
+    @property
+    def events_file(self) -> Path:
+        """Where the events are; there is none before the first."""
+        return self.folder / "events.jsonl"
+
     def event(self, kind: str, **values: Any) -> None:
         """Append a line. One writer: rank 0 of the newest attempt, or its launcher before it."""
         if self._events is None:
+            self._drop_torn_line()
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            self._events = os.open(self.folder / "events.jsonl", flags, 0o644)
-        line = json.dumps({"event": kind, "time": time.time(), **values}, allow_nan=True)
-        os.write(self._events, line.encode() + b"\n")
+            self._events = os.open(self.events_file, flags, 0o644)
+        os.write(self._events, _line({"event": kind, "time": time.time(), **values}))
 
     def close(self) -> None:
         """Close the events file; the next event opens it again."""
@@ -128,30 +152,44 @@ class Journal:
 
     def events(self) -> list[dict[str, Any]]:
         """All whole lines so far; a torn last line is left out."""
-        path = self.folder / "events.jsonl"
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
-        return [json.loads(line) for line in lines[:-1] if line]
+        lines = self.events_file.read_bytes().split(b"\n") if self.events_file.exists() else []
+        return [orjson.loads(line) for line in lines[:-1] if line]
 
     def rewind(self, step: int) -> None:
-        """Drop step lines beyond `step`: the resumed job writes them again.
+        """Drop what is told of steps beyond `step`: the resumed job tells it again.
 
         The file is replaced, so what a superseded attempt still appends is seen by nobody.
         """
         self.close()
-        kept = [e for e in self.events() if e.get("event") != "step" or e["step"] <= step]
-        lines = b"".join(json.dumps(e).encode() + b"\n" for e in kept)
-        durable.replace_file(self.folder / "events.jsonl", lines)
+        lines = b"".join(_line(e) for e in self.events() if e.get("step", 0) <= step)
+        durable.replace_file(self.events_file, lines)
+
+    def _drop_torn_line(self) -> None:
+        """What a killed process left half-written must not become the start of our line."""
+        if not self.events_file.exists():
+            return
+        whole = self.events_file.read_bytes()
+        if not whole.endswith(b"\n") and whole:
+            durable.replace_file(self.events_file, whole[: whole.rfind(b"\n") + 1])
+
+    @property
+    def last_step(self) -> dict[str, Any] | None:
+        """The newest step's event, read from the file's end."""
+        for line in _lines_from_the_end(self.events_file):
+            event: dict[str, Any] = orjson.loads(line)
+            if event.get("event") == "step":
+                return event
+        return None
 
     @property
     def step(self) -> int:
-        """The newest step that the events tell of, from the file's tail."""
-        path = self.folder / "events.jsonl"
-        if not path.exists():
-            return 0
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            found = re.findall(rb'"event": "step".*?"step": (\d+).*?\n', file.read())
-        return int(found[-1]) if found else 0
+        """The newest step that the events tell of."""
+        return int((self.last_step or {"step": 0})["step"])
+
+    @property
+    def resume_points(self) -> list[Path]:
+        """Where it could go on from, newest first."""
+        return sorted((self.folder / "megatron").glob("step-*"), reverse=True)
 
     # ---- how it ended
     def status(self) -> JobStatus | None:
@@ -166,6 +204,36 @@ class Journal:
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of the job's log."""
         return tail(self.log, lines)
+
+
+def measures(step: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a step's event, by name; None is one that was not finite."""
+    return {name: value for name, value in step.items() if name not in _NO_MEASURE}
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    """An event as it is written; orjson makes null of what is not finite."""
+    wrong = {n: str(v) for n, v in event.items() if isinstance(v, float) and not math.isfinite(v)}
+    told = {**event, "not_finite": wrong} if wrong else event
+    return orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+def _lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file, the last one first; a torn one is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        start, rest = file.seek(0, os.SEEK_END), b""  # of `rest` it is not known where it begins
+        torn = True
+        while start > 0:
+            size = min(TAIL_BYTES, start)
+            start = file.seek(start - size)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            if torn and lines:
+                lines, torn = lines[:-1], False
+            yield from reversed(lines)
+        if rest and not torn:
+            yield rest
 
 
 def _newest(pauses: set[str]) -> int:

@@ -1,12 +1,12 @@
 """Starts a job's ranks on this node: import Megatron once, fork, watch, end all when one dies.
 
 Forking after the import makes ranks start in milliseconds. Each rank dies with this process, writes
-its own log, and sends one JSON outcome through a pipe. Single node by default; under Slurm with
-several nodes, each node's launcher starts its share of the ranks. Read next: job.py.
+its own log, and holds a pipe to the launcher. Single node by default; under Slurm with several
+nodes, each node's launcher starts its share of the ranks. Read next: watching.py, job.py.
 """
 
 import ctypes
-import json
+import faulthandler
 import os
 import signal
 import socket
@@ -19,8 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cray_agents.errors import BadInput, CrayError, JobError, SetupError
-from cray_agents.trainers.journal import tail
+from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
+from cray_agents.trainers.watching import (
+    RankProcess,
+    describe,
+    first_end,
+    pulse,
+    refuse,
+    watch,
+)
 
 EX_TEMPFAIL = 75  # go on later
 _PR_SET_PDEATHSIG = 1
@@ -36,12 +43,19 @@ class Place:
     world: int
     host: str
     port: int  # 0: any free one (single node)
+    start: str = ""  # what tells this start of the job from others, on all nodes
 
     @property
     def ranks(self) -> range:
         """The ranks of this node."""
         share = self.world // self.nodes
         return range(self.node * share, (self.node + 1) * share)
+
+    @property
+    def where(self) -> str:
+        """This node, for people; nothing if it is the only one."""
+        here = f" on node {self.node} of {self.nodes} ({socket.gethostname()})"
+        return here if self.nodes > 1 else ""
 
 
 def find_place(world: int, job_id: str) -> Place:
@@ -60,7 +74,10 @@ def find_place(world: int, job_id: str) -> Place:
     if listed.returncode:
         raise SetupError(f"scontrol cannot list the job's nodes: {listed.stderr.strip()}")
     port = 20000 + zlib.crc32(job_id.encode()) % 20000
-    return Place(int(os.environ["SLURM_NODEID"]), nodes, world, listed.stdout.split()[0], port)
+    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    start = "-".join(["end", *(os.environ.get(name, "0") for name in names)])
+    node = int(os.environ["SLURM_NODEID"])
+    return Place(node, nodes, world, listed.stdout.split()[0], port, start)
 
 
 @dataclass(frozen=True)
@@ -95,75 +112,76 @@ RankMain = Callable[[int, Any, StopFlag], int]
 def run_ranks(place: Place, logs: Path, main: RankMain) -> Outcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
-    Raises JobError, naming the rank and with its log's tail, when one dies.
+    Raises JobError, naming the rank and with its log's tail, when one dies or no longer responds.
     """
     logs.mkdir(parents=True, exist_ok=True)
     listener = None
     if place.node == 0 and place.world > 1:
         listener = socket.create_server(("" if place.nodes > 1 else place.host, place.port))
-    pids: dict[int, int] = {}
-    read_end, write_end = os.pipe()
-    launcher = os.getpid()
+    ranks: list[RankProcess] = []
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
-        _forward_signals(pids)
+        _forward_signals(ranks)
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
         for rank in place.ranks:
-            pid = os.fork()
-            if pid == 0:
-                os.close(read_end)
-                _be_rank(
-                    rank, launcher, place, listener, logs / f"rank-{rank}.txt", main, write_end
-                )
-            pids[pid] = rank
+            ranks.append(_fork(rank, place, listener, _log(logs, rank), main))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-        os.close(write_end)
-        return _wait(pids, logs, read_end)
+        bad = watch(ranks)
+        _end(ranks)
+        if bad is None:
+            return Outcome(max(process.code or 0 for process in ranks))
+        process, how = bad
+        ended = first_end(
+            logs / f"{place.start}.json" if place.nodes > 1 else None,
+            describe(process, how, place.where, _log(logs, process.rank)),
+        )
+        if ended.refusal is not None:
+            return Outcome(1, ended.refusal)
+        raise JobError(str(ended), log_tail=ended.log_tail)
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        _end(ranks)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(read_end)
         if listener is not None:
             listener.close()
 
 
-def _forward_signals(pids: dict[int, int]) -> None:
+def _log(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.txt"
+
+
+def _forward_signals(ranks: list[RankProcess]) -> None:
     def forward(number: int, frame: object) -> None:
-        for pid in list(pids):
-            os.kill(pid, signal.SIGTERM)
+        for process in ranks:
+            if process.code is None:
+                os.kill(process.pid, signal.SIGTERM)
 
     for number in _STOP_SIGNALS:
         signal.signal(number, forward)
 
 
-def _wait(pids: dict[int, int], logs: Path, read_end: int) -> Outcome:
-    code, refusal = 0, None
-    while pids:
-        pid, status = os.wait()
-        rank = pids.pop(pid)
-        ended = os.waitstatus_to_exitcode(status)
-        if ended in (0, EX_TEMPFAIL):
-            code = max(code, ended)
-            continue
-        refusal = _read_refusal(read_end)
-        if refusal is None:
-            log = tail(logs / f"rank-{rank}.txt")
-            how = f"signal {-ended}" if ended < 0 else f"exit code {ended}"
-            raise JobError(f"rank {rank} died ({how}); the others were ended", log_tail=log)
-        return Outcome(1, refusal)
-    return Outcome(code)
+def _end(ranks: list[RankProcess]) -> None:
+    """End those that run on."""
+    for process in ranks:
+        if process.code is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+        if process.pipe >= 0:
+            os.close(process.pipe)
+            process.pipe = -1
 
 
-def _read_refusal(read_end: int) -> str | None:
-    os.set_blocking(read_end, False)
-    try:
-        text = os.read(read_end, 65536)
-    except BlockingIOError:
-        return None
-    return str(json.loads(text.split(b"\n")[0])) if text else None
+def _fork(
+    rank: int, place: Place, listener: socket.socket | None, log: Path, main: RankMain
+) -> RankProcess:
+    launcher = os.getpid()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        _be_rank(rank, launcher, place, listener, log, main, write_end)
+    os.close(write_end)
+    return RankProcess(rank, pid, read_end)
 
 
 def _be_rank(
@@ -173,7 +191,7 @@ def _be_rank(
     listener: socket.socket | None,
     log: Path,
     main: RankMain,
-    report: int,
+    pipe: int,
 ) -> NoReturn:
     """The child: never returns. The outermost edge of a rank: whatever goes wrong is logged."""
     code = 1
@@ -188,13 +206,23 @@ def _be_rank(
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)
+        faulthandler.enable()
+        pulse(pipe)
         code = main(rank, _store(rank, place, listener), stop)
-    except CrayError as refusal:
-        os.write(report, json.dumps(str(refusal)[:4000]).encode() + b"\n")
+    except CrayError as problem:
+        if _mended_by_a_restart(problem):
+            print(problem)
+        else:
+            refuse(pipe, str(problem))
     except BaseException:  # noqa: BLE001 (a forked child must never return into its parent)
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _mended_by_a_restart(problem: CrayError) -> bool:
+    """A full disk and a machine that lacks something are not the job's fault."""
+    return isinstance(problem, SetupError | StoreError) and not isinstance(problem, Corrupt)
 
 
 def _store(rank: int, place: Place, listener: socket.socket | None) -> Any:

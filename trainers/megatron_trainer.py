@@ -8,13 +8,15 @@ import hashlib
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Any
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
-from cray_agents.records import JobSpec, JobState, JobStatus, Record
+from cray_agents.records import Record
 from cray_agents.runtime import durable
-from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.journal import Journal, measures
+from cray_agents.training import JobSpec, JobState, JobStatus
 
 MAX_RESTARTS = 3  # in a row without a step forward
 
@@ -22,8 +24,9 @@ MAX_RESTARTS = 3  # in a row without a step forward
 def code_version() -> str:
     """What decides, besides data and hyperparameters, what a job computes (`JobSpec.code`)."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     for package in ("megatron-core", "torch"):
         digest.update(f"{package} {importlib.metadata.version(package)}".encode())
     return digest.hexdigest()[:16]
@@ -176,9 +179,8 @@ class MegatronTrainer:
             return None
         # we may have been killed between the scheduler's answer and our note of it
         given = handover(journal).id or self.scheduler.status(journal.job_id).id
-        return status.model_copy(
-            update={"scheduler": self.scheduler.name, "scheduler_job_id": given}
-        )
+        told = {"scheduler": self.scheduler.name, "scheduler_job_id": given}
+        return status.model_copy(update={**told, "metrics": newest_measures(journal)})
 
     def _describe(self, journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:
         described = describe(journal, spec, state)
@@ -190,7 +192,8 @@ def read_status(home: Home, job_id: str) -> JobStatus:
     journal = Journal(home, job_id)
     spec = journal.spec()
     if (ended := journal.status()) is not None:
-        return ended.model_copy(update={"scheduler_job_id": handover(journal).id})
+        told = {"scheduler_job_id": handover(journal).id, "metrics": newest_measures(journal)}
+        return ended.model_copy(update=told)
     state: JobState = "running" if journal.attempts else "queued"
     state = "paused" if journal.paused else state
     return describe(journal, spec, "cancelled" if journal.cancelled else state)
@@ -203,14 +206,21 @@ def describe(journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:
         id=spec.id,
         state=state,
         scheduler_job_id=handover(journal).id,
-        step=journal.step,
+        step=steps[-1]["step"] if steps else 0,
         steps=spec.hyperparameters.steps,
         attempts=journal.attempts,
         loss_first=steps[0]["loss"] if steps else None,
         loss_last=steps[-1]["loss"] if steps else None,
         trained_tokens=sum(e["tokens"] for e in steps),
         seconds=sum(e["seconds"] for e in steps),
+        metrics=measures(steps[-1]) if steps else {},
     )
+
+
+def newest_measures(journal: Journal) -> dict[str, Any]:
+    """`JobStatus.metrics`, of a job that has ended too."""
+    newest = journal.last_step
+    return measures(newest) if newest is not None else {}
 
 
 def handover(journal: Journal) -> Handover:

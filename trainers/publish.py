@@ -12,19 +12,16 @@ from cray_agents.runtime import checkpoints, durable
 
 def publish_folder(draft: Path, final: Path) -> bool:
     """Rename a finished folder into place; False if the name is taken (published folders stay)."""
-    for file in draft.iterdir():
-        durable.sync(file)
+    for path in draft.rglob("*"):
+        durable.sync(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     return durable.publish_directory(draft, final)
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """File name -> SHA-256, for every plain file directly in a folder but its manifest."""
-    return {
-        path.name: durable.sha256_file(path)
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != checkpoints.MANIFEST
-    }
+    """Name within a folder -> SHA-256, for all plain files there and below but its manifest."""
+    files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {n: durable.sha256_file(p) for n, p in files.items() if n != checkpoints.MANIFEST}
 
 
 def weights_sha256(checkpoint: Path) -> str:
@@ -36,3 +33,8 @@ def weights_sha256(checkpoint: Path) -> str:
     if not files:
         raise NotFound(f"{checkpoint} holds no *.safetensors: give a Hugging Face checkpoint")
     return checkpoints.weights_sha256(files)
+
+
+def parent_sha256(checkpoint: Path, init: str) -> str:
+    """`JobSpec.parent_sha256`: of the weights, or of the config where they start at random."""
+    return checkpoints.config_sha256(checkpoint) if init == "random" else weights_sha256(checkpoint)

@@ -1,40 +1,29 @@
-"""What each rank of a job does: join, restore, train, save now and then, publish.
+"""What each rank of a job does: join, look back, restore, train, save now and then, publish.
 
 The file reads top to bottom like that sentence. launch.py calls `run` in a forked process; every
 step of it is collective, so all ranks always agree on what comes next. Read next: train.py.
 """
 
-import math
 import os
+import resource as limits
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cray_agents.errors import JobError
-from cray_agents.trainers import export, resume
-from cray_agents.trainers.data import probe_prompts
+from cray_agents.trainers import agreement, export, resume
+from cray_agents.trainers.agree import agree, is_main
+from cray_agents.trainers.baselines import Baselines
+from cray_agents.trainers.data.known import Known
+from cray_agents.trainers.data.probe import probe_prompts
 from cray_agents.trainers.launch import EX_TEMPFAIL, StopFlag
-from cray_agents.trainers.train import StepReport, Training, join_ranks
+from cray_agents.trainers.planning.arithmetic import flops_per_token
+from cray_agents.trainers.planning.hardware import peak_flops
+from cray_agents.trainers.progress import Progress
+from cray_agents.trainers.ranks import join_ranks
+from cray_agents.trainers.saving import Saver
+from cray_agents.trainers.train import StepReport, Training
 from cray_agents.trainers.work import Work
-
-
-@dataclass
-class Progress:
-    """What accumulates over a job's life, across restarts."""
-
-    loss_first: float | None = None
-    loss_last: float | None = None
-    trained_tokens: int = 0
-    seconds: float = 0.0  # spent in steps
-
-    def add(self, report: StepReport, seconds: float) -> None:
-        """Count a step."""
-        self.loss_first = report.loss if self.loss_first is None else self.loss_first
-        self.loss_last = report.loss
-        self.trained_tokens += report.tokens
-        self.seconds += seconds
 
 
 def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
@@ -46,9 +35,18 @@ def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu)
     attempt, *points = agree((work.attempt, work.resume_from, work.optimizer_from))
-    training = Training(work.model, spec.layout, spec.hyperparameters, work.parent, on_cpu)
+    training = Training(
+        work.model,
+        spec.layout,
+        spec.hyperparameters,
+        work.parent,
+        on_cpu,
+        method=spec.method,
+        recompute=spec.recompute,
+    )
+    known, validation = look_back(training, work)
     progress = restore(training, *points)
-    if not train(training, work, attempt, progress, stop):
+    if not train(training, work, known, validation, attempt, progress, stop):
         return EX_TEMPFAIL
     if not may_publish(work, attempt):
         return 0
@@ -56,12 +54,27 @@ def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
         training,
         spec,
         probe_prompts(work.samples),
-        {**vars(progress), "steps": training.done},
+        {**progress.summary(), "steps": training.done},
         work.journal.home.checkpoint(f".{spec.id}.{attempt}"),
         work.journal.home.checkpoint(spec.id),
     )
     torch.distributed.destroy_process_group()
     return 0
+
+
+def look_back(training: Training, work: Work) -> tuple[Known, Known | None]:
+    """What the weights before training say of the samples; proves that the engine agrees."""
+    found = agreement.compare(work.comparable, training.score(work.comparable))
+    if found is not None:
+        limit = agreement.limit_of(work.spec)
+        if is_main():
+            work.journal.event("agreement", **vars(found), limit=limit)
+        found.refuse(limit)
+    baselines = Baselines(training, work.spec, work.reference, work.journal.folder / "baselines")
+    known = baselines.known(work.samples, "train")
+    if work.validation is None:
+        return known, None
+    return known, baselines.known(work.validation, "validation")
 
 
 def restore(training: Training, point: Any, optimizer_from: Any) -> Progress:
@@ -74,57 +87,75 @@ def restore(training: Training, point: Any, optimizer_from: Any) -> Progress:
     return Progress()
 
 
-def train(training: Training, work: Work, attempt: int, progress: Progress, stop: StopFlag) -> bool:
+def train(
+    training: Training,
+    work: Work,
+    known: Known,
+    validation: Known | None,
+    attempt: int,
+    progress: Progress,
+    stop: StopFlag,
+) -> bool:
     """Train to the last step, saving on the way; False when asked to stop, or paused, before."""
     spec, steps = work.spec, work.spec.hyperparameters.steps
-    main = torch.distributed.get_rank() == 0
+    saver = Saver(
+        training, work.megatron, attempt, spec.keep, lambda: work.journal.fenced(attempt) is None
+    )
     while training.done < steps:
         begun = time.perf_counter()
-        report = training.step(work.samples, stop.set or (main and work.journal.paused))
-        seconds = time.perf_counter() - begun
-        refuse_nonsense(report, training.done)
-        progress.add(report, seconds)
-        if main:
-            work.journal.event(
-                "step",
-                step=training.done,
-                loss=report.loss,
-                lr=report.learning_rate,
-                grad_norm=report.grad_norm,
-                tokens=report.tokens,
-                tokens_per_second=report.tokens / seconds,
-                seconds=seconds,
-            )
-        stopping = report.stop and training.done < steps
-        due = training.done % spec.save_every == 0 or training.done == steps
-        if (due or stopping) and may_publish(work, attempt):
-            resume.save(training, work.megatron, attempt, vars(progress))
+        report = training.step(known, stop.set or (is_main() and work.journal.paused))
+        progress.add(report, time.perf_counter() - begun, training.done)
+        if is_main():
+            tell(training, work, report, time.perf_counter() - begun)
+        last = training.done == steps
+        if validation is not None and (last or training.done % (spec.evaluate_every or steps) == 0):
+            evaluate(training, work, validation, progress)
+        stopping = report.stop and not last
+        if training.done % spec.save_every == 0 or last or stopping:
+            saver.save(progress.state())
+        saver.poll()
         if stopping:
-            return False
-    return True
+            break
+    saver.finish()
+    return training.done == steps
 
 
-def refuse_nonsense(report: StepReport, done: int) -> None:
-    """Raises JobError when a step's loss or gradient is not a number."""
-    for name, value in (("loss", report.loss), ("gradient norm", report.grad_norm)):
-        if not math.isfinite(value):
-            raise JobError(
-                f"the {name} is {value} after {done} whole steps (learning rate"
-                f" {report.learning_rate:g}): nothing was saved from there; lower the learning"
-                " rate, or look at the parent's weights"
-            )
+def tell(training: Training, work: Work, report: StepReport, seconds: float) -> None:
+    """Write a step's line into the job's events."""
+    rate = report.processed / seconds
+    values: dict[str, Any] = {
+        "step": training.done,
+        "loss": report.loss,
+        "lr": report.learning_rate,
+        "grad_norm": report.grad_norm,
+        "tokens": report.tokens,
+        "tokens_per_second": rate,
+        "seconds": seconds,
+        "memory_gib": memory_gib(training.on_cpu),
+        **report.measures,
+    }
+    if not training.on_cpu and (peak := peak_flops(torch.cuda.get_device_name())):
+        length = report.processed / len(work.samples)
+        values["mfu"] = rate * flops_per_token(work.model, length) / (peak * work.spec.layout.world)
+    work.journal.event("step", **values)
+
+
+def memory_gib(on_cpu: bool) -> float:
+    """The most memory that this rank has held so far, in GiB: of its GPU, else of its process."""
+    if on_cpu:
+        return limits.getrusage(limits.RUSAGE_SELF).ru_maxrss / 2**20
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def evaluate(training: Training, work: Work, validation: Known, progress: Progress) -> None:
+    """The loss on the validation split, as an event and for the manifest."""
+    loss, measures = training.evaluate(validation)
+    progress.validation_loss = loss
+    if is_main():
+        tokens = int(validation.marks.sum())
+        work.journal.event("evaluation", step=training.done, loss=loss, tokens=tokens, **measures)
 
 
 def may_publish(work: Work, attempt: int) -> bool:
     """Whether this attempt is still the one; rank 0 looks, all ranks do as it says."""
-    reason = work.journal.fenced(attempt) if torch.distributed.get_rank() == 0 else None
-    return agree(reason) is None
-
-
-def agree(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    if torch.distributed.get_world_size() == 1:
-        return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box, 0)
-    return box[0]
+    return agree(work.journal.fenced(attempt) if is_main() else None) is None

@@ -1,38 +1,32 @@
-"""Resume points: Megatron's distributed checkpoints of model and optimizer, found and proven.
+"""The way back from a resume point: found, proven, and loaded under any layout.
 
     megatron/step-00000050/    published by rename when complete; SEALED.json has every file's hash
     megatron/.step-...         being written, or left half-written by a killed job: never loaded
 
-A resume point loads under any layout; under its own, training goes on bit for bit. One that is not
-what its seal says is set aside by name, and the one before it used. Read next: train.py.
+Under its own layout training goes on bit for bit, under another but for the order of additions.
+A point that is not what its seal says is set aside by name, and the one before it used.
+Read next: saving.py, which writes them.
 """
 
 import json
 import shutil
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from cray_agents.errors import Corrupt, NotFound
-from cray_agents.records import canonical
+from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.runtime import durable
-from cray_agents.trainers.publish import publish_folder
+from cray_agents.trainers.saving import POINT, SEAL, points
+from cray_agents.trainers.state import NUMBERS, Box, Part, allocate_moments, owned, parts_of
 from cray_agents.trainers.train import Training
 
-KEEP = 2
-SEAL = "SEALED.json"
-_CONTENT = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": True,
-}
-
-
-def points(folder: Path) -> list[Path]:
-    """The published resume points in a job's megatron/ folder, newest first."""
-    return sorted(folder.glob("step-*"), reverse=True) if folder.exists() else []
+Floats = npt.NDArray[np.float32]
+Slices = tuple[slice, ...]
 
 
 def step_of(point: Path) -> int:
@@ -46,11 +40,13 @@ def verify(point: Path) -> None:
         seal: dict[str, str] = json.loads((point / SEAL).read_bytes())
     except (FileNotFoundError, ValueError):
         raise Corrupt(f"resume point {point}: no readable {SEAL}") from None
-    for name, expected in seal.items():
-        path = point / name
-        if not path.exists():
+    for name in seal:
+        if not (point / name).exists():
             raise Corrupt(f"resume point {point}: {name} is missing")
-        if durable.sha256_file(path) != expected:
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda name: durable.sha256_file(point / name), seal)
+    for (name, expected), sha256 in zip(seal.items(), found, strict=True):
+        if sha256 != expected:
             raise Corrupt(f"resume point {point}: {name} is not what was written (bad checksum)")
 
 
@@ -92,94 +88,105 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def save(training: Training, folder: Path, attempt: int, common: dict[str, Any]) -> None:
-    """Write a resume point of the present step and publish it. Collective.
-
-    `common` is plain data that comes back from `load`.
-    """
-    from megatron.core import dist_checkpointing
-
-    name = f"step-{training.done:08d}"
-    if (folder / name).exists():
-        return
-    draft = folder / f".{name}.{attempt}"
-    rank = torch.distributed.get_rank()
-    if rank == 0:
-        draft.mkdir(parents=True)
-    torch.distributed.barrier()
-    state = {**_sharded(training, loading=False), "common": common, "step": training.done}
-    dist_checkpointing.save(state, str(draft), _save_strategy(), content_metadata=_CONTENT)
-    mine = {p.name: durable.sha256_file(p) for p in draft.glob(f"__{rank}_*")}
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, mine)
-    if rank == 0:
-        seal = {n: h for part in gathered for n, h in part.items()}
-        seal |= {p.name: durable.sha256_file(p) for p in draft.iterdir() if p.name not in seal}
-        durable.replace_file(draft / SEAL, canonical(seal))
-        publish_folder(draft, folder / name)
-        _forget(points(folder)[KEEP:])
-        durable.sync(folder)
-    torch.distributed.barrier()
-
-
-def _forget(old: Iterable[Path]) -> None:
-    for point in old:
-        shutil.rmtree(point, ignore_errors=True)
-
-
 def load(training: Training, point: Path) -> dict[str, Any]:
-    """Restore weights, moments and step count; returns what `save` was given. Collective."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+    """Restore weights, moments and the count of steps; returns what `save` was given.
 
-    _allocate_moments(training.optimizer)
-    state = {**_sharded(training, loading=True), "common": None, "step": None}
-    state = dist_checkpointing.load(
-        state, str(point), get_default_load_sharded_strategy(str(point)), strict="raise_all"
-    )
-    training.inner.load_state_dict(state["model"])
-    training.optimizer.load_state_dict(state["optimizer"])
-    training.done = state["step"]
-    common: dict[str, Any] = state["common"]
-    return common
-
-
-def _sharded(training: Training, loading: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state as ps
-
-    metadata = {**_CONTENT, "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
-    model = training.inner.sharded_state_dict(metadata=metadata)
-    return {
-        "optimizer": training.optimizer.sharded_state_dict(
-            model, is_loading=loading, metadata=metadata
-        ),
-        "model": model,
-    }
+    Each rank reads what it needs, whatever layout wrote it; nothing is communicated. Raises
+    BadInput when the point is of another model, or of other trainable weights.
+    """
+    saved = _Saved(point)
+    parts = parts_of(training)
+    allocate_moments(training, saved.adam_steps)
+    with torch.no_grad():
+        for parameter, places in parts.items():
+            for part in places:
+                values = saved.read(part, NUMBERS.index("param"))
+                parameter.view(-1)[part.begin : part.begin + len(values)].copy_(values)
+        for piece in owned(training, parts):
+            for number, tensor in enumerate(piece.tensors):
+                values = saved.read(piece.part, number)[piece.first : piece.first + piece.count]
+                tensor[: len(values)].copy_(values)
+    training.done = saved.step
+    return saved.common
 
 
-def _save_strategy() -> Any:
-    from megatron.core import parallel_state as ps
-    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-        FullyParallelSaveStrategyWrapper,
-    )
+@dataclass(frozen=True)
+class _Stretch:
+    """Consecutive elements of a saved box, from `first` on; `numbers`: [3, count]."""
 
-    strategy = get_default_save_sharded_strategy()
-    strategy.thread_count = 1  # a forked writer per rank
-    group = ps.get_data_parallel_group(with_context_parallel=True)
-    return FullyParallelSaveStrategyWrapper(strategy, group)
+    first: int
+    numbers: Floats
 
 
-def _allocate_moments(optimizer: Any) -> None:
-    """Give torch's AdamW, which fills its state lazily, the state that loading writes into."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        adam = part.optimizer
-        if not isinstance(adam, torch.optim.Adam):
-            continue
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
-            if not adam.state[parameter]:
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+class _Saved:
+    """The weights of a resume point, each as the boxes that its ranks had."""
+
+    def __init__(self, point: Path) -> None:
+        self.point = point
+        told = json.loads((point / POINT).read_bytes())
+        self.step: int = told["step"]
+        self.common: dict[str, Any] = told["common"]
+        self.adam_steps = 0
+        self._weights: dict[str, dict[Box, list[_Stretch]]] = {}
+        for path in sorted(point.glob("rank-*.json")):
+            index = json.loads(path.read_bytes())
+            self.adam_steps = max(self.adam_steps, index["adam_steps"])
+            self._read_index(path.with_suffix(".bin"), index["pieces"])
+
+    def _read_index(self, path: Path, pieces: list[dict[str, Any]]) -> None:
+        if not pieces:
+            return
+        numbers = np.memmap(path, "<f4", "r").reshape(len(NUMBERS), -1)
+        position = 0
+        for piece in pieces:
+            sizes = (tuple(piece[name]) for name in ("whole", "offset", "shape"))
+            stretches = self._weights.setdefault(piece["key"], {})
+            end = position + piece["count"]
+            stretches.setdefault(Box(piece["key"], *sizes), []).append(
+                _Stretch(piece["first"], numbers[:, position:end])
+            )
+            position = end
+
+    def read(self, part: Part, number: int) -> torch.Tensor:
+        """One of NUMBERS for a box, flattened: [box.size] float32.
+
+        Shorter, where a vocabulary was filled up less when it was saved than it is now: of the rows
+        that fill it up, nothing was learnt.
+        """
+        box = part.box
+        saved = self._weights.get(box.key, {})
+        whole = next((other.whole for other in saved), None)
+        if whole is None or whole[1:] != box.whole[1:] or (whole != box.whole and not part.padded):
+            raise BadInput(
+                f"resume point {self.point} has {box.key} as {whole}, and this job trains it as"
+                f" {box.whole}: an optimizer goes on only with the same model and the same"
+                " trainable weights (lora and its rank and targets); leave optimizer_from out",
+                param="optimizer_from",
+            )
+        rows = max(0, min(box.shape[0], whole[0] - box.offset[0]))
+        found = np.empty((rows, *box.shape[1:]), np.float32)
+        for other, stretches in saved.items():
+            both = _overlap(box.offset, found.shape, other)
+            if both is not None:
+                flat = np.empty(other.size, np.float32)
+                for stretch in stretches:
+                    values = stretch.numbers[number]
+                    flat[stretch.first : stretch.first + len(values)] = values
+                found[both[0]] = flat.reshape(other.shape)[both[1]]
+        return torch.from_numpy(found.reshape(-1))
+
+
+def _overlap(
+    offset: tuple[int, ...], shape: tuple[int, ...], other: Box
+) -> tuple[Slices, Slices] | None:
+    """Where a block and a box share elements, in the coordinates of each."""
+    here, there = [], []
+    for mine, size, theirs, their_size in zip(
+        offset, shape, other.offset, other.shape, strict=True
+    ):
+        low, high = max(mine, theirs), min(mine + size, theirs + their_size)
+        if low >= high:
+            return None
+        here.append(slice(low - mine, high - mine))
+        there.append(slice(low - theirs, high - theirs))
+    return tuple(here), tuple(there)

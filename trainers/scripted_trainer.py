@@ -12,11 +12,12 @@ from typing import Any
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.records import JobSpec, JobStatus, Manifest, ProbePrompt
+from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime import checkpoints, durable
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import read_status
 from cray_agents.trainers.publish import hash_files, publish_folder
+from cray_agents.training import JobSpec, JobStatus
 
 
 class ScriptedTrainer:

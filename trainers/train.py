@@ -1,59 +1,52 @@
 """The Megatron training step: one rank's part of the model, its optimizer, forward and backward.
 
 rank.py makes a `Training` and calls `step` in order. resume.py saves and restores it, export.py
-writes what it learnt. Nothing here knows files of a job. Read next: sft.py for the loss.
+writes what it learnt. Nothing here knows files of a job. Read next: methods/ for the losses.
 """
 
-import datetime
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.records import Hyperparameters, Layout
-from cray_agents.trainers import sft
-from cray_agents.trainers.architecture import Architecture
-from cray_agents.trainers.data import Packed, Samples, pack_prompts, step_microbatches
-from cray_agents.trainers.model import build_model
-from cray_agents.trainers.weights import load_weights
+from cray_agents.trainers.data.context import Share
+from cray_agents.trainers.data.known import Known
+from cray_agents.trainers.data.packing import Packed, microbatches, step_units
+from cray_agents.trainers.data.samples import Floats, Samples
+from cray_agents.trainers.methods import METHODS
+from cray_agents.trainers.methods.schedule import learning_rate
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.lora import add_lora
+from cray_agents.trainers.models.model import build_model
+from cray_agents.trainers.models.weights import load_weights, weight_source
+from cray_agents.trainers.optimization import optimizer_of, wrap
+from cray_agents.trainers.ranks import Ranks
+from cray_agents.training import Hyperparameters, Layout, MethodName
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
+Item = TypeVar("Item")
+
+AT_ONCE = 1024  # samples that are packed together when nothing is learnt
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step came to, the same on every rank. `tokens` are those trained on."""
+    """What a step came to, the same on every rank."""
 
     loss: float
     learning_rate: float
     grad_norm: float
-    tokens: int
+    tokens: int  # trained on
+    processed: int  # read, trained on or not
     stop: bool  # some rank was asked to stop
-
-
-def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) -> None:
-    """Form the process groups of this rank. Collective."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.distributed.init_process_group(
-        "gloo" if on_cpu else "nccl",
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    parallel_state.initialize_model_parallel(
-        layout.tensor,
-        layout.pipeline,
-        expert_model_parallel_size=layout.expert,
-        create_gloo_process_groups=True,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 class Training:
@@ -66,183 +59,234 @@ class Training:
         hyper: Hyperparameters,
         parent: Path,
         on_cpu: bool,
+        *,
+        method: MethodName = "sft",
+        recompute: str = "none",
     ) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.transformer.module import Float16Module
-        from megatron.core.utils import get_model_config
-
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
-        self.on_cpu = on_cpu
-        self.multiple = layout.tensor if layout.sequence_parallel else 1
+        self.on_cpu, self.method = on_cpu, method
+        self.ranks = Ranks(layout, on_cpu)
         self.done = 0  # steps
-        half = hyper.dtype == "bfloat16"
-        part = build_model(model, layout, hyper.dtype, on_cpu)
-        load_weights(part, model, parent)
-        config = get_model_config(part)
-        self.inner = part
-        self._rows: torch.Tensor | None = None  # where a token is to be predicted; None: everywhere
-        if part.post_process and not layout.sequence_parallel:
-            part.output_layer.register_forward_pre_hook(self._only_rows)
-        self.part = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=True,
-                check_for_nan_in_grad=False,  # a NaN loss is told with its step, by job.py
-            ),
-            Float16Module(config, part) if half else part,
-        )
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=hyper.learning_rate,
-                min_lr=hyper.min_learning_rate,
-                weight_decay=hyper.weight_decay,
-                adam_beta1=hyper.adam_beta1,
-                adam_beta2=hyper.adam_beta2,
-                adam_eps=hyper.adam_eps,
-                clip_grad=hyper.clip_grad,
-                use_distributed_optimizer=True,
-                bf16=half,
-                params_dtype=torch.bfloat16 if half else torch.float32,
-            ),
-            [self.part],
-        )
-        config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self.optimizer.scale_loss
+        self.inner = build_model(model, layout, hyper, on_cpu, recompute)
+        load_weights(self.inner, model, weight_source(parent, model, hyper))
+        if hyper.lora is not None:
+            add_lora(self.inner, model, hyper.lora, hyper.seed)
+        self.parts = wrap(self.inner, layout, hyper, on_cpu)
+        self.optimizer = optimizer_of(self.parts, hyper)
+        self.head = next((part.head for part in self.inner if part.post_process), None)
+
+    def take_weights(self, checkpoint: Path) -> None:
+        """Replace the weights by those of another checkpoint; the step count stays."""
+        load_weights(self.inner, self.model, weight_source(checkpoint, self.model, self.hyper))
+        self.optimizer.reload_model_params()
 
     def restart_from_parent(self) -> None:
         """Take the parent's weights again, keeping the optimizer's moments; the step count is 0."""
-        load_weights(self.inner, self.model, self.parent)
-        self.optimizer.reload_model_params()
+        self.take_weights(self.parent)
         self.done = 0
 
-    def step(self, samples: Samples, stop: bool = False) -> StepReport:
+    # ---- learning
+    def step(self, known: Known, stop: bool = False) -> StepReport:
         """Train one step on the samples that are its turn.
 
         `stop` says whether this rank was asked to stop; the report says whether any was. On a loss
         that is not finite the weights stay as they were.
         """
-        from megatron.core import parallel_state as ps
-
-        batches = step_microbatches(
-            samples,
-            self.hyper,
-            self.done,
-            ps.get_data_parallel_rank(),
-            ps.get_data_parallel_world_size(),
-            self.multiple,
-        )
-        self.part.zero_grad_buffer()
+        samples = known.samples
+        units = [samples.units[u] for u in step_units(self.hyper, self.done, samples.unit_weights)]
+        self.ranks.seed(self.hyper.seed, self.done)
+        drift = self._drift(known, units)
+        for part in self.parts:
+            part.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = self._run(batches, forward_only=False)
-        total, count, stops = self._sum(reports, stop)
-        value = total / count
-        rate = sft.learning_rate(self.hyper, self.done)
-        norm = math.nan
-        if math.isfinite(value):
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * group.get("lr_mult", 1.0)
-                group["weight_decay"] = self.hyper.weight_decay * group.get("wd_mult", 1.0)
-            norm = float(self.optimizer.step()[1])
+        sums = self._sums(known, units, drift, stop, learn=True)
+        stops, _ = sums.pop("stop")
+        loss, measures = self._means(sums)
+        rate, norm = learning_rate(self.hyper, self.done), math.nan
+        if math.isfinite(loss):
+            norm = self._update(rate)
             self.done += 1
-        return StepReport(value, rate, norm, int(count), stops > 0)
+        return StepReport(
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens=int(sum(known.marks[i] for unit in units for i in unit)),
+            processed=sum(samples.cost(i) for unit in units for i in unit),
+            stop=stops > 0,
+            measures=measures,
+        )
+
+    def _update(self, rate: float) -> float:
+        """Let the optimizer take a step; returns the norm of the gradient before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.hyper.weight_decay * group.get("wd_mult", 1.0)
+        return float(self.optimizer.step()[1])
 
     @torch.no_grad()
-    def logprobs(self, prompts: Sequence[list[int]]) -> list[float]:
-        """Log-probabilities of every token but each prompt's first, one after the other."""
-        from megatron.core import parallel_state as ps
+    def evaluate(self, known: Known) -> tuple[float, dict[str, float]]:
+        """The method's loss over all samples, and its measures; nothing is learnt."""
+        sums: Sums = {}
+        with self._not_training():
+            drift = self._drift(known, known.samples.units)
+            for units in _slices(known.samples.units):
+                for name, (total, count) in self._sums(known, units, drift, learn=False).items():
+                    before = sums.get(name, (0.0, 0.0))
+                    sums[name] = before[0] + total, before[1] + count
+        del sums["stop"]
+        return self._means(sums)
 
-        packed = pack_prompts(prompts, self.multiple)
-        losses = self._run([packed], forward_only=True, whole=True)
-        count = int(packed.mask.sum())
-        found = torch.zeros(count, dtype=torch.float64)
-        if ps.is_pipeline_last_stage():
-            found = -losses[0].flatten()[:count].double().cpu()
-        return [float(x) for x in self._from_last_stage(found)]
+    @torch.no_grad()
+    def score(
+        self,
+        samples: Samples,
+        indices: Sequence[int] | None = None,
+        temperature: float | None = None,
+    ) -> list[Floats]:
+        """Log-probabilities of the marked tokens of samples (all, unless some are named).
+
+        Of each sample an array, [its marked tokens], the same on every rank. `temperature`: None
+        means that of the method.
+        """
+        found: list[Floats] = []
+        with self._not_training():
+            for wanted in _slices(range(len(samples)) if indices is None else indices):
+                batches, members = self._share(samples, [[i] for i in wanted])
+                places = {i: n for n, i in enumerate(wanted)}
+                self._look(temperature)
+                found += self.ranks.collect(
+                    self._run(batches, self._logprobs, learn=False),
+                    batches,
+                    [[places[i] for i in batch] for batch in members],
+                    [int((samples.masks[i][1:] > 0).sum()) for i in wanted],
+                )
+        return found
+
+    def _drift(self, known: Known, units: Sequence[Sequence[int]]) -> float:
+        """kto: how far completions that belong to other prompts have drifted from the reference."""
+        if known.mismatched is None:
+            return 0.0
+        indices = [i for unit in units for i in unit]
+        different = sorted(set(indices))
+        now = self.score(known.mismatched, different)
+        before = known.mismatched_reference
+        drifts = {i: row.sum() - before[i] for i, row in zip(different, now, strict=True)}
+        return max(0.0, float(np.mean([drifts[i] for i in indices])))
+
+    def _sums(
+        self,
+        known: Known,
+        units: Sequence[Sequence[int]],
+        drift: float,
+        stop: bool = False,
+        *,
+        learn: bool,
+    ) -> Sums:
+        """The loss over units and its measures, as sums and counts over all ranks."""
+        batches, _ = self._share(known.samples, units, known)
+        scale = known.weight_scale([i for unit in units for i in unit])
+        self._look(entropy=self.method == "grpo")
+        report = partial(self._loss, drift, scale)
+        return self.ranks.add_up(self._run(batches, report, learn=learn), stop)
+
+    def _means(self, sums: Sums) -> tuple[float, dict[str, float]]:
+        """The loss, and the other means."""
+        means = {name: total / count for name, (total, count) in sums.items() if count}
+        if "loss" not in means:
+            raise BadInput(f"step {self.done}: no trainable token in the whole batch")
+        return means.pop("loss"), means
 
     # ---- one pass through the pipeline
-    def _run(
-        self, batches: list[Packed], forward_only: bool, whole: bool = False
-    ) -> list[torch.Tensor]:
+    def _share(
+        self, samples: Samples, units: Sequence[Sequence[int]], known: Known | None = None
+    ) -> tuple[list[Packed], list[list[int]]]:
+        return microbatches(
+            samples,
+            units,
+            self.hyper.max_tokens_per_microbatch,
+            self.ranks.data_rank,
+            self.layout.data,
+            columns=known.columns if known else None,
+            rounds=self.layout.pipeline if self.layout.interleave > 1 else 1,
+        )
+
+    def _run(self, batches: list[Packed], report: Any, *, learn: bool) -> list[Any]:
         """Forward (and backward) over micro-batches; reports, on the last pipeline stage only."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        reports: list[torch.Tensor] = get_forward_backward_func()(
-            forward_step_func=partial(self._forward, whole),
-            data_iterator=iter(batches),
-            model=[self.part],
+        several = len(self.parts) > 1
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=partial(self._forward, report),
+            data_iterator=[iter(batches) for _ in self.parts] if several else iter(batches),
+            model=self.parts,
             num_microbatches=len(batches),
             seq_length=self.hyper.max_tokens_per_microbatch,
             micro_batch_size=1,
-            forward_only=forward_only,
+            forward_only=not learn,
         )
-        return reports
+        return found
 
-    def _forward(self, whole: bool, batches: Iterator[Packed], part: Any) -> tuple[Any, Any]:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        packed = next(batches)
-        device = "cpu" if self.on_cpu else "cuda"
-        tokens, labels, mask, positions = (
-            torch.from_numpy(array)[None].to(device)
-            for array in (packed.tokens, packed.labels, packed.mask, packed.positions)
+    def _forward(self, report: Any, batches: Iterator[Packed], part: Any) -> tuple[Any, Any]:
+        """A chunk's forward pass over the next micro-batch; the last chunk's gives losses."""
+        share = self.ranks.share(next(batches))
+        tokens, labels, positions = (
+            torch.from_numpy(array)[None].to(self.ranks.device, torch.int64)
+            for array in (share.tokens, share.labels, share.positions)
         )
-        bounds = torch.from_numpy(packed.bounds).to(device)
-        longest = int((packed.bounds[1:] - packed.bounds[:-1]).max())
-        layout = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        if not self.layout.sequence_parallel:  # there the rows lie on several ranks
-            self._rows = mask[0].nonzero()[:, 0] if packed.mask.any() else bounds[:1].long()
-            labels, mask = labels[:, self._rows], mask[:, self._rows]
-        out = part(tokens, positions, None, labels=labels, packed_seq_params=layout)
-        return out, partial(_keep_whole if whole else sft.loss, mask)
+        rows = torch.from_numpy(np.flatnonzero(share.mask)).to(self.ranks.device)
+        # logits only where they are asked for; of one row where none is, so that there is a graph
+        asked = rows if len(rows) else rows.new_zeros(1)
+        if self.head is not None:
+            self.head.rows = asked
+        layout = self.ranks.packed_layout(share)
+        out = part(tokens, positions, None, labels=labels[:, asked], packed_seq_params=layout)
+        return out, partial(report, share, rows)
 
-    def _only_rows(self, layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Compute logits only where the mask asks for them: it saves their memory and time."""
-        hidden, *others = arguments
-        return hidden.index_select(0, self._rows), *others
+    def _logprobs(
+        self, share: Share, rows: torch.Tensor, per_token: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """In place of a loss: the log-probabilities themselves."""
+        found = -per_token[0, : len(rows)].float().cpu().numpy()
+        places = share.places[rows.cpu().numpy()]
+        return per_token.sum(), torch.ones((), dtype=torch.int), (places, found)
 
-    # ---- what every rank must know
-    def _sum(self, reports: list[torch.Tensor], stop: bool) -> tuple[float, float, float]:
-        """Sums over micro-batches and data ranks: loss, trained tokens, ranks asked to stop."""
-        mine = torch.zeros(3, dtype=torch.float64)
-        from megatron.core import parallel_state as ps
+    def _loss(
+        self,
+        drift: float,
+        scale: float,
+        share: Share,
+        rows: torch.Tensor,
+        per_token: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """The method's loss of a micro-batch, as Megatron wants it: sum, count, report."""
+        logprobs = -per_token[0, : len(rows)].float()
+        marked = self.ranks.marked(share, rows, logprobs, drift, scale)
+        if self.head is not None and self.head.entropy is not None:
+            marked = marked.with_entropy(self.head.entropy[: len(rows)])
+        loss = METHODS[self.method](marked, self.hyper)
+        report = {"loss": (loss.total.detach(), loss.count), **loss.measures}
+        # a micro-batch of filler alone: nothing is learnt, but every rank has a gradient to send
+        total = loss.total if len(rows) else per_token.sum() * 0.0
+        return total, loss.count.int(), report
 
-        if reports and ps.get_tensor_model_parallel_rank() == 0:
-            mine[:2] = torch.stack(reports).sum(0).cpu()
-        mine[2] = float(stop)
-        if self.layout.world > 1:
-            mine = mine if self.on_cpu else mine.cuda()
-            torch.distributed.all_reduce(mine)
-        total, count, stops = mine.tolist()
-        if not count:
-            raise BadInput(f"step {self.done}: no trainable token in the whole batch")
-        return total, count, stops
+    def _look(self, temperature: float | None = None, entropy: bool = False) -> None:
+        """Set what the next pass is to see of the logits."""
+        if self.head is not None:
+            usual = self.hyper.policy.temperature  # 1 with the other methods
+            self.head.temperature = usual if temperature is None else temperature
+            self.head.want_entropy = entropy
 
-    def _from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """Give every pipeline stage what the last one has."""
-        from megatron.core import parallel_state as ps
-
-        if self.layout.pipeline > 1:
-            values = values if self.on_cpu else values.cuda()
-            last = ps.get_pipeline_model_parallel_last_rank()
-            torch.distributed.broadcast(values, last, group=ps.get_pipeline_model_parallel_group())
-        return values
+    @contextmanager
+    def _not_training(self) -> Iterator[None]:
+        """While it lasts, dropout is off."""
+        for part in self.parts:
+            part.eval()
+        yield
+        for part in self.parts:
+            part.train()
 
 
-def _keep_whole(
-    mask: torch.Tensor, per_token: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In place of a loss: the negative log-likelihoods themselves, for the probe."""
-    return per_token.sum(), mask.sum().int(), per_token.detach().float()
+def _slices(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """So many at a time that packing them is quick."""
+    for start in range(0, len(values), AT_ONCE):
+        yield values[start : start + AT_ONCE]

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cray_agents.records import JobSpec
-from cray_agents.trainers.architecture import Architecture
-from cray_agents.trainers.data import Samples
+from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.training import JobSpec
 
 
 @dataclass(frozen=True)
 class Work:
-    """A job's inputs. At most one of the two resume points is set."""
+    """A job's inputs. `at` sets at most one of the two resume points."""
 
     journal: Journal
     spec: JobSpec
@@ -19,6 +19,9 @@ class Work:
     parent: Path
     model: Architecture
     samples: Samples
+    comparable: Samples  # those of them that the parent sampled: agreement.py
+    validation: Samples | None = None
+    reference: Path | None = None  # None: the parent
     resume_from: Path | None = None  # of this job: go on exactly
     optimizer_from: Path | None = None  # of another: only its moments
 

@@ -29,7 +29,7 @@ from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError, NotFound, SetupError, StoreError
 from cray_agents.paths import Home
-from cray_agents.records import Layout, ModelVersion
+from cray_agents.records import ModelVersion
 from cray_agents.runtime import durable
 from cray_agents.runtime.batches.supervisor import keep as keep_worker
 from cray_agents.runtime.checkpoints import read_manifest
@@ -49,6 +49,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.runtime.store.upkeep import keep_up
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
+from cray_agents.training import Layout
 
 PATIENCE = 2.0  # seconds after which it is said what takes so long
 SWITCH = 0.0005  # seconds a busy event loop may keep the thread waiting that commits to the store

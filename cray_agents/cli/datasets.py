@@ -74,8 +74,10 @@ def build(
     agent: AgentOption = None,
     model: ModelOption = None,
     tag: TagOption = None,
-    method: Annotated[str | None, _how("sft (the default), grpo or dpo.")] = None,
-    min_reward: Annotated[float | None, _how("sft, dpo: at least this reward.")] = None,
+    method: Annotated[str | None, _how("sft (the default), grpo, dpo or kto.")] = None,
+    min_reward: Annotated[
+        float | None, _how("sft, dpo: at least this; kto: desirable from it.")
+    ] = None,
     best_of: Annotated[int | None, _how("sft: the best so many of each task.", min=1)] = None,
     min_margin: Annotated[float | None, _how("dpo: rewards differ by this.", min=0)] = None,
     max_per_task: Annotated[int | None, _how("At most so many of a task.", min=1)] = None,

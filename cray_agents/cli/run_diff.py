@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from cray_agents.cli.run_text import header, line, shown
-from cray_agents.cli.screen import console
+from cray_agents.cli.run_text import header, shown
+from cray_agents.cli.screen import console, line
 from cray_agents.records import Message, ModelCall, Run, canonical
 from cray_agents.runtime.exports.conversation import conversation_of
 from cray_agents.runtime.store.facts import text_of

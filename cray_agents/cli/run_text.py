@@ -1,24 +1,19 @@
 """A run for people: its header, then turn by turn what was asked, said and done. For runs.py.
 
-What comes from models and tools is shown as it is, without markup, and its control characters as
-pictures: a stored text must not drive the terminal. On a terminal lines are wrapped to its width;
-in a pipe they are as long as they are.
+What comes from models and tools is shown as it is; see screen.line for what it must not do.
 """
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from rich.text import Text
-
-from cray_agents.cli.screen import console, when
+from cray_agents.cli.screen import line, when
 from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn
 from cray_agents.runtime.exports.conversation import Conversation, conversation_of
 from cray_agents.runtime.store.facts import text_of
 
 LABEL = 12  # columns of a header's labels
 STYLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green"}
-_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 
 def tell_run(run: Run, *, tokens: bool = False) -> None:
@@ -161,24 +156,3 @@ def _tell_end(run: Run) -> None:
 def shown(value: Any) -> str:
     """A value as people read it: a text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def one_line(text: str) -> str:
-    """A text without line breaks and control characters."""
-    return " ".join(text.split()).translate(_PICTURES)
-
-
-def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
-    """Print a text, each of its lines indented; what is wrapped is indented by `hanging` more."""
-    for number, one in enumerate(text.split("\n")):
-        margin = indent + (hanging if number else 0)
-        whole = Text(one.expandtabs(4).translate(_PICTURES), style)
-        if not console.is_terminal:
-            console.print(Text(" " * margin) + whole, soft_wrap=True, highlight=False)
-            continue
-        for part, piece in enumerate(
-            whole.wrap(console, max(20, console.width - margin - hanging))
-        ):
-            rest = hanging if part and not number else 0
-            piece.rstrip()
-            console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True, highlight=False)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli import filters
-from cray_agents.cli.screen import HomeOption, JsonOption, cell, console, errors, show
+from cray_agents.cli.screen import HomeOption, JsonOption, cell, console, errors, one_line, show
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.recipes import RunQuery
@@ -197,8 +197,6 @@ def row(facts: "RunFacts") -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], width: int) -> Table:
     """Rows for people, on so many columns: ids are never cut, for they are to be copied."""
-    from cray_agents.cli.run_text import one_line
-
     now = time.time()
     told = [{**row, "age": age(now - row["started"]) if row["started"] else None} for row in rows]
     cells = {name: [one_line(cell(row.get(name))) for row in told] for name in COLUMNS}

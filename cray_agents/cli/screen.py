@@ -1,4 +1,8 @@
-"""What commands share of the screen: the consoles, common options, tables that are also JSON."""
+"""What commands share of the screen: the consoles, common options, tables that are also JSON.
+
+What comes from models, tools and logs is shown without markup, and its control characters as
+pictures: a stored text must not drive the terminal.
+"""
 
 import json
 import os
@@ -12,8 +16,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 LOG_WIDTH = 120  # columns, where there is no terminal to ask
+_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 _width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
 console = Console(width=None if sys.stdout.isatty() else _width)
@@ -52,3 +58,27 @@ def cell(value: Any) -> str:
 def when(seconds: float) -> str:
     """A unix time as local date and time."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks and control characters."""
+    return " ".join(text.split()).translate(_PICTURES)
+
+
+def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
+    """Print a text, each of its lines indented; what is wrapped is indented by `hanging` more.
+
+    On a terminal lines are wrapped to its width; in a pipe they are as long as they are.
+    """
+    for number, one in enumerate(text.split("\n")):
+        margin = indent + (hanging if number else 0)
+        whole = Text(one.expandtabs(4).translate(_PICTURES), style)
+        if not console.is_terminal:
+            console.print(Text(" " * margin) + whole, soft_wrap=True, highlight=False)
+            continue
+        for part, piece in enumerate(
+            whole.wrap(console, max(20, console.width - margin - hanging))
+        ):
+            rest = hanging if part and not number else 0
+            piece.rstrip()
+            console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True, highlight=False)

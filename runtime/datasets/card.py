@@ -38,6 +38,7 @@ METHODS = {
     "sft": "supervised fine-tuning (what was said is imitated)",
     "grpo": "GRPO (runs of a task are compared with each other)",
     "dpo": "DPO (pairs of a better and a worse run)",
+    "kto": "KTO (runs that are desirable or not, each alone)",
 }
 REASONS = {
     "alone": "the only scored run of its group",

@@ -16,6 +16,7 @@ EFFECTLESS = {
     "sft": ("min_margin", "normalize"),
     "grpo": ("min_reward", "best_of", "min_margin", "render", *DEMONSTRATIONS),
     "dpo": ("best_of", "normalize", *DEMONSTRATIONS),
+    "kto": ("best_of", "min_margin", "normalize", *DEMONSTRATIONS),
 }
 
 

@@ -1,4 +1,4 @@
-"""Which of a task's runs are wanted, by method: sft, grpo or dpo (recipes.DatasetRecipe says what).
+"""Which of a task's runs are wanted, by method: sft, grpo, dpo, kto (recipes.DatasetRecipe).
 
 A method gets the candidates group by group, in the order of task, generation and attempt, and
 settles each: refused, or with rows. Only those it asks `samples` of are read. Called by making.py.
@@ -168,7 +168,7 @@ class Grpo:
             candidate.refuse("over_max_per_task")
             return
         name = group_name(candidate, self._selection.recipe)
-        if self._selection.keep(candidate, advantage, name):
+        if self._selection.keep(candidate, advantage=advantage, group=name):
             self._limit.took(task)
 
 
@@ -249,7 +249,44 @@ class Dpo:
         self._limit.took(best.facts.task)
 
 
-METHODS: dict[str, type[Sft] | type[Grpo] | type[Dpo]] = {"sft": Sft, "grpo": Grpo, "dpo": Dpo}
+class Kto:
+    """Scored runs, each alone: desirable from the least reward on, else undesirable."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._limit = Limit(selection.recipe.max_per_task)
+
+    def key(self, candidate: Candidate) -> Any:
+        """Each by itself."""
+        return candidate.facts.run_id
+
+    def groups(self, together: Group) -> list[Group]:
+        """That one."""
+        return [together]
+
+    def ahead(self, group: Group) -> Sequence[Candidate]:
+        """It, if it may come in."""
+        return [] if self._limit.reached(group[0].facts.task) else _ranked(group)
+
+    def settle(self, group: Group) -> Group:
+        """Take it in, with what it is."""
+        [candidate] = group
+        task = candidate.facts.task
+        if candidate.reason is not None:
+            return group
+        if self._limit.reached(task):
+            candidate.refuse("over_max_per_task")
+        elif self._selection.keep(candidate, chosen=candidate.value >= self._selection.least):
+            self._limit.took(task)
+        return group
+
+
+METHODS: dict[str, type[Sft | Grpo | Dpo | Kto]] = {
+    "sft": Sft,
+    "grpo": Grpo,
+    "dpo": Dpo,
+    "kto": Kto,
+}
 
 
 def group_name(candidate: Candidate, recipe: DatasetRecipe) -> str:

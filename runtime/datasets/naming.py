@@ -42,6 +42,7 @@ class Naming:
         """Take a row in: all that is in its shard, and its group of balance for its weight."""
         sample = row.sample
         about = [split, *row[1:], sample.spans, sample.versions, len(sample.input_ids)]
+        about += [sample.temperature, sample.shaped]
         self._hasher.update(canonical(about))
         self._hasher.update(sample.input_ids.tobytes())
         self._hasher.update(sample.logprobs.tobytes())

@@ -11,17 +11,23 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from cray_agents.records import ModelCall
+from cray_agents.runtime.datasets.sampling import is_shaped, temperature_of
 
 CONTEXT = -1  # the version of a token that no version sampled
 
 
 class TokenTurn(NamedTuple):
-    """One model call as tokens. `logprobs` is parallel to `sampled`; `version` is `name@N`."""
+    """One model call as tokens. `logprobs` is parallel to `sampled`; `version` is `name@N`.
+
+    `shaped`: more than the temperature decided what could be sampled (sampling.py).
+    """
 
     prompt: Sequence[int]
     sampled: Sequence[int]
     logprobs: Sequence[float]
     version: str = ""
+    temperature: float | None = None  # None: nothing was sampled, or not known how
+    shaped: bool = False
 
 
 class Span(NamedTuple):
@@ -36,14 +42,21 @@ class Span(NamedTuple):
 class TokenSample:
     """One training sequence. `input_ids` and `logprobs` are parallel: [tokens], int32, float32.
 
-    `spans` cover them; `versions` are those that sampled, in order of their first token. A rendered
-    demonstration was sampled by none.
+    `spans` cover them; `versions` are those that sampled, in order of their first token, and
+    `temperatures` theirs. A rendered demonstration was sampled by none.
     """
 
     input_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     spans: list[Span] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    temperatures: set[float | None] = field(default_factory=set)
+    shaped: bool = False
+
+    @property
+    def temperature(self) -> float | None:
+        """At which all of it was sampled; None: nothing was, or at several, or not known."""
+        return next(iter(self.temperatures)) if len(self.temperatures) == 1 else None
 
     @property
     def trained(self) -> int:
@@ -88,6 +101,8 @@ class TokenSample:
         self.input_ids += array("i", turn.sampled)
         self.logprobs += array("f", turn.logprobs)
         self.spans.append(Span(len(turn.sampled), 1, place))
+        self.temperatures.add(turn.temperature)
+        self.shaped = self.shaped or turn.shaped
 
 
 def merge_turns(turns: Iterable[TokenTurn]) -> list[TokenSample]:
@@ -111,4 +126,11 @@ def merge_turns(turns: Iterable[TokenTurn]) -> list[TokenSample]:
 
 def turn_of(call: ModelCall) -> TokenTurn:
     """A recorded call as a turn."""
-    return TokenTurn(call.prompt_token_ids, call.token_ids, call.logprobs, call.model)
+    return TokenTurn(
+        call.prompt_token_ids,
+        call.token_ids,
+        call.logprobs,
+        call.model,
+        temperature_of(call.sampling),
+        is_shaped(call.sampling),
+    )

@@ -89,6 +89,11 @@ class Selection:
     balance: Balance
     _bodies: dict[str, Body | None] = field(default_factory=dict)
 
+    @property
+    def least(self) -> float:
+        """The reward from which on a run is good enough: to be imitated, to be desirable."""
+        return 1.0 if self.recipe.min_reward is None else self.recipe.min_reward
+
     def judge(self, facts: RunFacts) -> Candidate:
         """All that can be said of a run without its body."""
         reward = (self.recipe.rewards or {}).get(facts.run_id, facts.reward)
@@ -108,8 +113,7 @@ class Selection:
 
     def _judge_scored(self, candidate: Candidate) -> None:
         facts, recipe = candidate.facts, self.recipe
-        least = 1.0 if recipe.min_reward is None else recipe.min_reward
-        if recipe.method == "sft" and candidate.value < least:
+        if recipe.method == "sft" and candidate.value < self.least:
             candidate.refuse("low_reward")
         elif facts.imported is not None and not facts.calls and not recipe.render:
             candidate.refuse("imported", facts.imported)
@@ -139,7 +143,7 @@ class Selection:
             candidate.refuse(body.reason, body.detail)
         return body.samples
 
-    def keep(self, candidate: Candidate, advantage: float = 0.0, group: str = "") -> bool:
+    def keep(self, candidate: Candidate, **about: Any) -> bool:
         """Take a candidate in, but for those of its samples that were there before."""
         samples = self.samples(candidate)
         if not samples:
@@ -149,7 +153,7 @@ class Selection:
             candidate.repeats = repeat
             candidate.refuse(repeat.reason, repeat.detail)
             return False
-        self.take(candidate, fresh, advantage=advantage, group=group)
+        self.take(candidate, fresh, **about)
         return True
 
     def take(self, candidate: Candidate, samples: Iterable[TokenSample], **about: Any) -> None:

@@ -3,7 +3,9 @@
 A row is a sample. Parallel, [tokens]: input_ids; loss_mask (1: trained on); logprobs, advantages
 (0 off the mask); version_index (into versions, those that sampled; -1: not sampled). Of the sample:
 weight, reward, advantage; run_id, task_id; group (grpo and dpo: what is compared with each other);
-pair and chosen (dpo: the better row, then the worse one; null otherwise). Rows that belong together
+pair (dpo; else null) and chosen (dpo: true on the better row of a pair, which comes first; kto:
+whether it is desirable; else null); temperature (at which it was sampled; null: it was not, or at
+several) and shaped (whether more decided what was sampled: sampling.py). Rows that belong together
 stand side by side. Called by making.py; weights.py writes the weights once they are known.
 """
 
@@ -132,6 +134,8 @@ def table_of(rows: Sequence[Row]) -> Any:
             "group": [row.group for row in rows],
             "pair": pyarrow.array([row.pair for row in rows], pyarrow.string()),
             "chosen": pyarrow.array([row.chosen for row in rows], pyarrow.bool_()),
+            "temperature": pyarrow.array([s.temperature for s in samples], pyarrow.float64()),
+            "shaped": [sample.shaped for sample in samples],
         }
     )
 

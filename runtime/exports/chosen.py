@@ -29,6 +29,7 @@ PAGE = 256  # runs whose bodies are read at once
 BATCH = 10_000  # rows of a shard's names read at once
 NAMED = 5  # missing runs that a message names
 DEMONSTRATION = "demonstration/"
+UNTOLD = {"dpo": "unpaired", "kto": "unlabelled"}  # what runs alone do not tell, by method
 
 
 class _Row(NamedTuple):
@@ -141,8 +142,8 @@ class DatasetRuns:
     def _item(self, use: _Use, found: dict[str, Run]) -> Item:
         runs = [found[name] for name in use.run_ids if name in found]
         if len(runs) == len(use.run_ids):
-            unpaired = self.manifest.get("method") == "dpo" and not self.pairs
-            return Item(str(use.row), tuple(runs), 1, (("unpaired", 1),) if unpaired else ())
+            lost = UNTOLD.get(self.manifest.get("method", "")) if not self.pairs else None
+            return Item(str(use.row), tuple(runs), 1, ((lost, 1),) if lost else ())
         if not self.skip_missing:
             lost = [name for name in use.run_ids if name not in found]
             raise self._missing(len(lost), lost)

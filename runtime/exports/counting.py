@@ -29,6 +29,7 @@ OURS: Mapping[str, str] = MappingProxyType(
         "tools": "definitions of tools are left out",
         "no_conversation": "the conversation is left out: tokens, masks and numbers are carried",
         "unpaired": "which of two runs on a task was the better is left out",
+        "unlabelled": "whether a run is desirable is left out",
         "content_parts": "contents in several parts stand as JSON",
         "call_details": "how and when each model call was made, and how long each tool took, is "
         "left out",

@@ -20,7 +20,7 @@ from typing import Any
 from cray_agents.errors import BadInput, CrayError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
-from cray_agents.records import JobStatus, Layout, digest
+from cray_agents.records import digest
 from cray_agents.runtime import checkpoints
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning import preparing
@@ -28,6 +28,7 @@ from cray_agents.runtime.fine_tuning.events import steps
 from cray_agents.runtime.fine_tuning.preparing import validate
 from cray_agents.runtime.fine_tuning.records import Asked, Ended, Folder, Validated
 from cray_agents.runtime.registry import Registry
+from cray_agents.training import JobStatus, Layout
 
 SMALL_BYTES = 1 << 16  # a file that a thread may validate
 LOOK_SECONDS = 1.0  # between looks at a job that trains

@@ -29,13 +29,13 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import Hyperparameters, JobSpec, Layout
 from cray_agents.runtime.datasets import build_dataset, shards
 from cray_agents.runtime.datasets.demonstrations import renderer_of
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning.examples import BadExamples, Example, bad_lines, read_examples
 from cray_agents.runtime.fine_tuning.records import Asked, Auto, Ended, Folder, Validated
 from cray_agents.runtime.store import Store
+from cray_agents.training import Hyperparameters, JobSpec, Layout
 
 EPOCHS, MOST_EPOCHS = 3, 25
 LEAST_SEEN, MOST_SEEN = 100, 25_000  # examples over all epochs

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.records import JobSpec, Record, canonical, digest
+from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime import durable
+from cray_agents.training import JobSpec
 
 Auto = Literal["auto"]
 Kept = TypeVar("Kept", bound=Record)

@@ -1,7 +1,7 @@
 """What comes in and goes out: JSON bodies, query parameters, ids; all refusals are BadInput."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -59,6 +59,17 @@ def parse(model: type[Model], value: Any, under: str = "") -> Model:
 def answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
     return Response(orjson.dumps(value), 200, headers, "application/json")
+
+
+def listed(rows: Sequence[Mapping[str, Any]], has_more: bool, name: str = "id") -> dict[str, Any]:
+    """A page of a list in OpenAI's shape; `name` is the field that `after` means."""
+    return {
+        "object": "list",
+        "data": rows,
+        "has_more": has_more,
+        "first_id": rows[0][name] if rows else None,
+        "last_id": rows[-1][name] if rows else None,
+    }
 
 
 def field(body: dict[str, Any], name: str, kind: type[Any], default: Any = None) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from cray_agents.paths import Home
 from cray_agents.ports import Exchange, Trainer
-from cray_agents.records import Layout, ProbePrompt, ProbeReport
+from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.datasets.process import BuildProcess
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning.jobs import FineTuning
@@ -16,6 +16,7 @@ from cray_agents.runtime.gateway.auth import Mode
 from cray_agents.runtime.gateway.metrics import Metrics
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.training import Layout
 
 Wanted = str | Callable[[], str]  # a name@N, or what to ask for it each time one could serve
 

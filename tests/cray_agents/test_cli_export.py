@@ -133,6 +133,13 @@ def test_a_dataset_and_its_splits(home: Path, pairs: str, tmp_path: Path) -> Non
     assert "unpaired" in done.output
 
 
+def test_what_runs_alone_do_not_tell_is_said(home: Path, tmp_path: Path) -> None:
+    recipe = DatasetRecipe(loop="l", method="kto")
+    labelled = str(build_dataset(filled(Home(home), 0), Home(home), recipe)["id"])
+    done = here("-f", "trl", "--dataset", labelled, "-o", tmp_path / "out", home=home)
+    assert done.exit_code == 0 and "unlabelled" in done.output
+
+
 def test_zst(home: Path, tmp_path: Path) -> None:
     assert here("-o", tmp_path / "out.jsonl.zst", home=home).exit_code == 0
     with zstandard.open(tmp_path / "out.jsonl.zst", "rt") as file:

@@ -481,10 +481,10 @@ def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Pa
 
 def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Path) -> None:
     """What the platform does at its start: `fine_tuning.start`."""
-    from cray_agents.records import Layout
     from cray_agents.runtime.files import Files
     from cray_agents.runtime.fine_tuning.jobs import FineTuning
     from cray_agents.runtime.registry import Registry
+    from cray_agents.training import Layout
 
     site = Site(tmp_path / "home", model)
     with site.served():

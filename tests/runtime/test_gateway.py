@@ -1,5 +1,7 @@
 """The gateway's other routes: refusals, runs, versions, jobs, loops; models are asked elsewhere."""
 
+import hashlib
+import os
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -204,7 +206,9 @@ async def test_jobs(gateway: Gateway) -> None:
     assert (spec.parent_sha256, spec.code) == (version.weights_sha256, "code-1")
     path = f"/v1/jobs/{job['id']}"
     assert (await gateway.call("GET", path))[1] == job
-    assert (await gateway.call("GET", "/v1/jobs"))[1] == {"data": [job]}
+    page = {"object": "list", "data": [job], "has_more": False}
+    page |= {"first_id": job["id"], "last_id": job["id"]}
+    assert (await gateway.call("GET", "/v1/jobs"))[1] == page
     _, events = await gateway.call("GET", f"{path}/events?after=1")
     assert [event["step"] for event in events["data"]] == [1, 2] and events["last"] == 3
     (home.job(job["id"]) / "log.txt").write_text("one\ntwo\nthree\n")
@@ -213,6 +217,74 @@ async def test_jobs(gateway: Gateway) -> None:
     bad = {**body, "hyperparameters": {"steps": 2, "bach_size": 1}}
     status, answer = await gateway.call("POST", "/v1/jobs", json=bad)
     assert (status, answer["error"]["param"]) == (400, "hyperparameters.bach_size")
+
+
+async def test_jobs_are_listed_in_pages(gateway: Gateway) -> None:
+    gateway.services.home.dataset("ds-1").mkdir(parents=True)
+    made = []
+    for seed in range(3):
+        hyper = {"steps": 1, "seed": seed}
+        body = {"dataset": "ds-1", "parent": "calc", "hyperparameters": hyper}
+        made.append((await gateway.call("POST", "/v1/jobs", json=body))[1]["id"])
+        os.utime(gateway.services.home.job(made[-1]) / "spec.json", (seed, seed))
+    seen, after = [], ""
+    for more in (True, False):
+        _, page = await gateway.call("GET", f"/v1/jobs?limit=2{after}")
+        assert page["has_more"] is more
+        seen += [job["id"] for job in page["data"]]
+        after = f"&after={page['last_id']}"
+    assert seen == made[::-1]
+    status, answer = await gateway.call("GET", "/v1/jobs?after=job-none")
+    assert (status, answer["error"]["param"]) == (400, "after")
+
+
+async def test_a_job_can_be_asked_for_whole(gateway: Gateway) -> None:
+    home, trainer = gateway.services.home, gateway.services.trainer
+    home.dataset("ds-1").mkdir(parents=True)
+    version = gateway.services.registry.resolve("calc")
+    asked: dict[str, Any] = {
+        "method": "dpo",
+        "dataset": "ds-1",
+        "parent": "calc@1",
+        "reference": "calc@1",
+        "hyperparameters": {"steps": 1, "preference": {"beta": 0.5}, "lora": {"rank": 2}},
+        "layout": {"data": 2, "context": 2},
+        "keep": 3,
+        "evaluate_every": 5,
+        "recompute": "full",
+        "logprob_limit": 0.25,
+    }
+    status, _ = await gateway.call("POST", "/v1/jobs", json=asked)
+    assert status == 200 and isinstance(trainer, ScriptedTrainer)
+    spec = trainer.submitted[-1]
+    assert (spec.reference, spec.reference_sha256) == (spec.parent, version.weights_sha256)
+    assert (spec.layout.world, spec.keep, spec.evaluate_every) == (4, 3, 5)
+    assert (spec.recompute, spec.logprob_limit) == ("full", 0.25)
+    assert spec.hyperparameters.lora is not None and spec.hyperparameters.preference.beta == 0.5
+    for field, changed in (
+        ("reference", {"reference": "nobody@1"}),
+        ("reference_sha256", {"reference": None, "reference_sha256": "0" * 64}),
+        ("method", {"method": "sft"}),
+        ("hyperparameters.lora.rank", {"hyperparameters": {"steps": 1, "lora": {"rank": 0}}}),
+    ):
+        status, answer = await gateway.call("POST", "/v1/jobs", json=asked | changed)
+        assert (status in (400, 404), answer["error"]["param"]) == (True, field), answer
+
+
+async def test_a_job_that_starts_afresh_needs_no_weights(gateway: Gateway, tmp_path: Path) -> None:
+    gateway.services.home.dataset("ds-1").mkdir(parents=True)
+    bare = tmp_path / "shape"
+    bare.mkdir()
+    body = {"dataset": "ds-1", "parent": str(bare), "hyperparameters": {"steps": 1}}
+    random = body | {"hyperparameters": {"steps": 1, "init": "random"}}
+    for asked in (body, random):
+        status, answer = await gateway.call("POST", "/v1/jobs", json=asked)
+        assert (status, answer["error"]["param"]) == (404, "parent"), answer
+    (bare / "config.json").write_bytes(b"{}")
+    assert (await gateway.call("POST", "/v1/jobs", json=random))[0] == 200
+    trainer = gateway.services.trainer
+    assert isinstance(trainer, ScriptedTrainer)
+    assert trainer.submitted[-1].parent_sha256 == hashlib.sha256(b"{}").hexdigest()
 
 
 async def test_loops_keep_the_first_record(gateway: Gateway) -> None:

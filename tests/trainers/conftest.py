@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from cray_agents.paths import Home
-from cray_agents.records import Hyperparameters, JobSpec, Layout
 from cray_agents.runtime import durable
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.publish import weights_sha256
+from cray_agents.training import Hyperparameters, JobSpec, Layout
 
 VOCAB = 304
 SHARD_ROWS = 10
@@ -104,31 +104,72 @@ def write_dataset(
     samples: int = 24,
     ids: list[list[int]] | None = None,
     masks: list[list[int]] | None = None,
+    *,
+    method: str = "sft",
+    split: str = "train",
+    logprobs: list[list[float]] | None = None,
+    advantages: list[float] | None = None,
+    chosen: list[bool] | None = None,
+    version: str | None = None,
+    temperature: float = 1.0,
 ) -> str:
-    """Learnable sequences of 10-40 tokens whose first five are a prompt, or the given ones."""
-    random = np.random.default_rng(7)
+    """Learnable sequences of 10-40 tokens whose first five are a prompt, or the given ones.
+
+    dpo: rows 0 and 1 are a pair, and so on. `version` sampled all marked tokens. Called again with
+    another `split`, it adds to the dataset.
+    """
     if ids is None:
-        ids = []
-        for _ in range(samples):
-            start, step, size = (int(random.integers(*b)) for b in ((3, VOCAB), (1, 5), (10, 41)))
-            ids.append([(start + step * i) % VOCAB for i in range(size)])
+        ids = sequences(samples, seed=7 if split == "train" else 8)
     masks = masks or [[int(i >= 5) for i in range(len(row))] for row in ids]
-    folder = home.dataset(name)
-    folder.mkdir(parents=True)
+    logprobs = logprobs or [[-2.0 * bit for bit in mask] for mask in masks]
+    advantages = advantages or [float(i % 3 - 1) for i in range(len(ids))]
+    chosen = chosen or [i % 2 == 0 for i in range(len(ids))]
+    sampled = -1 if version is None else 0
+    by_token = [[a * bit for bit in mask] for a, mask in zip(advantages, masks, strict=True)]
+    versions = [[sampled if bit else -1 for bit in mask] for mask in masks]
+    pairs = [f"pair-{i // 2}" if method == "dpo" else None for i in range(len(ids))]
     table = pa.table(
         {
             "input_ids": pa.array(ids, pa.list_(pa.int32())),
             "loss_mask": pa.array(masks, pa.list_(pa.int8())),
+            "logprobs": pa.array(logprobs, pa.list_(pa.float32())),
+            "advantages": pa.array(by_token, pa.list_(pa.float32())),
+            "version_index": pa.array(versions, pa.list_(pa.int16())),
+            "temperature": pa.array([temperature] * len(ids), pa.float64()),
+            "shaped": pa.array([False] * len(ids), pa.bool_()),
+            "versions": pa.array([[version or ""]] * len(ids), pa.list_(pa.string())),
             "weight": pa.array([1.0 + i % 3 for i in range(len(ids))], pa.float64()),
+            "reward": pa.array([1.0] * len(ids), pa.float64()),
+            "advantage": pa.array(advantages, pa.float64()),
+            "run_id": [f"run-{i}" for i in range(len(ids))],
+            "task_id": [f"task-{i}" for i in range(len(ids))],
+            "group": [""] * len(ids),
+            "pair": pa.array(pairs, pa.string()),
+            "chosen": pa.array(
+                chosen if method in ("dpo", "kto") else [None] * len(ids), pa.bool_()
+            ),
         }
     )
-    files = {}
+    folder = home.dataset(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = folder / "manifest.json"
+    files = json.loads(manifest.read_bytes())["files"] if manifest.exists() else {}
     for number, start in enumerate(range(0, len(ids), SHARD_ROWS)):
-        path = folder / f"train-{number:05d}.parquet"
+        path = folder / f"{split}-{number:05d}.parquet"
         pq.write_table(table.slice(start, SHARD_ROWS), path)
         files[path.name] = {"sha256": durable.sha256_file(path)}
-    (folder / "manifest.json").write_text(json.dumps({"method": "sft", "files": files}))
+    manifest.write_text(json.dumps({"method": method, "files": files}))
     return name
+
+
+def sequences(samples: int, seed: int) -> list[list[int]]:
+    """Token ids in arithmetic progressions, which a model can learn."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(samples):
+        start, step, size = (int(random.integers(*b)) for b in ((3, VOCAB), (1, 5), (10, 41)))
+        rows.append([(start + step * i) % VOCAB for i in range(size)])
+    return rows
 
 
 @pytest.fixture
@@ -162,7 +203,7 @@ class RunningJob:
 
     def __init__(self, home: Home, spec: JobSpec, **environment: str) -> None:
         from cray_agents.trainers import job, rank  # noqa: F401  (imported once, before the fork)
-        from cray_agents.trainers.cpu_megatron import load_megatron
+        from cray_agents.trainers.models.cpu_megatron import load_megatron
 
         load_megatron()
         self.journal = Journal(home, spec.id)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.records import Layout, Manifest
+from cray_agents.records import Manifest
 from cray_agents.runtime.durable import sha256_file
 from cray_agents.trainers.publish import weights_sha256
+from cray_agents.training import Layout
 
 pytestmark = pytest.mark.megatron
 

@@ -9,7 +9,7 @@ import pytest
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandState, CommandStatus, Trainer
-from cray_agents.records import JobStatus, Manifest
+from cray_agents.records import Manifest
 from cray_agents.runtime.scheduler.choose import (
     SchedulerKind,
     missing_programs,
@@ -20,6 +20,7 @@ from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.publish import weights_sha256
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.training import JobStatus
 
 
 def wait(trainer: Trainer, job_id: str, until: Any, seconds: float = 90.0) -> JobStatus:

@@ -10,20 +10,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import (
-    JobSpec,
-    JobStatus,
-    ModelVersion,
-    ProbeReport,
-    Run,
-    Usage,
-)
+from cray_agents.records import ModelVersion, ProbeReport, Run, Usage
 from cray_agents.runtime.batches.records import ENDPOINTS, Batch
 from cray_agents.runtime.files import INTERNAL, FileObject
 from cray_agents.runtime.fine_tuning.asking import CreateJob
 from cray_agents.runtime.gateway.openapi.operation import Schema, ref
 from cray_agents.runtime.registry import Promotion
 from cray_agents.runtime.uploads import UploadRequest
+from cray_agents.training import JobSpec, JobStatus
 
 TEXT: Schema = {"type": "string"}
 TEXT_OR_NONE: Schema = {"type": ["string", "null"]}

@@ -5,6 +5,7 @@ from cray_agents.runtime.gateway.openapi.schemas import data, listed, record, so
 from cray_agents.runtime.gateway.openapi.trajectories import TRAJECTORIES
 from cray_agents.runtime.gateway.routes.datasets import MOST as MOST_DATASETS
 from cray_agents.runtime.gateway.routes.fine_tuning import MOST as MOST_JOBS
+from cray_agents.runtime.gateway.routes.jobs import MOST as MOST_TRAINED
 
 TEXT: Schema = {"type": "string"}
 ANY: Schema = {"type": "object"}
@@ -94,7 +95,8 @@ JOBS = (
         "Train on a dataset",
         ref("JobStatus"),
         takes=ref("JobSpec"),
-        more="The same spec is the same job. `parent`: a name, `name@N` or a checkpoint's id.",
+        more="The same spec is the same job. `parent` and `reference`: a name, `name@N` or a "
+        "checkpoint's id. Their hashes, `code` and `layout` are filled in where they are left out.",
         fails=("400 invalid_value", "404 model_not_found"),
     ),
     Operation(
@@ -102,8 +104,9 @@ JOBS = (
         "/v1/jobs",
         "listJobs",
         "Training",
-        "Every job, oldest first",
-        data(ref("JobStatus")),
+        "Every job, newest first",
+        listed(ref("JobStatus")),
+        query=(AFTER, query("limit", {**COUNT, "maximum": MOST_TRAINED})),
     ),
     Operation(
         "get",

@@ -75,9 +75,10 @@ that stops coming is [408 request_timeout].
         missing_runs, unsupported_export, export_loss; 429 where four are under way]
     GET  /v1/trajectories/export?format=&...     the same, of the runs that match
 
-    POST /v1/jobs            JobSpec; `parent` may be `name`, `name@N` or a checkpoint id; without
-                             `parent_sha256` and `code` they are filled in -> JobStatus
-    GET  /v1/jobs            {"data": [JobStatus]}
+    POST /v1/jobs            JobSpec; `parent` and `reference` may be `name`, `name@N`, a checkpoint
+                             id or directory; without `parent_sha256`, `reference_sha256`, `code`
+                             and `layout` they are filled in -> JobStatus
+    GET  /v1/jobs?limit=(20)&after=      JobStatus of each, newest first
     GET  /v1/jobs/{id}       JobStatus [404]
     GET  /v1/jobs/{id}/events?after=N    {"data": [event], "last": M}: the lines after the first N
     GET  /v1/jobs/{id}/logs?tail=200     text/plain, the last lines

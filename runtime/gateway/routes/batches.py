@@ -10,7 +10,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.records import Batch
 from cray_agents.runtime.files import Files
-from cray_agents.runtime.gateway.bodies import ID, answer, number, path_id, query, read_json
+from cray_agents.runtime.gateway.bodies import ID, answer, listed, number, path_id, query, read_json
 from cray_agents.runtime.gateway.services import Services
 
 MOST = 100  # batches in a page
@@ -33,15 +33,7 @@ def routes(services: Services) -> list[Route]:
         if limit == 0:
             raise BadInput("limit must be at least 1", param="limit")
         page, more = await asyncio.to_thread(queue.page, given.get("after"), limit)
-        return answer(
-            {
-                "object": "list",
-                "data": [batch.model_dump(mode="json") for batch in page],
-                "first_id": page[0].id if page else None,
-                "last_id": page[-1].id if page else None,
-                "has_more": more,
-            }
-        )
+        return answer(listed([batch.model_dump(mode="json") for batch in page], more))
 
     async def one(request: Request) -> Response:
         return _shown(await asyncio.to_thread(queue.get, _batch_id(request)))

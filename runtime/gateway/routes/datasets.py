@@ -13,6 +13,7 @@ from cray_agents.runtime.datasets.reading import CARD, list_datasets, read_datas
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.gateway.bodies import (
     answer,
+    listed,
     number,
     parse,
     path_id,
@@ -55,7 +56,7 @@ def routes(services: Services) -> list[Route]:
         )
         names = (*SUMMARY, "created")
         rows = [{name: each.get(name) for name in names} for each in page.manifests]
-        return answer(_listed(rows, page.has_more, "id"))
+        return answer(listed(rows, page.has_more))
 
     async def one(request: Request) -> Response:
         return answer(await asyncio.to_thread(read_dataset, services.home, _id(request)))
@@ -72,7 +73,7 @@ def routes(services: Services) -> list[Route]:
             limit=number(given, "limit", 100, MOST),
         )
         page = await asyncio.to_thread(look)
-        return answer(_listed(page.rows, page.has_more, "run"))
+        return answer(listed(page.rows, page.has_more, "run"))
 
     async def card(request: Request) -> Response:
         manifest = await asyncio.to_thread(read_dataset, services.home, _id(request))
@@ -112,13 +113,3 @@ def _flag(given: dict[str, str], name: str) -> bool | None:
     if given[name] not in ("true", "false"):
         raise BadInput(f"{name} must be true or false, not {given[name]!r}", param=name)
     return given[name] == "true"
-
-
-def _listed(rows: list[dict[str, object]], has_more: bool, name: str) -> dict[str, object]:
-    return {
-        "object": "list",
-        "data": rows,
-        "has_more": has_more,
-        "first_id": rows[0][name] if rows else None,
-        "last_id": rows[-1][name] if rows else None,
-    }

@@ -21,7 +21,7 @@ from cray_agents.runtime.files import (
     Order,
 )
 from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import answer, number, parse, path_id, query
+from cray_agents.runtime.gateway.bodies import answer, listed, number, parse, path_id, query
 from cray_agents.runtime.gateway.errors import envelope
 from cray_agents.runtime.gateway.multipart import Form, receive_form
 from cray_agents.runtime.gateway.services import Services
@@ -125,16 +125,7 @@ def _listed(
 ) -> Response:
     """A page as an answer; in a thread, for ten thousand files are not shown in a moment."""
     page = files.list(after, limit, order, purpose)
-    data = [file.shown() for file in page.files]
-    return answer(
-        {
-            "object": "list",
-            "data": data,
-            "has_more": page.has_more,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-        }
-    )
+    return answer(listed([file.shown() for file in page.files], page.has_more))
 
 
 def _one_of(value: str, name: str, allowed: tuple[str, ...]) -> Any:

@@ -28,7 +28,7 @@ from cray_agents.runtime.fine_tuning.asking import CreateJob, as_asked
 from cray_agents.runtime.fine_tuning.events import events
 from cray_agents.runtime.fine_tuning.jobs import Standing
 from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import answer, number, parse, path_id, read_json
+from cray_agents.runtime.gateway.bodies import answer, listed, number, parse, path_id, read_json
 from cray_agents.runtime.gateway.services import Services
 
 MOST = 1000  # jobs or events in a page
@@ -212,11 +212,4 @@ def _page(items: list[dict[str, Any]], given: dict[str, str], what: str) -> dict
         if not places:
             raise BadInput(f"after: no {what} {after[:200]!r} is listed here", param="after")
         items = items[places[0] + 1 :]
-    data = items[:limit]
-    return {
-        "object": "list",
-        "data": data,
-        "has_more": len(items) > limit,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-    }
+    return listed(items[:limit], len(items) > limit)

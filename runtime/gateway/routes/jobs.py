@@ -11,12 +11,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.records import JobSpec
 from cray_agents.runtime import checkpoints
 from cray_agents.runtime.gateway.bodies import (
     ID,
     answer,
     field,
+    listed,
     number,
     parse,
     path_id,
@@ -24,6 +24,9 @@ from cray_agents.runtime.gateway.bodies import (
     read_json,
 )
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.training import JobSpec
+
+MOST = 1000  # jobs in a page
 
 
 def routes(services: Services) -> list[Route]:
@@ -37,7 +40,9 @@ def routes(services: Services) -> list[Route]:
         return answer(status.model_dump(mode="json"))
 
     async def listing(request: Request) -> Response:
-        return answer({"data": await asyncio.to_thread(_all, services)})
+        given = query(request, "limit", "after")
+        limit = number(given, "limit", 20, MOST)
+        return answer(await asyncio.to_thread(_page, services, given.get("after"), limit))
 
     async def one(request: Request) -> Response:
         status = await asyncio.to_thread(trainer.status, _job_id(request))
@@ -90,31 +95,58 @@ def _folder(services: Services, job_id: str) -> Path:
 
 
 def _spec(services: Services, body: dict[str, Any]) -> JobSpec:
-    """The spec with its parent resolved, and what the caller left open filled in."""
+    """The spec with its checkpoints resolved, and what the caller left open filled in."""
     dataset = field(body, "dataset", str)
     if not ID.fullmatch(dataset) or not services.home.dataset(dataset).is_dir():
         raise BadInput(f"no dataset {dataset!r}: POST /v1/datasets builds one", param="dataset")
     before = body.get("optimizer_from")
     if isinstance(before, str) and not ID.fullmatch(before):
         raise BadInput(f"no job {before!r}", param="optimizer_from")
-    parent = services.registry.directory(field(body, "parent", str))
-    manifest = checkpoints.read_manifest(parent)
+    given = {name: value for name, value in body.items() if value is not None}
+    hyper = given.get("hyperparameters")
+    afresh = isinstance(hyper, dict) and hyper.get("init") == "random"
     filled = {
-        "parent_sha256": manifest.weights_sha256,
+        **_checkpoint(services, field(body, "parent", str), "parent", afresh),
         "code": services.code,
         "layout": services.layout.model_dump(),
     }
-    given = {name: value for name, value in body.items() if value is not None}
-    return parse(JobSpec, {**filled, **given, "parent": str(parent)})
+    if "reference" in given:
+        reference = field(given, "reference", str)
+        filled |= _checkpoint(services, reference, "reference", afresh=False)
+    elif "reference_sha256" in given:
+        raise BadInput("reference_sha256 without a reference", param="reference_sha256")
+    places = {name: filled[name] for name in ("parent", "reference") if name in filled}
+    try:
+        return parse(JobSpec, {**filled, **given, **places})
+    except BadInput as error:
+        # what no field alone is to blame for has no effect with this method
+        raise BadInput(str(error), param=error.param or "method") from error
 
 
-def _all(services: Services) -> list[dict[str, Any]]:
-    """Every job's status, oldest first."""
-    if not services.home.jobs.is_dir():
-        return []
-    folders = [path for path in services.home.jobs.glob("job-*") if path.is_dir()]
-    folders.sort(key=lambda path: path.stat().st_mtime)
-    return [services.trainer.status(path.name).model_dump(mode="json") for path in folders]
+def _checkpoint(services: Services, named: str, what: str, afresh: bool) -> dict[str, str]:
+    """A checkpoint's directory and the hash of its weights: of its config, where they are new."""
+    try:
+        directory = services.registry.directory(named)
+        if afresh:
+            sha256 = checkpoints.config_sha256(directory)
+        else:
+            sha256 = checkpoints.read_manifest(directory).weights_sha256
+    except NotFound as error:
+        raise NotFound(str(error), param=what, code=error.code) from error
+    return {what: str(directory), f"{what}_sha256": sha256}
+
+
+def _page(services: Services, after: str | None, limit: int) -> dict[str, Any]:
+    """The status of each job on a page, the newest first."""
+    specs = services.home.jobs.glob("job-*/spec.json")
+    found = sorted(((path.stat().st_mtime, path.parent.name) for path in specs), reverse=True)
+    ids = [name for _, name in found]
+    if after is not None:
+        if after not in ids:
+            raise BadInput(f"after: no job {after[:200]!r} is listed here", param="after")
+        ids = ids[ids.index(after) + 1 :]
+    shown = [services.trainer.status(name).model_dump(mode="json") for name in ids[:limit]]
+    return listed(shown, len(ids) > limit)
 
 
 def _events(path: Path) -> list[Any]:

@@ -202,6 +202,37 @@ async def test_pairs_of_a_task_are_bounded_and_told_once(tmp_path: Path) -> None
     assert details(Home(tmp_path), manifest["id"])["q-bad"] == "the pair of p-good"
 
 
+async def test_runs_are_desirable_or_not_each_alone(tmp_path: Path) -> None:
+    broken = [call("k1", [1, 2], [3]), call("k2", [8, 9], [4], started=2.0)]
+    events = several(
+        attempts("a", 0, 1, 2, None),
+        attempts("b", 0.5),
+        run_events("again", [9], reward=0, task=task("z"), attempt=0),
+        run_events("same", [9], reward=1, task=task("z"), attempt=1),
+        run_events("twice", calls=broken, reward=1),
+    )
+    home = await stored(tmp_path, events)
+    manifest, found = made(home, method="kto")
+    assert [(row["run_id"], row["chosen"]) for row in found] == [
+        ("twice", True),  # a template broke it into two samples
+        ("twice", True),
+        ("a0", False),
+        ("a1", True),
+        ("a2", True),
+        ("b0", False),
+        ("again", False),
+    ]
+    assert {(row["pair"], row["group"], row["advantage"]) for row in found} == {(None, "", 0.0)}
+    assert (manifest["method"], manifest["accepted_runs"]) == ("kto", 6)
+    assert manifest["rejected"] == {"duplicate": 1, "no_reward": 1}
+    _, found = made(home, method="kto", min_reward=0.5, max_per_task=1)
+    assert [(row["run_id"], row["chosen"]) for row in found[2:]] == [
+        ("a0", False),
+        ("b0", True),
+        ("again", False),
+    ]
+
+
 async def test_groups_and_pairs_fall_to_a_split_as_a_whole(tmp_path: Path) -> None:
     events = several(*(attempts(f"t{n:02}", 0, 1, 2) for n in range(30)))
     home = await stored(tmp_path, events)

@@ -1,11 +1,16 @@
 """Turns become sequences: what was sampled is trained on, and each token knows its version."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet
+import pytest
 
-from cray_agents.runtime.datasets.samples import TokenTurn, merge_turns
+from cray_agents.records import ModelCall
+from cray_agents.runtime.datasets.samples import TokenTurn, merge_turns, turn_of
+from cray_agents.runtime.datasets.sampling import is_shaped, temperature_of
 from cray_agents.runtime.datasets.shards import Row, ShardWriter, table_of
 
 
@@ -40,6 +45,66 @@ def test_a_swap_in_mid_run_is_told_token_by_token() -> None:
     assert sample.versions == ["m@2", "m@1"]
     assert sample.version_index == [-1, 0, -1, 1, 1, 0]
     assert sample.by_version() == {"m@2": 2, "m@1": 2}
+
+
+def test_how_a_sample_was_sampled() -> None:
+    def called(prompt: list[int], sampled: list[int], **sampling: Any) -> TokenTurn:
+        about = {"id": "c", "run_id": "r", "model": "m@1", "messages": [], "message": {}}
+        return turn_of(
+            ModelCall(
+                **about,
+                prompt_token_ids=prompt,
+                token_ids=sampled,
+                logprobs=[-1.0] * len(sampled),
+                sampling=sampling,
+            )
+        )
+
+    turns = [
+        called([1], [2], temperature=0.7, seed=3),
+        called([1, 2, 3], [4], temperature=0.7, top_p=1.0, stop=["x"], tool_choice="auto"),
+        called([9], [8], temperature=0.7),
+        called([9, 8, 7], [6]),  # vLLM's default is 1
+        called([5], [4], temperature=1e-9, top_k=20),
+        turn([3], [2]),  # as demonstrations are
+    ]
+    samples = merge_turns(turns)
+    assert [(s.temperature, s.shaped) for s in samples] == [
+        (0.7, False),
+        (None, False),
+        (0.0, True),
+        (None, False),
+    ]
+    found = table_of([Row(sample, "r", "t", 1.0) for sample in samples]).to_pylist()
+    assert [(row["temperature"], row["shaped"]) for row in found] == [
+        (sample.temperature, sample.shaped) for sample in samples
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "shaped"),
+    [
+        ({}, False),
+        ({"max_tokens": 5, "n": 2, "parallel_tool_calls": True}, False),
+        ({"top_p": None, "response_format": {"type": "text"}, "tool_choice": "none"}, False),
+        ({"text": {"format": {"type": "text"}}}, False),
+        ({"top_p": 0.9}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"logit_bias": {"5": -100}}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "any"}}, True),
+    ],
+)
+def test_options_that_shape_what_can_be_sampled(sampling: dict[str, Any], shaped: bool) -> None:
+    assert is_shaped(sampling) is shaped
+
+
+def test_temperatures_that_are_none() -> None:
+    assert [temperature_of({"temperature": t}) for t in (None, 0, 2, "hot", math.nan)] == [
+        *(1.0, 0.0, 2.0),
+        *(None, None),
+    ]
 
 
 def test_a_table_says_the_same_as_the_samples() -> None:

@@ -105,6 +105,9 @@ BODIES: dict[str, dict[str, Any]] = {
         "code": "c",
         "layout": {"data": 1, "tensor": 1},
         "save_every": 5,
+        "keep": 1,
+        "recompute": "none",
+        "logprob_limit": 0.5,
     },
     "/v1/fine_tuning/jobs": {
         "model": "m",

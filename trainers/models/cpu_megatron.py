@@ -11,23 +11,23 @@ Read next: model.py.
 import contextlib
 import importlib
 import logging
-import queue
 import sys
 import types
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+
+from cray_agents.trainers.data.context import cut
+from cray_agents.trainers.models import kernels
 
 _PLAIN = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange")
 _FACTORIES = (*_PLAIN, "empty_like", "zeros_like", "ones_like", "rand", "randn", "randint")
 
 _MODULES = (
-    "dist_checkpointing",
-    "dist_checkpointing.exchange_utils",
-    "dist_checkpointing.strategies.fully_parallel",
-    "dist_checkpointing.strategies.torch",
     "distributed",
     "models.gpt",
     "models.gpt.gpt_layer_specs",
@@ -71,6 +71,13 @@ class _View(types.ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
+class _FusedAdamW(torch.optim.AdamW):
+    """torch's one-pass AdamW; as a class, because Megatron asks what its optimizer is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, fused=True)
+
+
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -100,7 +107,13 @@ def _torch_on_cpu() -> _View:
         default_stream=_OneStream,
         stream=lambda stream: contextlib.nullcontext(),
     )
-    return _View(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    optim = _View(torch.optim, AdamW=_FusedAdamW)
+    return _View(
+        torch,
+        cuda=cuda,
+        optim=optim,
+        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
+    )
 
 
 def load_megatron() -> bool:
@@ -127,9 +140,7 @@ def load_megatron() -> bool:
     _adapt_tensors()
     _adapt_random()
     _adapt_experts()
-    _adapt_checkpoint_writer()
-    _adapt_distributed_optimizer()
-    _adapt_packed_rope()
+    _adapt_kernels()
     return True
 
 
@@ -174,53 +185,36 @@ def _adapt_experts() -> None:
     )
 
 
-def _adapt_checkpoint_writer() -> None:
-    """Saving is synchronous here, so its results need no manager process (which costs 2 s)."""
-    writer: Any = importlib.import_module(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async"
-    )
-    results: queue.Queue[Any] = queue.Queue()
-    writer._get_write_results_queue = lambda: results
-
-
-def _adapt_distributed_optimizer() -> None:
-    """Without Apex or TE the optimizer is torch's AdamW, which keeps `step` per parameter.
-
-    Megatron keeps it per group, and stumbles over it when it loads a checkpoint.
-    """
-    optimizer: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    distributed = optimizer.DistributedOptimizer
-    plain_set = distributed._set_main_param_and_optimizer_states
-    plain_load = distributed.load_state_dict
-
-    def set_states(self: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, place = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        step = {"step": state["step"]} if "step" in state else {}
-        plain_set(self, parameter, {**step, **tensors})
-
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        plain_load(self, state_dict)
-        for state in self.optimizer.state.values():  # all were given one and the same tensor
-            state["step"] = state["step"].clone()
-
-    distributed._set_main_param_and_optimizer_states = set_states
-    distributed.load_state_dict = load_state_dict
-
-
-def _adapt_packed_rope() -> None:
-    """Rotary embedding of packed sequences by index; Megatron's own loops over the sequences."""
+def _adapt_kernels() -> None:
+    """Ours, in place of what has a fused kernel on GPUs only."""
     rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    mlp: Any = importlib.import_module("megatron.core.transformer.mlp")
+    loss: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
 
-    def packed(
-        tokens: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+    @lru_cache(maxsize=1)  # a micro-batch's layers all ask for the same
+    def angles(
+        bounds: torch.Tensor, freqs: torch.Tensor, group: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions, _ = cut(np.diff(bounds.numpy()), group.rank(), group.size())
+        chosen = freqs[torch.from_numpy(positions), 0]
+        return chosen.cos(), chosen.sin()
+
+    def rotate(
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        cp_group: Any = None,
+        **_: Any,
     ) -> torch.Tensor:
-        options.pop("cp_group", None)
-        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), dim=0)
-        positions = torch.arange(tokens.shape[0]) - starts
-        rotated: torch.Tensor = rope._apply_rotary_pos_emb_bshd(
-            tokens.unsqueeze(1), freqs[positions], **options
-        )
-        return rotated.squeeze(1)
+        cos, sin = angles(cu_seqlens, freqs, cp_group)
+        return kernels.rotate(tokens, cos.to(tokens.dtype), sin.to(tokens.dtype))
 
-    rope._apply_rotary_pos_emb_thd = packed
+    def highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits.float()
+        return logits, logits.amax(
+            -1
+        )  # Megatron's max() looks for its place too: four times slower
+
+    rope._apply_rotary_pos_emb_thd = rotate
+    mlp.bias_swiglu_impl = lambda x, bias, *_: kernels.swiglu(x if bias is None else x + bias)
+    loss.VocabParallelCrossEntropy.calculate_logits_max = staticmethod(highest)

@@ -1,0 +1,365 @@
+"""`cray-agents jobs`, over folders that the real journal and the scripted trainer wrote."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cray_agents import Hyperparameters, ScriptedEngine
+from cray_agents.cli import main
+from cray_agents.paths import Home
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.training import JobSpec, JobStatus, Layout, Policy
+from tests.scripted_platform import bare_model, platform
+
+HIDE_MATPLOTLIB = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+sys.meta_path.insert(0, Hidden())
+from cray_agents.cli import main
+sys.argv[0] = "cray-agents"
+main()
+"""
+# a trainer's process that dies in the middle of a line
+DIES = """
+import os, sys
+from pathlib import Path
+from cray_agents.paths import Home
+from cray_agents.trainers.journal import Journal
+journal = Journal(Home(Path(sys.argv[1])), sys.argv[2])
+journal.claim_attempt()
+journal.event("started", attempt=1, from_step=0, left_out=2, layout={"data": 2})
+journal.log.write_text("attempt 1 starts at step 0\\n")
+for step in range(1, 5):
+    journal.event("step", step=step, loss=3.0 - step, lr=0.001, grad_norm=1.0, tokens=10,
+                  tokens_per_second=100.0, seconds=0.1)
+    if step == 2:
+        journal.event("evaluation", step=2, loss=1.5, tokens=70)
+        journal.event("saved", step=2, seconds=0.25)
+os.write(journal._events, b'{"event":"step","step":5,"lo')
+os.kill(os.getpid(), 9)
+"""
+
+
+def spec(number: int = 0, **more: Any) -> JobSpec:
+    given = {
+        "dataset": f"ds-{number}",
+        "parent": "checkpoints/first",
+        "parent_sha256": "0" * 64,
+        "hyperparameters": Hyperparameters(steps=4),
+    }
+    return JobSpec.model_validate(given | more)
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_script(script: str, *words: object) -> Done:
+    argv = [sys.executable, "-c", script, *map(str, words)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@dataclass
+class Root:
+    """A shared root with jobs, and the command line that looks at it, in this process."""
+
+    home: Home
+    screen: pytest.CaptureFixture[str]
+
+    def jobs(self, *words: object) -> Done:
+        with pytest.MonkeyPatch.context() as patch:
+            argv = ["cray-agents", "jobs", *map(str, words), "--home", str(self.home.root)]
+            patch.setattr(sys, "argv", argv)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        out, err = self.screen.readouterr()
+        return Done(int(ended.value.code or 0), out, err)
+
+    def refused(self, *words: object) -> str:
+        done = self.jobs(*words)
+        assert (done.code, done.out) == (2, ""), done
+        return " ".join(done.err.split())
+
+    def started(self, what: JobSpec) -> Journal:
+        journal = Journal(self.home, what.id)
+        journal.write_spec(what)
+        journal.claim_attempt()
+        return journal
+
+    @contextmanager
+    def following(self, *words: object) -> "Iterator[subprocess.Popen[str]]":
+        argv = [sys.executable, "-m", "cray_agents", "jobs", "logs", "-f", *map(str, words)]
+        argv += ["--home", str(self.home.root)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(argv, text=True, **pipes) as process:  # type: ignore[call-overload]
+            try:
+                yield process
+            finally:
+                process.kill()
+
+
+@pytest.fixture
+def root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Root:
+    bare_model(tmp_path / "home" / "checkpoints" / "first")
+    return Root(Home(tmp_path / "home"), capsys)
+
+
+def steps(journal: Journal, *numbers: int, **measures: Any) -> None:
+    for step in numbers:
+        values = {name: value(step) for name, value in measures.items()}
+        journal.event("step", step=step, lr=1e-3, grad_norm=1.0, tokens=10, seconds=0.5,
+                      tokens_per_second=20.0, **{"loss": 2.0 / step, **values})  # fmt: skip
+
+
+def test_what_there_is_needs_no_platform(root: Root) -> None:
+    trainer = ScriptedTrainer(root.home, failures={1: "the loss is nan: lower the learning rate"})
+    done, failed = trainer.submit(spec()).id, trainer.submit(spec(1)).id
+    os.utime(root.home.job(done) / "spec.json", (0, 0))  # long ago
+    rows = json.loads(root.jobs("list", "--json").out)
+    assert [(r["id"], r["state"], r["done"]) for r in rows] == [
+        (done, "succeeded", "4/4"),
+        (failed, "failed", "0/4"),
+    ]
+    assert rows[0]["method"] == "sft" and rows[0]["metrics"]["lr"] == 1e-3
+    assert done in root.jobs("list").out
+    assert "the loss is nan" in root.jobs("show", failed).out
+    page = json.loads(root.jobs("show", done.removeprefix("job-")[:9], "--json").out)
+    assert page["status"]["state"] == "succeeded" and page["progress"]["seconds_left"] is None
+    assert page["checkpoint"] == str(root.home.checkpoint(done))
+    assert [attempt["number"] for attempt in page["attempts"]] == [1]
+
+
+def test_the_page_of_a_running_job(root: Root) -> None:
+    asked = spec(
+        method="grpo",
+        hyperparameters=Hyperparameters(steps=40, policy=Policy(kl=0.5)),
+        layout=Layout(data=2, tensor=2),
+        evaluate_every=10,
+    )
+    journal = root.started(asked)
+    for tokens, most in ((5, 0.5), (1234, 0.0031)):
+        journal.event("agreement", tokens=tokens, max_difference=most, mean_difference=1e-4,
+                      limit=0.01)  # fmt: skip
+    steps(journal, *range(1, 31), ratio=lambda step: 1 + step / 1000)
+    journal.event("evaluation", step=30, loss=0.625, tokens=99)
+    point = journal.folder / "megatron" / "step-00000030"
+    point.mkdir(parents=True)
+    (point / "part").write_bytes(bytes(2**20))
+    (journal.folder / "megatron" / ".step-00000031.1").mkdir()  # being written: none yet
+    page = json.loads(root.jobs("show", asked.id, "--json").out)
+    assert page["progress"]["seconds_left"] == 5.0 and page["agreement"]["tokens"] == 1234
+    assert [p["step"] for p in page["resume_points"]] == [30]
+    said = root.jobs("show", asked.id).out
+    for words in (
+        "grpo",
+        "policy (kl=0.5)",
+        "data 2, tensor 2",
+        "evaluated every 10 steps",
+        "running after step 30 of 40, about 0:05 left",
+        "2.0000 → 0.0667",
+        "0.500 s a step, 20 trained tokens/s",
+        "ratio 1.03",
+        "0.6250 after step 30",
+        "by 0.0031 at most",
+        "step 30: 1.0 MiB",
+    ):
+        assert words in said, (words, said)
+
+
+def test_logs_tell_events_and_the_log(root: Root) -> None:
+    journal = root.started(spec(layout=Layout(data=2)))
+    journal.event("started", attempt=1, from_step=0, left_out=3, layout={"data": 2, "tensor": 1})
+    steps(journal, 1, kl=lambda step: math.inf, clip_fraction=lambda step: 0.25)
+    journal.event("evaluation", step=1, loss=0.5, tokens=1000)
+    journal.event("corrupt", message="resume point 7: a file is missing")
+    journal.event("moved", place="elsewhere")  # of newer code
+    journal.event("failed", message="the gradient norm is nan")
+    journal.log.write_text("\x1b[31mone\ntwo\n")
+    rank = journal.folder / "logs" / "rank-1.txt"
+    rank.parent.mkdir()
+    rank.write_text("".join(f"line {n}\n" for n in range(200)))
+    said = root.jobs("logs", journal.job_id).out.splitlines()
+    assert [line[10:] for line in said[:6]] == [
+        "attempt 1 starts after step 0 on data 2; 3 samples without anything to learn are left out",
+        "step 1/4  loss 2.0000  lr 1.00e-03  grad norm 1.000  kl inf  clip fraction 0.25"
+        "  20 tokens/s",
+        "evaluation after step 1: loss 0.5000 over 1,000 tokens",
+        "resume point 7: a file is missing: set aside, the one before it is used",
+        "moved: place elsewhere",
+        "failed: the gradient norm is nan",
+    ]
+    assert said[6:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
+    lines = root.jobs("logs", journal.job_id, "--json").out.splitlines()
+    assert [json.loads(line) for line in lines] == journal.events()
+    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[5], said[7]]
+    told = root.jobs("logs", journal.job_id, "--rank", 1, "--tail", 2).out
+    assert told == "line 198\nline 199\n"
+    assert "its ranks are 0 to 1" in root.refused("logs", journal.job_id, "--rank", 2)
+
+
+def test_following_goes_through_a_kill_and_a_restart(root: Root) -> None:
+    journal = Journal(root.home, spec().id)
+    journal.write_spec(spec())
+    with root.following(journal.job_id) as process:
+        assert process.stdout is not None
+
+        def line() -> str:
+            return str(process.stdout.readline()).rstrip("\n").split("  ", 1)[-1]
+
+        died = run_script(DIES, root.home.root, journal.job_id)
+        assert died.code == -9, died.err
+        first = [line() for _ in range(8)]
+        assert first[0].startswith("attempt 1 starts after step 0 on data 2; 2 samples")
+        assert [words.split("  ")[0] for words in first[1:]] == [
+            "step 1/4",
+            "step 2/4",
+            "evaluation after step 2: loss 1.5000 over 70 tokens",
+            "resume point after step 2 saved in 0.25 s",
+            "step 3/4",
+            "step 4/4",
+            "│ attempt 1 starts at step 0",
+        ]
+        journal.claim_attempt()
+        journal.rewind(2)
+        journal.event("started", attempt=2, from_step=2, left_out=0)
+        assert line() == "attempt 2 starts after step 2"  # and nothing of before it again
+        steps(journal, 3)
+        assert line().startswith("step 3/4  loss 0.6667")
+        with journal.log.open("a") as log:
+            log.write("half a li")
+            log.flush()
+            steps(journal, 4)
+            assert line().startswith("step 4/4  loss 0.5000")
+            log.write("ne\n")
+        journal.write_status(JobStatus(id=journal.job_id, state="succeeded", step=4, steps=4))
+        journal.event("succeeded", checkpoint="job-x")
+        rest = process.communicate(timeout=30)
+    assert sorted(words.split("  ")[-1] for words in rest[0].splitlines()) == [
+        "succeeded: checkpoint job-x",
+        "│ half a line",
+    ]
+    assert process.returncode == 0 and "succeeded" in rest[1]
+    assert [e["step"] for e in journal.events() if e["event"] == "step"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+def test_following_says_by_its_exit_that_a_job_did_not_succeed(root: Root, how: str) -> None:
+    journal = root.started(spec())
+    log = journal.folder / "logs" / "rank-0.txt"
+    log.parent.mkdir()
+    log.write_text("of the first attempt, which said a lot\n")
+    with root.following(journal.job_id, "--rank", 0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("of the first")
+        log.write_text("again\n")  # a restart empties it
+        assert process.stdout.readline() == "again\n"
+        if how == "cancelled":
+            journal.cancel()
+        else:
+            status = JobStatus(id=journal.job_id, state="failed", steps=4, error="rank 0 died")
+            journal.write_status(status)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert ("rank 0 died" if how == "failed" else "cancelled") in " ".join(told.split())
+
+
+def test_jobs_are_named_briefly_but_not_too_briefly(root: Root) -> None:
+    first, second = spec(1), spec(2)
+    root.started(first)
+    root.started(second)
+    there = root.refused("show", "job-none")
+    assert first.id in there and second.id in there
+    for words in (["show"], ["logs", "-f"], ["plot"], ["cancel"]):
+        assert "no job 'x'" in root.refused(*words, "x")
+    assert "give more" in root.refused("show", "job-")
+    assert f"no platform runs on {root.home.root}" in root.refused("cancel", first.id[:12])
+
+
+def test_plots_in_the_terminal(root: Root) -> None:
+    one, two = root.started(spec(1)), root.started(spec(2, method="grpo"))
+    steps(one, *range(1, 41), loss=lambda step: 8.0 - step / 8)
+    steps(two, *range(1, 21), loss=lambda step: 2.5, ratio=lambda step: math.nan)
+    two.event("evaluation", step=20, loss=9.25, tokens=5)
+    said = root.jobs("plot", one.job_id, two.job_id).out
+    rows = [line.partition(" │") for line in said.splitlines()]
+    numbers = [left.strip() for left, bar, _ in rows if bar]
+    assert [n for n in numbers if n] == ["9.25", "5.875", "2.5"]  # highest, middle, lowest
+    assert f"{one.job_id}: 7.875 → 3, lowest 3 at step 40" in said
+    assert f"{two.job_id}, validation: 9.25 → 9.25" in said
+    axis = next(line.split() for line in said.splitlines() if line.split()[:1] == ["1"])
+    assert axis == ["1", "40"]
+    assert not [line for line in said.splitlines() if len(line) > 120]
+    joined = root.jobs("plot", one.job_id, two.job_id, "--join", "--what", "grad_norm,loss").out
+    assert joined.count("2 jobs: ") == 2 and "7.875 → 2.5, lowest 2.5 at step 41" in joined
+    unknown = root.refused("plot", one.job_id, "--what", "loss,reward")
+    assert "no reward" in unknown and "there are lr, grad_norm, tokens" in unknown
+    assert "no step is done yet" in root.refused("plot", root.started(spec(3)).job_id)
+
+
+def test_a_falling_loss_falls_on_the_screen(root: Root) -> None:
+    journal = root.started(spec())
+    steps(journal, *range(1, 5), loss=lambda step: 5.0 - step)
+    rows = [r.partition("│")[2] for r in root.jobs("plot", journal.job_id).out.splitlines()]
+    drawn = [[place for place, dots in enumerate(row) if dots != " "] for row in rows if row]
+    assert len(drawn) == 10 and drawn[0][0] == 0 and drawn[-1][-1] == 107  # corner to corner
+    assert all(above[0] < below[0] for above, below in pairwise(drawn))
+
+
+def test_plots_as_png(root: Root, tmp_path: Path) -> None:
+    journal = root.started(spec())
+    steps(journal, *range(1, 30), kl=lambda step: step / 10)
+    png = tmp_path / "curves.png"
+    done = root.jobs("plot", journal.job_id, "--png", png)
+    assert (done.code, done.out) == (0, f"wrote {png}\n"), done.err
+    head = png.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    size = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+    assert size == (900, 600)  # two panels
+    assert "there is no directory" in root.refused(
+        "plot", journal.job_id, "--png", tmp_path / "no" / "a.png"
+    )
+    words = ["jobs", "plot", journal.job_id, "--home", root.home.root, "--png", png]
+    without = run_script(HIDE_MATPLOTLIB, *words)
+    assert without.code == 2 and "'cray-agents[export]'" in without.err
+
+
+def test_pausing_resuming_and_cancelling_ask_the_platform(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Root(Home(tmp_path / "home"), capsys)
+    with platform(root.home.root, ScriptedEngine([]), held=True) as where:
+        job = spec(parent=str(tmp_path / "home" / "first"))
+        ScriptedTrainer(root.home, held=True).submit(job)
+        # a platform is looked for by its process
+        argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+            info = {"url": where.url, "name": "m", "started": 0.0, "pid": process.pid}
+            root.home.platform.write_text(json.dumps(info))
+            try:
+                said = [root.jobs(act, job.id).out for act in ("pause", "resume", "cancel")]
+                ended = root.refused("pause", job.id)
+            finally:
+                process.kill()
+    assert said == [
+        f"{job.id} is {state} at step 0 of 4\n" for state in ("paused", "queued", "cancelled")
+    ]
+    assert "has ended (cancelled)" in ended

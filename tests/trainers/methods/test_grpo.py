@@ -1,0 +1,207 @@
+"""grpo, cispo and gspo against their papers' formulas, worked out one token after the other."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cray_agents.trainers.methods import METHODS
+from cray_agents.training import Policy
+from tests.trainers.methods.batches import Answer, Numbers, answers, gradient, hyper, marked
+
+LENGTHS = [3, 5, 1, 6, 2, 4]
+
+
+def clip(ratio: float, policy: Policy) -> float:
+    return min(max(ratio, 1 - policy.clip_low), 1 + policy.clip_high)
+
+
+def engine_weights(answer: Answer, policy: Policy) -> Numbers:
+    """min(p_before / p_sampled, cap) of each token."""
+    if policy.importance_cap is None:
+        return np.ones(len(answer.now))
+    pairs = zip(answer.before, answer.sampled, strict=True)
+    return np.array([min(math.exp(b) / math.exp(s), policy.importance_cap) for b, s in pairs])
+
+
+def by_hand(batch: Sequence[Answer], policy: Policy) -> tuple[float, Numbers]:
+    """The loss, and its derivative with respect to each token's log-probability.
+
+    Derivatives of d ratio = ratio d log p, worked out on paper: clipped terms have none.
+    """
+    tokens = sum(len(a.now) for a in batch)
+    loss, slopes = 0.0, []
+    for answer in batch:
+        weights = engine_weights(answer, policy)
+        length, advantage = len(answer.now), answer.advantage
+        mean = sum(n - b for n, b in zip(answer.now, answer.before, strict=True)) / length
+        for token in range(length):
+            now, reference = answer.now[token], answer.reference[token]
+            ratio = math.exp(now) / math.exp(answer.before[token])
+            if policy.objective == "gspo":
+                ratio = math.exp(mean)
+            held = clip(ratio, policy)
+            if policy.objective == "cispo":
+                gain, slope = held * advantage * now, held * advantage
+            elif ratio * advantage <= held * advantage:
+                gain, slope = ratio * advantage, ratio * advantage
+            else:
+                gain, slope = held * advantage, 0.0
+            u = math.exp(reference) / math.exp(now)
+            value = -weights[token] * gain + policy.kl * (u - math.log(u) - 1)
+            slope = -weights[token] * slope + policy.kl * (1 - u)
+            if policy.objective == "gspo" or policy.normalization == "sequence":
+                part = 1 / length / len(batch)
+            elif policy.normalization == "token":
+                part = 1 / tokens
+            else:
+                part = 1 / len(batch) / policy.constant
+            loss += part * value
+            slopes.append(part * slope)
+    return loss, np.array(slopes)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"clip_low": 0.1, "clip_high": 0.28},
+    {"importance_cap": None},
+    {"kl": 0.2, "importance_cap": 1.1},
+]
+
+
+@pytest.mark.parametrize("objective", ["ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_value_and_gradient_are_the_papers(
+    objective: Any, normalization: Any, options: dict[str, Any]
+) -> None:
+    policy = Policy(objective=objective, normalization=normalization, constant=9, **options)
+    batch = answers(21, LENGTHS)
+    given = marked(batch, fillers=1)
+    loss = METHODS["grpo"](given, hyper(policy=policy))
+    value, slopes = by_hand(batch, policy)
+    count = loss.count.item()
+    by_tokens = normalization == "token" and objective != "gspo"
+    assert count == (sum(LENGTHS) if by_tokens else len(LENGTHS))
+    assert loss.total.item() / count == pytest.approx(value, rel=1e-12)
+    np.testing.assert_allclose(gradient(given, loss) / count, slopes, rtol=1e-10, atol=1e-15)
+
+
+def test_gspo_has_the_gradient_of_the_sequences_own_ratio() -> None:
+    """Its paper's equation for whole sequences, differentiated by small steps."""
+    policy = Policy(objective="gspo", clip_low=0.05, clip_high=0.05, importance_cap=None)
+    batch = answers(22, LENGTHS)
+
+    def value(now: list[Numbers]) -> float:
+        total = 0.0
+        for answer, new in zip(batch, now, strict=True):
+            ratio = math.exp((new.sum() - answer.before.sum()) / len(new))
+            gains = ratio * answer.advantage, clip(ratio, policy) * answer.advantage
+            total -= min(gains) / len(batch)
+        return total
+
+    slopes, step = [], 1e-6
+    for place, answer in enumerate(batch):
+        for token in range(len(answer.now)):
+            sides = []
+            for sign in (1, -1):
+                now = [a.now.copy() for a in batch]
+                now[place][token] += sign * step
+                sides.append(value(now))
+            slopes.append((sides[0] - sides[1]) / (2 * step))
+    given = marked(batch)
+    loss = METHODS["grpo"](given, hyper(policy=policy))
+    assert loss.total.item() / len(batch) == pytest.approx(value([a.now for a in batch]))
+    assert 0 < np.count_nonzero(slopes) < len(slopes)
+    np.testing.assert_allclose(gradient(given, loss) / len(batch), slopes, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("objective", ["ppo", "cispo", "gspo"])
+def test_the_first_step_is_the_plain_policy_gradient(objective: Any) -> None:
+    """Where the policy is still the one before, all ratios are 1 and nothing is clipped."""
+    batch = [replace(a, before=a.now) for a in answers(23, LENGTHS)]
+    policy = Policy(objective=objective, normalization="sequence", importance_cap=None)
+    given = marked(batch)
+    loss = METHODS["grpo"](given, hyper(policy=policy))
+    plain = [np.full(len(a.now), -a.advantage / len(a.now)) for a in batch]
+    np.testing.assert_allclose(gradient(given, loss), np.concatenate(plain), rtol=1e-12)
+    measures = {name: (v / n).item() for name, (v, n) in loss.measures.items()}
+    assert measures["ratio"] == 1 and measures["clip_fraction"] == 0 == measures["kl_before"]
+
+
+@pytest.mark.parametrize("objective", ["ppo", "cispo", "gspo"])
+def test_without_advantage_there_is_nothing_to_learn(objective: Any) -> None:
+    given = marked([replace(a, advantage=0.0) for a in answers(24, LENGTHS)])
+    loss = METHODS["grpo"](given, hyper(policy=Policy(objective=objective)))
+    assert not gradient(given, loss).any()
+    assert objective == "cispo" or loss.measures["clip_fraction"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "clipped"),
+    [(0.5, 1, True), (0.5, -1, False), (-0.5, 1, False), (-0.5, -1, True), (0.1, 1, False)],
+)
+def test_ppo_clips_only_what_would_go_further(
+    log_ratio: float, advantage: float, clipped: bool
+) -> None:
+    (answer,) = answers(25, [1])
+    answer = replace(answer, now=answer.before + log_ratio, advantage=advantage)
+    given = marked([answer])
+    loss = METHODS["grpo"](given, hyper(policy=Policy(importance_cap=None)))
+    slope = 0.0 if clipped else -advantage * math.exp(log_ratio)
+    assert gradient(given, loss)[0] == pytest.approx(slope)
+    assert loss.measures["clip_fraction"][0].item() == clipped
+
+
+def test_cispo_keeps_every_tokens_gradient() -> None:
+    batch = answers(26, [40])
+    policy = Policy(objective="cispo", clip_low=0.1, clip_high=0.1, importance_cap=None)
+    given = marked(batch)
+    loss = METHODS["grpo"](given, hyper(policy=policy))
+    strength = -gradient(given, loss) / batch[0].advantage
+    assert strength.min() == pytest.approx(0.9) and strength.max() == pytest.approx(1.1)
+    share = loss.measures["clip_fraction"][0].item() / 40
+    assert share == np.mean(np.isclose(strength, 0.9) | np.isclose(strength, 1.1))
+
+
+def test_k3_has_the_divergence_as_its_mean() -> None:
+    """Over all tokens, weighed by how likely the policy takes each."""
+    random = np.random.default_rng(27)
+    now, reference = (np.log(random.dirichlet(np.ones(6))) for _ in range(2))
+    divergence = float((np.exp(now) * (now - reference)).sum())
+    estimate = 0.0
+    for n, r in zip(now, reference, strict=True):
+        (answer,) = answers(27, [1])
+        answer = replace(answer, now=np.array([n]), reference=np.array([r]))
+        measures = METHODS["grpo"](marked([answer]), hyper(policy=Policy(kl=1))).measures
+        assert measures["kl"][0] >= 0
+        estimate += math.exp(n) * measures["kl"][0].item()
+    assert estimate == pytest.approx(divergence)
+
+
+def test_measures_are_means_over_tokens() -> None:
+    batch = answers(28, LENGTHS)
+    now, before, sampled, reference, entropy = (
+        np.concatenate([getattr(a, name) for a in batch])
+        for name in ("now", "before", "sampled", "reference", "entropy")
+    )
+    signs = np.concatenate([np.full(len(a.now), np.sign(a.advantage)) for a in batch])
+    ratio, u = np.exp(now - before), np.exp(reference - now)
+    expected = {
+        "ratio": ratio,
+        "clip_fraction": (ratio > 1.2) & (signs > 0) | (ratio < 0.8) & (signs < 0),
+        "kl_before": ratio - 1 - np.log(ratio),
+        "engine_ratio": np.exp(before - sampled),
+        "engine_gap": np.abs(before - sampled),
+        "kl": u - 1 - np.log(u),
+        "entropy": entropy,
+    }
+    measures = METHODS["grpo"](marked(batch), hyper(policy=Policy(kl=0.1))).measures
+    found = {name: (value / count).item() for name, (value, count) in measures.items()}
+    assert found == pytest.approx({name: values.mean() for name, values in expected.items()})
+    assert 0 < found["clip_fraction"] < 1
+    without = METHODS["grpo"](replace(marked(batch), entropy=None), hyper()).measures
+    assert set(found) - set(without) == {"kl", "entropy"}

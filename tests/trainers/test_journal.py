@@ -1,0 +1,90 @@
+"""A job's events: what is written is read again, whole, whatever died in between."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cray_agents.paths import Home
+from cray_agents.trainers.journal import TAIL_BYTES, Journal, measures
+from cray_agents.trainers.megatron_trainer import read_status
+from cray_agents.training import Hyperparameters, JobSpec, JobStatus
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    hyper = Hyperparameters(steps=100)
+    spec = JobSpec(dataset="d", parent="p", parent_sha256="0" * 64, hyperparameters=hyper)
+    found = Journal(Home(tmp_path), spec.id)
+    found.write_spec(spec)
+    return found
+
+
+def step(journal: Journal, number: int, **more: object) -> None:
+    values = {"loss": 1.0 / number, "tokens": 10, "seconds": 0.5} | more
+    journal.event("step", step=number, **values)
+
+
+def kinds(journal: Journal) -> list[str]:
+    return [f"{e['event']} {e.get('step', '')}".strip() for e in journal.events()]
+
+
+def test_a_restart_drops_all_that_is_told_of_later_steps(journal: Journal) -> None:
+    journal.event("started", attempt=1, from_step=0)
+    journal.event("agreement", tokens=5, max_difference=0.1)
+    for number in range(1, 6):
+        step(journal, number)
+        if number in (2, 4):
+            journal.event("evaluation", step=number, loss=0.5, tokens=3)
+            journal.event("saved", step=number, seconds=0.1)
+    Journal(journal.home, journal.job_id).rewind(3)
+    step(journal, 5)  # the superseded attempt's file is nobody's any more
+    expected = ["started", "agreement", "step 1", "step 2", "evaluation 2", "saved 2", "step 3"]
+    assert kinds(journal) == expected and journal.step == 3
+
+
+def test_numbers_that_are_not_finite_are_null_and_named(journal: Journal) -> None:
+    step(journal, 1, kl=math.nan, ratio=-math.inf, entropy=np.float64(0.5))
+    journal.rewind(1)
+    [event] = [json.loads(line, parse_constant=pytest.fail)
+               for line in journal.events_file.read_text().splitlines()]  # fmt: skip
+    assert (event["kl"], event["ratio"], event["entropy"]) == (None, None, 0.5)
+    assert event["not_finite"] == {"kl": "nan", "ratio": "-inf"}
+    assert measures(event).keys() == {"loss", "tokens", "seconds", "kl", "ratio", "entropy"}
+
+
+@pytest.mark.parametrize("padding", [0, 100, TAIL_BYTES - 40, TAIL_BYTES, 5 * TAIL_BYTES])
+def test_the_newest_step_is_found_behind_anything(journal: Journal, padding: int) -> None:
+    assert (journal.step, journal.last_step) == (0, None)
+    for number in (1, 2):
+        step(journal, number, note="x" * padding)
+    journal.event("evaluation", step=2, loss=0.5, tokens=3)
+    journal.event("corrupt", message='not {"event":"step","step":7} at all ' + "y" * padding)
+    assert journal.step == 2
+    assert journal.last_step is not None and journal.last_step["loss"] == 0.5
+    with journal.events_file.open("ab") as file:
+        file.write(b'{"event":"step","step":9,' + b"z" * padding)
+    assert journal.step == 2
+
+
+def test_a_line_that_a_kill_tore_is_not_gone_on_with(journal: Journal) -> None:
+    step(journal, 1)
+    with journal.events_file.open("ab") as file:
+        file.write(b'{"event":"st')
+    Journal(journal.home, journal.job_id).event("failed", message="no memory")
+    assert kinds(journal) == ["step 1", "failed"]
+
+
+def test_the_status_has_the_newest_steps_measures(journal: Journal) -> None:
+    home, name = journal.home, journal.job_id
+    assert (read_status(home, name).metrics, read_status(home, name).loss_last) == ({}, None)
+    for number in (1, 2):
+        step(journal, number, kl=number / 10)
+    journal.event("evaluation", step=2, loss=7.0, tokens=3)
+    expected = {"loss": 0.5, "tokens": 10, "seconds": 0.5, "kl": 0.2}
+    running = read_status(home, name)
+    assert (running.step, running.metrics, running.trained_tokens) == (2, expected, 20)
+    journal.write_status(JobStatus(id=name, state="failed", step=2, error="why"))
+    assert read_status(home, name).metrics == expected

@@ -1,0 +1,197 @@
+"""Which layouts fit a model, what is proposed instead of one that does not, which is chosen."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cray_agents.errors import BadInput
+from cray_agents.trainers.layouts import check_layout, possible_layouts, why_unfit
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.planning.choosing import Choice, choose_layout, slowdown
+from cray_agents.training import Layout, Lora
+from tests.trainers.known_models import LLAMA_2_70B, LLAMA_31_8B, QWEN3_30B_A3B, SMALL, hyper, written
+
+
+@pytest.fixture
+def llama8(tmp_path: Path) -> Architecture:
+    return written(tmp_path, LLAMA_31_8B)
+
+
+@pytest.fixture
+def llama70(tmp_path: Path) -> Architecture:
+    return written(tmp_path, LLAMA_2_70B | {"vocab_size": 128256})
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Architecture:
+    return written(tmp_path, QWEN3_30B_A3B)
+
+
+def choose(
+    model: Architecture, ranks: int, gib: float = 79, tokens: int = 4096, **more: Any
+) -> Choice:
+    sizes = hyper(max_tokens_per_microbatch=tokens, **more)
+    return choose_layout(
+        model,
+        ranks,
+        memory_gib_per_rank=gib,
+        ranks_per_node=8,
+        hyper=sizes,
+        sequence_length=tokens,
+    )
+
+
+# ---- what fits
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"tensor": 3}, "does not divide its 32 attention heads"),
+        ({"tensor": 16}, "does not divide its 8 key-value heads"),
+        ({"pipeline": 5}, "does not divide its 32 layers"),
+        ({"interleave": 2}, "interleave=2 needs pipeline > 1"),
+        ({"pipeline": 4, "interleave": 3}, "pipeline=4 times interleave=3 does not divide"),
+        ({"data": 2, "expert": 2}, "it has no experts"),
+        ({"sequence_parallel": True}, "no effect with tensor=1"),
+    ],
+)
+def test_what_does_not_fit_is_told(
+    llama8: Architecture, layout: dict[str, int], reason: str
+) -> None:
+    assert reason in str(why_unfit(llama8, Layout(**layout)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"expert": 3, "data": 3}, "expert=3 does not divide its 128 experts"),
+        ({"expert": 4, "data": 2}, "expert=4 does not divide the 2 ranks it lives in"),
+        ({"tensor": 2}, "experts with tensor>1 need sequence_parallel=true"),
+    ],
+)
+def test_what_does_not_fit_experts_is_told(
+    mixture: Architecture, layout: dict[str, int], reason: str
+) -> None:
+    assert reason in str(why_unfit(mixture, Layout(**layout)))
+
+
+def test_experts_live_in_data_and_context_ranks(mixture: Architecture) -> None:
+    assert why_unfit(mixture, Layout(data=2, context=2, expert=4)) is None
+
+
+def test_a_vocabulary_need_not_be_divisible(tmp_path: Path) -> None:
+    model = written(tmp_path, LLAMA_31_8B | {"vocab_size": 32003})
+    assert why_unfit(model, Layout(tensor=8)) is None
+
+
+def proposals(error: str) -> list[Layout]:
+    """The layouts that an error names, as a user would type them in."""
+    found = []
+    for text in error.split("these fit: ")[1].split("; "):
+        fields = re.findall(r"(\w+)=(\w+)", text)
+        found.append(Layout(**{name: json.loads(value) for name, value in fields}))
+    return found
+
+
+def test_the_error_proposes_layouts_that_fit_the_nearest_first(llama8: Architecture) -> None:
+    asked = Layout(data=2, tensor=16)
+    with pytest.raises(BadInput) as caught:
+        check_layout(llama8, asked)
+    found = proposals(str(caught.value))
+    assert caught.value.param == "layout"
+    assert found[0] == Layout(data=4, tensor=8, sequence_parallel=True)
+    assert len(found) > 3
+    for layout in found:
+        assert layout.world == 32
+        assert why_unfit(llama8, layout) is None
+
+
+def test_a_layout_that_fits_is_let_through(llama8: Architecture) -> None:
+    check_layout(llama8, Layout(data=2, tensor=4, pipeline=2, interleave=4, context=2))
+
+
+@given(world=st.integers(1, 48), layers=st.integers(1, 16), kv=st.sampled_from([1, 2, 4, 8]))
+def test_possible_layouts_have_the_world_asked_for(world: int, layers: int, kv: int) -> None:
+    model = replace(SMALL, layers=layers, kv_heads=kv)
+    found = list(possible_layouts(model, world))
+    assert Layout(data=world) in found
+    assert len({layout.model_dump_json() for layout in found}) == len(found)
+    assert all(layout.world == world and why_unfit(model, layout) is None for layout in found)
+
+
+# ---- what is chosen
+def test_what_fits_a_rank_is_not_split(llama8: Architecture) -> None:
+    choice = choose(llama8, 8, gib=140)
+    assert (choice.layout, choice.recompute, choice.fits) == (Layout(data=8), "none", True)
+    assert any("holds the whole model" in reason for reason in choice.reasons)
+
+
+def test_what_does_not_is_split_within_the_node_first(llama8: Architecture) -> None:
+    choice = choose(llama8, 8)
+    assert choice.layout == Layout(data=4, tensor=2, sequence_parallel=True)
+    text = "\n".join(choice.reasons)
+    assert f"{choice.memory.gib:.1f} GiB" in text
+    assert "tensor=2:" in text
+    assert "data=4:" in text
+
+
+def test_a_model_larger_than_a_node_gets_a_pipeline(llama70: Architecture) -> None:
+    layout = choose(llama70, 32).layout
+    assert (layout.tensor, layout.pipeline, layout.data) == (8, 2, 2)
+
+
+def test_tensor_ranks_stay_in_a_node(llama70: Architecture) -> None:
+    assert all(8 % c.layout.tensor == 0 for c in choose(llama70, 64).ranking)
+
+
+def test_long_sequences_are_split_over_context_ranks(llama70: Architecture) -> None:
+    layout = choose(llama70, 64, tokens=131072, batch_size=4, gib=140).layout
+    assert (layout.tensor, layout.context, layout.data) == (8, 2, 4)
+    short = choose(llama70, 64, gib=140).ranking
+    assert all(candidate.layout.context == 1 for candidate in short)
+
+
+def test_a_mixture_splits_its_experts_first(mixture: Architecture) -> None:
+    layout = choose(mixture, 8, gib=140).layout
+    assert (layout.data, layout.expert, layout.tensor, layout.pipeline) == (8, 4, 1, 1)
+
+
+def test_where_nothing_fits_the_smallest_is_chosen_and_said(llama70: Architecture) -> None:
+    choice = choose(llama70, 8)
+    assert not choice.fits
+    assert choice.memory.total == min(c.memory.total for c in choice.ranking)
+    assert "nothing fits" in choice.reasons[1]
+    assert f"{choice.memory.gib:.1f} GiB" in choice.reasons[1]
+
+
+def test_lora_fits_where_training_everything_does_not(llama70: Architecture) -> None:
+    assert choose(llama70, 8, lora=Lora(rank=16)).fits
+
+
+def test_activations_are_recomputed_only_where_they_must(llama8: Architecture) -> None:
+    alone = choose(llama8, 1, gib=79, tokens=16384, lora=Lora())
+    assert (alone.recompute, alone.fits) == ("full", True)
+    assert any("computed again" in reason for reason in alone.reasons)
+    assert choose(llama8, 1, gib=79, tokens=2048, lora=Lora()).recompute == "none"
+
+
+def test_a_small_batch_is_not_spread_over_more_data_ranks_than_it_feeds(
+    llama8: Architecture,
+) -> None:
+    choice = choose(llama8, 64, gib=140, batch_size=8)
+    assert choice.layout.data == 8
+    assert any("batch is too small for data=64" in reason for reason in choice.reasons)
+
+
+def test_the_bubble_is_that_of_the_paper(llama8: Architecture) -> None:
+    """(p - 1) / m, interleaved v times shorter; the factor 1.08 per halving is ours."""
+    sizes = hyper(batch_size=8)  # one sequence fills a micro-batch: m = 8
+    plain = slowdown(llama8, Layout(pipeline=4), sizes, 4096, 8)
+    interleaved = slowdown(llama8, Layout(pipeline=4, interleave=2), sizes, 4096, 8)
+    assert plain == pytest.approx((1 + 3 / 8) * 1.08**2)
+    assert interleaved == pytest.approx((1 + 3 / 16) * 1.08**2)

@@ -1,0 +1,191 @@
+"""The memory that is estimated: its formulas, how it grows, and what Megatron really holds."""
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cray_agents.trainers.layouts import possible_layouts, why_unfit
+from cray_agents.trainers.models.architecture import Architecture, read_architecture
+from cray_agents.trainers.planning.arithmetic import count
+from cray_agents.trainers.planning.memory import (
+    estimate_memory,
+    in_flight,
+    layer_activations,
+    share,
+)
+from cray_agents.training import JobSpec, Layout, Lora
+from tests.trainers.known_models import SMALL, LLAMA_2_7B, LLAMA_31_8B, hyper, written
+
+
+def test_a_layer_keeps_what_the_paper_says(tmp_path: Path) -> None:
+    """arXiv 2205.05198: 34 s b h a layer, 10 + 24 / t of it; 2 h of it are dropout masks.
+
+    Its gelu layer of 4 h keeps 16 h bytes, as does a gated one of 8 h / 3.
+    """
+    sizes = {"hidden_size": 3072, "intermediate_size": 8192}
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 24}
+    model = written(tmp_path, LLAMA_2_7B | sizes | heads)
+    assert layer_activations(model, Layout(), 2) == 32 * 3072
+    assert layer_activations(model, Layout(tensor=4), 2) == (8 + 24 / 4) * 3072
+    assert layer_activations(model, Layout(tensor=4, sequence_parallel=True), 2) == 32 / 4 * 3072
+
+
+def test_a_pipeline_keeps_as_many_micro_batches_as_it_has_stages() -> None:
+    assert in_flight(Layout(pipeline=4), 16) == 4
+    assert in_flight(Layout(pipeline=4), 2) == 2
+    assert in_flight(Layout(pipeline=4, interleave=2), 16) == 4 * (1 + 3 / 8)
+
+
+def test_bytes_of_a_weight(tmp_path: Path) -> None:
+    """2 + 4 + 12 in bfloat16, 4 + 4 + 8 in float32, the last shared by data ranks."""
+    model = written(tmp_path, LLAMA_31_8B)
+    total = count(model).total
+
+    def parts(layout: Layout, **more: Any) -> tuple[float, float, float]:
+        found = estimate_memory(model, layout, hyper(**more), sequence_length=4096)
+        return found.weights / total, found.gradients / total, found.optimizer / total
+
+    assert parts(Layout()) == (2, 4, 12)
+    assert parts(Layout(data=4)) == (2, 4, 3)
+    assert parts(Layout(data=2, context=2)) == (2, 4, 3)
+    assert parts(Layout(), dtype="float32") == (4, 4, 8)
+
+
+LAYOUTS = [
+    layout
+    for layout in possible_layouts(SMALL, 16)
+    if layout.interleave == 1 and layout.context <= 2
+]
+sizes = st.builds(
+    hyper,
+    batch_size=st.integers(1, 300),
+    max_tokens_per_microbatch=st.integers(256, 8192),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    lora=st.sampled_from([None, Lora(rank=4)]),
+)
+
+
+@given(st.sampled_from(LAYOUTS), sizes, st.sampled_from(["none", "full"]))
+def test_more_ranks_never_need_more_memory_each(layout: Layout, size: Any, way: Any) -> None:
+    before = estimate_memory(SMALL, layout, size, sequence_length=1024, recompute=way).total
+    for name in ("data", "tensor", "context"):
+        more: dict[str, Any] = {name: 2 * getattr(layout, name)}
+        if name == "tensor":
+            more["sequence_parallel"] = True
+        other = layout.model_copy(update=more)
+        if why_unfit(SMALL, other) is None:
+            after = estimate_memory(SMALL, other, size, sequence_length=1024, recompute=way)
+            assert after.total <= before, other
+
+
+@given(st.sampled_from(LAYOUTS), sizes)
+def test_computing_again_needs_less_memory(layout: Layout, size: Any) -> None:
+    plain = estimate_memory(SMALL, layout, size, sequence_length=1024, recompute="none")
+    again = estimate_memory(SMALL, layout, size, sequence_length=1024, recompute="full")
+    assert again.activations < plain.activations or SMALL.layers == layout.pipeline
+
+
+@given(st.sampled_from(LAYOUTS), sizes, st.integers(1, 4096))
+def test_more_tokens_at_once_need_more_memory(layout: Layout, size: Any, more: int) -> None:
+    larger = size.model_copy(
+        update={"max_tokens_per_microbatch": size.max_tokens_per_microbatch + more}
+    )
+    if layout.pipeline == 1:  # else there are also fewer of them under way
+        before, after = (
+            estimate_memory(SMALL, layout, s, sequence_length=1024).total for s in (size, larger)
+        )
+        assert after > before
+
+
+@given(st.sampled_from(LAYOUTS), st.booleans())
+def test_shares_add_up_to_the_model(layout: Layout, tied: bool) -> None:
+    """Tensor ranks add norms, and a row of padding where 32,001 does not divide; stages a table."""
+    model = replace(SMALL, tied=tied)
+    stages = [share(model, layout, stage).dense for stage in range(layout.pipeline)]
+    copies = (layout.tensor - 1) * count(model).norms
+    table = -(-model.vocab // layout.tensor) * layout.tensor
+    padding = (table - model.vocab) * model.hidden * (1 if tied and layout.pipeline == 1 else 2)
+    twice = model.vocab * model.hidden if tied and layout.pipeline > 1 else 0
+    assert sum(stages) * layout.tensor == count(model).total + copies + padding + twice
+
+
+# ---- memory, as Megatron takes it
+def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
+    """One rank: build a model with its optimizer, and write down how many bytes each holds."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    from cray_agents.trainers.models.lora import add_lora
+    from cray_agents.trainers.models.model import build_model
+    from cray_agents.trainers.optimization import optimizer_of, wrap
+    from cray_agents.trainers.ranks import join_ranks
+
+    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
+    model, sizes = read_architecture(Path(spec.parent)), spec.hyperparameters
+    chunks = build_model(model, spec.layout, sizes, on_cpu=True)
+    if sizes.lora is not None:
+        add_lora(chunks, model, sizes.lora, seed=0)
+    parts = wrap(chunks, spec.layout, sizes, on_cpu=True)
+    optimizer = optimizer_of(parts, sizes)
+    optimizer.step()  # the moments are made by the first
+    parameters = [p for part in parts for p in part.parameters()]
+    moments = [
+        tensor
+        for one in getattr(optimizer, "chained_optimizers", [optimizer])
+        for state in one.optimizer.state.values()
+        for tensor in state.values()
+        if torch.is_tensor(tensor) and tensor.dim()
+    ]
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {
+        "stage": ps.get_pipeline_model_parallel_rank(),
+        "weights": sum(p.numel() * p.element_size() for p in parameters),
+        "gradients": sum(
+            p.main_grad.numel() * p.main_grad.element_size() for p in parameters if p.requires_grad
+        ),
+        "optimizer": sum(t.numel() * t.element_size() for t in moments)
+        + sum(p.numel() * 4 for p in masters if sizes.dtype == "bfloat16"),
+    }
+    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+    return 0
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("kind", "layout", "sizes"),
+    [
+        ("qwen3", {}, {}),
+        ("llama", {"data": 2}, {"dtype": "bfloat16"}),
+        ("qwen2", {"tensor": 2, "sequence_parallel": True}, {}),
+        ("qwen3-tied", {"pipeline": 2}, {"dtype": "bfloat16"}),
+        ("mixtral", {"data": 2, "expert": 2}, {}),
+        ("mistral", {"data": 2}, {"lora": {"rank": 4}}),
+    ],
+    ids=["one", "data", "tensor", "pipeline", "expert", "lora"],
+)
+def test_megatron_holds_the_bytes_that_are_estimated(
+    lab: Any, tmp_path: Path, kind: str, layout: dict[str, Any], sizes: dict[str, Any]
+) -> None:
+    from cray_agents.trainers import train  # noqa: F401  (loaded before the fork)
+    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    lab.dataset()
+    spec = lab.spec(kind, layout=layout, hyper=sizes)
+    place = find_place(spec.layout.world, spec.id)
+    assert run_ranks(place, tmp_path / "logs", partial(buffers, spec, tmp_path)).code == 0
+    ranks = [json.loads((tmp_path / f"rank-{n}.json").read_bytes()) for n in range(place.world)]
+    model = read_architecture(Path(spec.parent))
+    fullest = asdict(estimate_memory(model, spec.layout, spec.hyperparameters, sequence_length=30))
+    for name in ("weights", "gradients"):
+        assert fullest[name] == max(rank[name] for rank in ranks), name
+    stages = {rank["stage"]: rank["optimizer"] for rank in ranks}
+    whole = sum(r["optimizer"] for r in ranks if r["stage"] == max(stages, key=stages.__getitem__))
+    assert fullest["optimizer"] * len(ranks) / spec.layout.pipeline == whole

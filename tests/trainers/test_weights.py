@@ -1,0 +1,250 @@
+"""Weights as files: read in slices, written in files of bounded size, or made from a seed."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.trainers.export import cut, name_files
+from cray_agents.training import Hyperparameters, Layout
+
+LIMIT = 40_000  # bytes a file
+
+
+def copied(
+    source: Path, folder: Path, change: Callable[[dict[str, Any]], Any], **says: Any
+) -> Path:
+    """A checkpoint with other tensors, and a config that says something else."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True)
+    config = json.loads((source / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({**config, **says}))
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def from_seed(source: Path, folder: Path, **says: Any) -> Path:
+    """A config alone."""
+    folder.mkdir(parents=True)
+    config = json.loads((source / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({**config, **says}))
+    return folder
+
+
+def read(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def loaded_and_exported(
+    folder: Path, layout: Layout, hyper: Hyperparameters, out: Path, rank: int, store: Any, _: Any
+) -> int:
+    """One rank: take the weights in and write them out again; says how many numbers it read."""
+    from cray_agents.trainers import export
+    from cray_agents.trainers.models.architecture import read_architecture
+    from cray_agents.trainers.models.model import build_model
+    from cray_agents.trainers.models.weights import SafeTensors, load_weights
+    from cray_agents.trainers.ranks import join_ranks
+    from cray_agents.trainers.train import Training
+
+    join_ranks(layout, rank, layout.world, store, on_cpu=True)
+    model = read_architecture(folder)
+    export.export_weights(Training(model, layout, hyper, folder, on_cpu=True), out, LIMIT)
+    if hyper.init == "parent":
+        source = Counting(SafeTensors(folder))
+        load_weights(build_model(model, layout, hyper, on_cpu=True), model, source)  # type: ignore
+        (out / f"read-{rank}").write_text(str(source.numbers))
+    return 0
+
+
+class Counting:
+    """A source that counts the numbers that are read from it."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.numbers = source, 0
+        self.shape, self.dtype = source.shape, source.dtype
+
+    def __getitem__(self, name: str) -> Any:
+        return self._count(self.source[name])
+
+    def share(self, *where: Any) -> Any:
+        return self._count(self.source.share(*where))
+
+    def _count(self, tensor: Any) -> Any:
+        self.numbers += tensor.numel()
+        return tensor
+
+
+def through_megatron(folder: Path, out: Path, layout: Layout, **hyper: Any) -> dict[str, Any]:
+    from cray_agents.trainers import export, train  # noqa: F401  (loaded before the fork)
+    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    out.mkdir(parents=True)
+    settings = Hyperparameters(steps=1, **hyper)
+    work = partial(loaded_and_exported, folder, layout, settings, out)
+    assert run_ranks(find_place(layout.world, "weights"), out / "logs", work).code == 0
+    return read(out)
+
+
+def test_a_slice_is_what_the_whole_has_there(models: Callable[[str], Path]) -> None:
+    import torch
+
+    from cray_agents.trainers.models.weights import SafeTensors
+
+    source = SafeTensors(models("qwen3"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    whole = source[name]
+    assert source.shape(name) == tuple(whole.shape) == (64, 96)
+    assert source.dtype(name) == torch.float32
+    assert torch.equal(source.share(name, 0, 16, 32), whole[16:32])
+    assert torch.equal(source.share(name, 1, 48, 96), whole[:, 48:])
+
+
+def test_what_is_missing_is_named(models: Callable[[str], Path], tmp_path: Path) -> None:
+    from cray_agents.trainers.models.weights import SafeTensors
+
+    with pytest.raises(BadInput, match=r"lacks the tensor 'model\.layers\.7\.x'"):
+        SafeTensors(models("qwen3"))["model.layers.7.x"]
+    with pytest.raises(NotFound, match=r"no model\.safetensors"):
+        SafeTensors(tmp_path)
+
+
+def test_files_are_cut_by_size_and_named_as_transformers_does() -> None:
+    sizes = {"a": 4, "b": 4, "c": 9, "d": 1, "e": 8}
+    assert cut(list(sizes), sizes, 8) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert cut([], sizes, 8) == []
+    assert name_files([["a"]]) == {"model.safetensors": ["a"]}
+    assert list(name_files([["a"], ["b"]])) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(pipeline=2)], ids=str)
+def test_each_tensor_keeps_its_type_and_files_their_size(
+    models: Callable[[str], Path], tmp_path: Path, layout: Layout
+) -> None:
+    import torch
+
+    def several_types(tensors: dict[str, Any]) -> None:
+        for name in tensors:
+            if name.endswith(("v_proj.weight", "gate_proj.weight", "embed_tokens.weight")):
+                tensors[name] = tensors[name].bfloat16()
+            if name.endswith("o_proj.weight"):
+                tensors[name] = tensors[name].half()
+
+    folder = copied(models("qwen3"), tmp_path / "several", several_types)
+    before, out = read(folder), tmp_path / "out"
+    after = through_megatron(folder, out, layout)
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor)
+
+    index = json.loads((out / "model.safetensors.index.json").read_bytes())
+    files = sorted(out.glob("*.safetensors"))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in before.values())
+    assert sorted(set(index["weight_map"].values())) == [path.name for path in files]
+    for path in files:
+        tensors = [name for name, file in index["weight_map"].items() if file == path.name]
+        assert len(tensors) == 1 or sum(before[name].nbytes for name in tensors) <= LIMIT
+
+
+@pytest.mark.megatron
+def test_a_rank_reads_no_more_than_its_part(models: Callable[[str], Path], tmp_path: Path) -> None:
+    through_megatron(models("llama"), tmp_path / "out", Layout(tensor=2, pipeline=2))
+    whole = sum(tensor.numel() for tensor in read(models("llama")).values())
+    reads = [int((tmp_path / "out" / f"read-{n}").read_text()) for n in range(4)]
+    norms = 5 * 64
+    assert whole <= sum(reads) <= whole + norms  # tensor ranks both have a stage's norms
+    assert max(reads) <= whole // 4 + norms
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 3}, "lacks the tensor 'model.layers.2."),
+        ({"vocab_size": 305}, "has the shape [304, 64], and config.json implies [305, 64]"),
+    ],
+    ids=["missing", "other shape"],
+)
+def test_weights_of_another_model_are_refused(
+    models: Callable[[str], Path], tmp_path: Path, change: dict[str, int], said: str
+) -> None:
+    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    folder = copied(models("llama"), tmp_path / "other", lambda tensors: None, **change)
+    work = partial(loaded_and_exported, folder, Layout(), Hyperparameters(steps=1), tmp_path)
+    outcome = run_ranks(find_place(1, "weights"), tmp_path / "logs", work)
+    assert outcome.refusal is not None
+    assert said in outcome.refusal
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_a_seed_gives_the_same_model_in_every_layout(
+    models: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    import torch
+
+    parent = from_seed(models(kind), tmp_path / "parent", initializer_range=0.05, vocab_size=303)
+    mixed = kind == "qwen3_moe"
+    layouts = {
+        "one": Layout(),
+        "tensor2": Layout(tensor=2, sequence_parallel=mixed),
+        "pipeline2": Layout(pipeline=2),
+        **({"expert2": Layout(data=2, expert=2)} if mixed else {}),
+    }
+    made = {
+        name: through_megatron(parent, tmp_path / name, layout, init="random", seed=3)
+        for name, layout in layouts.items()
+    }
+    first = made.pop("one")
+    assert first.keys() == read(models(kind)).keys()
+    for name, tensor in first.items():
+        assert all(torch.equal(other[name], tensor) for other in made.values())
+        if name.endswith("norm.weight"):
+            assert (tensor == 1).all()
+        elif name.endswith(".bias"):
+            assert (tensor == 0).all()
+        else:
+            error = 0.05 / tensor.numel() ** 0.5
+            assert abs(tensor.mean()) < 5 * error
+            assert abs(tensor.std() - 0.05) < 5 * error
+    name = "model.embed_tokens.weight"
+    other = through_megatron(parent, tmp_path / "other", Layout(), init="random", seed=4)
+    assert not torch.equal(other[name], first[name])
+
+
+@pytest.mark.megatron
+def test_what_starts_afresh_is_stored_as_its_config_says(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    parent = from_seed(models("llama"), tmp_path / "parent", dtype="bfloat16")
+    made = through_megatron(parent, tmp_path / "out", Layout(), init="random")
+    assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
+    (tmp_path / "out" / "config.json").write_bytes((parent / "config.json").read_bytes())
+    network: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = dict(network.named_parameters())
+    assert loaded.keys() == made.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in made.items())

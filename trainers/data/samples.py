@@ -1,0 +1,315 @@
+"""A dataset on disk as samples: read and checked once, by job.py, before the ranks are forked.
+
+The columns are those of runtime/datasets/shards.py. A sample's arrays are views into flat buffers,
+of 18 bytes per token for grpo and 14 for the other methods. No torch. Read next: fitting.py, for
+whether a model can take the samples; packing.py, for how they are put together.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from cray_agents.errors import BadInput, Corrupt, NotFound
+from cray_agents.runtime import durable
+from cray_agents.runtime.datasets.reading import MANIFEST, SplitName, shards_in
+from cray_agents.training import MethodName
+
+Ints = npt.NDArray[np.signedinteger[Any]]
+Floats = npt.NDArray[np.float32]
+
+COLUMNS = ("input_ids", "loss_mask", "weight")
+OF_SAMPLING = ("run_id", "logprobs", "version_index", "versions", "temperature", "shaped")
+OF_METHOD: dict[MethodName, tuple[str, ...]] = {  # without which it cannot be done
+    "sft": (),
+    "dpo": ("pair", "chosen"),
+    "kto": ("chosen",),
+    "grpo": ("logprobs", "version_index", "advantages"),
+}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A dataset's sequences that have something to learn, in file order.
+
+    Lists are of samples, their arrays [length]: one number per token. `units` are the samples that
+    a step takes together: pairs (dpo; the better one first), else each alone.
+    """
+
+    tokens: list[Ints]
+    masks: list[Floats]  # 1: predict this token
+    sampled: list[Floats]  # the engine's log-probability; 0 where it sampled nothing
+    advantages: list[Floats]  # 0 off the mask
+    sampled_by: list[Ints]  # place in `versions`; -1: not sampled, or not known by whom
+    versions: list[str]  # `model@version`
+    weights: npt.NDArray[np.float64]  # [samples]
+    chosen: Floats  # [samples]: 1 better or desirable, 0 worse or undesirable
+    temperatures: npt.NDArray[np.float64]  # [samples]; nan: not sampled, or at several
+    shaped: npt.NDArray[np.bool_]  # [samples]: sampled with more than a temperature (top_p, ...)
+    run_ids: list[str]  # "": not known
+    units: list[list[int]]
+    left_out: int = 0  # samples without a trainable token, and those paired with such a one
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def unit_weights(self) -> npt.NDArray[np.float64]:
+        """[units]: how likely `order` 'weighted' draws each."""
+        return self.weights[[unit[0] for unit in self.units]]
+
+    def cost(self, index: int) -> int:
+        """Tokens that a sample brings into a micro-batch: its last one is only ever a target."""
+        return len(self.tokens[index]) - 1
+
+    def only(self, indices: Sequence[int]) -> Self:
+        """Some of them, each a unit of its own."""
+        wanted = list(indices)
+        return replace(
+            self,
+            tokens=[self.tokens[i] for i in wanted],
+            masks=[self.masks[i] for i in wanted],
+            sampled=[self.sampled[i] for i in wanted],
+            advantages=[self.advantages[i] for i in wanted],
+            sampled_by=[self.sampled_by[i] for i in wanted],
+            weights=self.weights[wanted],
+            chosen=self.chosen[wanted],
+            temperatures=self.temperatures[wanted],
+            shaped=self.shaped[wanted],
+            run_ids=[self.run_ids[i] for i in wanted],
+            units=[[i] for i in range(len(wanted))],
+        )
+
+    @classmethod
+    def of(
+        cls, sequences: Sequence[Sequence[int] | Ints], masks: list[Floats] | None = None
+    ) -> Self:
+        """Sequences that nobody sampled; every token but the first is to be predicted, or these."""
+        tokens: list[Ints] = [np.asarray(sequence, np.int32) for sequence in sequences]
+        count, longest = len(tokens), max(map(len, tokens), default=0)
+
+        def filled(value: int, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:
+            row = np.full(longest, value, dtype)
+            return [row[: len(ids)] for ids in tokens]
+
+        return cls(
+            tokens=tokens,
+            masks=filled(1, np.float32) if masks is None else masks,
+            sampled=filled(0, np.float32),
+            advantages=filled(0, np.float32),
+            sampled_by=filled(-1, np.int16),
+            versions=[],
+            weights=np.ones(count),
+            chosen=np.zeros(count, np.float32),
+            temperatures=np.full(count, np.nan),
+            shaped=np.zeros(count, bool),
+            run_ids=[""] * count,
+            units=[[i] for i in range(count)],
+        )
+
+
+def read_samples(folder: Path, method: MethodName = "sft", split: SplitName = "train") -> Samples:
+    """Read a split of a published dataset; a validation split may be empty, or not be there.
+
+    Raises NotFound, Corrupt, or BadInput when the method cannot use it.
+    """
+    shards = _shards(folder, method, split)
+    versions: dict[str, int] = {}  # their places
+    parts = [
+        _samples_of(table, method, versions, path)
+        for path, expected in shards
+        for table in _tables(path, expected, method)
+    ]
+    if not parts:
+        if split == "train":
+            raise BadInput(f"dataset {folder.name} is empty", param="dataset")
+        return Samples.of([])
+    rows = _joined(parts, list(versions))
+    units = _pairs([path for path, _ in shards], rows) if method == "dpo" else rows.units
+    samples = _with_a_target(rows, units)
+    if split == "train":
+        _check_signal(samples, method, folder.name)
+    return samples
+
+
+def _shards(folder: Path, method: MethodName, split: SplitName) -> list[tuple[Path, str]]:
+    """A split's shards, in order, and their SHA-256. Raises NotFound, BadInput."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError as problem:
+        raise NotFound(
+            f"no dataset at {folder}: it has no {MANIFEST}", param="dataset"
+        ) from problem
+    if (made_for := manifest.get("method", "sft")) != method:
+        raise BadInput(
+            f"dataset {folder.name} is made for {made_for}, and this job is to train with"
+            f" {method}: build a dataset with method {method!r}, or train with {made_for!r}",
+            param="dataset",
+        )
+    paths = shards_in(folder, manifest, split)
+    return [(path, manifest["files"][path.name]["sha256"]) for path in paths]
+
+
+def _tables(path: Path, expected: str, method: MethodName) -> Iterator[Any]:
+    """What a method needs of a shard, a thousand rows or so at a time. Raises Corrupt."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if durable.sha256_file(path) != expected:
+            raise Corrupt(f"{path} is not what its manifest says; build the dataset again")
+        with pq.ParquetFile(path) as file:
+            there = set(file.schema_arrow.names)
+            needed = {*COLUMNS, *OF_METHOD[method]}
+            if lacking := needed - there:
+                raise Corrupt(
+                    f"{path} lacks {', '.join(sorted(lacking))}, which {method} needs: build the"
+                    " dataset again"
+                )
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group, columns=sorted(there & {*needed, *OF_SAMPLING}))
+    except (pa.ArrowInvalid, FileNotFoundError) as problem:
+        raise Corrupt(f"cannot read {path}: {problem}") from problem
+
+
+def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: Path) -> Samples:
+    """A table's rows. Versions that are new get a place in `versions`. Raises Corrupt, BadInput."""
+    rows, has = table.num_rows, set(table.column_names)
+    lengths = _lengths(table, "input_ids")
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+
+    def numbers(name: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:
+        if name not in has:
+            zeros = np.zeros(lengths.max(initial=0), dtype)
+            return [zeros[:length] for length in lengths]
+        if (uneven := np.flatnonzero(_lengths(table, name) != lengths)).size:
+            raise Corrupt(f"{path}: the lengths of input_ids and {name} differ in row {uneven[0]}")
+        flat = _flat(table, name).astype(dtype)
+        return [flat[start:end] for start, end in pairwise(bounds)]
+
+    def column(name: str, missing: Any) -> Any:
+        return table[name].to_numpy() if name in has else np.full(rows, missing)
+
+    samples = Samples(
+        tokens=numbers("input_ids", np.int32),
+        masks=numbers("loss_mask", np.float32),
+        sampled=numbers("logprobs", np.float32),
+        advantages=numbers("advantages", np.float32),
+        sampled_by=_sampled_by(table, lengths, versions),
+        versions=[],
+        weights=column("weight", 1.0).astype(np.float64),
+        chosen=column("chosen", 0.0).astype(np.float32),
+        temperatures=column("temperature", np.nan).astype(np.float64),
+        shaped=column("shaped", False).astype(bool),
+        run_ids=column("run_id", "").tolist(),
+        units=[[i] for i in range(rows)],
+    )
+    if method in ("dpo", "kto") and np.isnan(samples.chosen).any():
+        raise Corrupt(f"{path} has rows of which 'chosen' does not say which kind they are")
+    if method == "grpo":
+        _check_sampled(samples)
+    return samples
+
+
+def _sampled_by(table: Any, lengths: Ints, versions: dict[str, int]) -> list[Ints]:
+    """Who sampled each token, as places in `versions`, which gets those that it lacks."""
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    if not {"version_index", "versions"} <= set(table.column_names):
+        flat = np.full(bounds[-1], -1, np.int16)
+    else:
+        names = _flat(table, "versions").tolist()
+        places = [versions.setdefault(name, len(versions)) for name in names]
+        counts = _lengths(table, "versions")
+        first = np.repeat(np.cumsum(counts) - counts, lengths)  # of each token's row, in `names`
+        index = _flat(table, "version_index").astype(np.int64)
+        here = np.where(index < 0, -1, first + index)  # -1: the last of what follows
+        flat = np.array([*places, -1], np.int16)[here]
+    return [flat[start:end] for start, end in pairwise(bounds)]
+
+
+def _flat(table: Any, name: str) -> npt.NDArray[Any]:
+    """All numbers (or names) of a column of lists, one row's after another's."""
+    flat: npt.NDArray[Any] = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return flat
+
+
+def _lengths(table: Any, name: str) -> Ints:
+    """How many each row of a column of lists has."""
+    lengths: Ints = table[name].combine_chunks().value_lengths().to_numpy()
+    return lengths.astype(np.int64)
+
+
+def _joined(parts: Sequence[Samples], versions: list[str]) -> Samples:
+    def rows(name: str) -> list[Any]:
+        return [row for part in parts for row in getattr(part, name)]
+
+    def array(name: str) -> Any:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    per_token = ("tokens", "masks", "sampled", "advantages", "sampled_by", "run_ids")
+    per_sample = ("weights", "chosen", "temperatures", "shaped")
+    found: dict[str, Any] = {name: rows(name) for name in per_token}
+    found |= {name: array(name) for name in per_sample}
+    return Samples(**found, versions=versions, units=[[i] for i in range(len(found["tokens"]))])
+
+
+def _pairs(paths: Sequence[Path], rows: Samples) -> list[list[int]]:
+    """The places of the better and the worse of each pair. Raises Corrupt."""
+    import pyarrow.parquet as pq
+
+    columns = (pq.read_table(path, columns=["pair"])["pair"] for path in paths)
+    names = [name for column in columns for name in column.to_pylist()]
+    units = [[i, i + 1] for i in range(0, len(rows), 2)]
+    for i, j in units:
+        together = j < len(rows) and names[i] is not None and names[i] == names[j]
+        if not together or (rows.chosen[i], rows.chosen[j]) != (1, 0):
+            raise Corrupt(
+                f"{paths[0].parent}: row {i} of its shards and the next are not the better and the"
+                " worse one of a pair; build the dataset again"
+            )
+    return units
+
+
+def _with_a_target(rows: Samples, units: Sequence[Sequence[int]]) -> Samples:
+    """The units whose every sample has something to learn."""
+    useful = [unit for unit in units if all(rows.masks[i][1:].any() for i in unit)]
+    kept = [i for unit in useful for i in unit]
+    size = len(units[0])
+    together = [list(range(start, start + size)) for start in range(0, len(kept), size)]
+    return replace(rows.only(kept), units=together, left_out=len(rows) - len(kept))
+
+
+def _check_sampled(samples: Samples) -> None:
+    """Raises BadInput where a token is to be trained on of which no log-probability is known."""
+    for row, (mask, by) in enumerate(zip(samples.masks, samples.sampled_by, strict=True)):
+        if ((mask > 0) & (by < 0) & (samples.sampled[row] == 0)).any():
+            raise BadInput(
+                f"grpo needs the log-probabilities that its tokens were sampled with, and those of"
+                f" {samples.run_ids[row]} were not recorded: build the dataset of recorded runs",
+                param="dataset",
+            )
+
+
+def _check_signal(samples: Samples, method: MethodName, name: str) -> None:
+    """Raises BadInput when there is nothing to learn."""
+    problem = None
+    if not len(samples):
+        problem = (
+            f"has zero trainable tokens in {samples.left_out} samples: no loss_mask marks a token"
+            " after the first"
+        )
+    elif method == "grpo" and not any(row.any() for row in samples.advantages):
+        problem = "has no reward signal: all its advantages are 0"
+    elif method == "kto" and len(kinds := np.unique(samples.chosen)) < 2:
+        lacks, reason = ("un", "below") if kinds[0] else ("", "of at least")
+        problem = (
+            f"has no {lacks}desirable sample, and kto needs both kinds: take in runs with a reward"
+            f" {reason} min_reward, or move it"
+        )
+    if problem is not None:
+        raise BadInput(f"dataset {name} {problem}", param="dataset")

@@ -1,0 +1,117 @@
+"""What a Hugging Face `config.json` says, in the few numbers that training needs.
+
+Read before Megatron is imported: a model that cannot be trained is refused here by name, at once.
+Read next: model.py, which builds the Megatron model from it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.trainers.models.rope import Rope, read_rope
+
+SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+_REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and SwiGLU."""
+
+    kind: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    max_tokens: int  # of a sequence: positions, the sliding window, or what RoPE allows
+    norm_eps: float
+    tied: bool
+    rope: Rope
+    experts: int | None = None
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    norm_topk: bool = True  # the chosen experts' weights sum to 1
+    init_std: float = 0.02  # of matrices in a model that starts afresh
+    dtype: str = "float32"  # what such a model is stored in
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Only Qwen2 has biases, and only on q, k and v."""
+        return self.kind == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Qwen3 normalises each head's queries and keys."""
+        return self.kind.startswith("qwen3")
+
+
+def read_architecture(checkpoint: Path) -> Architecture:
+    """Read a checkpoint directory's config. Raises NotFound, or BadInput naming the obstacle."""
+    try:
+        config = json.loads((checkpoint / "config.json").read_bytes())
+    except FileNotFoundError:
+        raise NotFound(f"{checkpoint} has no config.json: give a Hugging Face checkpoint") from None
+    kind = config.get("model_type", "")
+    if kind not in SUPPORTED:
+        raise BadInput(
+            f"cannot train a {kind!r} model ({checkpoint}); supported: {', '.join(SUPPORTED)}"
+        )
+    if missing := [name for name in _REQUIRED if config.get(name) is None]:
+        raise BadInput(f"{checkpoint}/config.json does not say {', '.join(missing)}: add it")
+    _refuse_variants(config, checkpoint)
+    rope = read_rope(config, checkpoint)
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    positions = config["max_position_embeddings"]
+    return Architecture(
+        kind=kind,
+        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        ffn=config["intermediate_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or hidden // heads,
+        vocab=config["vocab_size"],
+        max_tokens=min(positions, window or positions, rope.limit),
+        norm_eps=config["rms_norm_eps"],
+        tied=config.get("tie_word_embeddings", False),
+        rope=rope,
+        experts=config.get("num_local_experts") or config.get("num_experts"),
+        experts_per_token=config.get("num_experts_per_tok", 0),
+        expert_ffn=config.get("moe_intermediate_size") or config["intermediate_size"],
+        norm_topk=config.get("norm_topk_prob", kind != "qwen3_moe"),
+        init_std=config.get("initializer_range") or 0.02,
+        dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+    )
+
+
+def _refuse_variants(config: dict[str, Any], checkpoint: Path) -> None:
+    """Options of a supported architecture that the Megatron model would silently ignore."""
+    expected = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "quantization_config": None,
+    }
+    for name, value in expected.items():
+        found = config.get(name)
+        if found not in (None, value):
+            raise BadInput(
+                f"cannot train {checkpoint}: its config has {name}={found!r}, and only {value!r}"
+                " is supported"
+            )

@@ -1,0 +1,135 @@
+"""What Megatron only has on CUDA, in torch: attention over packed sequences, and a norm.
+
+model.py puts them into the layers where Transformer Engine is missing. Read next: cpu_megatron.py,
+for the rest of what the CPU needs, and context.py, which says how sequences are cut over ranks.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
+
+from cray_agents.trainers.data.context import cut
+from cray_agents.trainers.models import kernels
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Megatron's torch norm refuses sequence parallelism, which only has to mark the weight."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last dimension."""
+        if x.is_cpu and x.dtype == torch.float32:
+            return kernels.rms_norm(x, self.weight, float(self.eps or 0.0))
+        return super().forward(x)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each of the packed sequences (`thd`), by torch's fused kernel.
+
+    Queries, keys and values of each sequence lie one after the other: [tokens, heads, head size].
+    `cu_seqlens_q` of the PackedSeqParams are the whole sequences' bounds; with context parallelism
+    a rank has the tokens that `cut` says, and gathers the others' keys and values.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.grouped = config.num_attention_heads != config.num_query_groups
+        self.contexts = pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend; returns [tokens, heads * head size]."""
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        alone = self.contexts.size() == 1
+        parts = self._sequences if alone else self._chunks
+        out = [part.flatten(0, 1) for part in parts(query, key, value, np.diff(bounds))]
+        return (torch.cat(out) if len(out) > 1 else out[0]).flatten(1)
+
+    def _sequences(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any
+    ) -> Iterator[torch.Tensor]:
+        """Whole sequences; neighbours that are as long as each other in one call."""
+        alike = [(length, len(list(group))) for length, group in groupby(lengths.tolist())]
+        sizes = [length * number for length, number in alike]
+        split = (torch.split(tensor, sizes) for tensor in (query, key, value))
+        for (length, _), *parts in zip(alike, *split, strict=True):
+            yield self._attend(*(part.unflatten(0, (-1, length)) for part in parts))
+
+    def _chunks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any
+    ) -> Iterator[torch.Tensor]:
+        """This rank's two chunks of each sequence, against all keys up to their ends.
+
+        Keys and values are gathered whole, as in arXiv 2407.21783, section 3.3.2; in the backward
+        pass each rank gets its own tokens' gradients from all.
+        """
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        rank, ranks = self.contexts.rank(), self.contexts.size()
+        order = torch.from_numpy(_order(tuple(lengths.tolist()), ranks)).to(key.device)
+        gathered = gather_from_sequence_parallel_region(
+            torch.cat([key, value], 1), group=self.contexts
+        )
+        keys_and_values = torch.split(gathered[order], lengths.tolist())
+        halves = np.repeat(lengths // (2 * ranks), 2).tolist()
+        queries = iter(torch.split(query, halves))
+        for length, both in zip(lengths.tolist(), keys_and_values, strict=True):
+            chunk = length // (2 * ranks)
+            for place in (rank, 2 * ranks - 1 - rank):
+                end = (place + 1) * chunk
+                k, v = both[None, :end].chunk(2, dim=2)
+                seen = torch.ones(chunk, end, dtype=torch.bool, device=key.device)
+                yield self._attend(next(queries)[None], k, v, seen.tril(end - chunk))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        seen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[sequences, tokens, heads, size] in and out; causal where nothing says what is seen."""
+        return F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=self.scale,
+            enable_gqa=self.grouped,
+        ).transpose(1, 2)
+
+
+@lru_cache(maxsize=4)
+def _order(lengths: tuple[int, ...], ranks: int) -> Any:
+    """[tokens]: where each token of the whole sequences is in what the ranks have, in turn."""
+    each = np.array(lengths)
+    starts = np.cumsum(each) - each
+    cuts = [cut(each, rank, ranks) for rank in range(ranks)]
+    return np.argsort(np.concatenate([starts[sequence] + nth for nth, sequence in cuts]))

@@ -1,0 +1,42 @@
+"""Weights of a model that starts afresh, from its config.json and a seed alone.
+
+Like transformers' own: normal numbers with the config's `initializer_range` for matrices, ones for
+norms, zeros for biases. Each tensor has a generator of its own, seeded by its name, so that every
+layout starts from the same model. weights.py reads this in place of a checkpoint's files.
+"""
+
+import hashlib
+
+import torch
+
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.tensors import shapes
+
+
+class InitialWeights:
+    """Tensors by their Hugging Face names, made when they are asked for."""
+
+    def __init__(self, model: Architecture, seed: int) -> None:
+        self.model, self.seed = model, seed
+        self._shapes = shapes(model)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self.shape(name)
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        seed = hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:8]
+        generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+        return torch.empty(shape).normal_(0.0, self.model.init_std, generator=generator)
+
+    def share(self, name: str, axis: int, start: int, end: int) -> torch.Tensor:
+        """What lies in start..end along an axis; the whole is made for it."""
+        return self[name].narrow(axis, start, end - start)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What the checkpoint is to be stored in."""
+        found: torch.dtype = getattr(torch, self.model.dtype)
+        return found

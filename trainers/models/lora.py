@@ -1,0 +1,204 @@
+"""LoRA (arXiv 2106.09685): W x + alpha / rank * B A x, where only A and B are trained.
+
+train.py calls `add_lora` once the parent's weights are loaded. The linears are Megatron's column
+and row parallel ones, torch's or Transformer Engine's. What Megatron keeps as one matrix (q, k and
+v; gate and up) shares one A, and tensor ranks split an adapter as they split its linear:
+
+    column (qkv, fc1)   A [rank, in] whole on every rank; B [out, rank] split like the output
+    row (proj, fc2)     A [rank, in] split like the input; B [out, rank] whole on every rank
+
+Read next: ../adapter.py, which writes the adapters in PEFT's layout.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
+
+from cray_agents.errors import BadInput
+from cray_agents.records import digest
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.training import Lora
+
+Target = Literal["qkv", "proj", "fc1", "fc2"]
+
+_PLACES: dict[Target, tuple[str, str]] = {
+    "qkv": ("self_attention", "linear_qkv"),
+    "proj": ("self_attention", "linear_proj"),
+    "fc1": ("mlp", "linear_fc1"),
+    "fc2": ("mlp", "linear_fc2"),
+}
+_COLUMN = ("qkv", "fc1")
+
+
+class LoraLinear(torch.nn.Module):
+    """A parallel linear `base`, which is frozen, and its adapter: `a` and `b`, this rank's share.
+
+    `merged` is the weight that does the same alone. `seed` is of A's first values.
+    """
+
+    def __init__(self, base: Any, target: Target, config: Any, lora: Lora, seed: int) -> None:
+        from megatron.core import parallel_state as ps
+
+        super().__init__()
+        self.base, self.seed = base, seed
+        self.column = target in _COLUMN
+        self.gated = target == "fc1" and config.gated_linear_unit
+        self.sequence_parallel = config.sequence_parallel
+        self.norm_eps = config.layernorm_epsilon
+        self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+        self.group = ps.get_tensor_model_parallel_group()
+        out, inner = base.weight.shape
+        self.a = torch.nn.Parameter(base.weight.new_empty(lora.rank, inner))
+        self.b = torch.nn.Parameter(base.weight.new_empty(out, lora.rank))
+        self._mark()
+        self.start()
+
+    def _mark(self) -> None:
+        """Tell Megatron which gradients count once per tensor rank, and which are to be summed."""
+        whole, split = (self.a, self.b) if self.column else (self.b, self.a)
+        split.tensor_model_parallel = True  # type: ignore[attr-defined]
+        split.partition_dim = 0 if self.column else 1  # type: ignore[attr-defined]
+        split.partition_stride = 1  # type: ignore[attr-defined]
+        # with sequence parallelism each rank sees only its part of the tokens
+        whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Set A as PEFT draws it, but the same whatever the layout; B is zero."""
+        rank, size = self.group.rank(), self.group.size()
+        ranks, inner = self.a.shape
+        whole = torch.empty(ranks, inner if self.column else inner * size)
+        random = torch.Generator().manual_seed(self.seed)
+        torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=random)
+        self.a.copy_(whole if self.column else whole.chunk(size, 1)[rank])
+        self.b.zero_()
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """[tokens, batch, in] to ([tokens, batch, out], bias), each this rank's share."""
+        from megatron.core.tensor_parallel import mappings
+
+        out, bias = self.base(x, *args, **kwargs)
+        hidden = F.linear(self._dropped(self._normed(x)), self.a)  # [tokens, batch, rank]
+        if self.column and self.sequence_parallel:
+            hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self.group)
+        elif self.column:
+            hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        elif self.sequence_parallel:
+            hidden = mappings.reduce_scatter_to_sequence_parallel_region(hidden, group=self.group)
+        else:
+            hidden = mappings.reduce_from_tensor_model_parallel_region(hidden, group=self.group)
+        return out + F.linear(hidden * self.scale, self.b), bias
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """The linear's input: Transformer Engine fuses the norm before it into the linear."""
+        weight = getattr(self.base, "layer_norm_weight", None)
+        return x if weight is None else F.rms_norm(x, x.shape[-1:], weight, self.norm_eps)
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        """Where tensor ranks hold the same input they drop the same of it, else each its own."""
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        if not (self.training and self.dropout):
+            return x
+        if self.column and not self.sequence_parallel:
+            return F.dropout(x, self.dropout)
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(x, self.dropout)
+
+    @torch.no_grad()
+    def merged(self) -> torch.Tensor:
+        """The weight [out, in] with the adapter in it, this rank's share, in the base's type."""
+        weight: torch.Tensor = self.base.weight
+        update = self.b.float() @ self.a.float() * self.scale
+        return (weight.float() + update).to(weight.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """For Megatron's distributed checkpoints: who holds which part of what."""
+        from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"a": self.a, "b": self.b},
+            prefix,
+            {"b": 0} if self.column else {"a": 1},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        state |= self.base.sharded_state_dict(f"{prefix}base.", sharded_offsets, metadata)
+        if self.gated:  # gate and up lie apart on disk, or another layout would mix them up
+            singly = metadata.get("singleton_local_shards", False)
+            for name in (f"{prefix}b", f"{prefix}base.weight"):
+                state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets, singly)
+        return state
+
+
+def adapted(model: Architecture, lora: Lora) -> list[Target]:
+    """The targets that get adapters: of a mixture of experts the attention's alone.
+
+    Raises BadInput when there are none, or when the rank is larger than a matrix.
+    """
+    heads, groups = model.heads * model.head_size, model.kv_heads * model.head_size
+    sizes: dict[Target, tuple[int, int]] = {
+        "qkv": (heads + 2 * groups, model.hidden),
+        "proj": (model.hidden, heads),
+    }
+    if not model.experts:
+        sizes |= {"fc1": (2 * model.ffn, model.hidden), "fc2": (model.hidden, model.ffn)}
+    targets = [target for target in sizes if target in lora.targets]
+    if not targets:
+        raise BadInput(
+            f"lora targets {lora.targets}, but the experts of a {model.kind} model get no adapters:"
+            " add 'qkv' or 'proj'",
+            param="lora",
+        )
+    for target in targets:
+        if lora.rank > min(sizes[target]):
+            raise BadInput(
+                f"lora has rank {lora.rank}, and {target} is a matrix of {sizes[target]}: the rank"
+                f" can be {min(sizes[target])} at most",
+                param="lora",
+            )
+    return targets
+
+
+def add_lora(parts: list[Any], model: Architecture, lora: Lora, seed: int) -> None:
+    """Freeze a model's parts and give its linears adapters. Raises BadInput (see `adapted`).
+
+    Parameters of adapters end in `.a` and `.b`; what was `weight` is `base.weight`.
+    """
+    targets = adapted(model, lora)
+    for part in parts:
+        part.requires_grad_(False)
+        for layer in part.decoder.layers:
+            for target in targets:
+                place, name = _PLACES[target]
+                owner = getattr(layer, place)
+                drawn = int(digest([seed, layer.layer_number, name], 15), 16)
+                linear = LoraLinear(getattr(owner, name), target, part.config, lora, drawn)
+                setattr(owner, name, linear)
+        if part.pre_process and part.config.recompute_granularity:
+            # a recomputed block whose input needs no gradient would give its weights none
+            part.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
+
+
+def adapters(parts: list[Any]) -> Iterator[tuple[Any, str, LoraLinear]]:
+    """(part, name, adapter) of every adapted linear of this rank, in the model's order."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if isinstance(module, LoraLinear):
+                yield part, name, module
+
+
+@torch.no_grad()
+def fold(parts: list[Any]) -> None:
+    """Put the adapters into the weights they adapt, for good: plain linears are left."""
+    for part, name, adapter in list(adapters(parts)):
+        owner, _, last = name.rpartition(".")
+        adapter.base.weight.copy_(adapter.merged())
+        setattr(part.get_submodule(owner), last, adapter.base)

@@ -1,0 +1,158 @@
+"""An Architecture as Megatron GPTModels: this rank's chunks of it, on GPUs or the CPU.
+
+train.py calls `build_model` once the process groups exist. On GPUs the layers are Transformer
+Engine's if it is installed; elsewhere Megatron's local ones, with attention.py's modules in place
+of what it only has there. Read next: head.py, what happens to the logits; weights.py, which fills
+the model.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
+
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.attention import PackedAttention, RMSNorm
+from cray_agents.trainers.models.head import Head, padded
+from cray_agents.trainers.models.rope import frequencies
+from cray_agents.training import Hyperparameters, Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def build_model(
+    model: Architecture,
+    layout: Layout,
+    hyper: Hyperparameters,
+    on_cpu: bool,
+    recompute: str = "none",
+) -> list[Any]:
+    """This rank's chunks of the model (GPTModel), with weights yet to be filled in.
+
+    One, or `layout.interleave` of them, in the order in which tokens pass through. `head` of the
+    chunk that has the output layer is its Head; None elsewhere.
+    """
+    te = not on_cpu and importlib.util.find_spec("transformer_engine") is not None
+    inverse, scaling = frequencies(model.rope, model.head_size)
+    config = transformer_config(model, layout, hyper.dtype, on_cpu, te, recompute)
+    if scaling != 1.0:  # queries and keys are both multiplied by it
+        config.softmax_scale = scaling**2 / model.head_size**0.5
+    several = layout.interleave > 1
+    stages = range(layout.interleave) if several else [None]
+    chunks = [_chunk(model, config, layout, te, stage) for stage in stages]
+    for chunk in chunks:
+        chunk.rotary_pos_emb.inv_freq = inverse.to(chunk.rotary_pos_emb.inv_freq.device)
+        chunk.head = None
+        if chunk.post_process:
+            chunk.head = Head(chunk.output_layer, model.vocab, hyper.policy.temperature)
+    return chunks if on_cpu else [chunk.cuda(torch.cuda.current_device()) for chunk in chunks]
+
+
+def _chunk(model: Architecture, config: Any, layout: Layout, te: bool, stage: int | None) -> Any:
+    """The layers between two hand-overs of the pipeline; `stage` is which of a rank's."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=stage
+    )
+    if not te:
+        spec.layer_norm = RMSNorm
+        for layer in spec.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+            attention.core_attention = PackedAttention
+            if model.qk_norm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=padded(model.vocab, layout.tensor),
+        max_sequence_length=model.max_tokens,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="rope",
+        vp_stage=stage,
+    )
+
+
+def transformer_config(
+    model: Architecture, layout: Layout, dtype: str, on_cpu: bool, te: bool, recompute: str
+) -> Any:
+    """The TransformerConfig of a model spread over a layout."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import TransformerConfig
+
+    gpu, precision = not on_cpu, DTYPES[dtype]
+    values: dict[str, Any] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.norm_eps,
+        "qk_layernorm": model.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": model.qkv_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "bf16": dtype == "bfloat16",
+        "params_dtype": precision,
+        "pipeline_dtype": precision,
+        "autocast_dtype": precision,
+        "use_cpu_initialization": on_cpu,
+        # perform_initialization=False would be quicker, but leaves the tensor-parallel marks unset:
+        # gradient norms under tensor parallelism would be wrong
+        "moe_token_dispatcher_type": "alltoall",  # packing refuses "allgather", dense or not
+        "variable_seq_lengths": True,  # micro-batches differ in length between pipeline stages
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "sequence_parallel": layout.sequence_parallel,
+        "calculate_per_token_loss": True,
+        "bias_activation_fusion": gpu,
+        "bias_dropout_fusion": gpu,
+        "masked_softmax_fusion": te,
+        "apply_rope_fusion": te,
+        "persist_layer_norm": te,
+        "cross_entropy_loss_fusion": gpu and dtype == "bfloat16",  # its gradient is bfloat16
+        "gradient_accumulation_fusion": gpu and layers._grad_accum_fusion_available,
+        **_RECOMPUTE[recompute],
+    }
+    if layout.interleave > 1:
+        values |= {
+            "virtual_pipeline_model_parallel_size": layout.interleave,
+            "overlap_p2p_comm": True,  # the interleaved schedule is silently wrong without
+            "batch_p2p_comm": False,
+        }
+    if model.experts:
+        values |= {
+            "num_moe_experts": model.experts,
+            "moe_router_topk": model.experts_per_token,
+            "moe_ffn_hidden_size": model.expert_ffn,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": te,
+            "moe_router_dtype": "fp32" if gpu else None,
+            "moe_router_pre_softmax": not model.norm_topk,  # else a softmax over the chosen alone
+        }
+    return TransformerConfig(**values)

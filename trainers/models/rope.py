@@ -1,0 +1,86 @@
+"""Rotary position embeddings: which variants can be trained, and the frequencies of each.
+
+architecture.py reads the variant, model.py asks for its frequencies; transformers' own functions
+compute them, so that both rotate alike. Nothing heavy is imported before that.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cray_agents.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A config's `rope_parameters`, and how many positions its model was made for."""
+
+    parameters: dict[str, Any]  # with `rope_type` and `rope_theta`
+    positions: int
+
+    @property
+    def kind(self) -> str:
+        """One of VARIANTS."""
+        return str(self.parameters["rope_type"])
+
+    @property
+    def limit(self) -> int:
+        """Tokens up to which the frequencies do not depend on the sequence's length.
+
+        longrope takes other frequencies beyond the original length, dynamic beyond `positions`.
+        """
+        return int(
+            self.parameters["original_max_position_embeddings"]
+            if self.kind == "longrope"
+            else self.positions
+        )
+
+
+def read_rope(config: dict[str, Any], checkpoint: Path) -> Rope:
+    """From transformers 5's `rope_parameters` or the older keys. Raises BadInput."""
+    theta = config.get("rope_theta") or (1e6 if config["model_type"] == "mixtral" else 1e4)
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = {"rope_theta": theta, **given}
+    kind = parameters.pop("type", "default")
+    kind = parameters.setdefault("rope_type", kind)
+    if kind not in VARIANTS:
+        raise BadInput(
+            f"cannot train {checkpoint}: its rotary embedding is {kind!r}; supported are"
+            f" {', '.join(VARIANTS)}"
+        )
+    share = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1.0):
+        raise BadInput(
+            f"cannot train {checkpoint}: it rotates only {share} of a head"
+            " (partial_rotary_factor), and only 1.0 is supported"
+        )
+    positions = config["max_position_embeddings"]
+    if kind in ("llama3", "yarn", "longrope"):  # the config's own figure comes first
+        original = config.get("original_max_position_embeddings")
+        original = original or parameters.get("original_max_position_embeddings") or positions
+        parameters["original_max_position_embeddings"] = original
+    return Rope(parameters, positions)
+
+
+def frequencies(rope: Rope, head_size: int) -> tuple["torch.Tensor", float]:
+    """(inverse frequencies [head size / 2] in float32, what queries and keys are multiplied by)."""
+    import torch
+
+    if rope.kind == "default":
+        powers = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
+        return 1.0 / rope.parameters["rope_theta"] ** powers, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        head_dim=head_size,
+        max_position_embeddings=rope.positions,
+        rope_parameters=dict(rope.parameters),
+    )
+    found, scaling = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+    return found.float(), float(scaling)

@@ -1,0 +1,294 @@
+"""Weights between a Hugging Face directory and a Megatron GPTModel spread over ranks.
+
+One table says what each Megatron parameter is made of. Loading reads this rank's slices of the
+Hugging Face tensors and packs them; exporting gathers over tensor ranks and unpacks, one parameter
+at a time. The table knows the names of torch's and of Transformer Engine's layers, and sees through
+adapters (lora.py). train.py loads, export.py exports.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.initial import InitialWeights
+from cray_agents.trainers.models.tensors import hf_name, shapes
+from cray_agents.training import Hyperparameters
+
+# Megatron's name inside a layer -> how it is made, from which Hugging Face tensors
+_LAYER = {
+    "input_layernorm.weight": ("whole", ["input_layernorm.weight"]),
+    "self_attention.linear_qkv.layer_norm_weight": ("whole", ["input_layernorm.weight"]),
+    "self_attention.linear_qkv.weight": ("qkv", [f"self_attn.{x}_proj.weight" for x in "qkv"]),
+    "self_attention.linear_qkv.bias": ("qkv", [f"self_attn.{x}_proj.bias" for x in "qkv"]),
+    "self_attention.q_layernorm.weight": ("whole", ["self_attn.q_norm.weight"]),
+    "self_attention.k_layernorm.weight": ("whole", ["self_attn.k_norm.weight"]),
+    "self_attention.linear_proj.weight": ("columns", ["self_attn.o_proj.weight"]),
+    "pre_mlp_layernorm.weight": ("whole", ["post_attention_layernorm.weight"]),
+    "mlp.linear_fc1.layer_norm_weight": ("whole", ["post_attention_layernorm.weight"]),
+    "mlp.linear_fc1.weight": ("pair", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+    "mlp.linear_fc2.weight": ("columns", ["mlp.down_proj.weight"]),
+    "mlp.router.weight": ("whole", ["mlp.gate.weight"]),
+}
+_TOP = {
+    "embedding.word_embeddings.weight": ("rows", ["model.embed_tokens.weight"]),
+    "decoder.final_layernorm.weight": ("whole", ["model.norm.weight"]),
+    "output_layer.weight": ("rows", ["lm_head.weight"]),
+}
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_(fc[12])\.weight|linear_(fc[12])\.weight(\d+))"
+)
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+class SafeTensors:
+    """The tensors of a checkpoint directory by name, in one file or many. Nothing is unpickled.
+
+    Raises NotFound without such files, BadInput for a tensor that is missing or is no float.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self.where: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        elif (folder / "model.safetensors").exists():
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                self.where = dict.fromkeys(file.keys(), "model.safetensors")
+        else:
+            raise NotFound(f"{folder} holds no model.safetensors; other formats are not read")
+        self._files = {n: safe_open(folder / n, "pt") for n in set(self.where.values())}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._slice(name)[:]
+        return tensor
+
+    def share(self, name: str, axis: int, start: int, end: int) -> torch.Tensor:
+        """What lies in start..end along an axis (0 or 1); nothing else is read."""
+        found = self._slice(name)
+        tensor: torch.Tensor = found[start:end] if axis == 0 else found[:, start:end]
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's stored type."""
+        found = self._slice(name).get_dtype()
+        if found not in _DTYPES:
+            raise BadInput(
+                f"{self.folder}: {name!r} is stored as {found}; supported are {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[found]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self.where:
+            raise BadInput(f"{self.folder} lacks the tensor {name!r} that its config.json implies")
+        file: Any = self._files[self.where[name]]
+        return file.get_slice(name)
+
+
+Source = SafeTensors | InitialWeights
+
+
+def weight_source(checkpoint: Path, model: Architecture, hyper: Hyperparameters) -> Source:
+    """Where a job's first weights come from: the parent's files, or a seed alone."""
+    if hyper.init == "random":
+        return InitialWeights(model, hyper.seed)
+    return SafeTensors(checkpoint)
+
+
+class Origin:
+    """Where one local parameter comes from: how it is made, Hugging Face names, expert or not."""
+
+    def __init__(self, part: Any, name: str, model: Architecture) -> None:
+        self.expert = False
+        name = name.replace(".base.", ".")
+        if name in _TOP:
+            self.how, self.names = _TOP[name]
+            if name == "output_layer.weight" and model.tied:
+                self.names = ["model.embed_tokens.weight"]
+            return
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if match is None:
+            raise BadInput(f"no rule for Megatron's parameter {name!r}")
+        local, rest = match.groups()
+        prefix = f"model.layers.{part.decoder.layers[int(local)].layer_number - 1}."
+        if found := _EXPERT.fullmatch(rest):
+            self.expert = True
+            self.how, names = _of_expert(found, model)
+        else:
+            self.how, names = _LAYER[rest]
+        self.names = [prefix + hf_name(model, name) for name in names]
+
+    def ranks(self) -> tuple[int, int, Any]:
+        """(rank, size, group) of the tensor parallelism that splits this parameter."""
+        from megatron.core import parallel_state as ps
+
+        if self.expert:
+            group = ps.get_expert_tensor_parallel_group()
+        else:
+            group = ps.get_tensor_model_parallel_group()
+        return group.rank(), group.size(), group
+
+    def first(self) -> bool:
+        """Whether this rank is the first of those that hold the same slice."""
+        from megatron.core import parallel_state as ps
+
+        if self.expert:
+            return bool(ps.get_expert_data_parallel_rank() == 0)
+        return bool(ps.get_data_parallel_rank(with_context_parallel=True) == 0)
+
+
+def _of_expert(found: re.Match[str], model: Architecture) -> tuple[str, list[str]]:
+    from megatron.core import parallel_state as ps
+
+    local, kind = found[1] or found[4], found[2] or found[3]
+    per_rank = (model.experts or 0) // ps.get_expert_model_parallel_world_size()
+    number = int(local) + per_rank * ps.get_expert_model_parallel_rank()
+    how, names = ("pair", ["gate_proj", "up_proj"]) if kind == "fc1" else ("columns", ["down_proj"])
+    return how, [f"mlp.experts.{number}.{name}.weight" for name in names]
+
+
+def split_axis(how: str) -> int | None:
+    """The axis of the Hugging Face tensors that tensor ranks split; None: all hold them whole."""
+    return {"qkv": 0, "rows": 0, "pair": 0, "columns": 1}.get(how)
+
+
+def pack(how: str, tensors: list[torch.Tensor], model: Architecture) -> torch.Tensor:
+    """A rank's slices of Hugging Face tensors as one, [out, ...] as Megatron has it."""
+    if how == "qkv":  # per query group: its query heads, its key head, its value head
+        groups = len(tensors[1]) // model.head_size
+        heads = [t.reshape(groups, -1, model.head_size, *t.shape[1:]) for t in tensors]
+        return torch.cat(heads, 1).flatten(0, 2)
+    return torch.cat(tensors)
+
+
+def unpack(how: str, slices: list[torch.Tensor], model: Architecture) -> list[torch.Tensor]:
+    """The inverse: the slices of all tensor ranks (or of some, in order) as Hugging Face tensors.
+
+    The vocabulary's padding is cut off.
+    """
+    if how == "qkv":
+        queries = model.heads // model.kv_heads
+        full = torch.cat(slices)
+        full = full.reshape(-1, queries + 2, model.head_size, *full.shape[1:])
+        parts = full[:, :queries], full[:, queries : queries + 1], full[:, queries + 1 :]
+        return [part.flatten(0, 2) for part in parts]
+    if how == "pair":
+        return [torch.cat(halves) for halves in zip(*(s.chunk(2) for s in slices), strict=True)]
+    if how == "rows":
+        return [torch.cat(slices)[: model.vocab]]
+    return [torch.cat(slices, 1)] if how == "columns" else slices[:1]
+
+
+def weights_of(part: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """A chunk's own parameters, without the adapters' (lora.py)."""
+    for name, parameter in part.named_parameters():
+        if not name.endswith((".a", ".b")):
+            yield name, parameter
+
+
+@torch.no_grad()
+def load_weights(parts: list[Any], model: Architecture, source: Source) -> None:
+    """Fill this rank's chunks, one parameter after the other; padding becomes zeros.
+
+    Raises BadInput when a tensor is missing, or is not what config.json implies.
+    """
+    expected = shapes(model)
+    for part in parts:
+        for name, parameter in weights_of(part):
+            origin = Origin(part, name, model)
+            rank, size, _ = origin.ranks()
+            axis, slices = split_axis(origin.how), []
+            for wanted in origin.names:
+                if source.shape(wanted) != expected[wanted]:
+                    raise BadInput(
+                        f"{wanted} has the shape {list(source.shape(wanted))}, and config.json"
+                        f" implies {list(expected[wanted])}: they are of different models"
+                    )
+                if axis is None or size == 1:
+                    slices.append(source[wanted])
+                    continue
+                whole = expected[wanted][axis]
+                share = -(-whole // size)
+                start, end = (min(whole, share * place) for place in (rank, rank + 1))
+                slices.append(source.share(wanted, axis, start, end))
+            packed = pack(origin.how, slices, model)
+            parameter[: len(packed)] = packed
+            parameter[len(packed) :] = 0
+
+
+@torch.no_grad()
+def round_weights(parts: list[Any], model: Architecture, source: Source) -> None:
+    """Round this rank's weights to the types that their tensors are stored in."""
+    for part in parts:
+        for name, parameter in weights_of(part):
+            origin = Origin(part, name, model)
+            tensors = zip(unpack(origin.how, [parameter], model), origin.names, strict=True)
+            rounded = [t.to(source.dtype(n)).to(parameter.dtype) for t, n in tensors]
+            packed = pack(origin.how, rounded, model)
+            parameter[: len(packed)] = packed
+
+
+def written(parts: list[Any], model: Architecture) -> list[str]:
+    """The names that `exported` yields on this rank, in order."""
+    return [name for _, _, origin in _mine(parts, model) if _leads(origin) for name in origin.names]
+
+
+@torch.no_grad()
+def exported(
+    parts: list[Any],
+    model: Architecture,
+    of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) in Hugging Face's terms; each comes from one rank, its first holder.
+
+    Of each parameter its weight, with its adapter in it, or what `of` says. All tensor ranks must
+    go through this together: the first gathers from the others, one parameter at a time.
+    """
+    for part, name, origin in _mine(parts, model):
+        parameter = part.get_parameter(name)
+        mine = _merged(part, name) if of is None else of(parameter)
+        rank, size, group = origin.ranks()
+        slices = [mine.detach().contiguous()]
+        if origin.how != "whole" and size > 1:
+            room = [torch.empty_like(slices[0]) for _ in range(size)] if rank == 0 else None
+            torch.distributed.gather(slices[0], room, group=group, group_dst=0)
+            slices = room or []
+        if _leads(origin):
+            yield from zip(origin.names, unpack(origin.how, slices, model), strict=True)
+
+
+def _mine(parts: list[Any], model: Architecture) -> Iterator[tuple[Any, str, Origin]]:
+    """(chunk, parameter's name, origin) of what this rank's tensor group is to export."""
+    for part in parts:
+        for name, _ in weights_of(part):
+            if name == "output_layer.weight" and model.tied:
+                continue
+            origin = Origin(part, name, model)
+            if origin.first():
+                yield part, name, origin
+
+
+def _leads(origin: Origin) -> bool:
+    return origin.ranks()[0] == 0
+
+
+def _merged(part: Any, name: str) -> torch.Tensor:
+    owner, base, leaf = name.partition(".base.")
+    adapter = part.get_submodule(owner) if base and leaf == "weight" else None
+    tensor: torch.Tensor = part.get_parameter(name) if adapter is None else adapter.merged()
+    return tensor

@@ -1,0 +1,56 @@
+"""What accumulates over a job's life, across restarts, and when it has gone wrong. See rank.py."""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from cray_agents.errors import JobError
+from cray_agents.trainers.train import StepReport
+
+RECENT = 50  # steps whose gradient norms a new one is compared with
+EXPLODED = 1000.0  # times their median
+
+
+@dataclass
+class Progress:
+    """Kept in every resume point, so that a restarted job counts on."""
+
+    loss_first: float | None = None
+    loss_last: float | None = None
+    validation_loss: float | None = None
+    trained_tokens: int = 0
+    seconds: float = 0.0  # spent in steps
+    norms: list[float] = field(default_factory=list)  # of the last RECENT gradients
+
+    def add(self, report: StepReport, seconds: float, done: int) -> None:
+        """Count a step. Raises JobError when its loss or gradient makes no sense."""
+        for name, value in (("loss", report.loss), ("gradient norm", report.grad_norm)):
+            if not math.isfinite(value):
+                raise _nonsense(f"the {name} is {value}", report, done)
+        usual = statistics.median(self.norms) if len(self.norms) >= RECENT // 5 else math.inf
+        if report.grad_norm > EXPLODED * usual > 0:
+            what = f"the gradient norm is {report.grad_norm:g}, and was {usual:g} (median)"
+            raise _nonsense(what, report, done)
+        self.norms = [*self.norms[1 - RECENT :], report.grad_norm]
+        self.loss_first = report.loss if self.loss_first is None else self.loss_first
+        self.loss_last = report.loss
+        self.trained_tokens += report.tokens
+        self.seconds += seconds
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for a resume point."""
+        return vars(self).copy()
+
+    def summary(self) -> dict[str, Any]:
+        """What the checkpoint's manifest says."""
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        del known["norms"]
+        return known
+
+
+def _nonsense(what: str, report: StepReport, done: int) -> JobError:
+    return JobError(
+        f"{what} at step {done} (learning rate {report.learning_rate:g}): nothing was saved from"
+        " there; lower the learning rate, or look at the parent's weights and the samples"
+    )
