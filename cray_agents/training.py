@@ -37,7 +37,7 @@ class Preference(StrictRecord):
 
     `beta` is how closely the reference is kept to. `label_smoothing` (dpo) is the share of pairs
     that are believed to be the wrong way round. `desirable` and `undesirable` (kto) are the
-    weights of the two kinds.
+    weights of the two kinds: choose them so that weight times number is about the same for both.
     """
 
     beta: float = Field(0.1, gt=0)
@@ -52,30 +52,44 @@ class Policy(StrictRecord):
     - `objective`: `ppo` clips each token's ratio (arXiv 1707.06347) to 1 - `clip_low` ..
       1 + `clip_high`; `cispo` clips the weight and keeps every token's gradient (arXiv 2506.13585);
       `gspo` takes the sequence's ratio, its geometric mean over tokens (arXiv 2507.18071), for
-      which bounds near 3e-4 are usual.
+      which bounds near 3e-4 are usual. A `clip_low` of 1 or more is no lower bound.
     - `normalization` of the sum over tokens: `token` divides by the batch's tokens (DAPO, arXiv
       2503.14476), `sequence` averages within each sequence first (GRPO), `constant` divides by the
-      batch's sequences times `constant` (Dr. GRPO, arXiv 2503.20783). gspo is per sequence.
+      batch's sequences times `constant` (Dr. GRPO, arXiv 2503.20783). None: `token`, and for gspo
+      `sequence`, which is all it has.
     - `kl`: weight of the k3 estimate of the divergence from the reference, added to the loss.
     - `importance_cap`: truncated importance sampling: each token is weighted by
       min(p_trainer / p_engine, cap), which corrects what the engine computes differently and
-      what older versions sampled. None: not corrected.
+      what older versions sampled; the KL is not weighted. None: not corrected.
     - `temperature` at which the runs were sampled; log-probabilities are of that distribution.
     """
 
     objective: Literal["ppo", "cispo", "gspo"] = "ppo"
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.2, ge=0)
-    normalization: Literal["token", "sequence", "constant"] = "token"
+    normalization: Literal["token", "sequence", "constant"] | None = None
     constant: int = Field(1024, gt=0)
     kl: float = Field(0.0, ge=0)
     importance_cap: float | None = Field(2.0, gt=0)
     temperature: float = Field(1.0, gt=0)
 
+    @property
+    def normalized_by(self) -> Literal["token", "sequence", "constant"]:
+        """The normalization, also where it was left open."""
+        return self.normalization or ("sequence" if self.objective == "gspo" else "token")
+
+    @model_validator(mode="after")
+    def _gspo_is_of_sequences(self) -> Self:
+        if self.objective == "gspo" and self.normalized_by != "sequence":
+            raise ValueError(f"gspo has no normalization {self.normalization!r}: it is 'sequence'")
+        return self
+
 
 class Hyperparameters(StrictRecord):
     """How to train. `batch_size` counts sequences per optimizer step (dpo: pairs), over all ranks.
 
+    `learning_rate`: 1e-3 suits models of a few million parameters. Billions want about 1e-5 (LoRA
+    ten times that), and dpo, kto and grpo 1e-7 to 5e-6.
     `init`: `parent` goes on from the parent's weights; `random` starts afresh from its config.json
     alone, seeded. `order`: `epoch` goes through a seeded permutation of the samples per epoch;
     `weighted` draws each step's samples with probability proportional to their weight. Both depend

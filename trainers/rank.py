@@ -135,8 +135,8 @@ def tell(training: Training, work: Work, report: StepReport, seconds: float) -> 
         **report.measures,
     }
     if not training.on_cpu and (peak := peak_flops(torch.cuda.get_device_name())):
-        length = report.processed / len(work.samples)
-        values["mfu"] = rate * flops_per_token(work.model, length) / (peak * work.spec.layout.world)
+        flops = flops_per_token(work.model, report.length, training.hyper.lora)
+        values["mfu"] = rate * flops / (peak * training.layout.world)
     work.journal.event("step", **values)
 
 

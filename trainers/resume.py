@@ -155,12 +155,13 @@ class _Saved:
         """
         box = part.box
         saved = self._weights.get(box.key, {})
-        whole = next((other.whole for other in saved), None)
-        if whole is None or whole[1:] != box.whole[1:] or (whole != box.whole and not part.padded):
+        whole = next((other.whole for other in saved), ())
+        if whole != box.whole and (not part.padded or whole[1:] != box.whole[1:]):
+            what = f"has {box.key} as {whole}" if whole else f"has no {box.key}"
             raise BadInput(
-                f"resume point {self.point} has {box.key} as {whole}, and this job trains it as"
-                f" {box.whole}: an optimizer goes on only with the same model and the same"
-                " trainable weights (lora and its rank and targets); leave optimizer_from out",
+                f"resume point {self.point} {what}, which this job trains as {box.whole}: an"
+                " optimizer goes on only with the same model and the same trainable weights (lora,"
+                " its rank and targets); leave optimizer_from out",
                 param="optimizer_from",
             )
         rows = max(0, min(box.shape[0], whole[0] - box.offset[0]))

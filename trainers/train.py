@@ -45,6 +45,7 @@ class StepReport:
     grad_norm: float
     tokens: int  # trained on
     processed: int  # read, trained on or not
+    length: float  # of the sequence that a processed token is in, in the mean
     stop: bool  # some rank was asked to stop
     measures: dict[str, float] = field(default_factory=dict)
 
@@ -102,6 +103,7 @@ class Training:
         sums = self._sums(known, units, drift, stop, learn=True)
         stops, _ = sums.pop("stop")
         loss, measures = self._means(sums)
+        costs = [samples.cost(i) for unit in units for i in unit]
         rate, norm = learning_rate(self.hyper, self.done), math.nan
         if math.isfinite(loss):
             norm = self._update(rate)
@@ -111,7 +113,8 @@ class Training:
             learning_rate=rate,
             grad_norm=norm,
             tokens=int(sum(known.marks[i] for unit in units for i in unit)),
-            processed=sum(samples.cost(i) for unit in units for i in unit),
+            processed=sum(costs),
+            length=sum(cost * cost for cost in costs) / sum(costs),
             stop=stops > 0,
             measures=measures,
         )

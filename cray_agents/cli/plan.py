@@ -5,8 +5,9 @@ No GPU, platform or weights are needed. Read next: trainers/planning/.
 
 import json
 import re
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -97,18 +98,25 @@ def plan(
     known = _size(model) or _architecture(root, model)
     length = sequence_length or _usual_length(root, dataset, known)
     amount = _tokens(root, length, bytes_per_token, dataset, tokens, samples, size)
-    workload = Workload(amount, length, _positive("epochs", epochs), method, size)
+    workload = Workload(
+        _positive("tokens", amount),
+        length,
+        _positive("epochs", epochs),
+        cast(MethodName, method),
+        size,
+    )
     cluster = _cluster(gpu, gpus, nodes, gpus_per_node, mfu, price)
     if isinstance(known, float):
         made = plan_by_size(known, workload, cluster, lora=lora_rank is not None)
     else:
-        _check_length(length, known)
+        at_once = microbatch_tokens or max(length, LENGTH)
+        _check_length(length, known, at_once)
         hyper = Hyperparameters(
             steps=1,
             batch_size=batch_size,
-            max_tokens_per_microbatch=microbatch_tokens or max(length, LENGTH),
-            dtype=dtype,  # type: ignore[arg-type]
-            lora=Lora(rank=lora_rank, alpha=2.0 * lora_rank) if lora_rank else None,
+            max_tokens_per_microbatch=at_once,
+            dtype=dtype,
+            lora=Lora(rank=lora_rank) if lora_rank else None,
         )
         way: Any = None if recompute == "auto" else recompute
         made = make_plan(known, workload, cluster, hyper, way)
@@ -124,10 +132,10 @@ def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise BadInput(f"--{name} {value!r}: choose one of {', '.join(allowed)}", param=name)
 
 
-def _positive(name: str, value: float, most: float | None = None) -> float:
-    if value <= 0 or (most is not None and value > most):
-        between = "above 0" if most is None else f"above 0 and at most {most:g}"
-        raise BadInput(f"--{name} {value:g} must be {between}", param=name)
+def _positive(name: str, value: float, most: float = sys.float_info.max) -> float:
+    if not 0 < value <= most:
+        limit = "" if most > 1 else f" and at most {most:g}"
+        raise BadInput(f"--{name} {value:g} must be above 0{limit}", param=name)
     return value
 
 
@@ -207,12 +215,17 @@ def _cluster(
     return Cluster(find_gpu(gpu), all_gpus, gpus_per_node, _positive("mfu", mfu, 1.0), price)
 
 
-def _check_length(length: int, model: "Architecture") -> None:
+def _check_length(length: int, model: "Architecture", at_once: int) -> None:
     if length > model.max_tokens:
         raise BadInput(
             f"sequences of {length:,} tokens, but the model attends to {model.max_tokens:,}: give"
             " a smaller --sequence-length",
             param="sequence_length",
+        )
+    if length > at_once:
+        raise BadInput(
+            f"sequences of {length:,} tokens do not fit into --microbatch-tokens {at_once:,}",
+            param="microbatch_tokens",
         )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
+from cray_agents.trainers.models.rope import Rope
 from cray_agents.training import Hyperparameters
 
 LLAMA_2_7B = {
@@ -84,7 +85,7 @@ SMALL = Architecture(
     max_tokens=4096,
     norm_eps=1e-6,
     tied=False,
-    rope=None,  # type: ignore[arg-type]
+    rope=Rope({"rope_type": "default", "rope_theta": 10000.0}, positions=4096),
 )
 
 

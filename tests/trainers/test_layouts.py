@@ -15,7 +15,14 @@ from cray_agents.trainers.layouts import check_layout, possible_layouts, why_unf
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.choosing import Choice, choose_layout, slowdown
 from cray_agents.training import Layout, Lora
-from tests.trainers.known_models import LLAMA_2_70B, LLAMA_31_8B, QWEN3_30B_A3B, SMALL, hyper, written
+from tests.trainers.known_models import (
+    LLAMA_2_70B,
+    LLAMA_31_8B,
+    QWEN3_30B_A3B,
+    SMALL,
+    hyper,
+    written,
+)
 
 
 @pytest.fixture

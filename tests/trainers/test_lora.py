@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -166,6 +167,7 @@ def expected() -> Callable[[str, JobSpec, Path, Any], Expected]:
     return get
 
 
+DEEP = "qwen3-tied of four layers"
 LAYOUTS = {
     "one": Layout(),
     "data2": Layout(data=2),
@@ -173,14 +175,32 @@ LAYOUTS = {
     "tensor2sp": Layout(tensor=2, sequence_parallel=True),
     "pipeline2": Layout(pipeline=2),
     "context2": Layout(context=2),
+    "interleaved": Layout(pipeline=2, interleave=2),
     "expert2": Layout(data=2, expert=2),
 }
 CASES = [
     *[("qwen3-tied", name, "none") for name in list(LAYOUTS)[:6]],
     ("qwen3-tied", "tensor2", "full"),
+    (DEEP, "interleaved", "none"),
     ("qwen2", "one", "none"),
     ("mixtral", "expert2", "none"),
 ]
+
+
+def deepened(parent: Path, folder: Path) -> Path:
+    """A random model like another, of four layers: two for each pipeline stage's chunks."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(parent, num_hidden_layers=4)
+    config.layer_types = ["full_attention"] * 4
+    torch.manual_seed(3)
+    network: Any = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(3 if weight.dim() > 1 else 1)
+    network.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(("kind", "layout", "recompute"), CASES, ids=lambda value: value)
@@ -195,7 +215,8 @@ def test_a_layout_trains_as_peft_does(
 
     lab.dataset()
     hyper = {"steps": STEPS, "max_tokens_per_microbatch": 60, "lora": SIZE}
-    spec = lab.spec(kind, layout=LAYOUTS[layout].model_dump(), hyper=hyper, recompute=recompute)
+    parent = deepened(lab.models("qwen3-tied"), tmp_path / "deep") if kind == DEEP else kind
+    spec = lab.spec(parent, layout=LAYOUTS[layout].model_dump(), hyper=hyper, recompute=recompute)
     found = trained(lab, tmp_path, spec)
     samples = read_samples(lab.home.dataset("ds"))
     peft = expected(kind, spec, tmp_path / "before", samples)
@@ -207,7 +228,8 @@ def test_a_layout_trains_as_peft_does(
     np.testing.assert_allclose(found.norms, peft.norms, rtol=1e-4)
     assert before.keys() == after.keys() == peft.after.keys()
     for name in after:
-        torch.testing.assert_close(after[name], peft.after[name], rtol=1e-3, atol=2e-5)
+        learnt = peft.after[name] - peft.before[name]
+        assert (after[name] - peft.after[name]).norm() < 2e-3 * learnt.norm()
     assert found.losses[-1] < found.losses[0]
 
     base, merged = tensors_in(Path(spec.parent)), tensors_in(tmp_path / "merged")
@@ -288,32 +310,46 @@ def test_dropout_is_the_same_where_the_input_is_the_same(
         assert torch.equal(mine, other) == (column and layout == "tensor2")
 
 
-def test_a_stopped_job_goes_on_bit_for_bit_with_dropout(lab: Any, tmp_path: Path) -> None:
+def interrupted(lab: Any, spec: JobSpec, layout: Layout) -> Any:
+    """A job that is asked to stop in its midst, and goes on in a layout."""
+    job = lab.start(spec)
+    job.wait_for_step(2)
+    assert job.kill(signal.SIGTERM) == 75, job.log
+    moved = spec.model_copy(update={"layout": layout})
+    (job.journal.folder / "spec.json").write_text(moved.model_dump_json())
+    return lab.run(moved)
+
+
+def test_a_stopped_job_goes_on_bit_for_bit_with_dropout(lab: Any) -> None:
     lab.dataset()
     hyper = {"steps": 8, "lora": SIZE | {"dropout": 0.1}}
     spec = lab.spec("qwen3", hyper=hyper, layout={"tensor": 2})
-    undisturbed = lab.run(spec)
-    shutil.rmtree(lab.home.job(spec.id))
-    weights = tensors_in(lab.home.checkpoint(spec.id))
-    shutil.rmtree(lab.home.checkpoint(spec.id))
-    job = lab.start(spec)
-    job.wait_for_step(5)
-    job.kill()
-    assert lab.run(spec).losses == undisturbed.losses
-    again = tensors_in(lab.home.checkpoint(spec.id))
-    assert all((again[name] == weights[name]).all() for name in weights)
+    whole = spec.model_copy(update={"code": "undisturbed"})
+    losses = lab.run(whole).losses
+    assert interrupted(lab, spec, spec.layout).losses == losses
+    one, other = (tensors_in(lab.home.checkpoint(job.id) / "adapter") for job in (spec, whole))
+    assert all((one[name] == other[name]).all() for name in one | other)
 
 
-def test_a_job_goes_on_in_another_layout(lab: Any) -> None:
+@pytest.mark.parametrize("layout", ["tensor2", "pipeline2"])
+def test_a_job_goes_on_in_another_layout(lab: Any, layout: str) -> None:
     lab.dataset()
-    spec = lab.spec("qwen3", hyper={"steps": 8, "lora": SIZE}, layout={"tensor": 2})
-    undisturbed = lab.run(spec.model_copy(update={"code": "undisturbed"}))
-    job = lab.start(spec)
-    job.wait_for_step(5)
-    job.kill()
-    moved = spec.model_copy(update={"layout": Layout(pipeline=2)})
-    assert moved.id == spec.id
-    np.testing.assert_allclose(lab.run(moved).losses, undisturbed.losses, rtol=1e-5)
+    spec = lab.spec("qwen3", hyper={"steps": 8, "lora": SIZE})
+    losses = lab.run(spec.model_copy(update={"code": "undisturbed"})).losses
+    np.testing.assert_allclose(interrupted(lab, spec, LAYOUTS[layout]).losses, losses, rtol=1e-5)
+
+
+def test_bfloat16_is_close_to_float32(lab: Any) -> None:
+    lab.dataset()
+    hyper = {"steps": STEPS, "lora": SIZE}
+    single = lab.run(lab.spec("qwen3", hyper=hyper)).journal.events()
+    half = lab.spec("qwen3", hyper=hyper | {"dtype": "bfloat16"}, layout={"tensor": 2})
+    for name in ("loss", "grad_norm"):
+        exact, near = (
+            [e[name] for e in events if e["event"] == "step"]
+            for events in (single, lab.run(half).journal.events())
+        )
+        np.testing.assert_allclose(near, exact, rtol=0.03)
 
 
 def test_a_checkpoint_holds_the_adapter_and_probes_what_is_stored(lab: Any, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The plan's arithmetic against transformers, Megatron, and figures that others published."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -264,7 +266,9 @@ def test_the_command_reads_a_dataset(tmp_path: Path) -> None:
         (["--model", "7B", "--tokens", 5, "--mfu", 40], "--mfu 40 must be above 0 and at most 1"),
         (["--model", "7B", "--tokens", 5, "--method", "ppo"], "sft, dpo, kto, grpo"),
         (["--model", "7B", "--tokens", 5, "--gpus", 9, "--nodes", 1], "--nodes 1"),
+        (["--model", "7B", "--tokens", "inf"], "--tokens inf must be above 0"),
         (["--model", ".", "--tokens", 5, "--sequence-length", 9999], "attends to 4,096"),
+        (["--model", ".", "--tokens", 5, "--microbatch-tokens", 99], "--microbatch-tokens 99"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -276,3 +280,13 @@ def test_what_cannot_be_planned_is_told(
     refused = cli(*words).exception
     assert isinstance(refused, BadInput)
     assert says in str(refused)
+
+
+def test_planning_needs_no_torch() -> None:
+    """`plan` answers on a machine that only starts jobs."""
+    script = (
+        "import sys, cray_agents.cli.plan, cray_agents.trainers.planning.plan\n"
+        "print(sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

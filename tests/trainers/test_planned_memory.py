@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cray_agents.trainers.layouts import possible_layouts, why_unfit
-from cray_agents.trainers.models.architecture import Architecture, read_architecture
+from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.arithmetic import count
 from cray_agents.trainers.planning.memory import (
     estimate_memory,
@@ -20,7 +20,7 @@ from cray_agents.trainers.planning.memory import (
     share,
 )
 from cray_agents.training import JobSpec, Layout, Lora
-from tests.trainers.known_models import SMALL, LLAMA_2_7B, LLAMA_31_8B, hyper, written
+from tests.trainers.known_models import LLAMA_2_7B, LLAMA_31_8B, SMALL, hyper, written
 
 
 def test_a_layer_keeps_what_the_paper_says(tmp_path: Path) -> None:

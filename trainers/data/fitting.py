@@ -80,17 +80,17 @@ def check_tokenizer(samples: Samples, folder: Path, home: Home, parent: Path) ->
     here = parent / TOKENIZER
     if not here.exists():
         return
-    ids = np.unique(np.concatenate([np.unique(row) for row in samples.tokens])).tolist()
     for name, there in _makers(samples, folder, home).items():
         if not there.exists() or there.read_bytes() == here.read_bytes():
             continue
         ours, theirs = _texts(here), _texts(there)
-        other = next((i for i in ids if ours.get(i) != theirs.get(i)), None)
-        if other is not None:
+        other = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+        used = (row[np.isin(row, other)] for row in samples.tokens) if other else ()
+        for token in (int(found[0]) for found in used if len(found)):
             raise BadInput(
                 f"the tokens of dataset {folder.name} were made by {name}, whose tokenizer is not"
-                f" the one in {parent}: token {other} is {theirs.get(other)!r} in {there}, and"
-                f" {ours.get(other)!r} in {here}",
+                f" the one in {parent}: token {token} is {theirs.get(token)!r} in {there}, and"
+                f" {ours.get(token)!r} in {here}",
                 param="dataset",
             )
 

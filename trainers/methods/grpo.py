@@ -79,7 +79,7 @@ def _normalized(
 
     With context parallelism each rank sums its own tokens, and one of them counts the sequences.
     """
-    by = "sequence" if policy.objective == "gspo" else policy.normalization
+    by = policy.normalized_by
     if by == "token":
         return values.sum(), _number(values)
     share = lengths[marked.sequence] if by == "sequence" else policy.constant

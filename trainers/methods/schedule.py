@@ -18,7 +18,7 @@ def learning_rate(hyper: Hyperparameters, step: int) -> float:
     last = hyper.steps - 1
     begin = warmup
     if hyper.schedule == "wsd":
-        begin = max(warmup, last - round(hyper.decay_fraction * hyper.steps))
+        begin = max(warmup, last - max(1, round(hyper.decay_fraction * hyper.steps)))
     progress = min(1.0, max(0.0, (step - begin) / max(1, last - begin)))
     cosine = hyper.schedule == "cosine"
     left = (1 + math.cos(math.pi * progress)) / 2 if cosine else 1 - progress

@@ -5,7 +5,7 @@ Megatron writes `torch.cuda.current_device()`, `device="cuda"` and the like all 
 Rather than patching torch, every loaded `megatron.core` module gets its own name `torch`, a view
 whose `cuda` is the CPU. Two methods of Tensor cannot be reached that way and are replaced, in the
 training process only: `cuda()`, and the argumentless `type()` whose string the optimizer looks at.
-Read next: model.py.
+Read next: kernels.py, in place of fused ones; model.py.
 """
 
 import contextlib
@@ -140,6 +140,7 @@ def load_megatron() -> bool:
     _adapt_tensors()
     _adapt_random()
     _adapt_experts()
+    _adapt_collectives()
     _adapt_kernels()
     return True
 
@@ -183,6 +184,22 @@ def _adapt_experts() -> None:
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+
+
+def _adapt_collectives() -> None:
+    """A rank that is alone has the sums and weights already; gloo would copy them all, twice."""
+    buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(into: torch.Tensor, source: torch.Tensor, *, group: Any, **options: Any) -> Any:
+            if group.size() == 1 and into.data_ptr() == source.data_ptr():
+                return None
+            return collective(into, source, group=group, **options)
+
+        return call
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, unless_alone(getattr(buffers, name)))
 
 
 def _adapt_kernels() -> None:

@@ -9,14 +9,25 @@ import hashlib
 
 import torch
 
+from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import shapes
 
+_STORED = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
 
 class InitialWeights:
-    """Tensors by their Hugging Face names, made when they are asked for."""
+    """Tensors by their Hugging Face names, made when they are asked for. Raises BadInput."""
 
     def __init__(self, model: Architecture, seed: int) -> None:
+        if model.dtype not in _STORED:
+            raise BadInput(
+                f"config.json has dtype={model.dtype!r}; use one of {', '.join(_STORED)}"
+            )
         self.model, self.seed = model, seed
         self._shapes = shapes(model)
 
@@ -38,5 +49,4 @@ class InitialWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """What the checkpoint is to be stored in."""
-        found: torch.dtype = getattr(torch, self.model.dtype)
-        return found
+        return _STORED[self.model.dtype]

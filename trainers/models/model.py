@@ -6,7 +6,6 @@ of what it only has there. Read next: head.py, what happens to the logits; weigh
 the model.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -43,7 +42,9 @@ def build_model(
     One, or `layout.interleave` of them, in the order in which tokens pass through. `head` of the
     chunk that has the output layer is its Head; None elsewhere.
     """
-    te = not on_cpu and importlib.util.find_spec("transformer_engine") is not None
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    te: bool = not on_cpu and gpt_layer_specs.HAVE_TE
     inverse, scaling = frequencies(model.rope, model.head_size)
     config = transformer_config(model, layout, hyper.dtype, on_cpu, te, recompute)
     if scaling != 1.0:  # queries and keys are both multiplied by it

@@ -55,10 +55,10 @@ def by_hand(batch: Sequence[Answer], policy: Policy) -> tuple[float, Numbers]:
             slope = -weights[token] * slope + policy.kl * (1 - u)
             if policy.objective == "gspo" or policy.normalization == "sequence":
                 part = 1 / length / len(batch)
-            elif policy.normalization == "token":
-                part = 1 / tokens
-            else:
+            elif policy.normalization == "constant":
                 part = 1 / len(batch) / policy.constant
+            else:
+                part = 1 / tokens
             loss += part * value
             slopes.append(part * slope)
     return loss, np.array(slopes)
@@ -72,8 +72,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("objective", ["ppo", "cispo", "gspo"])
-@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+KINDS = [
+    *[(o, n) for o in ("ppo", "cispo") for n in (None, "token", "sequence", "constant")],
+    *[("gspo", None), ("gspo", "sequence")],
+]
+
+
+@pytest.mark.parametrize(("objective", "normalization"), KINDS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_value_and_gradient_are_the_papers(
     objective: Any, normalization: Any, options: dict[str, Any]
@@ -84,7 +89,7 @@ def test_value_and_gradient_are_the_papers(
     loss = METHODS["grpo"](given, hyper(policy=policy))
     value, slopes = by_hand(batch, policy)
     count = loss.count.item()
-    by_tokens = normalization == "token" and objective != "gspo"
+    by_tokens = normalization in (None, "token") and objective != "gspo"
     assert count == (sum(LENGTHS) if by_tokens else len(LENGTHS))
     assert loss.total.item() / count == pytest.approx(value, rel=1e-12)
     np.testing.assert_allclose(gradient(given, loss) / count, slopes, rtol=1e-10, atol=1e-15)
@@ -205,3 +210,8 @@ def test_measures_are_means_over_tokens() -> None:
     assert 0 < found["clip_fraction"] < 1
     without = METHODS["grpo"](replace(marked(batch), entropy=None), hyper()).measures
     assert set(found) - set(without) == {"kl", "entropy"}
+
+
+def test_gspo_has_no_other_normalization() -> None:
+    with pytest.raises(ValueError, match="gspo has no normalization 'token'"):
+        Policy(objective="gspo", normalization="token")

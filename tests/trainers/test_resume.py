@@ -1,0 +1,261 @@
+"""Resume points: in the same layout the same bits, in another the same numbers, or nothing."""
+
+import json
+import resource
+import shutil
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cray_agents.errors import Corrupt, JobError
+from cray_agents.trainers.publish import weights_sha256
+from cray_agents.training import JobSpec, Layout
+
+pytestmark = pytest.mark.megatron
+
+
+@dataclass(frozen=True)
+class Course:
+    """What ranks do: load a point, save at once, go on to `steps` and save there."""
+
+    folder: Path
+    dataset: Path
+    steps: int
+    load: Path | None = None
+    may_publish: bool = True
+    file_bytes: int | None = None  # the largest file that the system lets a rank write
+    keep: int = 9
+
+
+def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int:
+    import torch
+
+    from cray_agents.trainers import resume
+    from cray_agents.trainers.data.known import Known
+    from cray_agents.trainers.data.samples import read_samples
+    from cray_agents.trainers.models.architecture import read_architecture
+    from cray_agents.trainers.ranks import join_ranks
+    from cray_agents.trainers.saving import Saver
+    from cray_agents.trainers.train import Training
+
+    torch.set_num_threads(1)
+    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
+    parent = Path(spec.parent)
+    training = Training(
+        read_architecture(parent), spec.layout, spec.hyperparameters, parent, on_cpu=True
+    )
+    known = Known(read_samples(course.dataset))
+    told: list[int] = []
+    saver = Saver(
+        training,
+        course.folder,
+        1,
+        course.keep,
+        lambda: course.may_publish,
+        lambda step, seconds: told.append(step),
+    )
+    losses: list[float] = [0.0] * 9
+    if course.load is not None:
+        losses = resume.load(training, course.load)["losses"]
+        saver.save({"losses": losses})
+    if course.file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (course.file_bytes, resource.RLIM_INFINITY))
+    while training.done < course.steps:
+        losses[training.done] = training.step(known).loss
+        if training.done % 2 == 0:
+            saver.save({"losses": losses})
+        saver.poll()
+    saver.finish()
+    last = course.folder / f"step-{training.done:08d}" / "SEALED.json"
+    assert last.exists() == course.may_publish  # when `finish` returns, on every rank
+    (course.folder / f"told-{rank}.json").write_text(json.dumps([told, losses]))
+    return 0
+
+
+def run(spec: JobSpec, course: Course) -> list[float]:
+    """The losses of the steps so far."""
+    from cray_agents.trainers import resume, train  # noqa: F401  (loaded before the fork)
+    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    course.folder.mkdir(parents=True)
+    place = find_place(spec.layout.world, spec.id)
+    outcome = run_ranks(place, course.folder / "logs", partial(sail, spec, course))
+    if outcome.refusal is not None:
+        raise ValueError(outcome.refusal)
+    assert outcome.code == 0
+    losses: list[float] = json.loads((course.folder / "told-0.json").read_bytes())[1]
+    return losses
+
+
+def contents(point: Path, rows: int) -> dict[str, Any]:
+    """name -> [3, ...]: every weight and its moments, whole; a vocabulary without its padding."""
+    wholes: dict[str, Any] = {}
+    boxes: dict[str, Any] = {}
+    for path in sorted(point.glob("rank-*.json")):
+        pieces = json.loads(path.read_bytes())["pieces"]
+        numbers = np.fromfile(path.with_suffix(".bin"), "<f4").reshape(3, -1)
+        ends = np.cumsum([piece["count"] for piece in pieces])
+        for piece, end in zip(pieces, ends, strict=True):
+            name = f"{piece['key']} {piece['offset']}"
+            box = boxes.setdefault(
+                name, (piece, np.full((3, int(np.prod(piece["shape"]))), np.nan, np.float32))
+            )
+            first, count = piece["first"], piece["count"]
+            box[1][:, first : first + count] = numbers[:, end - count : end]
+    for piece, values in boxes.values():
+        whole = wholes.setdefault(piece["key"], np.full((3, *piece["whole"]), np.nan, np.float32))
+        place = [slice(o, o + s) for o, s in zip(piece["offset"], piece["shape"], strict=True)]
+        whole[(slice(None), *place)] = values.reshape(3, *piece["shape"])
+    vocabulary = ("word_embeddings.weight", "output_layer.weight")
+    return {k: w[:, :rows] if k.endswith(vocabulary) else w for k, w in wholes.items()}
+
+
+def odd_model(lab: Any, folder: Path) -> Path:
+    """Four layers, for interleaving, and 303 tokens, which two tensor ranks fill up to 304."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(
+        lab.models("qwen3"), num_hidden_layers=4, vocab_size=303, layer_types=["full_attention"] * 4
+    )
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(lab.models("qwen3") / name, folder)
+    return folder
+
+
+TENSORS = {"tensor": 2, "sequence_parallel": True}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "data": ("qwen3", {}, {}, {"data": 2}),
+    "sequence": ("qwen3", {}, TENSORS, {}),
+    "tied": ("qwen3-tied", {}, {"pipeline": 2}, {"data": 2}),
+    "interleaved": ("odd", {}, {"pipeline": 2, "interleave": 2}, {"tensor": 2}),
+    "padded": ("odd", {}, {"tensor": 2}, {"pipeline": 2}),
+    "experts": ("qwen3_moe", {}, {"data": 2, "expert": 2}, {}),
+    "to experts": ("qwen3_moe", {}, {}, {"data": 2, "expert": 2}),
+    "bfloat16": ("qwen3", {"dtype": "bfloat16"}, {"data": 2}, TENSORS),
+    "lora": ("qwen3", {"lora": {"rank": 4, "dropout": 0.1}}, {"tensor": 2}, {"data": 2}),
+    "context": ("qwen3", {}, {"context": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_goes_on_in_its_own_layout_and_in_another(
+    lab: Any, tmp_path: Path, case: str
+) -> None:
+    """Its own: bit for bit. Another: the same state to the bit, and losses within 1e-6 of theirs.
+
+    In bfloat16 and with dropout, losses under another layout are other losses.
+    """
+    kind, hyper, layout, other = CASES[case]
+    ids = [[(7 * i + (1 + i % 3) * j) % 303 for j in range(12 + i)] for i in range(24)]
+    lab.dataset(ids=ids)
+    model = odd_model(lab, tmp_path / "odd") if kind == "odd" else lab.models(kind)
+    spec = lab.spec(model, hyper=hyper, layout=layout)
+    course = Course(tmp_path / "whole", lab.home.dataset("ds"), steps=4)
+    losses = run(spec, course)
+    point = course.folder / "step-00000002"
+
+    again = replace(course, folder=tmp_path / "again", load=point)
+    assert run(spec, again) == losses
+    for name in ("step-00000002", "step-00000004"):
+        ours, theirs = (sorted((c.folder / name).glob("rank-*.bin")) for c in (again, course))
+        assert len(ours) == spec.layout.world
+        assert [f.read_bytes() for f in ours] == [f.read_bytes() for f in theirs]
+
+    elsewhere = replace(course, folder=tmp_path / "elsewhere", load=point)
+    moved = spec.model_copy(update={"layout": Layout(**other)})
+    found = run(moved, elsewhere)
+    before, after = contents(point, 303), contents(elsewhere.folder / point.name, 303)
+    assert before.keys() == after.keys() and len(before) > 4
+    for name, values in before.items():
+        np.testing.assert_array_equal(values, after[name], name)
+        assert values[2].any(), name
+    exact = "dtype" not in hyper and "lora" not in hyper
+    np.testing.assert_allclose(found, losses, rtol=1e-6 if exact else 5e-3)
+
+
+def test_the_last_points_are_kept_and_each_is_told_of(lab: Any, tmp_path: Path) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2})
+    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=6, keep=2)
+    run(spec, course)
+    assert sorted(p.name for p in course.folder.glob("*step*")) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+    assert json.loads((course.folder / "told-0.json").read_bytes())[0] == [2, 4, 6]
+    assert json.loads((course.folder / "told-1.json").read_bytes())[0] == []
+
+
+def test_the_fence_is_asked_before_the_rename(lab: Any, tmp_path: Path) -> None:
+    lab.dataset()
+    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=2, may_publish=False)
+    run(lab.spec("qwen3"), course)
+    assert not list(course.folder.glob("*step*"))
+
+
+def test_a_disk_that_takes_no_more_is_the_jobs_error(lab: Any, tmp_path: Path) -> None:
+    lab.dataset()
+    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=4, file_bytes=200_000)
+    with pytest.raises(JobError, match=r"rank 0 died \(exit code 1\)") as caught:
+        run(lab.spec("qwen3"), course)
+    assert "the resume point of step 2 could not be written" in caught.value.log_tail
+    assert "File too large" in caught.value.log_tail
+    assert not list(course.folder.glob("step-*"))
+
+
+def test_only_what_is_whole_is_loaded(lab: Any, tmp_path: Path) -> None:
+    from cray_agents.trainers import resume
+
+    lab.dataset()
+    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=6)
+    run(lab.spec("qwen3"), course)
+    folder, names = course.folder, [f"step-0000000{n}" for n in (2, 4, 6)]
+    assert resume.choose(folder) == (folder / names[2], [])
+    data = folder / names[2] / "rank-00000.bin"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    (folder / names[1] / "SEALED.json").unlink()
+    with pytest.raises(Corrupt, match="no readable SEALED"):
+        resume.verify(folder / names[1])
+    found, problems = resume.choose(folder)
+    assert found == folder / names[0]
+    assert "rank-00000.bin is not what was written" in problems[0] and names[1] in problems[1]
+    (folder / names[0] / "rank-00000.json").unlink()
+    assert resume.choose(folder)[0] is None
+    assert sorted(p.name for p in folder.glob("*step*")) == [f".corrupt-{n}" for n in names]
+
+
+def test_moments_of_other_weights_are_refused_by_name(lab: Any, tmp_path: Path) -> None:
+    lab.dataset()
+    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=2)
+    run(lab.spec("qwen3"), course)
+    lora = lab.spec("qwen3", hyper={"lora": {"rank": 4}})
+    wrong = replace(course, folder=tmp_path / "wrong", load=course.folder / "step-00000002")
+    with pytest.raises(ValueError, match=r"no decoder.*\.a, which this job trains.*leave optimizer_from out"):
+        run(lora, wrong)
+    assert weights_sha256(lab.models("qwen3")) == lora.parent_sha256
+
+
+def test_a_point_with_a_gap_is_not_sealed(tmp_path: Path) -> None:
+    from cray_agents.trainers.saving import refuse_gaps
+
+    halves = [
+        {"key": "w", "whole": [4, 2], "offset": [row, 0], "shape": [2, 2], "first": 0, "count": 4}
+        for row in (0, 2)
+    ]
+    for rank, half in enumerate(halves):
+        (tmp_path / f"rank-0000{rank}.json").write_text(json.dumps({"pieces": [half]}))
+    refuse_gaps(tmp_path)
+    (tmp_path / "rank-00001.json").write_text(json.dumps({"pieces": [{**halves[1], "count": 3}]}))
+    with pytest.raises(JobError, match=r"'w'.*report it"):
+        refuse_gaps(tmp_path)
