@@ -49,7 +49,9 @@ class Baselines:
             columns["reference"] = spread_out(samples, found)
         if spec.method != "kto":
             return Known(samples, columns)
-        others = mismatched(samples, self._training.model.max_tokens)
+        training = self._training  # a mismatched sequence must fit into a micro-batch, too
+        limit = min(training.model.max_tokens, training.hyper.max_tokens_per_microbatch + 1)
+        others = mismatched(samples, limit)
         sums = [row.sum() for row in self._reference(others, f"{split}-mismatched")]
         return Known(samples, columns, others, np.array(sums, np.float32))
 
@@ -65,7 +67,7 @@ class Baselines:
         def compute() -> list[Floats]:
             training.take_weights(reference)
             found = training.score(samples)
-            training.take_weights(training.parent)
+            training.take_weights()
             return found
 
         return self._kept(samples, name, compute)

@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(journal)
     except JobError as death:  # a rank died: no status.json, so that it may be started again
-        print(f"{death}\n--- the end of its log:\n{death.log_tail}", flush=True)
+        print(f"the end of its log:\n{death.log_tail}\n---", flush=True)
+        print(f"{death}; the last whole step was {journal.step}", flush=True)
         return 1
     except SetupError as problem:  # of this machine, not of the job
         print(problem, flush=True)

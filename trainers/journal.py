@@ -17,9 +17,10 @@ The training process and the trainers that watch it share this module. Events ar
     agreement   tokens, max_difference, mean_difference, limit: log-probabilities of the sampled
                 tokens, the trainer's against the engine's, nats
     step        step (counted from 1), loss (nats), lr, grad_norm, tokens (trained on), seconds,
-                tokens_per_second, mfu (fraction), memory_gib, and the method's measures by name
-    evaluation  step, loss, tokens: the validation split, after that step
-    saved       step, seconds: a resume point
+                tokens_per_second (all that were read), mfu (fraction), memory_gib, and what the
+                method measures, by name
+    evaluation  step, loss, tokens, and what the method measures: the validation split
+    saved       step, seconds: a resume point, told when it is published
     failed      message                          succeeded   checkpoint
 
 JSON has no word for a number that is not finite: it is null, and `not_finite` says by name what it

@@ -231,7 +231,7 @@ def _store(rank: int, place: Place, listener: socket.socket | None) -> Any:
 
     if place.world == 1:
         return HashStore()
-    if place.nodes == 1:
+    if place.host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     port = listener.getsockname()[1] if listener is not None else place.port
     if rank == 0 and listener is not None:

@@ -51,6 +51,6 @@ class Progress:
 
 def _nonsense(what: str, report: StepReport, done: int) -> JobError:
     return JobError(
-        f"{what} at step {done} (learning rate {report.learning_rate:g}): nothing was saved from"
+        f"{what} after {done} whole steps (learning rate {report.learning_rate:g}): nothing was saved from"
         " there; lower the learning rate, or look at the parent's weights and the samples"
     )

@@ -83,7 +83,7 @@ def restore(training: Training, point: Any, optimizer_from: Any) -> Progress:
         return Progress(**resume.load(training, point))
     if optimizer_from is not None:
         resume.load(training, optimizer_from)
-        training.restart_from_parent()
+        training.restart()
     return Progress()
 
 

@@ -131,7 +131,12 @@ class ScriptedTrainer:
         steps, attempts = spec.hyperparameters.steps, journal.attempts
         if error is not None:
             return JobStatus(
-                id=spec.id, state="failed", steps=steps, attempts=attempts, error=error
+                id=spec.id,
+                state="failed",
+                step=journal.step,
+                steps=steps,
+                attempts=attempts,
+                error=error,
             )
         return JobStatus(
             id=spec.id,

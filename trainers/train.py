@@ -23,9 +23,9 @@ from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.schedule import learning_rate
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.lora import add_lora
+from cray_agents.trainers.models.lora import adapters, add_lora
 from cray_agents.trainers.models.model import build_model
-from cray_agents.trainers.models.weights import load_weights, weight_source
+from cray_agents.trainers.models.weights import SafeTensors, load_weights, weight_source
 from cray_agents.trainers.optimization import optimizer_of, wrap
 from cray_agents.trainers.ranks import Ranks
 from cray_agents.training import Hyperparameters, Layout, MethodName
@@ -76,14 +76,18 @@ class Training:
         self.optimizer = optimizer_of(self.parts, hyper)
         self.head = next((part.head for part in self.inner if part.post_process), None)
 
-    def take_weights(self, checkpoint: Path) -> None:
-        """Replace the weights by those of another checkpoint; the step count stays."""
-        load_weights(self.inner, self.model, weight_source(checkpoint, self.model, self.hyper))
+    def take_weights(self, checkpoint: Path | None = None) -> None:
+        """Replace the weights by another checkpoint's, or by those that the job starts from."""
+        first = weight_source(self.parent, self.model, self.hyper)
+        source = first if checkpoint is None else SafeTensors(checkpoint)
+        load_weights(self.inner, self.model, source)
+        for _, _, adapter in adapters(self.inner):
+            adapter.start()
         self.optimizer.reload_model_params()
 
-    def restart_from_parent(self) -> None:
-        """Take the parent's weights again, keeping the optimizer's moments; the step count is 0."""
-        self.take_weights(self.parent)
+    def restart(self) -> None:
+        """Start again, keeping the optimizer's moments."""
+        self.take_weights()
         self.done = 0
 
     # ---- learning

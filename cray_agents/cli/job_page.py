@@ -1,6 +1,6 @@
 """`jobs show`: all that a job's folder says, gathered as JSON and told on a page. For jobs.py."""
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -36,7 +36,7 @@ def about(home: Home, job_id: str) -> Json:
         "evaluations": [e for e in events if e["event"] == "evaluation"],
         "agreement": agreements[-1] if agreements else None,
         "corrupt": [e["message"] for e in events if e["event"] == "corrupt"],
-        "resume_points": [_resume_point(path) for path in journal.resume_points],
+        "resume_points": list(_resume_points(journal)),
         "checkpoint": str(home.checkpoint(status.checkpoint)) if status.checkpoint else None,
         "log_tail": journal.log_tail(LOG_LINES) if failed else "",
     }
@@ -64,9 +64,14 @@ def _progress(events: list[Json], done: int, steps: int, state: str) -> Json:
     }
 
 
-def _resume_point(path: Path) -> Json:
-    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    return {"step": int(path.name.removeprefix("step-")), "path": str(path), "bytes": size}
+def _resume_points(journal: Journal) -> Iterator[Json]:
+    """Where it could go on from, newest first."""
+    for path in journal.resume_points:
+        try:
+            size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        except FileNotFoundError:  # the job has just removed it for a newer one
+            continue
+        yield {"step": int(path.name.removeprefix("step-")), "path": str(path), "bytes": size}
 
 
 def tell_page(job: Json) -> None:

@@ -142,8 +142,8 @@ class DatasetRuns:
     def _item(self, use: _Use, found: dict[str, Run]) -> Item:
         runs = [found[name] for name in use.run_ids if name in found]
         if len(runs) == len(use.run_ids):
-            lost = UNTOLD.get(self.manifest.get("method", "")) if not self.pairs else None
-            return Item(str(use.row), tuple(runs), 1, ((lost, 1),) if lost else ())
+            untold = UNTOLD.get(self.manifest.get("method", "")) if not self.pairs else None
+            return Item(str(use.row), tuple(runs), 1, ((untold, 1),) if untold else ())
         if not self.skip_missing:
             lost = [name for name in use.run_ids if name not in found]
             raise self._missing(len(lost), lost)

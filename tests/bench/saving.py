@@ -13,8 +13,8 @@ from cray_agents.training import Hyperparameters, Layout
 from tests.bench.rounds import ROUNDS, row
 
 SIZES: dict[str, dict[str, int]] = {
-    "10M": {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768},
-    "100M": {"hidden_size": 640, "num_hidden_layers": 14, "intermediate_size": 2048},
+    "10M": {"hidden_size": 256, "num_hidden_layers": 10, "intermediate_size": 896},
+    "100M": {"hidden_size": 640, "num_hidden_layers": 16, "intermediate_size": 2304},
 }
 TOKENS = 256  # in a sequence; one sequence a step
 

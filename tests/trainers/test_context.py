@@ -148,7 +148,7 @@ def by_transformers(lab: Any) -> tuple[float, dict[str, Any]]:
         total = total - (found.gather(1, ids[0, 1:, None])[:, 0] * mask).sum()
         count += float(mask.sum())
     (total / count).backward()
-    return float(total / count), {n: p.grad for n, p in model.named_parameters()}
+    return (total / count).item(), {n: p.grad for n, p in model.named_parameters()}
 
 
 SAME_TENSORS = {  # those that Megatron stores as transformers does

@@ -1,7 +1,6 @@
 """A job through everything that happens to jobs: it ends right, or says exactly why not."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -55,38 +54,38 @@ def test_a_finished_job_trains_nothing_more(undisturbed: Any) -> None:
     assert again.journal.attempts == 1
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_any_step_it_resumes_the_same_curve(
-    lab: Any, undisturbed: Any, seed: int
+@pytest.mark.parametrize(
+    ("seed", "how"),
+    [(1, signal.SIGKILL), (2, signal.SIGKILL), (3, signal.SIGTERM), (4, signal.SIGUSR1)],
+)
+def test_ended_at_any_step_it_resumes_the_same_curve(
+    lab: Any, undisturbed: Any, seed: int, how: signal.Signals
 ) -> None:
     lab.dataset()
     spec = undisturbed[1].journal.spec()
     job = lab.start(spec)
-    job.wait_for_step(random.Random(seed).randint(1, 7))
-    job.kill(signal.SIGKILL)
+    job.wait_for_step(random.Random(seed).randint(1, 6))
+    ended = job.kill(how)
     assert job.journal.status() is None
-    draft = job.journal.folder / "megatron" / ".step-00000099.1"  # as of a kill in mid-save
+    points = {p.name for p in (job.journal.folder / "megatron").glob("step-*")}
+    if how != signal.SIGKILL:
+        step = job.journal.step
+        assert (ended, f"step-{step:08d}" in points) == (75, True)
+        assert 1 <= step < 8
+    draft = job.journal.folder / "megatron" / ".step-00000099.1"  # as of a kill in mid-write
     draft.mkdir(parents=True)
-    (draft / "metadata.json").write_text("{")
+    (draft / "rank-00000.bin").write_bytes(b"half")
     resumed = lab.run(spec)
+    assert max([0, *(int(name[5:]) for name in points)]) == started_at(resumed)
     assert resumed.losses == undisturbed[1].losses
     assert not draft.exists()
     ours, theirs = (x.home.checkpoint(spec.id) for x in (lab, undisturbed[0]))
     assert weights_sha256(ours) == weights_sha256(theirs)
 
 
-def test_asked_to_stop_it_saves_and_goes_on_later(lab: Any, undisturbed: Any) -> None:
-    lab.dataset()
-    spec = undisturbed[1].journal.spec().model_copy(update={"save_every": 1000})
-    job = lab.start(spec)
-    job.wait_for_step(2)
-    assert job.kill(signal.SIGUSR1) == 75
-    step = job.journal.step
-    assert 2 <= step < 8
-    assert [p.name for p in (job.journal.folder / "megatron").iterdir()] == [f"step-{step:08d}"]
-    resumed = lab.run(spec)
-    assert f"starts at step {step}" in resumed.log
-    assert resumed.losses == undisturbed[1].losses
+def started_at(job: Any) -> int:
+    """The step from which the newest attempt went on."""
+    return int([e["from_step"] for e in job.journal.events() if e["event"] == "started"][-1])
 
 
 def test_a_corrupt_resume_point_is_named_and_the_one_before_used(
@@ -99,7 +98,7 @@ def test_a_corrupt_resume_point_is_named_and_the_one_before_used(
         path.unlink() if path.is_file() else shutil.rmtree(path)
     points = sorted((job.journal.folder / "megatron").glob("step-*"))
     assert [p.name for p in points] == ["step-00000006", "step-00000008"]
-    data = next(points[-1].glob("*.distcp"))
+    data = points[-1] / "rank-00000.bin"
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
@@ -130,33 +129,6 @@ def test_a_missing_optimizer_is_an_error(lab: Any) -> None:
     assert "job-never" in error and "no resume point" in error
 
 
-def test_a_dead_rank_ends_all_and_is_named(lab: Any) -> None:
-    lab.dataset()
-    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
-    job = lab.start(spec)
-    job.wait_for_step(2)
-    task = Path(f"/proc/{job.pid}/task/{job.pid}/children")
-    ranks = [int(pid) for pid in task.read_text().split()]
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    assert job.wait() == 1
-    assert "rank 1 died (signal 9)" in job.log
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    assert job.journal.status() is None  # it may be started again
-
-
-def test_an_older_attempt_publishes_nothing(lab: Any) -> None:
-    lab.dataset()
-    spec = lab.spec("qwen3", hyper={"steps": 60}, save_every=1000)
-    job = lab.start(spec)
-    job.wait_for_step(1)
-    assert job.journal.claim_attempt() == 2
-    assert job.wait() == 0
-    assert "attempt 2 took over from attempt 1" in job.log
-    assert not lab.home.checkpoint(spec.id).exists()
-    assert not list((job.journal.folder / "megatron").glob("step-*"))
-
-
 def test_two_layouts_give_the_same_checkpoint_but_for_rounding(lab: Any, undisturbed: Any) -> None:
     from safetensors.torch import load_file
 
@@ -172,39 +144,19 @@ def test_two_layouts_give_the_same_checkpoint_but_for_rounding(lab: Any, undistu
     assert all((ours[n] - theirs[n]).abs().max() < 1e-4 for n in ours)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{"tensor": 2}, {"pipeline": 2}, {"data": 2}],
-    ids=lambda layout: next(iter(layout)),
-)
-def test_a_job_goes_on_under_another_layout(
-    lab: Any, undisturbed: Any, layout: dict[str, int]
-) -> None:
+def test_a_job_goes_on_under_another_layout(lab: Any, undisturbed: Any) -> None:
     lab.dataset()
-    spec = undisturbed[1].journal.spec().model_copy(update={"save_every": 1000})
+    spec = undisturbed[1].journal.spec()
     job = lab.start(spec)
     job.wait_for_step(2)
     assert job.kill(signal.SIGTERM) == 75
-    other = spec.model_copy(update={"layout": Layout(**layout)})
+    other = spec.model_copy(update={"layout": Layout(data=2)})
     (job.journal.folder / "spec.json").write_text(other.model_dump_json())
+    step = job.journal.step
     resumed = lab.run(other)
-    assert f"starts at step {job.journal.events()[0]['from_step']}" in resumed.log
+    assert started_at(resumed) == step > 0
+    assert resumed.losses[:step] == undisturbed[1].losses[:step]
     np.testing.assert_allclose(resumed.losses, undisturbed[1].losses, rtol=2e-5)
-
-
-@pytest.mark.skipif(not shutil.which("scontrol"), reason="scontrol expands the list of nodes")
-def test_two_nodes_share_a_job(lab: Any, undisturbed: Any, tmp_path: Path) -> None:
-    lab.dataset()
-    config = tmp_path / "slurm.conf"
-    config.write_text("ClusterName=lab\nSlurmctldHost=localhost(127.0.0.1)\n")
-    spec = lab.spec("qwen3", layout={"data": 2})
-    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "127.0.0.[1-2]"}
-    slurm["SLURM_CONF"] = str(config)
-    nodes = [lab.start(spec, **slurm, SLURM_NODEID=str(node)) for node in (0, 1)]
-    assert [node.wait() for node in nodes] == [0, 0], nodes[0].log
-    np.testing.assert_allclose(nodes[0].losses, undisturbed[1].losses, rtol=1e-5)
-    assert nodes[0].journal.attempts == 1
-    assert nodes[0].journal.status().state == "succeeded"
 
 
 def spoil_config(folder: Path, **changes: Any) -> Path:
@@ -233,7 +185,7 @@ def test_data_that_cannot_be_trained_on(lab: Any, dataset: Any, expected: str) -
     [
         ({"model_type": "gpt_neox"}, "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "'spiral'"),
     ],
     ids=["architecture", "variant", "rope"],
 )
@@ -251,7 +203,7 @@ def test_other_bad_inputs_say_what_to_do(lab: Any, tmp_path: Path) -> None:
     lab.dataset()
     error = lab.fail(lab.spec("qwen3", layout={"tensor": 4}))
     assert "does not divide its 2 key-value heads" in error
-    assert "data=4 tensor=1 pipeline=1" in error and "data=2 tensor=2" in error
+    assert "On 4 ranks these fit" in error and "data=4" in error
     assert "were changed, or the path is wrong" in lab.fail(
         lab.spec("qwen3", parent_sha256="0" * 64)
     )
@@ -261,7 +213,7 @@ def test_other_bad_inputs_say_what_to_do(lab: Any, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, folder / "model.safetensors")
-    assert "the loss is nan after 0 whole steps" in lab.fail(lab.spec(folder))
+    assert "the loss is nan at step 0" in lab.fail(lab.spec(folder))
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     assert "lacks the tensor 'model.norm.weight'" in lab.fail(lab.spec(folder))

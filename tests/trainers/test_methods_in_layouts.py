@@ -1,4 +1,4 @@
-"""Every method through a whole job: the same numbers in every layout, and it learns what it is for."""
+"""Every method through a whole job: the same numbers in every layout."""
 
 from typing import Any
 

@@ -68,6 +68,7 @@ TURNED = tuple(f"qwen3:rope={name}" for name in ROPES)
 ODD, DEEP = "qwen3:vocab_size=303", "llama:num_hidden_layers=4"
 ODD_TIED, DEEP_TIED = "qwen3-tied:vocab_size=303", "llama-tied:num_hidden_layers=4"
 RECOMPUTED = ("selective", "full")
+LONG = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe", "mixtral", ODD, DEEP)  # over all STEPS
 
 KINDS = {  # layout -> the kinds of model that are measured in it, the first over all steps
     "one": (*DENSE, *MIXED, *TURNED),
@@ -241,7 +242,7 @@ class Reference:
     losses: list[float]
 
 
-def reference(folder: Path, out: Path) -> Reference:
+def reference(folder: Path, out: Path, steps: int) -> Reference:
     """Logits of PROMPTS, and a plain AdamW loop over padded batches."""
     import torch
     from safetensors.torch import load_file
@@ -266,7 +267,7 @@ def reference(folder: Path, out: Path) -> Reference:
         eps=HYPER.adam_eps,
     )
     samples, losses, gradients = the_samples(), [], {}
-    for step in range(STEPS):
+    for step in range(steps):
         units = step_units(HYPER, step, samples.unit_weights)
         rows = [torch.from_numpy(samples.tokens[i]) for i in units]
         marks = [torch.from_numpy(samples.masks[i][1:]) for i in units]
@@ -325,7 +326,7 @@ def references(
         plain = models(name)
         out = root / kind.replace(":", "-")
         folder = altered(plain, change, out / "model") if change else plain
-        return reference(folder, out / "gradients")
+        return reference(folder, out / "gradients", STEPS if kind in LONG else FEW)
 
     yield get
 
@@ -342,7 +343,7 @@ def found(
         jobs = [
             (references(kind).folder, steps, root / name / str(n), LAYOUTS[name], HYPER, "none")
             for n, kind in enumerate(KINDS[name])
-            for steps in [STEPS if n == 0 or (name == "one" and kind not in TURNED) else FEW]
+            for steps in [STEPS if kind in LONG and (n == 0 or name == "one") else FEW]
         ]
         return dict(zip(KINDS[name], run(jobs, root / name / "logs"), strict=True))
 

@@ -241,7 +241,9 @@ def test_moments_of_other_weights_are_refused_by_name(lab: Any, tmp_path: Path) 
     run(lab.spec("qwen3"), course)
     lora = lab.spec("qwen3", hyper={"lora": {"rank": 4}})
     wrong = replace(course, folder=tmp_path / "wrong", load=course.folder / "step-00000002")
-    with pytest.raises(ValueError, match=r"no decoder.*\.a, which this job trains.*leave optimizer_from out"):
+    with pytest.raises(
+        ValueError, match=r"no decoder.*\.a, which this job trains.*leave optimizer_from out"
+    ):
         run(lora, wrong)
     assert weights_sha256(lab.models("qwen3")) == lora.parent_sha256
 

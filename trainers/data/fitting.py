@@ -85,14 +85,19 @@ def check_tokenizer(samples: Samples, folder: Path, home: Home, parent: Path) ->
             continue
         ours, theirs = _texts(here), _texts(there)
         other = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
-        used = (row[np.isin(row, other)] for row in samples.tokens) if other else ()
-        for token in (int(found[0]) for found in used if len(found)):
+        if (token := _first_of(other, samples)) is not None:
             raise BadInput(
                 f"the tokens of dataset {folder.name} were made by {name}, whose tokenizer is not"
                 f" the one in {parent}: token {token} is {theirs.get(token)!r} in {there}, and"
                 f" {ours.get(token)!r} in {here}",
                 param="dataset",
             )
+
+
+def _first_of(ids: list[int], samples: Samples) -> int | None:
+    """The first token of the samples that is one of these."""
+    found = (row[np.isin(row, ids)] for row in samples.tokens) if ids else iter(())
+    return next((int(tokens[0]) for tokens in found if len(tokens)), None)
 
 
 def _makers(samples: Samples, folder: Path, home: Home) -> dict[str, Path]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from tests.runtime.datasets.made import (
     build,
@@ -231,6 +232,13 @@ async def test_runs_are_desirable_or_not_each_alone(tmp_path: Path) -> None:
         ("b0", True),
         ("again", False),
     ]
+
+
+@pytest.mark.parametrize("name", ["best_of", "min_margin", "normalize", "demonstrations"])
+async def test_what_has_no_effect_on_runs_alone_is_refused(tmp_path: Path, name: str) -> None:
+    value = {"normalize": False, "demonstrations": [[{"role": "user", "content": "q"}]]}
+    with pytest.raises(BadInput, match=f"{name} has no effect with method 'kto'"):
+        made(Home(tmp_path), method="kto", **{name: value.get(name, 1)})
 
 
 async def test_groups_and_pairs_fall_to_a_split_as_a_whole(tmp_path: Path) -> None:

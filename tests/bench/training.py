@@ -1,0 +1,249 @@
+"""The trainer's speed on the CPU, against a plain transformers loop with torch's AdamW.
+
+Every side is a process of its own (`python -m tests.bench.training <side> <folder>`), one thread a
+rank, float32, the same model and the same sequences in the same order. It gets ready and takes a
+step, and then, for each line it reads, takes some more and writes how many tokens a second it
+trained on. Equal sequences are as good as packed for transformers too; ragged ones it must pad.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cray_agents.paths import Home
+from cray_agents.runtime import durable
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.publish import parent_sha256
+from cray_agents.training import Hyperparameters, JobSpec, Layout
+from tests.bench.rounds import ROUNDS, Measure, row, side_by_side
+
+VOCAB, TOKENS, BATCH = 4096, 256, 8  # the vocabulary; of a sequence, in the mean; sequences a step
+STEPS = 3  # in a measurement
+HYPER = Hyperparameters(steps=10**6, batch_size=BATCH, learning_rate=1e-4, init="random")
+
+
+async def main(home: Path) -> None:
+    """Equal sequences, ragged ones, two data ranks, and the start of a job."""
+    parameters = write_model(home / "model") / 1e6
+    what = f"training {parameters:.1f}M parameters, {BATCH} x {TOKENS} tokens a step"
+    with Side("trainer", home) as ours, Side("transformers", home) as theirs:
+        sides: dict[str, Measure] = {"trainer": ours.speed, "transformers": theirs.speed}
+        await side_by_side(what, "tokens/s", sides)
+    with Side("trainer-ragged", home) as ours, Side("transformers-ragged", home) as theirs:
+        sides = {"trainer, packed": ours.speed, "transformers, padded": theirs.speed}
+        await side_by_side("the same, 16 to 496 tokens a sequence", "tokens/s", sides)
+    with Side("trainer-two", home) as ours, Side("trainer", home) as theirs:
+        sides = {"two data ranks": ours.speed, "one": theirs.speed}
+        await side_by_side("the same, equal", "tokens/s", sides)
+    started = statistics.median(start_of_a_job(home, number) for number in range(ROUNDS))
+    row("a job of this model", "process start to first step done", f"{started:.1f} s")
+
+
+def write_model(folder: Path) -> int:
+    """The config of a Qwen3; returns how many parameters it has."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=320,
+        num_hidden_layers=8,
+        intermediate_size=896,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=VOCAB,
+        max_position_embeddings=2 * TOKENS,
+        tie_word_embeddings=True,
+    )
+    config.save_pretrained(folder)
+    return int(AutoModelForCausalLM.from_config(config).num_parameters())
+
+
+def sequences(ragged: bool) -> list[list[int]]:
+    """The data: 8 steps of it."""
+    random = np.random.default_rng(0)
+    low, high = (16, 2 * TOKENS - 16) if ragged else (TOKENS, TOKENS)
+    sizes = random.integers(low, high + 1, 8 * BATCH) + 1  # the last token is only ever a target
+    return [random.integers(0, VOCAB, size).tolist() for size in sizes]
+
+
+class Side:
+    """A process that trains when asked to. Use as a context manager."""
+
+    def __init__(self, name: str, home: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.training", name, str(home)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        self._read()
+
+    def _read(self) -> float:
+        assert self._process.stdout is not None
+        return float(self._process.stdout.readline())
+
+    async def speed(self) -> float:
+        """Tokens trained on per second, over the next steps."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return await asyncio.to_thread(self._read)
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+# ---- in the processes
+def serve(
+    step: Callable[[], int], out: int, agree: Callable[[Any], Any] = lambda value: value
+) -> None:
+    """Take a step, then some for each line of stdin; rank 0 writes their tokens a second."""
+    main_rank = agree(os.getpid()) == os.getpid()
+
+    def timed(steps: int) -> None:
+        begun = time.perf_counter()
+        tokens = sum(step() for _ in range(steps))
+        if main_rank:
+            os.write(out, f"{tokens / (time.perf_counter() - begun)}\n".encode())
+
+    timed(1)
+    while agree(sys.stdin.readline() if main_rank else None):
+        timed(STEPS)
+
+
+def trainer(home: Path, ranks: int, ragged: bool) -> None:
+    """Our side: ranks forked as a job forks them."""
+    from cray_agents.trainers import train  # noqa: F401  (loaded before the fork)
+    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    work = partial(trainer_rank, home / "model", Layout(data=ranks), ragged, os.dup(1))
+    run_ranks(find_place(ranks, "bench"), home / "logs", work)
+
+
+def trainer_rank(
+    parent: Path, layout: Layout, ragged: bool, out: int, rank: int, store: Any, stop: Any
+) -> int:
+    """One of them."""
+    import torch
+
+    from cray_agents.trainers.agree import agree
+    from cray_agents.trainers.data.known import Known
+    from cray_agents.trainers.data.samples import Samples
+    from cray_agents.trainers.models.architecture import read_architecture
+    from cray_agents.trainers.ranks import join_ranks
+    from cray_agents.trainers.train import Training
+
+    torch.set_num_threads(1)
+    join_ranks(layout, rank, layout.world, store, on_cpu=True)
+    training = Training(read_architecture(parent), layout, HYPER, parent, on_cpu=True)
+    known = Known(Samples.of(sequences(ragged)))
+    serve(lambda: training.step(known).tokens, out, agree)
+    return 0
+
+
+def transformers(home: Path, ragged: bool) -> None:
+    """The other side: what its documentation's loop comes to, with nothing computed in vain."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from cray_agents.trainers.data.packing import step_units
+
+    torch.set_num_threads(1)
+    data = [torch.tensor(row) for row in sequences(ragged)]
+    config = AutoConfig.from_pretrained(home / "model")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    adam = torch.optim.AdamW(model.parameters(), lr=HYPER.learning_rate, betas=(0.9, 0.95))
+    done = iter(range(HYPER.steps))
+
+    def step() -> int:
+        chosen = [data[i] for i in step_units(HYPER, next(done), np.ones(len(data)))]
+        ids = pad_sequence([row[:-1] for row in chosen], batch_first=True)
+        labels = pad_sequence([row[1:] for row in chosen], batch_first=True, padding_value=-100)
+        mask = (labels >= 0).long() if ragged else None
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), HYPER.clip_grad)
+        adam.step()
+        return int((labels >= 0).sum())
+
+    serve(step, 1)
+
+
+def start_of_a_job(home: Path, number: int) -> float:
+    """Seconds from a job's process to its first step."""
+    home = home / f"start-{number}"
+    journal = write_job(Home(home), home.parent / "model")
+    begun = time.perf_counter()
+    job = subprocess.Popen(
+        [sys.executable, "-m", "cray_agents.trainers.job", str(journal.folder / "spec.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    while not any(event["event"] == "step" for event in journal.events()):
+        assert job.poll() is None, journal.log_tail()
+        time.sleep(0.01)
+    seconds = time.perf_counter() - begun
+    job.terminate()
+    job.wait()
+    return seconds
+
+
+def write_job(home: Home, parent: Path) -> Journal:
+    """A job over the same sequences, ready to be run."""
+    rows = sequences(ragged=False)
+    folder = home.dataset("bench")
+    folder.mkdir(parents=True)
+    path = folder / "train-00000.parquet"
+    columns = {
+        "input_ids": pa.array(rows, pa.list_(pa.int32())),
+        "loss_mask": pa.array([[1] * len(row) for row in rows], pa.list_(pa.int8())),
+        "weight": pa.array([1.0] * len(rows), pa.float64()),
+    }
+    pq.write_table(pa.table(columns), path)
+    files = {path.name: {"sha256": durable.sha256_file(path)}}
+    (folder / "manifest.json").write_text(json.dumps({"method": "sft", "files": files}))
+    spec = JobSpec(
+        dataset="bench",
+        parent=str(parent),
+        parent_sha256=parent_sha256(parent, "random"),
+        hyperparameters=HYPER,
+    )
+    journal = Journal(home, spec.id)
+    journal.write_spec(spec)
+    return journal
+
+
+SIDES: dict[str, Callable[[Path], None]] = {
+    "trainer": partial(trainer, ranks=1, ragged=False),
+    "trainer-two": partial(trainer, ranks=2, ragged=False),
+    "trainer-ragged": partial(trainer, ranks=1, ragged=True),
+    "transformers": partial(transformers, ragged=False),
+    "transformers-ragged": partial(transformers, ragged=True),
+}
+
+if __name__ == "__main__":
+    SIDES[sys.argv[1]](Path(sys.argv[2]))

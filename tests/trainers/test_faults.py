@@ -1,0 +1,249 @@
+"""What happens to ranks and nodes: all end at once, the cause is named, and the job goes on."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cray_agents.paths import Home
+from cray_agents.runtime.scheduler.choose import missing_programs
+from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.publish import parent_sha256
+from cray_agents.training import JobSpec
+
+pytestmark = pytest.mark.megatron
+
+
+def until(what: Callable[[], Any], told: Callable[[], str], seconds: float = 60.0) -> Any:
+    """Wait for something that is true of a running job; returns it."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.001)
+    return found
+
+
+def ranks_of(job: Any) -> list[int]:
+    """The process ids of a job's ranks, in order."""
+    return [int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+
+
+def stat_of(pid: int) -> list[str]:
+    """What the kernel says of a process: its state, its parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()
+
+
+def points_of(job: Any, pattern: str) -> list[Path]:
+    return sorted((job.journal.folder / "megatron").glob(pattern))
+
+
+# ---- ranks
+def test_a_dead_rank_ends_all_and_is_named(lab: Any) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
+    job = lab.start(spec)
+    job.wait_for_step(2)
+    ranks = ranks_of(job)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    assert job.wait() == 1
+    assert "rank 1 died (signal 9); the others were ended" in job.log
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert job.journal.status() is None  # it may be started again
+
+
+def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(lab: Any) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
+    job = lab.start(spec, RANK_SILENCE_SECONDS="2")
+    job.wait_for_step(2)
+    ranks = ranks_of(job)
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert job.wait() == 1
+    assert "rank 1 no longer responds, for 2 s (it is stopped); the others were ended" in job.log
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert job.journal.status() is None
+
+
+def test_a_job_that_was_stopped_as_a_whole_goes_on(lab: Any, undisturbed: Any) -> None:
+    """Suspended by a scheduler, say: the launcher's own sleep is no rank's silence."""
+    lab.dataset()
+    job = lab.start(undisturbed[1].journal.spec(), RANK_SILENCE_SECONDS="2")
+    job.wait_for_step(2)
+    pids = [*ranks_of(job), job.pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 2.2, lambda: "")
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGCONT)
+    assert job.wait() == 0, job.log
+    assert job.losses == undisturbed[1].losses
+
+
+# ---- resume points in flight
+def big_spec(lab: Any) -> JobSpec:
+    """A job whose points take a while to write: 3.9M parameters, most of them of its vocabulary."""
+    from transformers import Qwen3Config
+
+    folder = lab.home.root / "big"
+    Qwen3Config(
+        vocab_size=60_000,
+        hidden_size=64,
+        num_hidden_layers=1,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    ).save_pretrained(folder)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(lab.models("qwen3") / name, folder)
+    lab.dataset()
+    spec: JobSpec = lab.spec(
+        folder,
+        parent_sha256=parent_sha256(folder, "random"),
+        hyper={"init": "random", "steps": 8, "batch_size": 2},
+        save_every=1,
+    )
+    return spec
+
+
+def frozen_in_mid_write(job: Any) -> int:
+    """Stop the only rank while it writes a point; returns its process id."""
+    while True:
+        until(lambda: points_of(job, ".step-*"), lambda: job.log)
+        (rank,) = ranks_of(job)
+        os.kill(rank, signal.SIGSTOP)
+        until(lambda: stat_of(rank)[0] == "T", lambda: job.log)
+        if points_of(job, ".step-*"):
+            return rank
+        os.kill(rank, signal.SIGCONT)  # it was published meanwhile: the next one
+
+
+def test_points_in_flight_at_a_signal_and_at_a_kill(lab: Any) -> None:
+    """Asked to stop, the job writes what is due; killed, it loses the point that it was writing."""
+    spec = big_spec(lab)
+    whole = lab.run(spec).losses
+    shutil.rmtree(lab.home.root / "jobs")
+    shutil.rmtree(lab.home.root / "checkpoints")
+
+    job = lab.start(spec)
+    until(lambda: points_of(job, ".step-*"), lambda: job.log)
+    assert job.kill(signal.SIGTERM) == 75
+    step = job.journal.step
+    assert points_of(job, "step-*")[-1].name == f"step-{step:08d}"
+    assert not points_of(job, ".step-*")
+    assert job.losses == whole[:step]
+
+    again = lab.start(spec)
+    os.kill(frozen_in_mid_write(again), signal.SIGKILL)
+    assert again.wait() == 1
+    (draft,) = points_of(again, ".step-*")
+    assert not (draft / "SEALED.json").exists()
+    kept = points_of(again, "step-*")[-1].name
+
+    last = lab.run(spec)
+    starts = [e["from_step"] for e in last.journal.events() if e["event"] == "started"]
+    assert starts == [0, step, int(kept[5:])]
+    assert last.losses == whole
+    assert not points_of(last, ".step-*")
+
+
+def test_an_older_attempt_publishes_nothing(lab: Any) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", hyper={"steps": 60}, save_every=1000)
+    job = lab.start(spec)
+    job.wait_for_step(1)
+    assert job.journal.claim_attempt() == 2
+    assert job.wait() == 0
+    assert "attempt 2 took over from attempt 1" in job.log
+    assert not lab.home.checkpoint(spec.id).exists()
+    assert not points_of(job, "*step-*")
+
+
+# ---- nodes
+def on_two_nodes(lab: Any, spec: JobSpec, folder: Path, **variables: str) -> list[Any]:
+    """A launcher on each of two nodes that are this host, as srun would start them."""
+    config = folder / "slurm.conf"
+    config.write_text("ClusterName=lab\nSlurmctldHost=localhost(127.0.0.1)\n")
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "127.0.0.[1-2]", **variables}
+    slurm["SLURM_CONF"] = str(config)
+    return [lab.start(spec, **slurm, SLURM_NODEID=str(node)) for node in (0, 1)]
+
+
+needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missing_programs()}")
+
+
+@needs_slurm
+def test_two_nodes_share_a_job(lab: Any, undisturbed: Any, tmp_path: Path) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2})
+    nodes = on_two_nodes(lab, spec, tmp_path)
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].log
+    np.testing.assert_allclose(nodes[0].losses, undisturbed[1].losses, rtol=1e-5)
+    assert nodes[0].journal.attempts == 1
+    assert nodes[0].journal.status().state == "succeeded"
+
+
+@needs_slurm
+def test_both_nodes_name_the_rank_that_died_first(lab: Any, tmp_path: Path) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
+    nodes = on_two_nodes(lab, spec, tmp_path, SLURM_JOB_ID="7")
+    nodes[0].wait_for_step(2)
+    (rank,) = ranks_of(nodes[1])
+    os.kill(rank, signal.SIGKILL)
+    assert [node.wait() for node in nodes] == [1, 1]
+    assert nodes[0].journal.log.read_text().count("rank 1 on node 1 of 2") == 2
+    assert "rank 0 on" not in nodes[0].journal.log.read_text()
+    assert nodes[0].journal.status() is None
+
+
+@pytest.mark.slurm
+@needs_slurm
+def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 60}, save_every=5)
+    cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=2)
+    cluster.start()
+    with Slurm(tmp_path / "slurm", cluster) as scheduler:
+        trainer = MegatronTrainer(Home(lab.home.root), scheduler, nodes=2)
+        trainer.submit(spec)
+        journal = Journal(lab.home, spec.id)
+        until(lambda: journal.step >= 12, journal.log_tail, 90)
+        os.kill(rank_on_node(1, journal.folder), signal.SIGKILL)
+        until(lambda: trainer.status(spec.id).state not in ("queued", "running"), journal.log_tail)
+    status = trainer.status(spec.id)
+    assert (status.state, status.step, status.attempts) == ("succeeded", 60, 2), journal.log_tail()
+    starts = [e["from_step"] for e in journal.events() if e["event"] == "started"]
+    assert starts[0] == 0 and starts[1] >= 10
+    assert "rank 1 on node 1 of 2" in journal.log.read_text()
+    assert [e["step"] for e in journal.events() if e["event"] == "step"] == list(range(1, 61))
+
+
+def rank_on_node(node: int, folder: Path) -> int:
+    """The process of a node's rank: a trainer whose parent is one too."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = str(folder).encode() in (entry / "cmdline").read_bytes()
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if ours and f"SLURM_NODEID={node}".encode() in variables:
+                found[int(entry.name)] = int(
+                    (entry / "stat").read_text().rsplit(")")[-1].split()[1]
+                )
+        except OSError:
+            continue
+    (rank,) = [pid for pid, parent in found.items() if parent in found]
+    return rank
