@@ -158,7 +158,7 @@ def test_the_page_of_a_running_job(root: Root) -> None:
     journal = root.started(asked)
     for tokens, most in ((5, 0.5), (1234, 0.0031)):
         journal.event("agreement", tokens=tokens, max_difference=most, mean_difference=1e-4,
-                      limit=0.01)  # fmt: skip
+                      limit=0.01, run_id="run_a", place=7, ours=-1.0, theirs=-1.5)  # fmt: skip
     steps(journal, *range(1, 31), ratio=lambda step: 1 + step / 1000)
     journal.event("evaluation", step=30, loss=0.625, tokens=99)
     point = journal.folder / "megatron" / "step-00000030"
@@ -180,6 +180,7 @@ def test_the_page_of_a_running_job(root: Root) -> None:
         "ratio 1.03",
         "0.6250 after step 30",
         "by 0.0031 at most",
+        "(limit 0.01; the most at token 7 of run_a)",
         "step 30: 1.0 MiB",
     ):
         assert words in said, (words, said)

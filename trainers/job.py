@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(journal)
     except JobError as death:  # a rank died: no status.json, so that it may be started again
-        print(f"the end of its log:\n{death.log_tail}\n---", flush=True)
+        print(f"--- the end of the rank's log:\n{death.log_tail}\n---", flush=True)
         print(f"{death}; the last whole step was {journal.step}", flush=True)
         return 1
     except SetupError as problem:  # of this machine, not of the job
@@ -79,10 +79,14 @@ def run(journal: Journal) -> int:
 
 def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
     """Read and check all inputs; nothing is written. Raises BadInput, NotFound, Corrupt."""
+    from cray_agents.trainers.models.lora import adapted
+
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
     model = read_architecture(parent)
     check_layout(model, spec.layout)
+    if hyper.lora is not None:
+        adapted(model, hyper.lora)
     _check_weights(parent, spec.parent_sha256, hyper.init, "parent_sha256")
     reference = None
     if spec.reference is not None and spec.reference_sha256 is not None:

@@ -15,7 +15,8 @@ The training process and the trainers that watch it share this module. Events ar
     started     attempt, from_step, left_out (samples without anything to learn), layout
     corrupt     message: a resume point that was set aside
     agreement   tokens, max_difference, mean_difference, limit: log-probabilities of the sampled
-                tokens, the trainer's against the engine's, nats
+                tokens, the trainer's against the engine's, nats; run_id, place, ours, theirs: of
+                the token that differs most
     step        step (counted from 1), loss (nats), lr, grad_norm, tokens (trained on), seconds,
                 tokens_per_second (all that were read), mfu (fraction), memory_gib, and what the
                 method measures, by name

@@ -1,7 +1,7 @@
 """How training puts files on the shared root: whole or not at all, and named by their content.
 
-The journal, resume points and exports are published here, over runtime/durable.py: bytes are
-fsynced before the rename that makes them visible. Read next: journal.py, a job's folder.
+Exported checkpoints are published here, over runtime/durable.py: bytes are fsynced before the
+rename that makes them visible. Read next: journal.py, a job's folder; saving.py, resume points.
 """
 
 from pathlib import Path

@@ -99,7 +99,12 @@ def train(
     """Train to the last step, saving on the way; False when asked to stop, or paused, before."""
     spec, steps = work.spec, work.spec.hyperparameters.steps
     saver = Saver(
-        training, work.megatron, attempt, spec.keep, lambda: work.journal.fenced(attempt) is None
+        training,
+        work.megatron,
+        attempt,
+        spec.keep,
+        may_publish=lambda: work.journal.fenced(attempt) is None,
+        tell=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
     )
     while training.done < steps:
         begun = time.perf_counter()

@@ -21,7 +21,7 @@ import json
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from math import prod
@@ -92,7 +92,7 @@ class Saver:
             "adam_steps": adam_steps(self._training),
             "pieces": [_describe(piece) for piece in self._pieces],
         }
-        point = {"step": self._step, "ranks": self._world, "common": common}
+        point = {"step": self._step, "common": common}
         self._flight = self._thread.submit(self._write, self._step, canonical(index), point)
 
     def poll(self) -> None:
@@ -159,7 +159,7 @@ class Saver:
         return self._publish(draft, step, seal, canonical(point))
 
     def _publish(self, draft: Path, step: int, seal: dict[str, str], point: bytes) -> bool:
-        refuse_gaps(draft)
+        refuse_gaps([draft / name for name in seal if name.endswith(".json")])
         durable.write_file(draft / POINT, point)
         seal[POINT] = hashlib.sha256(point).hexdigest()
         durable.write_file(draft / SEAL, canonical(seal))
@@ -208,18 +208,18 @@ def _write_hashed(path: Path, buffer: torch.Tensor) -> str:
     return hasher.hexdigest()
 
 
-def refuse_gaps(draft: Path) -> None:
+def refuse_gaps(indices: Sequence[Path]) -> None:
     """Raises JobError unless the ranks' pieces are the whole of every weight, each element once.
 
     It cannot happen, but if it did, it would be noticed when the point is needed.
     """
     counts: dict[tuple[str, int], int] = defaultdict(int)
-    for path in sorted(draft.glob("rank-*.json")):
+    for path in indices:
         for piece in json.loads(path.read_bytes())["pieces"]:
             counts[piece["key"], prod(piece["whole"])] += piece["count"]
-    wrong = {key: count for (key, size), count in counts.items() if count != size}
+    wrong = sorted(key for (key, size), count in counts.items() if count != size)
     if wrong:
         raise JobError(
-            f"resume point {draft}: of {sorted(wrong)[:3]} it would not hold each element once;"
-            " this is a defect of the trainer: report it with the job's layout and model"
+            f"of {wrong[:3]} a resume point would not hold each element once: this is a defect of"
+            " the trainer; report it with the job's layout and model"
         )

@@ -107,7 +107,10 @@ class Training:
         sums = self._sums(known, units, drift, stop, learn=True)
         stops, _ = sums.pop("stop")
         loss, measures = self._means(sums)
-        costs = [samples.cost(i) for unit in units for i in unit]
+        members = _members(units)
+        costs = [samples.cost(i) for i in members]
+        if self.method == "grpo":
+            measures["reward"] = float(samples.rewards[members].mean())
         rate, norm = learning_rate(self.hyper, self.done), math.nan
         if math.isfinite(loss):
             norm = self._update(rate)
@@ -116,7 +119,7 @@ class Training:
             loss=loss,
             learning_rate=rate,
             grad_norm=norm,
-            tokens=int(sum(known.marks[i] for unit in units for i in unit)),
+            tokens=int(known.marks[members].sum()),
             processed=sum(costs),
             length=sum(cost * cost for cost in costs) / sum(costs),
             stop=stops > 0,
@@ -173,7 +176,7 @@ class Training:
         """kto: how far completions that belong to other prompts have drifted from the reference."""
         if known.mismatched is None:
             return 0.0
-        indices = [i for unit in units for i in unit]
+        indices = _members(units)
         different = sorted(set(indices))
         now = self.score(known.mismatched, different)
         before = known.mismatched_reference
@@ -191,7 +194,7 @@ class Training:
     ) -> Sums:
         """The loss over units and its measures, as sums and counts over all ranks."""
         batches, _ = self._share(known.samples, units, known)
-        scale = known.weight_scale([i for unit in units for i in unit])
+        scale = known.weight_scale(_members(units))
         self._look(entropy=self.method == "grpo")
         report = partial(self._loss, drift, scale)
         return self.ranks.add_up(self._run(batches, report, learn=learn), stop)
@@ -291,6 +294,11 @@ class Training:
         yield
         for part in self.parts:
             part.train()
+
+
+def _members(units: Sequence[Sequence[int]]) -> list[int]:
+    """The samples of units, one after the other."""
+    return [i for unit in units for i in unit]
 
 
 def _slices(values: Sequence[Item]) -> Iterator[Sequence[Item]]:

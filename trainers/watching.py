@@ -2,10 +2,10 @@
 
 Each rank holds the write end of a pipe. Through it come a line break now and then (its interpreter
 runs), perhaps a refusal as JSON (no restart would mend it), and at last the pipe's end, with the
-process's. A rank that is stopped, or hangs outside Python, falls silent
-and is named; the others only wait for it. With several nodes the first bad end is written down in
-the job's folder, so that every node tells of the cause and not of what it led to.
-Called by launch.py.
+process's. A rank that is stopped, or hangs outside Python, falls silent and is named; the others
+only wait for it. One that hangs inside Python is left to the collectives' own time limit. With
+several nodes the first bad end is written down in the job's folder, so that every node tells of the
+cause and not of what it led to. Called by launch.py.
 """
 
 import json

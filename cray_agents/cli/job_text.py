@@ -82,11 +82,12 @@ def _evaluation(event: Event) -> str:
 
 
 def _agreement(event: Event) -> str:
+    where = f"; the most at token {event['place']} of {event['run_id']}" if "place" in event else ""
     return (
         "the trainer's log-probabilities differ from the engine's by"
         f" {_number(event, 'max_difference', '.2g')} at most and"
         f" {_number(event, 'mean_difference', '.2g')} on average, over {event['tokens']:,} tokens"
-        f" (limit {_number(event, 'limit', 'g')})"
+        f" (limit {_number(event, 'limit', 'g')}{where})"
     )
 
 

@@ -69,7 +69,7 @@ def test_a_rank_alone_has_the_micro_batch_as_it_is() -> None:
 
 
 # ---- the same losses and gradients as on one rank, and as transformers'
-def learn(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
+def learn(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: Any) -> int:
     """One rank: train a few steps; write losses, and its share of the first step's gradients."""
     import torch
 
@@ -82,7 +82,7 @@ def learn(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     parent = Path(spec.parent)
     model = read_architecture(parent)
-    known = Known(read_samples(out.parent / "home" / "datasets" / "ds"))
+    known = Known(read_samples(dataset))
     training = Training(model, spec.layout, spec.hyperparameters, parent, on_cpu=True)
     scored = training.score(known.samples, [0, 1, 2])
     reports = [training.step(known)]
@@ -115,7 +115,7 @@ def learnt(lab: Any, tmp_path: Path, name: str, **layout: Any) -> tuple[Any, dic
     hyper = {"steps": STEPS, "max_tokens_per_microbatch": 90, "clip_grad": 1e9}
     spec = lab.spec("qwen3", layout=layout, hyper=hyper)
     place = find_place(spec.layout.world, spec.id)
-    outcome = run_ranks(place, out / "logs", partial(learn, spec, out))
+    outcome = run_ranks(place, out / "logs", partial(learn, spec, lab.home.dataset("ds"), out))
     assert outcome.code == 0, outcome
     found = [json.loads((out / f"{r}.json").read_bytes()) for r in range(spec.layout.world)]
     assert all(one == found[0] for one in found)

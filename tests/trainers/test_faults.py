@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ def ranks_of(job: Any) -> list[int]:
 def stat_of(pid: int) -> list[str]:
     """What the kernel says of a process: its state, its parent, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()
+
+
+def is_stopped(pid: int) -> bool:
+    return stat_of(pid)[0] == "T"
 
 
 def points_of(job: Any, pattern: str) -> list[Path]:
@@ -125,7 +130,7 @@ def frozen_in_mid_write(job: Any) -> int:
         until(lambda: points_of(job, ".step-*"), lambda: job.log)
         (rank,) = ranks_of(job)
         os.kill(rank, signal.SIGSTOP)
-        until(lambda: stat_of(rank)[0] == "T", lambda: job.log)
+        until(partial(is_stopped, rank), lambda: job.log)
         if points_of(job, ".step-*"):
             return rank
         os.kill(rank, signal.SIGCONT)  # it was published meanwhile: the next one

@@ -255,9 +255,10 @@ def test_a_point_with_a_gap_is_not_sealed(tmp_path: Path) -> None:
         {"key": "w", "whole": [4, 2], "offset": [row, 0], "shape": [2, 2], "first": 0, "count": 4}
         for row in (0, 2)
     ]
-    for rank, half in enumerate(halves):
-        (tmp_path / f"rank-0000{rank}.json").write_text(json.dumps({"pieces": [half]}))
-    refuse_gaps(tmp_path)
-    (tmp_path / "rank-00001.json").write_text(json.dumps({"pieces": [{**halves[1], "count": 3}]}))
+    files = [tmp_path / f"rank-0000{rank}.json" for rank in (0, 1)]
+    for file, half in zip(files, halves, strict=True):
+        file.write_text(json.dumps({"pieces": [half]}))
+    refuse_gaps(files)
+    files[1].write_text(json.dumps({"pieces": [{**halves[1], "count": 3}]}))
     with pytest.raises(JobError, match=r"'w'.*report it"):
-        refuse_gaps(tmp_path)
+        refuse_gaps(files)

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.float32]
 
 COLUMNS = ("input_ids", "loss_mask", "weight")
-OF_SAMPLING = ("run_id", "logprobs", "version_index", "versions", "temperature", "shaped")
+OF_SAMPLING = ("run_id", "reward", "logprobs", "version_index", "versions", "temperature", "shaped")
 OF_METHOD: dict[MethodName, tuple[str, ...]] = {  # without which it cannot be done
     "sft": (),
     "dpo": ("pair", "chosen"),
@@ -49,6 +49,7 @@ class Samples:
     versions: list[str]  # `model@version`
     weights: npt.NDArray[np.float64]  # [samples]
     chosen: Floats  # [samples]: 1 better or desirable, 0 worse or undesirable
+    rewards: npt.NDArray[np.float64]  # [samples]; nan: not known
     temperatures: npt.NDArray[np.float64]  # [samples]; nan: not sampled, or at several
     shaped: npt.NDArray[np.bool_]  # [samples]: sampled with more than a temperature (top_p, ...)
     run_ids: list[str]  # "": not known
@@ -79,6 +80,7 @@ class Samples:
             sampled_by=[self.sampled_by[i] for i in wanted],
             weights=self.weights[wanted],
             chosen=self.chosen[wanted],
+            rewards=self.rewards[wanted],
             temperatures=self.temperatures[wanted],
             shaped=self.shaped[wanted],
             run_ids=[self.run_ids[i] for i in wanted],
@@ -106,6 +108,7 @@ class Samples:
             versions=[],
             weights=np.ones(count),
             chosen=np.zeros(count, np.float32),
+            rewards=np.full(count, np.nan),
             temperatures=np.full(count, np.nan),
             shaped=np.zeros(count, bool),
             run_ids=[""] * count,
@@ -204,6 +207,7 @@ def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: 
         versions=[],
         weights=column("weight", 1.0).astype(np.float64),
         chosen=column("chosen", 0.0).astype(np.float32),
+        rewards=column("reward", np.nan).astype(np.float64),
         temperatures=column("temperature", np.nan).astype(np.float64),
         shaped=column("shaped", False).astype(bool),
         run_ids=column("run_id", "").tolist(),
@@ -252,7 +256,7 @@ def _joined(parts: Sequence[Samples], versions: list[str]) -> Samples:
         return np.concatenate([getattr(part, name) for part in parts])
 
     per_token = ("tokens", "masks", "sampled", "advantages", "sampled_by", "run_ids")
-    per_sample = ("weights", "chosen", "temperatures", "shaped")
+    per_sample = ("weights", "chosen", "rewards", "temperatures", "shaped")
     found: dict[str, Any] = {name: rows(name) for name in per_token}
     found |= {name: array(name) for name in per_sample}
     return Samples(**found, versions=versions, units=[[i] for i in range(len(found["tokens"]))])

@@ -234,4 +234,7 @@ def _adapt_kernels() -> None:
 
     rope._apply_rotary_pos_emb_thd = rotate
     mlp.bias_swiglu_impl = lambda x, bias, *_: kernels.swiglu(x if bias is None else x + bias)
+    mlp.weighted_bias_swiglu_impl = lambda x, bias, weights, *_: (kernels.swiglu(x) * weights).to(
+        x.dtype
+    )
     loss.VocabParallelCrossEntropy.calculate_logits_max = staticmethod(highest)
