@@ -34,7 +34,23 @@ class Config(BaseModel):
         "auto", description="auto: a Slurm that answers, else a private one, else local processes"
     )
     train_ranks: int | None = Field(
-        None, gt=0, description="data-parallel ranks of a job with no layout; on CPU: up to 2"
+        None, gt=0, description="of a job with no layout; one a GPU, on CPU up to 2 a node"
+    )
+    train_nodes: int = Field(1, gt=0, description="that such a job is spread over")
+    train_gpus: Literal["auto", "on", "off"] = Field(
+        "auto", description="auto: if this host has NVIDIA GPUs, or train_gpu is named"
+    )
+    train_gpu: str | None = Field(
+        None, description="H100, A100, ...: what training nodes have, if this host cannot tell"
+    )
+    train_gpus_per_node: int | None = Field(
+        None, gt=0, description="default: this host's, 8 where it has none"
+    )
+    train_cpus_per_rank: int | None = Field(
+        None, gt=0, description="cores; default 1, with GPUs up to 4"
+    )
+    train_minutes: int | None = Field(
+        None, gt=0, description="after which Slurm ends a job that then goes on in a new one"
     )
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")

@@ -12,6 +12,8 @@
 The training process and the trainers that watch it share this module. Events are flat objects with
 `event` (its kind) and `time` (unix seconds):
 
+    layout      layout, recompute, reasons (sentences): why it is spread so, where the spec left
+                that open; the only event from before the first start
     started     attempt, from_step, left_out (samples without anything to learn), layout
     corrupt     message: a resume point that was set aside
     agreement   tokens, max_difference, mean_difference, limit: log-probabilities of the sampled
@@ -139,7 +141,7 @@ class Journal:
         return self.folder / "events.jsonl"
 
     def event(self, kind: str, **values: Any) -> None:
-        """Append a line. One writer: rank 0 of the newest attempt, or its launcher before it."""
+        """Append a line. One writer: who submits it, then each attempt's launcher and rank 0."""
         if self._events is None:
             self._drop_torn_line()
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT

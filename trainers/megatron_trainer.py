@@ -1,12 +1,14 @@
 """Training jobs over a scheduler: submit once, watch, start again what died, pause, cancel.
 
 The platform process holds one `MegatronTrainer`. It keeps no state: a job's folder says everything,
-so a restarted platform goes on watching. The work itself is job.py, in processes of its own.
+so a restarted platform goes on watching. A spec without a layout gets one here, once (spreading.py).
+The work itself is job.py, in processes of its own.
 """
 
 import hashlib
 import importlib.metadata
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.records import Record
 from cray_agents.runtime import durable
 from cray_agents.trainers.journal import Journal, measures
+from cray_agents.trainers.layouts import described
+from cray_agents.trainers.resources import Resources
+from cray_agents.trainers.spreading import spread
 from cray_agents.training import JobSpec, JobState, JobStatus
 
 MAX_RESTARTS = 3  # in a row without a step forward
@@ -48,26 +53,37 @@ class MegatronTrainer:
     """A ports.Trainer: each job is one command, named after the job, on a scheduler."""
 
     def __init__(
-        self,
-        home: Home,
-        scheduler: Scheduler,
-        *,
-        nodes: int = 1,
-        cpus_per_rank: int = 1,
-        gpus: bool = False,
-        minutes: int | None = None,
+        self, home: Home, scheduler: Scheduler, resources: Resources | None = None
     ) -> None:
         self.home, self.scheduler = home, scheduler
-        self.nodes, self.cpus_per_rank, self.gpus = nodes, cpus_per_rank, gpus
-        self.minutes = minutes
+        self.resources = resources or Resources()
+        self._writing = threading.Lock()
 
     def submit(self, spec: JobSpec) -> JobStatus:
-        """Start the job, or find it; an ended job is returned as it is. Raises SchedulerError."""
+        """Start the job, or find it; an ended job is returned as it is.
+
+        Raises SchedulerError; BadInput and NotFound if no layout can be chosen for it.
+        """
         journal = Journal(self.home, spec.id)
-        if not journal.exists:
-            journal.write_spec(spec)
+        with self._writing:
+            new = not journal.exists
+            if new:
+                self._write_down(journal, spec)
+        if new:
             self._hand_over(journal, Handover())
         return self.status(spec.id)
+
+    def _write_down(self, journal: Journal, spec: JobSpec) -> None:
+        """The spec, with a layout; and before it why that one, for people and for programs."""
+        settled, reasons = spread(spec, self.home, self.resources)
+        if reasons and not journal.events():  # there are, if we were killed before the spec
+            journal.folder.mkdir(parents=True, exist_ok=True)
+            told = {"layout": settled.layout.model_dump(), "recompute": settled.recompute}
+            journal.event("layout", **told, reasons=reasons)
+            journal.close()
+            with journal.log.open("a") as log:
+                print(f"layout {described(settled.layout)}:", *reasons, sep="\n  ", file=log)
+        journal.write_spec(settled)
 
     def status(self, job_id: str) -> JobStatus:
         """Where it stands; starts it again if its process died. Raises NotFound."""
@@ -150,6 +166,10 @@ class MegatronTrainer:
 
     def _hand_over(self, journal: Journal, what: Handover) -> None:
         spec = journal.spec()
+        world, gpus = spec.layout.world, self.resources.gpus is not None
+        environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
+        if not gpus:  # of a node that has some
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         path = journal.folder / "scheduler.json"
         durable.replace_file(path, what.model_dump_json().encode())
         command = Command(
@@ -162,12 +182,12 @@ class MegatronTrainer:
             ],
             directory=str(journal.folder.resolve()),
             log=str(journal.log.resolve()),
-            environment={"OMP_NUM_THREADS": str(self.cpus_per_rank)},
-            nodes=self.nodes,
-            ranks=spec.layout.world,
-            cpus_per_rank=self.cpus_per_rank,
-            gpus=self.gpus,
-            minutes=self.minutes,
+            environment=environment,
+            nodes=self.resources.nodes_for(world),
+            ranks=world,
+            cpus_per_rank=self.resources.cpus_per_rank,
+            gpus=gpus,
+            minutes=self.resources.minutes,
         )
         given = self.scheduler.submit(command)
         durable.replace_file(path, what.model_copy(update={"id": given}).model_dump_json().encode())

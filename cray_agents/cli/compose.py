@@ -41,7 +41,7 @@ from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.keys import Keys
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.replica import EngineSettings, Replica, has_gpu_build
+from cray_agents.runtime.replica import EngineSettings, Replica
 from cray_agents.runtime.scheduler.choose import open_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.slurm import Slurm
@@ -49,7 +49,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.runtime.store.upkeep import keep_up
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
-from cray_agents.training import Layout
+from cray_agents.trainers.resources import Resources, resources_of
 
 PATIENCE = 2.0  # seconds after which it is said what takes so long
 SWITCH = 0.0005  # seconds a busy event loop may keep the thread waiting that commits to the store
@@ -61,19 +61,24 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
     home = config.root
     make_root(home)
     check_access(config)
+    resources = resources_of(config)
     with listen(config.host, config.port) as listener:
         token = claim(home, listener, name)
         registry = Registry(home)
         version = first_version(registry, model, name)
         with contextlib.closing(open_scheduler(config.scheduler, home.slurm)) as scheduler:
             say(f"scheduler: {scheduler.reason}")
-            uvloop.run(run(config, registry, scheduler, version, replicas, listener, token))
+            say(f"trainer: {resources}")
+            trainer = MegatronTrainer(home, scheduler, resources)
+            platform = about(config, scheduler, resources)
+            uvloop.run(run(config, registry, trainer, platform, version, replicas, listener, token))
 
 
 async def run(
     config: Config,
     registry: Registry,
-    scheduler: Slurm | LocalProcesses,
+    trainer: MegatronTrainer,
+    platform: dict[str, Any],
     version: ModelVersion,
     replicas: int,
     listener: socket.socket,
@@ -89,11 +94,10 @@ async def run(
         home=home,
         store=store,
         registry=registry,
-        trainer=MegatronTrainer(home, scheduler),
+        trainer=trainer,
         pool=pool,
-        platform=about(config, scheduler),
+        platform=platform,
         code=code_version(),
-        layout=Layout(data=config.train_ranks or default_ranks()),
         keep_alive=config.keep_alive,
         body_timeout=config.body_timeout,
         api_keys=config.api_keys if is_loopback(config.host) else "required",
@@ -279,18 +283,16 @@ def first_version(registry: Registry, model: Path | None, name: str) -> ModelVer
     return version
 
 
-def default_ranks() -> int:
-    """Data-parallel ranks: on CPU two where there are two cores, on GPUs what the config says."""
-    return 1 if has_gpu_build() else min(2, os.cpu_count() or 1)
-
-
-def about(config: Config, scheduler: Slurm | LocalProcesses) -> dict[str, Any]:
+def about(
+    config: Config, scheduler: Slurm | LocalProcesses, resources: Resources
+) -> dict[str, Any]:
     """What `/v1/platform` says: which engine, trainer and scheduler, in which versions."""
+    megatron = distribution_version("megatron")
     return {
         "version": importlib.metadata.version("cray-agents"),
         "home": str(config.root.root),
         "engine": {"name": "vllm", "version": distribution_version("vllm")},
-        "trainer": {"name": "megatron-core", "version": distribution_version("megatron")},
+        "trainer": {"name": "megatron-core", "version": megatron, "uses": str(resources)},
         "scheduler": {"name": scheduler.name, "reason": scheduler.reason},
     }
 

@@ -11,7 +11,8 @@ from typing import Any
 import typer
 
 from cray_agents.cli.screen import HomeOption, JsonOption, show
-from cray_agents.config import load_config
+from cray_agents.config import Config, load_config
+from cray_agents.errors import ConfigError
 
 PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
 PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}
@@ -28,7 +29,8 @@ def add_to(app: typer.Typer) -> None:
 
 def doctor(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Check this machine. Exit code 2 when something needed is missing."""
-    rows = [*python(), *packages(), *slurm(), *machine(load_config({"home": home}).root.root)]
+    config = load_config({"home": home})
+    rows = [*python(), *packages(), *slurm(), *training(config), *machine(config.root.root)]
     show(rows, ["check", "state", "found", "to mend it"], as_json=as_json)
     if any(row["state"] == "missing" for row in rows):
         raise typer.Exit(2)
@@ -78,6 +80,16 @@ def slurm() -> list[dict[str, Any]]:
     found = "all programs" if not missing else f"no {', '.join(missing)}"
     mend = f"{SLURM_HINT} (without it, training jobs run as local processes)"
     return [check("slurm", not missing, found, mend, needed=False)]
+
+
+def training(config: Config) -> list[dict[str, Any]]:
+    """What a training job that names no layout is given."""
+    from cray_agents.trainers.resources import resources_of
+
+    try:
+        return [check("training", True, str(resources_of(config)), "")]
+    except ConfigError as error:
+        return [check("training", False, "-", str(error))]
 
 
 def machine(home: Path) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ def about(home: Home, job_id: str) -> Json:
         "id": job_id,
         "folder": str(journal.folder),
         "spec": spec.model_dump(mode="json"),
+        "layout_reasons": [why for e in events if e["event"] == "layout" for why in e["reasons"]],
         "status": status.model_dump(mode="json"),
         "attempts": _attempts(journal),
         "progress": _progress(events, status.step, status.steps, status.state),
@@ -77,7 +78,7 @@ def _resume_points(journal: Journal) -> Iterator[Json]:
 def tell_page(job: Json) -> None:
     """Print it for people."""
     line(job["id"], style="bold")
-    for name, value in [*_asked(job["spec"]), *_stands(job), *_made(job)]:
+    for name, value in [*_asked(job), *_stands(job), *_made(job)]:
         if value:
             line(f"{name:<{LABEL}}{value}", 2, hanging=LABEL)
     if job["status"]["error"]:
@@ -88,9 +89,9 @@ def tell_page(job: Json) -> None:
         line(job["log_tail"], 2, "dim")
 
 
-def _asked(spec: Json) -> list[tuple[str, str]]:
+def _asked(job: Json) -> list[tuple[str, str]]:
     """What was asked; of hyperparameters those that were chosen."""
-    asked = JobSpec.model_validate(spec)
+    asked = JobSpec.model_validate(job["spec"])
     hyper = asked.hyperparameters.model_dump(exclude_defaults=True)
     chosen = ", ".join(f"{name} {_shown(value)}" for name, value in hyper.items())
     how = {
@@ -106,7 +107,7 @@ def _asked(spec: Json) -> list[tuple[str, str]]:
         ("reference", asked.reference or ""),
         ("optimizer from", asked.optimizer_from or ""),
         ("hyperparameters", f"{chosen} (the others as they are by default)"),
-        ("layout", layout_text(spec["layout"])),
+        ("layout", "\n".join([layout_text(job["spec"]["layout"]), *job["layout_reasons"]])),
         ("run", "; ".join(text for name, text in how.items() if name in given)),
     ]
 

@@ -68,6 +68,12 @@ def _number(event: Event, name: str, form: str) -> str:
     return format(value, form)
 
 
+def _layout(event: Event) -> str:
+    recompute = event.get("recompute", "none")
+    again = f", {recompute} recomputation" if recompute != "none" else ""
+    return f"spread over {layout_text(event['layout'])}{again}: {'; '.join(event['reasons'])}"
+
+
 def _started(event: Event) -> str:
     text = f"attempt {event['attempt']} starts after step {event['from_step']}"
     text += f" on {layout_text(event['layout'])}" if event.get("layout") else ""
@@ -101,6 +107,7 @@ def _unknown(event: Event) -> str:
 
 
 _TELLERS: dict[str, Callable[[Event], str]] = {
+    "layout": _layout,
     "started": _started,
     "corrupt": lambda event: f"{event['message']}: set aside, the one before it is used",
     "evaluation": _evaluation,

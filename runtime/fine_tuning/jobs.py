@@ -28,7 +28,7 @@ from cray_agents.runtime.fine_tuning.events import steps
 from cray_agents.runtime.fine_tuning.preparing import validate
 from cray_agents.runtime.fine_tuning.records import Asked, Ended, Folder, Validated
 from cray_agents.runtime.registry import Registry
-from cray_agents.training import JobStatus, Layout
+from cray_agents.training import JobStatus
 
 SMALL_BYTES = 1 << 16  # a file that a thread may validate
 LOOK_SECONDS = 1.0  # between looks at a job that trains
@@ -77,10 +77,9 @@ class FineTuning:
         files: Files,
         *,
         code: str,
-        layout: Layout,
     ) -> None:
         self.home, self.registry, self.trainer, self.files = home, registry, trainer, files
-        self.code, self.layout = code, layout
+        self.code = code
         self.folder = Folder(home)
         self._turn = threading.Lock()  # submitting, cancelling, pausing: one after the other
         self._validating = asyncio.Lock()  # one at a time: it takes a core and memory
@@ -132,10 +131,10 @@ class FineTuning:
             return
         size = self.files.blobs.size(standing.asked.training_sha256) or 0
         if size <= SMALL_BYTES:
-            await asyncio.to_thread(validate, self.home, job_id, self.code, self.layout)
+            await asyncio.to_thread(validate, self.home, job_id, self.code)
             return
         argv = [sys.executable, "-m", preparing.__name__, str(self.home.root), job_id]
-        argv += [self.code, self.layout.model_dump_json(), str(os.getpid())]
+        argv += [self.code, str(os.getpid())]
         process = await asyncio.create_subprocess_exec(*argv, stdin=DEVNULL, stderr=PIPE)
         try:
             _, complaint = await process.communicate()
@@ -152,13 +151,18 @@ class FineTuning:
         standing = self.look(job_id)
         if standing.ended is None and standing.job is None:
             self._submit(job_id)
-        return standing.ended is not None
+        return self.folder.ended(job_id) is not None
 
     def _submit(self, job_id: str) -> None:
         with self._turn:
             validated = self.folder.validated(job_id)
-            if validated is not None and self.folder.ended(job_id) is None:
+            if validated is None or self.folder.ended(job_id) is not None:
+                return
+            try:
                 self.trainer.submit(validated.spec)  # once, however often it is asked
+            except (BadInput, NotFound) as error:  # such a model is not trained here
+                problem = {"code": "training_failed", "message": str(error), "param": None}
+                self.folder.end(job_id, Ended(state="failed", error=problem))
 
     def look(self, job_id: str) -> Standing:
         """Where it stands; a training job that has ended is settled first. Raises NotFound."""

@@ -1,7 +1,7 @@
 """From a training file to the JobSpec that trains on it.
 
 jobs.py calls `validate`: in a thread if the file is small, else in a process of its own, started as
-`python -m cray_agents.runtime.fine_tuning.preparing HOME JOB CODE LAYOUT PID`: a few thousand
+`python -m cray_agents.runtime.fine_tuning.preparing HOME JOB CODE PID`: a few thousand
 examples would hold Python's lock for half a second at a time, and with it every request of the
 gateway. Either way the result is a file, written once.
 
@@ -35,7 +35,7 @@ from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning.examples import BadExamples, Example, bad_lines, read_examples
 from cray_agents.runtime.fine_tuning.records import Asked, Auto, Ended, Folder, Validated
 from cray_agents.runtime.store import Store
-from cray_agents.training import Hyperparameters, JobSpec, Layout
+from cray_agents.training import Hyperparameters, JobSpec
 
 EPOCHS, MOST_EPOCHS = 3, 25
 LEAST_SEEN, MOST_SEEN = 100, 25_000  # examples over all epochs
@@ -44,13 +44,13 @@ TINY_HIDDEN, TINY_RATE = 128, 2e-3
 LEAST_MICROBATCH = 4096  # tokens
 
 
-def validate(home: Home, job_id: str, code: str, layout: Layout) -> None:
+def validate(home: Home, job_id: str, code: str) -> None:
     """Write down what a job's file became, once; what is wrong with the file ends the job."""
     folder = Folder(home)
     if folder.validated(job_id) or folder.ended(job_id):
         return
     try:
-        validated = Preparer(home, code, layout).prepare(folder.asked(job_id))
+        validated = Preparer(home, code).prepare(folder.asked(job_id))
     except BadInput as error:
         problem = {"code": "invalid_training_file", "param": "training_file"}
         if error.param in ("tokenizer", "model"):  # whatever file is given
@@ -62,11 +62,10 @@ def validate(home: Home, job_id: str, code: str, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class Preparer:
-    """What preparing needs. `code` and `layout` go into the JobSpec."""
+    """What preparing needs. `code` goes into the JobSpec."""
 
     home: Home
     code: str
-    layout: Layout
 
     def prepare(self, asked: Asked) -> Validated:
         """Check the file, build its dataset, settle the hyperparameters. Raises BadInput."""
@@ -100,7 +99,6 @@ class Preparer:
                 max_tokens_per_microbatch=max(LEAST_MICROBATCH, longest),
             ),
             code=self.code,
-            layout=self.layout,
         )
         return Validated(
             spec=spec,
@@ -188,10 +186,10 @@ def _or(given: float | Auto, auto: float) -> float:
 
 def main() -> None:
     """The process: it dies with the gateway that started it, and gives way to it."""
-    home, job_id, code, layout, parent = sys.argv[1:]
+    home, job_id, code, parent = sys.argv[1:]
     die_with_parent(int(parent))
     os.nice(10)
-    validate(Home(Path(home)), job_id, code, Layout.model_validate_json(layout))
+    validate(Home(Path(home)), job_id, code)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ class Folder:
 
     def validate(self, job_id: str, validated: Validated) -> None:
         """Write down what its file became."""
-        content = canonical(validated.model_dump(mode="json"))
+        left_open = {"spec": {"layout", "recompute"}}  # the trainer's to choose
+        content = canonical(validated.model_dump(mode="json", exclude=left_open))
         durable.create_file(self._path(job_id, ".validated"), content)
 
     def end(self, job_id: str, ended: Ended) -> None:

@@ -16,7 +16,6 @@ from cray_agents.runtime.gateway.auth import Mode
 from cray_agents.runtime.gateway.metrics import Metrics
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.training import Layout
 
 Wanted = str | Callable[[], str]  # a name@N, or what to ask for it each time one could serve
 
@@ -52,8 +51,7 @@ class Pool(Protocol):
 
 @dataclass
 class Services:
-    """The parts behind the routes. `code` is the trainer's code version that jobs are named by,
-    `layout` that of jobs which name none.
+    """The parts behind the routes. `code` is the trainer's code version that jobs are named by.
 
     `keep_alive`: seconds after which a waiting stream gets a comment line. `max_body`: bytes.
     `max_file`: bytes of a file sent in one request; `max_upload`: of one sent in parts.
@@ -69,7 +67,6 @@ class Services:
     pool: Pool
     platform: dict[str, Any] = field(default_factory=dict)
     code: str = ""
-    layout: Layout = field(default_factory=Layout)
     keep_alive: float = 2.0
     max_body: int = 64 * 2**20
     max_file: int = 8 * 2**30
@@ -86,12 +83,7 @@ class Services:
         """Make the parts that are made of other parts."""
         self.datasets = BuildProcess(self.home)
         self.fine_tuning = FineTuning(
-            self.home,
-            self.registry,
-            self.trainer,
-            Files(self.home),
-            code=self.code,
-            layout=self.layout,
+            self.home, self.registry, self.trainer, Files(self.home), code=self.code
         )
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from cray_agents.records import Event, ModelCall
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import tool_call
 from cray_agents.tools.calculator import calculator
-from tests.bench import batches, gateway, training, trajectories, uploads
+from tests.bench import batches, gateway, saving, training, trajectories, uploads
 from tests.bench.rounds import row, side_by_side
 
 
@@ -77,6 +77,7 @@ ALL = {
     "writers": trajectories.writers,
     "listing": trajectories.listing,
     "exports": trajectories.exporting,
+    "saving": saving.main,
     "training": training.main,
 }
 

@@ -484,7 +484,6 @@ def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Pa
     from cray_agents.runtime.files import Files
     from cray_agents.runtime.fine_tuning.jobs import FineTuning
     from cray_agents.runtime.registry import Registry
-    from cray_agents.training import Layout
 
     site = Site(tmp_path / "home", model)
     with site.served():
@@ -497,7 +496,6 @@ def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Pa
         tuning = FineTuning(
             *(home, Registry(home), ScriptedTrainer(home), Files(home)),
             code="",
-            layout=Layout(),
         )
         await tuning.start()
         while tuning.folder.ended(job.id) is None:  # noqa: ASYNC110 - files tell nobody

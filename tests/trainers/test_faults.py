@@ -19,6 +19,7 @@ from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.publish import parent_sha256
+from cray_agents.trainers.resources import Resources
 from cray_agents.training import JobSpec
 
 pytestmark = pytest.mark.megatron
@@ -223,7 +224,7 @@ def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> 
     cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=2)
     cluster.start()
     with Slurm(tmp_path / "slurm", cluster) as scheduler:
-        trainer = MegatronTrainer(Home(lab.home.root), scheduler, nodes=2)
+        trainer = MegatronTrainer(Home(lab.home.root), scheduler, Resources(nodes=2))
         trainer.submit(spec)
         journal = Journal(lab.home, spec.id)
         until(lambda: journal.step >= 12, journal.log_tail, 90)

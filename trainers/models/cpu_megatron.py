@@ -226,15 +226,16 @@ def _adapt_kernels() -> None:
         cos, sin = angles(cu_seqlens, freqs, cp_group)
         return kernels.rotate(tokens, cos.to(tokens.dtype), sin.to(tokens.dtype))
 
+    def weighted_swiglu(
+        x: torch.Tensor, bias: None, weights: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
+        return (kernels.swiglu(x) * weights).to(x.dtype)
+
     def highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float()
-        return logits, logits.amax(
-            -1
-        )  # Megatron's max() looks for its place too: four times slower
+        return logits, logits.amax(-1)  # max() also says where: four times slower
 
     rope._apply_rotary_pos_emb_thd = rotate
     mlp.bias_swiglu_impl = lambda x, bias, *_: kernels.swiglu(x if bias is None else x + bias)
-    mlp.weighted_bias_swiglu_impl = lambda x, bias, weights, *_: (kernels.swiglu(x) * weights).to(
-        x.dtype
-    )
+    mlp.weighted_bias_swiglu_impl = weighted_swiglu
     loss.VocabParallelCrossEntropy.calculate_logits_max = staticmethod(highest)

@@ -96,7 +96,8 @@ JOBS = (
         ref("JobStatus"),
         takes=ref("JobSpec"),
         more="The same spec is the same job. `parent` and `reference`: a name, `name@N` or a "
-        "checkpoint's id. Their hashes, `code` and `layout` are filled in where they are left out.",
+        "checkpoint's id. Their hashes and `code` are filled in where they are left out, and the trainer "
+        "chooses a `layout` and `recompute` for a spec without a layout: see the event `layout`.",
         fails=("400 invalid_value", "404 model_not_found"),
     ),
     Operation(

@@ -76,8 +76,9 @@ that stops coming is [408 request_timeout].
     GET  /v1/trajectories/export?format=&...     the same, of the runs that match
 
     POST /v1/jobs            JobSpec; `parent` and `reference` may be `name`, `name@N`, a checkpoint
-                             id or directory; without `parent_sha256`, `reference_sha256`, `code`
-                             and `layout` they are filled in -> JobStatus
+                             id or directory; without `parent_sha256`, `reference_sha256`
+                             and `code` they are filled in; without a `layout` the trainer chooses
+                             it, and says why in the event `layout` -> JobStatus
     GET  /v1/jobs?limit=(20)&after=      JobStatus of each, newest first
     GET  /v1/jobs/{id}       JobStatus [404]
     GET  /v1/jobs/{id}/events?after=N    {"data": [event], "last": M}: the lines after the first N

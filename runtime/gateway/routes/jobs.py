@@ -95,7 +95,7 @@ def _folder(services: Services, job_id: str) -> Path:
 
 
 def _spec(services: Services, body: dict[str, Any]) -> JobSpec:
-    """The spec with its checkpoints resolved, and what the caller left open filled in."""
+    """The spec with its checkpoints resolved; the layout, if it was left out, is the trainer's."""
     dataset = field(body, "dataset", str)
     if not ID.fullmatch(dataset) or not services.home.dataset(dataset).is_dir():
         raise BadInput(f"no dataset {dataset!r}: POST /v1/datasets builds one", param="dataset")
@@ -108,7 +108,6 @@ def _spec(services: Services, body: dict[str, Any]) -> JobSpec:
     filled = {
         **_checkpoint(services, field(body, "parent", str), "parent", afresh),
         "code": services.code,
-        "layout": services.layout.model_dump(),
     }
     if "reference" in given:
         reference = field(given, "reference", str)

@@ -1,0 +1,151 @@
+"""What training jobs may take of the machines: ranks, nodes, GPUs, cores, time.
+
+`cray-agents up` makes a `Resources` of the configuration and hands it to MegatronTrainer; `doctor`
+shows it. CUDA is never opened here: the platform's process forks, and holds no GPU. Read next:
+spreading.py, which chooses the layout of a job over them.
+"""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from itertools import count
+from math import ceil
+
+from cray_agents.config import Config
+from cray_agents.errors import BadInput, ConfigError
+from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
+from cray_agents.trainers.planning.hardware import find_gpu, identify
+
+CPU_RANKS = 2  # of a node: more seldom pays over gloo
+GPUS_PER_NODE = 8
+CORES_PER_GPU = 4  # the rank itself, backward, the writing of resume points
+ASK = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """A node's GPUs, by the table's name if it has them. `gib`: of the smallest one."""
+
+    name: str
+    gib: float
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of a job that names no layout: `ranks`, spread evenly over `nodes`; one that does gets as
+    many nodes as its ranks take.
+
+    `gpus` None: ranks are processes on CPU cores. `minutes` is Slurm's time limit.
+    """
+
+    ranks: int = 1
+    nodes: int = 1
+    gpus: Gpus | None = None
+    cpus_per_rank: int = 1
+    minutes: int | None = None
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of a job without a layout."""
+        return self.ranks // self.nodes
+
+    def nodes_for(self, world: int) -> int:
+        """How many nodes so many ranks are spread over: evenly, and on GPUs no more on any.
+
+        CPU cores are shared where there are too few.
+        """
+        if self.gpus is None:
+            return next(n for n in range(self.nodes, 0, -1) if world % n == 0)
+        return next(n for n in count(ceil(world / self.ranks_per_node)) if world % n == 0)
+
+    def __str__(self) -> str:
+        """For people: "16 ranks on 2 nodes of 8 x H100 (79 GiB)"."""
+        ranks = f"{self.ranks} {'ranks' if self.ranks > 1 else 'rank'}"
+        nodes = f"{self.nodes} nodes" if self.nodes > 1 else "a node"
+        of = "CPU cores"
+        if self.gpus is not None:
+            of = f"{self.gpus.per_node} x {self.gpus.name} ({self.gpus.gib:.4g} GiB)"
+        cores = f", {self.cpus_per_rank} {'cores' if self.cpus_per_rank > 1 else 'core'} each"
+        limit = f", for at most {self.minutes} minutes" if self.minutes else ""
+        return f"{ranks} on {nodes} of {of}{cores}{limit}"
+
+
+def resources_of(config: Config) -> Resources:
+    """What the configuration says, and this host where it says nothing. Raises ConfigError."""
+    gpus, cores, nodes = _gpus(config), len(os.sched_getaffinity(0)), config.train_nodes
+    most = gpus.per_node if gpus is not None else min(CPU_RANKS, cores)
+    ranks = config.train_ranks or nodes * most
+    if ranks % nodes:
+        raise ConfigError(
+            f"train_ranks = {ranks} cannot be spread evenly over train_nodes = {nodes}",
+            param="train_ranks",
+        )
+    if gpus is not None and ranks // nodes > most:
+        raise ConfigError(
+            f"train_ranks = {ranks} on train_nodes = {nodes} are {ranks // nodes} on a node, and it"
+            f" has {most} GPUs (train_gpus_per_node): a rank needs one of its own",
+            param="train_ranks",
+        )
+    each = 1
+    if gpus is not None:
+        here = len(nvidia_devices())
+        each = min(CORES_PER_GPU, max(1, cores // here)) if here else CORES_PER_GPU
+    return Resources(ranks, nodes, gpus, config.train_cpus_per_rank or each, config.train_minutes)
+
+
+def _gpus(config: Config) -> Gpus | None:
+    """The GPUs of the nodes that train; None: it is done on CPU cores."""
+    name, devices = config.train_gpu, nvidia_devices()
+    if config.train_gpus == "off":
+        if name is not None:
+            raise ConfigError(
+                f"train_gpu = {name!r} has no effect with train_gpus = 'off': leave one of them"
+                " out",
+                param="train_gpu",
+            )
+        return None
+    if config.train_gpus == "auto" and name is None and not devices:
+        return None
+    per_node = config.train_gpus_per_node or len(devices) or GPUS_PER_NODE
+    if name is not None:
+        try:
+            known = find_gpu(name)
+        except BadInput as error:
+            raise ConfigError(f"train_gpu: {error}", param="train_gpu") from error
+        return Gpus(known.name, known.gib, per_node)
+    if not devices:
+        raise ConfigError(
+            "train_gpus = 'on', but this host has no NVIDIA GPU that could be asked: say which the"
+            " nodes that train have, as in train_gpu = 'H100'",
+            param="train_gpu",
+        )
+    kind, gib = read_answer(_ask())
+    return Gpus(kind, gib, per_node)
+
+
+def read_answer(text: str) -> tuple[str, float]:
+    """What nvidia-smi says: a GPU's name, and the GiB of the smallest. Raises ConfigError."""
+    gpus = [line.rpartition(",") for line in text.splitlines()]
+    try:
+        gib = min(float(mib) / 1024 for _, _, mib in gpus)
+    except ValueError:  # no line, or memory "[N/A]"
+        raise _unknown(f"nvidia-smi says {text.strip()!r}") from None
+    found = identify(gpus[0][0])
+    return found.name if found is not None else gpus[0][0], gib
+
+
+def _ask() -> str:
+    try:
+        done = subprocess.run(ASK, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _unknown(str(error)) from error
+    return done.stdout
+
+
+def _unknown(why: str) -> ConfigError:
+    return ConfigError(
+        f"this host has NVIDIA GPUs, but not to be learned which ({why}): name them, as in"
+        " train_gpu = 'H100', or train on the CPU with train_gpus = 'off'",
+        param="train_gpu",
+    )
