@@ -1,8 +1,8 @@
 """Training jobs over a scheduler: submit once, watch, start again what died, pause, cancel.
 
 The platform process holds one `MegatronTrainer`. It keeps no state: a job's folder says everything,
-so a restarted platform goes on watching. A spec without a layout gets one here, once (spreading.py).
-The work itself is job.py, in processes of its own.
+so a restarted platform goes on watching. A spec without a layout gets one before it is written
+down (spreading.py). The work itself is job.py, in processes of its own.
 """
 
 import hashlib

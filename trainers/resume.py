@@ -112,10 +112,18 @@ def load(training: Training, point: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Consecutive elements of a saved box, from `first` on; `numbers`: [3, count]."""
+    """Consecutive elements of a saved box, from `first` on, and where in which file they are."""
 
     first: int
-    numbers: Floats
+    count: int
+    path: Path
+    position: int
+    total: int  # elements in the file, of each of NUMBERS
+
+    def read(self, number: int) -> Floats:
+        """One of NUMBERS, [count]. Nothing is mapped: the shared root may be a network's."""
+        place = (number * self.total + self.position) * 4
+        return np.fromfile(self.path, "<f4", self.count, offset=place)
 
 
 class _Saved:
@@ -134,18 +142,14 @@ class _Saved:
             self._read_index(path.with_suffix(".bin"), index["pieces"])
 
     def _read_index(self, path: Path, pieces: list[dict[str, Any]]) -> None:
-        if not pieces:
-            return
-        numbers = np.memmap(path, "<f4", "r").reshape(len(NUMBERS), -1)
-        position = 0
+        total, position = sum(piece["count"] for piece in pieces), 0
         for piece in pieces:
             sizes = (tuple(piece[name]) for name in ("whole", "offset", "shape"))
-            stretches = self._weights.setdefault(piece["key"], {})
-            end = position + piece["count"]
-            stretches.setdefault(Box(piece["key"], *sizes), []).append(
-                _Stretch(piece["first"], numbers[:, position:end])
+            boxes = self._weights.setdefault(piece["key"], {})
+            boxes.setdefault(Box(piece["key"], *sizes), []).append(
+                _Stretch(piece["first"], piece["count"], path, position, total)
             )
-            position = end
+            position += piece["count"]
 
     def read(self, part: Part, number: int) -> torch.Tensor:
         """One of NUMBERS for a box, flattened: [box.size] float32.
@@ -171,7 +175,7 @@ class _Saved:
             if both is not None:
                 flat = np.empty(other.size, np.float32)
                 for stretch in stretches:
-                    values = stretch.numbers[number]
+                    values = stretch.read(number)
                     flat[stretch.first : stretch.first + len(values)] = values
                 found[both[0]] = flat.reshape(other.shape)[both[1]]
         return torch.from_numpy(found.reshape(-1))

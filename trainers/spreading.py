@@ -61,5 +61,5 @@ def usual_length(spec: JobSpec, home: Home) -> int:
     found = read_dataset(home, spec.dataset).get("splits", {}).get("train", {})
     if not found.get("samples"):
         raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
-    mean = found["tokens"] / found["samples"]
+    mean: float = found["tokens"] / found["samples"]
     return max(1, round(2 * mean if spec.method == "dpo" else mean))

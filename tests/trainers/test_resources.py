@@ -1,0 +1,243 @@
+"""What the configuration gives the trainer, and the layout of jobs that name none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput, ConfigError, NotFound
+from cray_agents.paths import Home
+from cray_agents.ports import Command, CommandStatus
+from cray_agents.runtime.scheduler.batch_script import batch_script
+from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.resources import Gpus, Resources, read_answer, resources_of
+from cray_agents.trainers.spreading import LOUD, usual_length
+from cray_agents.training import Hyperparameters, JobSpec, Layout, Lora
+from tests.trainers.known_models import LLAMA_2_70B
+
+H100 = {"train_gpu": "h100"}
+
+
+class Recording:
+    """A scheduler in whose queue commands wait for ever."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+
+    def submit(self, command: Command) -> str:
+        self.commands.append(command)
+        return str(len(self.commands))
+
+    def status(self, name: str) -> CommandStatus:
+        return CommandStatus(state="queued", id=str(len(self.commands)))
+
+    def cancel(self, name: str) -> None: ...
+
+
+def resources(tmp_path: Path, **config: Any) -> Resources:
+    return resources_of(load_config(config, tmp_path))
+
+
+def open_spec(parent: Path, **changes: Any) -> JobSpec:
+    """One that leaves its layout to the trainer."""
+    hyper = {"steps": 10, "batch_size": 64, "dtype": "bfloat16", **changes.pop("hyper", {})}
+    return JobSpec(
+        dataset="ds",
+        parent=str(parent),
+        parent_sha256="0" * 64,
+        hyperparameters=Hyperparameters(**hyper),
+        **changes,
+    )
+
+
+@pytest.fixture
+def llama70(home: Home, tmp_path: Path) -> Path:
+    """Its config, and a dataset of samples of 1,000 tokens."""
+    folder = tmp_path / "llama70"
+    folder.mkdir()
+    config = LLAMA_2_70B | {"vocab_size": 128256}
+    (folder / "config.json").write_text(json.dumps(config))
+    home.dataset("ds").mkdir(parents=True)
+    counts = {"splits": {"train": {"samples": 50, "tokens": 50_000}}}
+    (home.dataset("ds") / "manifest.json").write_text(json.dumps(counts))
+    return folder
+
+
+# ---- the configuration
+def test_named_gpus_are_had_by_every_node(tmp_path: Path) -> None:
+    two = resources(tmp_path, **H100, train_nodes=2, train_gpus_per_node=8, train_minutes=90)
+    assert two == Resources(16, 2, Gpus("H100", 79, 8), two.cpus_per_rank, 90)
+    assert two.ranks_per_node == 8
+    assert str(two).startswith("16 ranks on 2 nodes of 8 x H100 (79 GiB), ")
+    assert str(two).endswith(", for at most 90 minutes")
+    fewer = resources(tmp_path, **H100, train_ranks=2, train_gpus_per_node=4, train_cpus_per_rank=3)
+    assert str(fewer) == "2 ranks on a node of 4 x H100 (79 GiB), 3 cores each"
+
+
+def test_without_gpus_ranks_are_few(tmp_path: Path) -> None:
+    cpu = resources(tmp_path, train_gpus="off")
+    assert cpu.gpus is None and 1 <= cpu.ranks <= 2
+    assert str(resources(tmp_path, train_gpus="off", train_ranks=1)) == (
+        "1 rank on a node of CPU cores, 1 core each"
+    )
+    if not nvidia_devices():
+        assert resources(tmp_path) == cpu
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "told"),
+    [
+        ({"train_gpu": "H1000"}, "train_gpu", "known are GB200"),
+        ({"train_gpu": "H100", "train_gpus": "off"}, "train_gpu", "no effect"),
+        ({"train_ranks": 3, "train_nodes": 2}, "train_ranks", "evenly over train_nodes = 2"),
+        ({**H100, "train_ranks": 16, "train_gpus_per_node": 8}, "train_ranks", "it has 8 GPUs"),
+        ({"train_minutes": 0}, "train_minutes", "greater than 0"),
+        ({"train_gpus": "some"}, "train_gpus", "'auto', 'on' or 'off'"),
+        pytest.param(
+            {"train_gpus": "on"},
+            "train_gpu",
+            "train_gpu = 'H100'",
+            marks=pytest.mark.skipif(bool(nvidia_devices()), reason="this host has GPUs"),
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(
+    tmp_path: Path, config: dict[str, Any], key: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told) as refused:
+        resources(tmp_path, **config)
+    assert refused.value.param == key
+
+
+def test_what_nvidia_smi_says() -> None:
+    """As it was printed by a host with two, and by one whose driver is away."""
+    assert read_answer("NVIDIA H200, 143771\nNVIDIA H200, 143771\n") == ("H200", 143771 / 1024)
+    assert read_answer("NVIDIA A100-SXM4-40GB, 40960\nA, 1024\n") == ("A100-40GB", 1.0)
+    assert read_answer("Quadro P400, 2048\n") == ("Quadro P400", 2.0)
+    for broken in ("", "No devices were found\n", "NVIDIA H200, [N/A]\n"):
+        with pytest.raises(ConfigError, match="train_gpus = 'off'"):
+            read_answer(broken)
+
+
+@pytest.mark.parametrize(
+    ("world", "nodes"), [(16, 2), (8, 1), (1, 1), (12, 2), (24, 3), (17, 17), (40, 5)]
+)
+def test_a_layout_of_its_own_gets_as_many_nodes_as_it_takes(world: int, nodes: int) -> None:
+    assert Resources(16, 2, Gpus("H100", 79, 8)).nodes_for(world) == nodes
+    assert Resources(4, 2).nodes_for(world) == (1 if world % 2 else 2)
+
+
+# ---- layouts
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={job}
+#SBATCH --nodes=2
+#SBATCH --ntasks=16
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=6
+#SBATCH --gpus-per-node=8
+#SBATCH --time=240
+#SBATCH --signal=B:TERM@60
+#SBATCH --chdir={folder}
+#SBATCH --output={folder}/log.txt
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+
+export OMP_NUM_THREADS=6
+"""
+SRUN = (
+    "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48"
+    " --kill-on-bad-exit=1 --export=ALL "
+)
+
+
+def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_path: Path) -> None:
+    config = {"train_nodes": 2, "train_gpus_per_node": 8, "train_cpus_per_rank": 6}
+    given = resources(tmp_path, **H100, **config, train_minutes=240)
+    scheduler = Recording()
+    trainer = MegatronTrainer(home, scheduler, given)
+    asked = open_spec(llama70, hyper={"lora": Lora()})
+    assert trainer.submit(asked).id == asked.id
+    journal = Journal(home, asked.id)
+    spec = journal.spec()
+    assert spec.layout == Layout(data=4, tensor=4, sequence_parallel=True)
+    assert spec.recompute == "none"
+    (event,) = journal.events()
+    assert (event["event"], event["layout"]) == ("layout", spec.layout.model_dump())
+    assert "70.6 billion parameters" in event["reasons"][0] and LOUD not in event["reasons"]
+    log = journal.log.read_text().splitlines()
+    assert log[0] == "layout data=4 tensor=4 sequence_parallel=true:"
+    assert [line.strip() for line in log[1:]] == event["reasons"]
+
+    (command,) = scheduler.commands
+    script = batch_script(command, tmp_path / "ledger")
+    assert script.startswith(SCRIPT.format(job=spec.id, folder=journal.folder))
+    assert SRUN in script
+    again = MegatronTrainer(home, scheduler, Resources())  # as of a platform with another config
+    assert again.submit(asked).state == "queued"
+    assert journal.spec() == spec and len(scheduler.commands) == 1
+    assert len(journal.events()) == 1
+
+
+def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path) -> None:
+    scheduler = Recording()
+    trainer = MegatronTrainer(home, scheduler, Resources(16, 2, Gpus("H100", 79, 8)))
+    asked = open_spec(llama70)
+    trainer.submit(asked)
+    journal = Journal(home, asked.id)
+    spec, (event,) = journal.spec(), journal.events()
+    assert (spec.layout.tensor, spec.layout.pipeline, spec.recompute) == (8, 2, "full")
+    assert event["reasons"][0] == LOUD and "nothing fits" in event["reasons"][2]
+    assert event["recompute"] == "full"
+    assert LOUD in journal.log.read_text()
+    assert len(scheduler.commands) == 1
+
+    kept = open_spec(llama70, hyper={"seed": 1}, recompute="none")
+    trainer.submit(kept)
+    assert Journal(home, kept.id).spec().recompute == "none"
+    named = open_spec(llama70, hyper={"seed": 2}, layout=Layout(tensor=8))
+    trainer.submit(named)
+    journal = Journal(home, named.id)
+    assert (journal.spec(), journal.events()) == (named, [])
+    assert (scheduler.commands[-1].nodes, scheduler.commands[-1].ranks) == (1, 8)
+
+
+def test_ranks_without_gpus_share_the_batch(home: Home, tmp_path: Path) -> None:
+    scheduler = Recording()
+    trainer = MegatronTrainer(home, scheduler, Resources(ranks=4))
+    wide, narrow = (open_spec(tmp_path, hyper={"batch_size": size}) for size in (16, 3))
+    trainer.submit(wide)
+    trainer.submit(narrow)
+    assert Journal(home, wide.id).spec().layout == Layout(data=4)
+    assert Journal(home, narrow.id).spec().layout == Layout(data=3)
+    (event,) = Journal(home, narrow.id).events()
+    (reason,) = event["reasons"]
+    assert reason.startswith("data=3 of 4 ranks: a batch has no more; on CPUs")
+    assert [command.ranks for command in scheduler.commands] == [4, 3]
+    assert {command.environment["CUDA_VISIBLE_DEVICES"] for command in scheduler.commands} == {""}
+
+
+def test_nothing_is_started_that_no_layout_can_be_chosen_for(home: Home, llama70: Path) -> None:
+    scheduler = Recording()
+    trainer = MegatronTrainer(home, scheduler, Resources(8, 1, Gpus("H100", 79, 8)))
+    (llama70 / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(BadInput, match="cannot train a 'gpt2' model"):
+        trainer.submit(open_spec(llama70))
+    (llama70 / "config.json").write_text(json.dumps(LLAMA_2_70B))
+    with pytest.raises(NotFound, match="no dataset"):
+        trainer.submit(open_spec(llama70).model_copy(update={"dataset": "none"}))
+    (home.dataset("ds") / "manifest.json").write_text('{"splits": {}}')
+    with pytest.raises(BadInput, match="no samples"):
+        trainer.submit(open_spec(llama70))
+    assert scheduler.commands == [] and not home.jobs.exists()
+
+
+def test_a_pair_is_two_sequences(home: Home, llama70: Path) -> None:
+    assert usual_length(open_spec(llama70), home) == 1000
+    assert usual_length(open_spec(llama70, method="dpo"), home) == 2000
