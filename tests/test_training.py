@@ -10,10 +10,8 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cray_agents import Agent, Hyperparameters, Task
@@ -133,6 +131,8 @@ def test_the_runs_are_stored_with_what_was_sampled(site: Site) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_engine_and_trainer_agree(site: Site, method: str) -> None:
+    sampled = [value for run in site.runs for call in run.calls for value in call.logprobs]
+    assert max(sampled) - min(sampled) > 3  # of a model that has preferences, it is not easy
     [found] = site.events(method, "agreement")
     assert found["max_difference"] < 1e-3 < found["limit"]
     assert found["tokens"] == site.datasets[method]["trained_tokens"]
@@ -189,10 +189,5 @@ def test_the_command_line_tells_of_them(
     assert "succeeded" in page and method in page and "log-probabilities differ" in page
     told = jobs("logs", name)
     assert f"step {STEPS}/{STEPS}" in told and f"succeeded: checkpoint {name}" in told
-    drawn = jobs("plot", name, "--what", {"grpo": "loss,ratio"}.get(method, "loss"))
-    assert drawn.count("┤") + drawn.count("│") > 10
-
-
-def test_logprobs_vary(site: Site) -> None:
-    logprobs = np.concatenate([c.logprobs for run in site.runs for c in run.calls])
-    print(logprobs.std(), len(logprobs), site.datasets)
+    losses = [event["loss"] for event in site.events(method, "step")]
+    assert f"{name}: {losses[0]:.4g} → {losses[-1]:.4g}" in jobs("plot", name, "--what", "loss")

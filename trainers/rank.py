@@ -7,6 +7,7 @@ step of it is collective, so all ranks always agree on what comes next. Read nex
 import os
 import resource as limits
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from cray_agents.trainers.work import Work
 def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
     """Do one rank's part of a job; returns its exit code. Raises CrayError on bad inputs."""
     spec = work.spec
+    # they would fill the end of the log, where the reason of a death is looked for
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if on_cpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:

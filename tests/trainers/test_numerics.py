@@ -42,6 +42,7 @@ LAYOUTS = {
     "interleaved": Layout(pipeline=2, interleave=2),
     "tensor2pipeline2": Layout(tensor=2, pipeline=2),
     "expert2": Layout(data=2, expert=2),
+    "tensor2expert2": Layout(data=2, tensor=2, expert=2, sequence_parallel=True),
 }
 DENSE = ("qwen3", "qwen3-tied", "llama", "llama-tied", "qwen2", "qwen2-tied", "mistral")
 MIXED = ("qwen3_moe", "qwen3_moe:norm_topk_prob=false", "mixtral")
@@ -79,6 +80,7 @@ KINDS = {  # layout -> the kinds of model that are measured in it, the first ove
     "interleaved": (DEEP, DEEP_TIED),
     "tensor2pipeline2": ("qwen3", ODD_TIED),
     "expert2": ("qwen3_moe", *MIXED[1:]),
+    "tensor2expert2": ("qwen3_moe", "mixtral"),
 }
 
 

@@ -141,6 +141,7 @@ def load_megatron() -> bool:
     _adapt_random()
     _adapt_experts()
     _adapt_collectives()
+    _adapt_uneven_gathers()
     _adapt_kernels()
     return True
 
@@ -200,6 +201,32 @@ def _adapt_collectives() -> None:
 
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(buffers, name, unless_alone(getattr(buffers, name)))
+
+
+def _adapt_uneven_gathers() -> None:
+    """gloo gathers equal sizes only; experts' tensor ranks have as many tokens as were routed."""
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gather_even = mappings._gather_along_first_dim
+    scatter_even = mappings._reduce_scatter_along_first_dim
+
+    def gather(tokens: torch.Tensor, group: Any, sizes: Any = None, *rest: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather_even(tokens, group, sizes, *rest)
+        room = tokens.new_zeros(max(sizes), *tokens.shape[1:])
+        room[: len(tokens)] = tokens
+        found = [torch.empty_like(room) for _ in sizes]
+        torch.distributed.all_gather(found, room, group=group)
+        return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+
+    def reduce_scatter(tokens: torch.Tensor, group: Any, sizes: Any = None, *rest: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return scatter_even(tokens, group, sizes, *rest)
+        whole = tokens.clone()
+        torch.distributed.all_reduce(whole, group=group)
+        return whole.split(sizes)[group.rank()]
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = reduce_scatter
 
 
 def _adapt_kernels() -> None:

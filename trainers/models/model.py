@@ -130,7 +130,7 @@ def transformer_config(
         "expert_model_parallel_size": layout.expert,
         "sequence_parallel": layout.sequence_parallel,
         "calculate_per_token_loss": True,
-        "bias_activation_fusion": gpu,
+        "bias_activation_fusion": True,  # on the CPU by kernels.py
         "bias_dropout_fusion": gpu,
         "masked_softmax_fusion": te,
         "apply_rope_fusion": te,
