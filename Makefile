@@ -32,3 +32,4 @@ soak: setup
 	@CRAY_TEST_SEEDS=1,2,3,4,5,6,7,8,9,10 $(PY) -m pytest tests/test_demo.py -k kills
 	@CRAY_TEST_KILLS=220 $(PY) -m pytest -s --timeout 3600 tests/test_store_kills.py
 	@CRAY_TEST_KILLS=60 $(PY) -m pytest -s --timeout 3600 tests/runtime/datasets/test_dataset_uses.py tests/runtime/exports/test_exporting.py
+	@CRAY_TEST_KILLS=200 $(PY) -m pytest -s --timeout 3600 tests/trainers/test_campaign.py

@@ -13,6 +13,7 @@ Read next: launch.py for the ranks' processes, rank.py for what each of them doe
 import os
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +22,11 @@ from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.trainers.agreement import sampled_by_parent
 from cray_agents.trainers.data.fitting import check_samples, check_temperature, check_tokenizer
-from cray_agents.trainers.data.samples import read_samples
+from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.launch import EX_TEMPFAIL, Outcome, Place, find_place, run_ranks
 from cray_agents.trainers.layouts import check_layout
-from cray_agents.trainers.models.architecture import read_architecture
+from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.trainers.publish import parent_sha256
 from cray_agents.trainers.work import Work
 from cray_agents.training import JobSpec, JobStatus
@@ -88,30 +89,8 @@ def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
     if hyper.lora is not None:
         adapted(model, hyper.lora)
     _check_weights(parent, spec.parent_sha256, hyper.init, "parent_sha256")
-    reference = None
-    if spec.reference is not None and spec.reference_sha256 is not None:
-        reference = home.root / spec.reference
-        if read_architecture(reference) != model:
-            raise BadInput(
-                f"the reference {reference} is another kind of model than {parent}",
-                param="reference",
-            )
-        _check_weights(reference, spec.reference_sha256, "parent", "reference_sha256")
-    folder = home.dataset(spec.dataset)
-    samples = read_samples(folder, spec.method)
-    check_samples(samples, model, hyper)
-    check_tokenizer(samples, folder, home, parent)
-    if spec.method == "grpo":
-        check_temperature(samples, hyper)
-    validation = read_samples(folder, spec.method, "validation")
-    if len(validation):
-        check_samples(validation, model, hyper)
-    elif spec.evaluate_every is not None:
-        raise BadInput(
-            f"evaluate_every={spec.evaluate_every}, but dataset {spec.dataset} has no validation"
-            " split: build it with validation=0.05, or leave evaluate_every out",
-            param="evaluate_every",
-        )
+    reference = _reference(spec, home, parent, model)
+    samples, validation = _samples(spec, home, parent, model)
     comparable = sampled_by_parent(samples, home, spec.parent_sha256, hyper.policy.temperature)
     return Work(
         journal,
@@ -121,9 +100,48 @@ def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
         model,
         samples,
         comparable,
-        validation if len(validation) else None,
+        validation,
         reference,
     )
+
+
+def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> Path | None:
+    """The checkpoint that the job compares with; None: its parent."""
+    if spec.reference is None or spec.reference_sha256 is None:
+        return None
+    reference = home.root / spec.reference
+    other = read_architecture(reference)
+    if replace(other, dtype=model.dtype, init_std=model.init_std) != model:
+        raise BadInput(
+            f"the reference {reference} is another kind of model than {parent}", param="reference"
+        )
+    _check_weights(reference, spec.reference_sha256, "parent", "reference_sha256")
+    return reference
+
+
+def _samples(
+    spec: JobSpec, home: Home, parent: Path, model: Architecture
+) -> tuple[Samples, Samples | None]:
+    """The splits to train and to validate on; None: there is none of these."""
+    folder, hyper = home.dataset(spec.dataset), spec.hyperparameters
+    samples = read_samples(folder, spec.method)
+    validation = read_samples(folder, spec.method, "validation")
+    for split in (samples, validation) if len(validation) else (samples,):
+        try:
+            check_samples(split, model, hyper)
+            check_tokenizer(split, folder, home, parent)
+            if spec.method == "grpo":
+                check_temperature(split, hyper)
+        except BadInput as problem:
+            of = "" if split is samples else "the validation split does not fit: "
+            raise BadInput(f"{of}{problem}", param=problem.param) from problem
+    if not len(validation) and spec.evaluate_every is not None:
+        raise BadInput(
+            f"evaluate_every={spec.evaluate_every}, but dataset {spec.dataset} has no validation"
+            " split: build it with validation=0.05, or leave evaluate_every out",
+            param="evaluate_every",
+        )
+    return samples, validation if len(validation) else None
 
 
 def _check_weights(folder: Path, expected: str, init: str, param: str) -> None:
@@ -146,6 +164,8 @@ def _train(work: Work, place: Place) -> Outcome:
     on_cpu = load_megatron()
     if place.node == 0:
         resume.sweep(work.megatron)
+        final = work.journal.home.checkpoint(work.spec.id)
+        resume.sweep(final.parent, f".{final.name}.*")
         point, problems = resume.choose(work.megatron)
         step = resume.step_of(point) if point else 0
         if point is None and (source := work.spec.optimizer_from) is not None:

@@ -82,9 +82,9 @@ def last_of(folder: Path, job_id: str) -> Path:
     return found[0]
 
 
-def sweep(folder: Path) -> None:
+def sweep(folder: Path, drafts: str = ".step-*") -> None:
     """Remove what a killed job left half-written. Called by one process, before the ranks start."""
-    for draft in folder.glob(".step-*") if folder.exists() else []:
+    for draft in folder.glob(drafts) if folder.exists() else []:
         shutil.rmtree(draft, ignore_errors=True)
 
 

@@ -31,7 +31,7 @@ from tests.trainers.test_faults import ranks_of
 
 pytestmark = pytest.mark.megatron
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "7"))
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "6"))
 SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
 STEPS = 6
 RTOL = 1e-5  # of losses, in another layout
@@ -52,12 +52,13 @@ class Course:
 TENSOR = {"tensor": 2, "sequence_parallel": True}
 COURSES = {
     "sft": Course("qwen3", others=({"data": 2}, {"context": 2}), hyper={"weigh_loss": True}),
-    "dpo": Course("qwen3-tied", "dpo", TENSOR, ({}, {"data": 2})),
+    "dpo": Course("qwen3-tied", "dpo", others=({"data": 2}, TENSOR)),
     "kto": Course("qwen2", "kto", {"data": 2}, ({}, TENSOR)),
     "grpo": Course("llama", "grpo", {"pipeline": 2}, ({}, {"data": 2}), {"policy": {"kl": 0.1}}),
-    "lora": Course("qwen3", "dpo", hyper={"lora": {"rank": 4, "dropout": 0.2}}),
+    "lora": Course(
+        "qwen3", "dpo", TENSOR, hyper={"lora": {"rank": 4, "dropout": 0.2}, "dtype": "bfloat16"}
+    ),
     "moe": Course("mixtral", "sft", {"data": 2, "expert": 2}, ({},), {"order": "weighted"}),
-    "bfloat16": Course("qwen3", "grpo", TENSOR, hyper={"dtype": "bfloat16"}),
 }
 RIGHT = ("jobs equal to the bit", f"jobs in several layouts, losses within {RTOL:g}")
 HOW = (
@@ -82,7 +83,7 @@ class Kill:
 
     @classmethod
     def draw(cls, chance: random.Random, world: int) -> "Kill":
-        moment = chance.choice(("start", "step", "write", "write", "export"))
+        moment = chance.choice(("start", "step", "step", "write", "write", "export"))
         return cls(
             moment,
             chance.choice(HOW),
@@ -107,7 +108,7 @@ class Attempt:
         self.before = Journal(lab.home, spec.id).attempts
         self.job = lab.start(spec)
         self.ranks: list[int] = []
-        self.hit = ""
+        self.hit, self.went_on = "", False
 
     @property
     def points(self) -> list[int]:
@@ -169,7 +170,12 @@ class Attempt:
         if hung and not self.ended:
             self.job.kill()
             return None
-        return int(self.job.wait())
+        code = int(self.job.wait())
+        step, deadline = self.job.journal.step, time.monotonic() + HANGS
+        while any(alive(pid) for pid in self.ranks) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        self.went_on = self.job.journal.step > step + 1  # its ranks, without their launcher
+        return code
 
 
 @dataclass
@@ -203,7 +209,7 @@ class Campaign:
             method=course.method,
             hyper=hyper,
             layout=course.layout,
-            save_every=1 if course.method == "sft" else 2,
+            save_every=1 if course.method == "sft" else 3,
         )
         return spec
 
@@ -217,7 +223,7 @@ class Campaign:
         """Kill one job some times, let it end, and compare it."""
         course, chance = COURSES[name], random.Random(f"{SEED}/{number}")
         whole, lab = self.undisturbed(name), self.laboratory(f"job-{number}", course)
-        spec, told, ranks = self.spec(lab, course), list[str](), list[int]()
+        spec, told = self.spec(lab, course), list[str]()
         own, moved = spec.layout, False
         left = chance.randint(1, max(1, KILLS // len(COURSES)))
         while True:
@@ -227,7 +233,6 @@ class Campaign:
             killed = kill is not None and attempt.bear(kill)
             code = attempt.end()
             left -= killed
-            ranks += attempt.ranks
             told.append(f"{attempt.hit if killed else 'nothing'} in {spec.layout}: exit {code}")
             problem = self.look(attempt, kill if killed else None, code)
             if problem is not None or code == 0:
@@ -237,7 +242,7 @@ class Campaign:
                 self.seen["starts under another layout than before"] += other != spec.layout
                 spec = spec.model_copy(update={"layout": other})
                 replace_file(attempt.folder / "spec.json", spec.model_dump_json().encode())
-        problem = problem or self.compare(attempt, whole, ranks, moved)
+        problem = problem or self.compare(attempt, whole, moved)
         if problem is not None:
             what = "\n".join([problem, *told])
             self.problems.append(f"{name}, job {number} of seed {SEED}: {what}")
@@ -247,6 +252,8 @@ class Campaign:
         job = attempt.job
         if code is None:
             return f"hung\n{job.log}"
+        if attempt.went_on or any(alive(pid) for pid in attempt.ranks):
+            return f"{attempt.hit}: its ranks {attempt.ranks} went on"
         for start in job.journal.events():
             if start["event"] != "started" or start["attempt"] <= attempt.before:
                 continue
@@ -271,14 +278,12 @@ class Campaign:
                 return f"said that it saved at {job.journal.step}, but has {attempt.points}"
         return None
 
-    def compare(self, attempt: Attempt, whole: Any, ranks: list[int], moved: bool) -> str | None:
+    def compare(self, attempt: Attempt, whole: Any, moved: bool) -> str | None:
         """What the finished job has that the undisturbed one has not, or the other way round."""
         job = attempt.job
         steps = [e["step"] for e in job.journal.events() if e["event"] == "step"]
         if steps != list(range(1, STEPS + 1)):
             return f"its events tell of steps {steps}"
-        if outlived := [pid for pid in ranks if alive(pid)]:
-            return f"processes {outlived} outlived their launcher"
         if job.journal.status().trained_tokens != whole.journal.status().trained_tokens:
             return "did not count its tokens on"
         losses, expected = np.array(job.losses), np.array(whole.losses)
@@ -311,4 +316,4 @@ def test_killed_jobs_end_as_if_nothing_had_happened(lab: Any, tmp_path: Path) ->
     campaign.run()
     sys.stdout.write(campaign.table())
     assert not campaign.problems, "\n\n".join(campaign.problems[:9])
-    assert campaign.seen["starts from a resume point"]
+    assert campaign.seen["starts from a resume point"] >= KILLS // 10
