@@ -149,7 +149,10 @@ class Trainer(Protocol):
     """Where training jobs run. A job's id is the hash of its spec: submitting twice is once."""
 
     def submit(self, spec: JobSpec) -> JobStatus:
-        """Start the job, or find it; a finished job is returned as it is. Raises JobError."""
+        """Start the job, or find it; a finished job is returned as it is.
+
+        Raises JobError, and BadInput or NotFound for what cannot be trained.
+        """
         ...
 
     def status(self, job_id: str) -> JobStatus:

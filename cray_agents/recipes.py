@@ -95,8 +95,12 @@ class DatasetRecipe(StrictRecord):
     `demonstrations` are conversations (lists of messages) to imitate, rendered with the tokenizer
     and chat template of `tokenizer` (a checkpoint directory); `tools` are theirs, unless
     `demonstrations_tools` gives each its own. An assistant message whose `weight` is 0 is context
-    that is not trained on. `render`: runs that have no tokens because they were imported are
-    rendered the same way; otherwise they are left out.
+    that is not trained on. For `dpo` each is a pair: `demonstrations_rejected` holds the message
+    that its last one is preferred to, and nothing else is trained on. `demonstrations_splits` says
+    which are in the validation split, in the place of `validation`.
+
+    `render`: runs that have no tokens because they were imported are rendered the same way;
+    otherwise they are left out.
 
     With `balance_by` (a key of the tasks' metadata), a group of n samples weighs n**balance_power
     in all: 0 makes all groups equal, 1 all samples.
@@ -123,6 +127,8 @@ class DatasetRecipe(StrictRecord):
     demonstrations: list[list[Message]] = Field(default_factory=list)
     demonstrations_metadata: list[dict[str, Any]] = Field(default_factory=list)
     demonstrations_tools: list[list[dict[str, Any]]] = Field(default_factory=list)
+    demonstrations_rejected: list[Message] = Field(default_factory=list)
+    demonstrations_splits: list[Literal["train", "validation"]] = Field(default_factory=list)
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tokenizer: str | None = None
     render: bool = False

@@ -106,13 +106,13 @@ class Hyperparameters(StrictRecord):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     decay_fraction: float = Field(0.1, gt=0, le=1)
     weight_decay: float = Field(0.1, ge=0)
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, gt=0)
     order: Literal["epoch", "weighted"] = "epoch"
     weigh_loss: bool = False
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     max_tokens_per_microbatch: int = Field(4096, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     init: Literal["parent", "random"] = "parent"

@@ -13,6 +13,7 @@ import uvloop
 
 from cray_agents import Platform, ScriptedEngine
 from cray_agents.paths import Home
+from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
@@ -40,9 +41,13 @@ def platform(
     *,
     model: Path | None = None,
     name: str = "m",
-    **trainer: Any,
+    trainer: Trainer | None = None,
+    **scripted: Any,
 ) -> Iterator[Platform]:
-    """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts."""
+    """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts.
+
+    `trainer`: another one than a ScriptedTrainer, which `scripted` is for.
+    """
     home = Home(root)
     registry = Registry(home)
     if not registry.names():
@@ -57,7 +62,7 @@ def platform(
             home=home,
             store=Store(home),
             registry=registry,
-            trainer=ScriptedTrainer(home, probe=PROBE, **trainer),
+            trainer=trainer or ScriptedTrainer(home, probe=PROBE, **scripted),
             pool=pool,
         )
         version = registry.resolve(name)

@@ -156,6 +156,8 @@ def test_the_page_of_a_running_job(root: Root) -> None:
         evaluate_every=10,
     )
     journal = root.started(asked)
+    why = ["a rank holds the whole model", "data=2: all ranks"]
+    journal.event("layout", layout={"data": 2}, recompute="none", reasons=why)
     for tokens, most in ((5, 0.5), (1234, 0.0031)):
         journal.event("agreement", tokens=tokens, max_difference=most, mean_difference=1e-4,
                       limit=0.01, run_id="run_a", place=7, ours=-1.0, theirs=-1.5)  # fmt: skip
@@ -166,6 +168,7 @@ def test_the_page_of_a_running_job(root: Root) -> None:
     (point / "part").write_bytes(bytes(2**20))
     (journal.folder / "megatron" / ".step-00000031.1").mkdir()  # being written: none yet
     page = json.loads(root.jobs("show", asked.id, "--json").out)
+    assert page["layout_reasons"] == why
     assert page["progress"]["seconds_left"] == 5.0 and page["agreement"]["tokens"] == 1234
     assert [p["step"] for p in page["resume_points"]] == [30]
     said = root.jobs("show", asked.id).out
@@ -173,6 +176,7 @@ def test_the_page_of_a_running_job(root: Root) -> None:
         "grpo",
         "policy (kl=0.5)",
         "data 2, tensor 2",
+        *why,
         "evaluated every 10 steps",
         "running after step 30 of 40, about 0:05 left",
         "2.0000 → 0.0667",
@@ -188,6 +192,7 @@ def test_the_page_of_a_running_job(root: Root) -> None:
 
 def test_logs_tell_events_and_the_log(root: Root) -> None:
     journal = root.started(spec(layout=Layout(data=2)))
+    journal.event("layout", layout={"data": 2}, recompute="full", reasons=["so", "there"])
     journal.event("started", attempt=1, from_step=0, left_out=3, layout={"data": 2, "tensor": 1})
     steps(journal, 1, kl=lambda step: math.inf, clip_fraction=lambda step: 0.25)
     journal.event("evaluation", step=1, loss=0.5, tokens=1000)
@@ -199,7 +204,8 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
     rank.parent.mkdir()
     rank.write_text("".join(f"line {n}\n" for n in range(200)))
     said = root.jobs("logs", journal.job_id).out.splitlines()
-    assert [line[10:] for line in said[:6]] == [
+    assert [line[10:] for line in said[:7]] == [
+        "spread over data 2, full recomputation: so; there",
         "attempt 1 starts after step 0 on data 2; 3 samples without anything to learn are left out",
         "step 1/4  loss 2.0000  lr 1.00e-03  grad norm 1.000  kl inf  clip fraction 0.25"
         "  20 tokens/s",
@@ -208,10 +214,10 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
         "moved: place elsewhere",
         "failed: the gradient norm is nan",
     ]
-    assert said[6:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
+    assert said[7:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
     lines = root.jobs("logs", journal.job_id, "--json").out.splitlines()
     assert [json.loads(line) for line in lines] == journal.events()
-    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[5], said[7]]
+    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[6], said[8]]
     told = root.jobs("logs", journal.job_id, "--rank", 1, "--tail", 2).out
     assert told == "line 198\nline 199\n"
     assert "its ranks are 0 to 1" in root.refused("logs", journal.job_id, "--rank", 2)

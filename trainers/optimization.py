@@ -7,8 +7,12 @@ import torch
 from cray_agents.training import Hyperparameters, Layout
 
 
-def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, on_cpu: bool) -> list[Any]:
-    """Each chunk in Megatron's DDP, gradients summed in float32 over data and context ranks."""
+def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: bool) -> list[Any]:
+    """Each chunk in Megatron's DDP, gradients summed in float32 over data and context ranks.
+
+    `overlap`: gradients travel during the backward pass, and weights during the next forward pass:
+    before it, a rank has but its own share of what a step changed (`gather_weights`).
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -18,7 +22,7 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, on_cpu: bool
     from megatron.core.utils import get_model_config
 
     config = get_model_config(chunks[0])
-    overlap = not on_cpu and layout.data * layout.context > 1
+    overlap = overlap and layout.data * layout.context > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -44,6 +48,13 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, on_cpu: bool
     return parts
 
 
+def gather_weights(parts: list[Any]) -> None:
+    """Have all that the last step changed, now. Collective."""
+    for part in parts:
+        if part.ddp_config.overlap_param_gather:
+            part.start_param_sync(force_sync=True)
+
+
 def optimizer_of(parts: list[Any], hyper: Hyperparameters) -> Any:
     """AdamW over all data ranks' shards; norms and biases do not decay."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -66,6 +77,7 @@ def optimizer_of(parts: list[Any], hyper: Hyperparameters) -> Any:
             params_dtype=torch.bfloat16 if half else torch.float32,
         ),
         parts,
+        use_gloo_process_groups=False,
     )
     get_model_config(parts[0]).grad_scale_func = optimizer.scale_loss
     return optimizer

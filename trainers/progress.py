@@ -9,7 +9,7 @@ from cray_agents.errors import JobError
 from cray_agents.trainers.train import StepReport
 
 RECENT = 50  # steps whose gradient norms a new one is compared with
-EXPLODED = 1000.0  # times their median
+EXPLODED = 1000.0  # times what nine in ten of them were below
 
 
 @dataclass
@@ -22,16 +22,21 @@ class Progress:
     trained_tokens: int = 0
     seconds: float = 0.0  # spent in steps
     norms: list[float] = field(default_factory=list)  # of the last RECENT gradients
+    evaluated: int = 0  # the step after which that was done last
 
-    def add(self, report: StepReport, seconds: float, done: int) -> None:
-        """Count a step. Raises JobError when its loss or gradient makes no sense."""
+    def add(self, report: StepReport, seconds: float, before: int) -> None:
+        """Count a step, with so many before it.
+
+        Raises JobError when its loss or gradient makes no sense.
+        """
         for name, value in (("loss", report.loss), ("gradient norm", report.grad_norm)):
             if not math.isfinite(value):
-                raise _nonsense(f"the {name} is {value}", report, done)
-        usual = statistics.median(self.norms) if len(self.norms) >= RECENT // 5 else math.inf
+                raise _nonsense(f"the {name} is {value}", report, before)
+        # not their median: where few batches have anything to learn, most norms are next to nothing
+        usual = statistics.quantiles(self.norms, n=10)[-1] if len(self.norms) >= 10 else math.inf
         if report.grad_norm > EXPLODED * usual > 0:
-            what = f"the gradient norm is {report.grad_norm:g}, and was {usual:g} (median)"
-            raise _nonsense(what, report, done)
+            what = f"the gradient norm is {report.grad_norm:g}, and was below {usual:g} before"
+            raise _nonsense(what, report, before)
         self.norms = [*self.norms[1 - RECENT :], report.grad_norm]
         self.loss_first = report.loss if self.loss_first is None else self.loss_first
         self.loss_last = report.loss
@@ -45,12 +50,13 @@ class Progress:
     def summary(self) -> dict[str, Any]:
         """What the checkpoint's manifest says."""
         known = {name: value for name, value in vars(self).items() if value is not None}
-        del known["norms"]
+        del known["norms"], known["evaluated"]
         return known
 
 
-def _nonsense(what: str, report: StepReport, done: int) -> JobError:
+def _nonsense(what: str, report: StepReport, before: int) -> JobError:
     return JobError(
-        f"{what} after {done} whole steps (learning rate {report.learning_rate:g}): nothing was saved from"
-        " there; lower the learning rate, or look at the parent's weights and the samples"
+        f"{what} after {before} whole steps (learning rate {report.learning_rate:g}): nothing was"
+        " saved from there; lower the learning rate, or look at the parent's weights and the"
+        " samples"
     )

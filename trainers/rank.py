@@ -23,12 +23,15 @@ from cray_agents.trainers.planning.hardware import peak_flops
 from cray_agents.trainers.progress import Progress
 from cray_agents.trainers.ranks import join_ranks
 from cray_agents.trainers.saving import Saver
-from cray_agents.trainers.train import StepReport, Training
+from cray_agents.trainers.train import StepReport, Stopped, Training
 from cray_agents.trainers.work import Work
 
 
 def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
-    """Do one rank's part of a job; returns its exit code. Raises CrayError on bad inputs."""
+    """Do one rank's part of a job; returns its exit code. Raises CrayError on bad inputs.
+
+    Asked to stop, or superseded, it ends within a step, or between two parts of what takes longer.
+    """
     spec = work.spec
     # they would fill the end of the log, where the reason of a death is looked for
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -38,6 +41,12 @@ def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu)
     attempt, *points = agree((work.attempt, work.resume_from, work.optimizer_from))
+
+    def asked_to_stop() -> bool:
+        return stop.set or (
+            is_main() and (work.journal.paused or bool(work.journal.fenced(attempt)))
+        )
+
     training = Training(
         work.model,
         spec.layout,
@@ -46,38 +55,43 @@ def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
         on_cpu,
         method=spec.method,
         recompute=spec.recompute,
+        asked_to_stop=asked_to_stop,
     )
-    known, validation = look_back(training, work)
-    progress = restore(training, *points)
-    if not train(training, work, known, validation, attempt, progress, stop):
-        return EX_TEMPFAIL
-    if not may_publish(work, attempt):
-        return 0
-    export.publish(
-        training,
-        spec,
-        probe_prompts(work.samples),
-        {**progress.summary(), "steps": training.done},
-        work.journal.home.checkpoint(f".{spec.id}.{attempt}"),
-        work.journal.home.checkpoint(spec.id),
-    )
+    try:
+        known, validation = look_back(training, work)
+        progress = restore(training, *points)
+        finished = train(training, work, known, validation, attempt, progress)
+        if finished and may_publish(work, attempt):
+            training.finish()
+            export.publish(
+                training,
+                spec,
+                probe_prompts(work.samples),
+                {**progress.summary(), "steps": training.done},
+                work.journal.home.checkpoint(f".{spec.id}.{attempt}"),
+                work.journal.home.checkpoint(spec.id),
+            )
+    except Stopped:
+        finished = False
+    code = 0 if finished or not may_publish(work, attempt) else EX_TEMPFAIL
     torch.distributed.destroy_process_group()
-    return 0
+    return code
 
 
 def look_back(training: Training, work: Work) -> tuple[Known, Known | None]:
     """What the weights before training say of the samples; proves that the engine agrees."""
-    found = agreement.compare(work.comparable, training.score(work.comparable))
+    comparable = agree(work.comparable)  # nodes may have looked at different times
+    found = agreement.compare(comparable, training.score(comparable))
     if found is not None:
         limit = agreement.limit_of(work.spec)
         if is_main():
             work.journal.event("agreement", **vars(found), limit=limit)
         found.refuse(limit)
     baselines = Baselines(training, work.spec, work.reference, work.journal.folder / "baselines")
-    known = baselines.known(work.samples, "train")
+    known = baselines.of_training(work.samples)
     if work.validation is None:
         return known, None
-    return known, baselines.known(work.validation, "validation")
+    return known, baselines.of_validation(work.validation)
 
 
 def restore(training: Training, point: Any, optimizer_from: Any) -> Progress:
@@ -97,7 +111,6 @@ def train(
     validation: Known | None,
     attempt: int,
     progress: Progress,
-    stop: StopFlag,
 ) -> bool:
     """Train to the last step, saving on the way; False when asked to stop, or paused, before."""
     spec, steps = work.spec, work.spec.hyperparameters.steps
@@ -109,23 +122,40 @@ def train(
         may_publish=lambda: work.journal.fenced(attempt) is None,
         tell=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
     )
-    while training.done < steps:
-        begun = time.perf_counter()
-        report = training.step(known, stop.set or (is_main() and work.journal.paused))
-        progress.add(report, time.perf_counter() - begun, training.done)
-        if is_main():
-            tell(training, work, report, time.perf_counter() - begun)
-        last = training.done == steps
-        if validation is not None and (last or training.done % (spec.evaluate_every or steps) == 0):
-            evaluate(training, work, validation, progress)
-        stopping = report.stop and not last
-        if training.done % spec.save_every == 0 or last or stopping:
+
+    def to_evaluate() -> bool:
+        done = training.done
+        due = done == steps or done % (spec.evaluate_every or steps) == 0
+        return validation is not None and due and progress.evaluated < done
+
+    begun, stopped = training.done, False
+    while not stopped and (training.done < steps or to_evaluate()):
+        try:
+            if validation is not None and to_evaluate():
+                evaluate(training, work, validation, progress)
+            else:
+                stopped = step(training, work, known, progress)
+        except Stopped:
+            stopped = True
+        if stopped and not may_publish(work, attempt):
+            return False  # nothing is left to save for: another attempt goes on, or none
+        due = training.done == steps or training.done % spec.save_every == 0
+        if training.done > begun and (stopped or (due and not to_evaluate())):
             saver.save(progress.state())
         saver.poll()
-        if stopping:
-            break
     saver.finish()
-    return training.done == steps
+    return training.done == steps and not to_evaluate()
+
+
+def step(training: Training, work: Work, known: Known, progress: Progress) -> bool:
+    """Train one step and tell of it; returns whether to stop."""
+    begun, before = time.perf_counter(), training.done
+    report = training.step(known)
+    seconds = time.perf_counter() - begun
+    progress.add(report, seconds, before)
+    if is_main():
+        tell(training, work, report, seconds)
+    return report.stop
 
 
 def tell(training: Training, work: Work, report: StepReport, seconds: float) -> None:
@@ -158,7 +188,7 @@ def memory_gib(on_cpu: bool) -> float:
 def evaluate(training: Training, work: Work, validation: Known, progress: Progress) -> None:
     """The loss on the validation split, as an event and for the manifest."""
     loss, measures = training.evaluate(validation)
-    progress.validation_loss = loss
+    progress.validation_loss, progress.evaluated = loss, training.done
     if is_main():
         tokens = int(validation.marks.sum())
         work.journal.event("evaluation", step=training.done, loss=loss, tokens=tokens, **measures)

@@ -37,7 +37,7 @@ def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) 
         virtual_pipeline_model_parallel_size=layout.interleave if layout.interleave > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
-        create_gloo_process_groups=True,
+        create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -121,6 +121,14 @@ class Ranks:
         )
 
     # ---- what every rank must know
+    def on_any(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self.layout.world == 1:
+            return here
+        flag = torch.tensor(float(here), device=self.device)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        return bool(flag)
+
     def add_up(self, reports: Sequence[dict[str, Any]], stop: bool) -> dict[str, Any]:
         """name -> (sum, count) over micro-batches, data and context ranks; `stop` sums ranks."""
         from megatron.core import parallel_state as ps

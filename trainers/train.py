@@ -5,7 +5,7 @@ writes what it learnt. Nothing here knows files of a job. Read next: methods/ fo
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,14 +26,22 @@ from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.lora import adapters, add_lora
 from cray_agents.trainers.models.model import build_model
 from cray_agents.trainers.models.weights import SafeTensors, load_weights, weight_source
-from cray_agents.trainers.optimization import optimizer_of, wrap
+from cray_agents.trainers.optimization import gather_weights, optimizer_of, wrap
 from cray_agents.trainers.ranks import Ranks
 from cray_agents.training import Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 Item = TypeVar("Item")
 
-AT_ONCE = 1024  # samples that are packed together when nothing is learnt
+AT_ONCE = 128  # units for each data rank that are packed together when nothing is learnt
+
+
+class Stopped(Exception):
+    """Raised on all ranks alike, between two parts of what takes long, if any was asked to stop."""
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,11 @@ class StepReport:
 
 
 class Training:
-    """One rank's share of a training job. All methods are collective."""
+    """One rank's share of a training job. All methods are collective.
+
+    `asked_to_stop` is looked at in every step, whose report tells of it, and now and then by
+    `score` and `evaluate`, which raise Stopped. `overlap` (None: on GPUs): see optimization.py.
+    """
 
     def __init__(
         self,
@@ -63,16 +75,18 @@ class Training:
         *,
         method: MethodName = "sft",
         recompute: str = "none",
+        overlap: bool | None = None,
+        asked_to_stop: Callable[[], bool] = _never,
     ) -> None:
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
-        self.on_cpu, self.method = on_cpu, method
+        self.on_cpu, self.method, self.asked_to_stop = on_cpu, method, asked_to_stop
         self.ranks = Ranks(layout, on_cpu)
         self.done = 0  # steps
         self.inner = build_model(model, layout, hyper, on_cpu, recompute)
         load_weights(self.inner, model, weight_source(parent, model, hyper))
         if hyper.lora is not None:
             add_lora(self.inner, model, hyper.lora, hyper.seed)
-        self.parts = wrap(self.inner, layout, hyper, on_cpu)
+        self.parts = wrap(self.inner, layout, hyper, not on_cpu if overlap is None else overlap)
         self.optimizer = optimizer_of(self.parts, hyper)
         self.head = next((part.head for part in self.inner if part.post_process), None)
 
@@ -90,24 +104,27 @@ class Training:
         self.take_weights()
         self.done = 0
 
+    def finish(self) -> None:
+        """Have the last step's weights on every rank: what comes next reads them."""
+        gather_weights(self.parts)
+
     # ---- learning
-    def step(self, known: Known, stop: bool = False) -> StepReport:
+    def step(self, known: Known) -> StepReport:
         """Train one step on the samples that are its turn.
 
-        `stop` says whether this rank was asked to stop; the report says whether any was. On a loss
-        that is not finite the weights stay as they were.
+        On a loss that is not finite the weights stay as they were.
         """
         samples = known.samples
-        units = [samples.units[u] for u in step_units(self.hyper, self.done, samples.unit_weights)]
+        units = [samples.units[u] for u in step_units(self.hyper, self.done, known.unit_weights)]
         self.ranks.seed(self.hyper.seed, self.done)
         drift = self._drift(known, units)
         for part in self.parts:
             part.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._sums(known, units, drift, stop, learn=True)
+        members = _members(units)
+        sums = self._sums(known, units, drift, known.weight_scale(members), learn=True)
         stops, _ = sums.pop("stop")
         loss, measures = self._means(sums)
-        members = _members(units)
         costs = [samples.cost(i) for i in members]
         if self.method == "grpo":
             measures["reward"] = float(samples.rewards[members].mean())
@@ -139,8 +156,10 @@ class Training:
         sums: Sums = {}
         with self._not_training():
             drift = self._drift(known, known.samples.units)
-            for units in _slices(known.samples.units):
-                for name, (total, count) in self._sums(known, units, drift, learn=False).items():
+            scale = known.weight_scale(range(len(known.samples)))
+            for units in self._slices(known.samples.units):
+                found = self._sums(known, units, drift, scale, learn=False)
+                for name, (total, count) in found.items():
                     before = sums.get(name, (0.0, 0.0))
                     sums[name] = before[0] + total, before[1] + count
         del sums["stop"]
@@ -160,7 +179,7 @@ class Training:
         """
         found: list[Floats] = []
         with self._not_training():
-            for wanted in _slices(range(len(samples)) if indices is None else indices):
+            for wanted in self._slices(range(len(samples)) if indices is None else indices):
                 batches, members = self._share(samples, [[i] for i in wanted])
                 places = {i: n for n, i in enumerate(wanted)}
                 self._look(temperature)
@@ -188,16 +207,15 @@ class Training:
         known: Known,
         units: Sequence[Sequence[int]],
         drift: float,
-        stop: bool = False,
+        scale: float,
         *,
         learn: bool,
     ) -> Sums:
         """The loss over units and its measures, as sums and counts over all ranks."""
         batches, _ = self._share(known.samples, units, known)
-        scale = known.weight_scale(_members(units))
         self._look(entropy=self.method == "grpo")
         report = partial(self._loss, drift, scale)
-        return self.ranks.add_up(self._run(batches, report, learn=learn), stop)
+        return self.ranks.add_up(self._run(batches, report, learn=learn), self.asked_to_stop())
 
     def _means(self, sums: Sums) -> tuple[float, dict[str, float]]:
         """The loss, and the other means."""
@@ -205,6 +223,14 @@ class Training:
         if "loss" not in means:
             raise BadInput(f"step {self.done}: no trainable token in the whole batch")
         return means.pop("loss"), means
+
+    def _slices(self, values: Sequence[Item]) -> Iterator[Sequence[Item]]:
+        """So many at a time that packing them is quick. Raises Stopped."""
+        size = AT_ONCE * self.layout.data
+        for start in range(0, len(values), size):
+            if self.ranks.on_any(self.asked_to_stop()):
+                raise Stopped
+            yield values[start : start + size]
 
     # ---- one pass through the pipeline
     def _share(
@@ -291,17 +317,13 @@ class Training:
         """While it lasts, dropout is off."""
         for part in self.parts:
             part.eval()
-        yield
-        for part in self.parts:
-            part.train()
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.train()
 
 
 def _members(units: Sequence[Sequence[int]]) -> list[int]:
     """The samples of units, one after the other."""
     return [i for unit in units for i in unit]
-
-
-def _slices(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """So many at a time that packing them is quick."""
-    for start in range(0, len(values), AT_ONCE):
-        yield values[start : start + AT_ONCE]

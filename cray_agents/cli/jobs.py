@@ -1,7 +1,7 @@
 """`jobs`: training jobs, read from the shared root: what they are, what they tell, their curves.
 
-Only `pause`, `resume` and `cancel` need the running platform: it is what starts jobs and ends them.
-Read next: job_following.py, job_page.py, job_curves.py.
+Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it, if there is one.
+Read next: job_submitting.py, job_following.py, job_page.py, job_curves.py.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cray_agents.cli.job_submitting import submit
 from cray_agents.cli.running import client, owner, running
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, show, when
 from cray_agents.cli.show import root
@@ -28,8 +29,9 @@ JobId = Annotated[
 
 jobs = typer.Typer(
     no_args_is_help=True,
-    help="Training jobs: list, show, logs, plot, pause, resume, cancel.",
+    help="Training jobs: submit, list, show, logs, plot, pause, resume, cancel.",
 )
+jobs.command("submit")(submit)
 
 
 def add_to(app: typer.Typer) -> None:

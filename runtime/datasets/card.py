@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.runtime import durable
+from cray_agents.runtime.datasets.checking import DEMONSTRATIONS
 from cray_agents.runtime.datasets.croissant import croissant
 from cray_agents.runtime.datasets.reading import CARD
 
 CROISSANT = "croissant.json"
 EXAMPLES = 5
 HEAD = 160  # characters of a text that are shown
-LONG = ("demonstrations", "demonstrations_metadata", "demonstrations_tools", "tools", "rewards")
+LONG = (*DEMONSTRATIONS, "tools", "rewards")
 SPECIAL = re.compile(r"[\\`*_\[\]#~$]")  # what Markdown would take for its own
 SIZES = (  # the hub's names
     (1e3, "n<1K"),

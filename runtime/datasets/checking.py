@@ -11,11 +11,17 @@ from cray_agents.errors import BadInput
 from cray_agents.recipes import DatasetRecipe, RunQuery
 
 LOOP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # safe as a folder
-DEMONSTRATIONS = ("demonstrations", "demonstrations_metadata", "demonstrations_tools")
+DEMONSTRATIONS = (
+    "demonstrations",
+    "demonstrations_metadata",
+    "demonstrations_tools",
+    "demonstrations_rejected",
+    "demonstrations_splits",
+)
 EFFECTLESS = {
-    "sft": ("min_margin", "normalize"),
+    "sft": ("min_margin", "normalize", "demonstrations_rejected"),
     "grpo": ("min_reward", "best_of", "min_margin", "render", *DEMONSTRATIONS),
-    "dpo": ("best_of", "normalize", *DEMONSTRATIONS),
+    "dpo": ("best_of", "normalize"),
     "kto": ("best_of", "min_margin", "normalize", *DEMONSTRATIONS),
 }
 
@@ -65,6 +71,22 @@ def _check_rendering(recipe: DatasetRecipe) -> None:
         if given and len(given) != count:
             message = f"{len(given)} {name} for {count} demonstrations: give one each"
             raise BadInput(message, param=name)
+    if recipe.method == "dpo" and recipe.demonstrations:
+        _check_pairs(recipe)
+
+
+def _check_pairs(recipe: DatasetRecipe) -> None:
+    if not recipe.demonstrations_rejected:
+        raise BadInput(
+            "dpo compares: give the message that each demonstration's last one is preferred to",
+            param="demonstrations_rejected",
+        )
+    pairs = zip(recipe.demonstrations, recipe.demonstrations_rejected, strict=True)
+    for number, (messages, rejected) in enumerate(pairs):
+        for name, answers in (("demonstrations", messages[-1:]), (DEMONSTRATIONS[3], [rejected])):
+            if [message.get("role") for message in answers] != ["assistant"]:
+                message = f"{name}[{number}] must end with a message of the assistant"
+                raise BadInput(message, param=name)
 
 
 def query_of(recipe: DatasetRecipe) -> RunQuery | None:

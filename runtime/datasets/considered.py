@@ -1,6 +1,7 @@
 """runs.parquet: a line for each run and demonstration that was considered, with in or out and why.
 
-    run         its id; `demonstration/<n>`, from 0, for those of the recipe
+    run         its id; `demonstration/<n>`, from 0, for those of the recipe (in the shards of dpo,
+                `demonstration/<n>/rejected` is the answer that it is preferred to)
     task, generation, attempt, reward      null where there is none
     accepted    whether it is in; then `samples` says in how many rows of the shards
     reason      why it is not:

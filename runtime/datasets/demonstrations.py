@@ -59,6 +59,14 @@ class Renderer:
             )
         return merge_turns(turns)
 
+    def answer(
+        self, conversation: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> TokenSample:
+        """The same of its last message alone, the assistant's; all before it is context."""
+        context = [{**message, "weight": 0} for message in conversation[:-1]]
+        [sample] = self.samples([*context, {**conversation[-1], "weight": 1}], tools)
+        return sample
+
     def _turn(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> TokenTurn:
         prompt = self._render(messages[:-1], tools, generation=True)
         whole = self._render(messages, tools, generation=False)

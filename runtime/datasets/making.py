@@ -25,7 +25,7 @@ from cray_agents.runtime.datasets.methods import settled
 from cray_agents.runtime.datasets.naming import Naming
 from cray_agents.runtime.datasets.reading import MANIFEST, RECIPE
 from cray_agents.runtime.datasets.samples import TokenSample
-from cray_agents.runtime.datasets.seen import Seen
+from cray_agents.runtime.datasets.seen import Repeat, Seen
 from cray_agents.runtime.datasets.selection import Candidate, Selection, too_long
 from cray_agents.runtime.datasets.shards import Row, ShardWriter
 from cray_agents.runtime.datasets.uses import Uses
@@ -144,18 +144,28 @@ class Making:
         metadata = recipe.demonstrations_metadata or [{}] * count
         tools = recipe.demonstrations_tools or [recipe.tools] * count
         renderer = self.selection.renderer
-        for number in range(count):
+        for number, messages in enumerate(recipe.demonstrations):
             assert renderer is not None  # checked: demonstrations come with a tokenizer
-            messages = recipe.demonstrations[number]
-            samples = renderer.samples(messages, tools[number])
-            name = f"demonstration/{number}"  # no run has such an id: it holds no slash
-            self._demonstration(name, input_of_messages(messages), samples, metadata[number])
+            text = input_of_messages(messages)
+            if recipe.method == "dpo":
+                other = [*messages[:-1], recipe.demonstrations_rejected[number]]
+                samples = [renderer.answer(each, tools[number]) for each in (messages, other)]
+            else:
+                samples = renderer.samples(messages, tools[number])
+            split = recipe.demonstrations_splits[number] if recipe.demonstrations_splits else None
+            self._demonstration(number, text, samples, metadata[number], split or self._split(text))
             self._count(1)
 
     def _demonstration(
-        self, name: str, text: str, samples: list[TokenSample], metadata: dict[str, Any]
+        self,
+        number: int,
+        text: str,
+        samples: list[TokenSample],
+        metadata: dict[str, Any],
+        split: str,
     ) -> None:
         """Settle a demonstration as a run is; `text` is what was asked."""
+        name = f"demonstration/{number}"  # no run has such an id: it holds no slash
         match, repeat = self.selection.held.match(text), None
         longest = max(len(sample.input_ids) for sample in samples)
         reason, detail = None, None
@@ -163,8 +173,10 @@ class Making:
             reason, detail = "contaminated", match.told
         elif too_long(longest, self.recipe):
             reason, detail = "too_long", f"{longest} tokens"
+        elif self.recipe.method == "dpo" and samples[0].input_ids == samples[1].input_ids:
+            reason, detail = "no_pair", "both answers are the same"
         else:
-            samples, repeat = self.selection.seen.fresh(name, samples)
+            samples, repeat = self._fresh(name, samples)
             if repeat is not None and not samples:
                 reason, detail = repeat.reason, repeat.detail
         if reason is not None:
@@ -172,10 +184,29 @@ class Making:
         else:
             line = Line(name, accepted=True, samples=len(samples))
             balance = self.selection.balance.group_of(metadata)
-            rows = [Row(sample, name, "", 0.0, balance=balance) for sample in samples]
-            self._write(self._split(text), rows)
+            self._write(split, self._rows(name, samples, balance))
         self._say(line)
         self.counts.demonstration(line, text, match, repeat)
+
+    def _fresh(
+        self, name: str, samples: list[TokenSample]
+    ) -> tuple[list[TokenSample], Repeat | None]:
+        """Those that were not there before; of a pair both or none."""
+        if self.recipe.method != "dpo":
+            return self.selection.seen.fresh(name, samples)
+        better, worse = samples
+        repeat = self.selection.seen.repeat(name, better.input_ids + worse.input_ids)
+        return ([], repeat) if repeat is not None else (samples, None)
+
+    def _rows(self, name: str, samples: list[TokenSample], balance: int) -> list[Row]:
+        if self.recipe.method != "dpo":
+            return [Row(sample, name, "", 0.0, balance=balance) for sample in samples]
+        about: dict[str, Any] = {"group": name, "pair": name, "balance": balance}
+        better, worse = samples
+        return [
+            Row(better, name, "", 0.0, chosen=True, **about),
+            Row(worse, f"{name}/rejected", "", 0.0, chosen=False, **about),
+        ]
 
     def _write(self, split: str, rows: list[Row]) -> None:
         for row in rows:

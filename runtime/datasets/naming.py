@@ -9,9 +9,10 @@ from typing import Any
 
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.records import canonical, digest
+from cray_agents.runtime.datasets.checking import DEMONSTRATIONS
 from cray_agents.runtime.datasets.shards import Row
 
-LARGE = ("demonstrations", "demonstrations_metadata", "demonstrations_tools", "rewards")
+LARGE = (*DEMONSTRATIONS, "rewards")
 
 
 def recipe_name(recipe: DatasetRecipe) -> str:

@@ -155,14 +155,18 @@ class DatasetRuns:
             [name for name in wanted if not name.startswith(DEMONSTRATION)])}  # fmt: skip
         for name in wanted:
             if name.startswith(DEMONSTRATION):
-                found[name] = self._demonstration(int(name.removeprefix(DEMONSTRATION)))
+                found[name] = self._demonstration(name)
         return found
 
-    def _demonstration(self, number: int) -> Run:
-        recipe = self._recipe
+    def _demonstration(self, name: str) -> Run:
+        place, _, rejected = name.removeprefix(DEMONSTRATION).partition("/")
+        recipe, number = self._recipe, int(place)
         tools, about = recipe["demonstrations_tools"], recipe["demonstrations_metadata"]
+        messages = recipe["demonstrations"][number]
+        if rejected:
+            messages = [*messages[:-1], recipe["demonstrations_rejected"][number]]
         return run_of_demonstration(
-            recipe["demonstrations"][number],
+            messages,
             tools[number] if tools else recipe["tools"],
             about[number] if about else None,
         )

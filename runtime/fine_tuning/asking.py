@@ -12,16 +12,26 @@ from pydantic import Field
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import StrictRecord
 from cray_agents.runtime.files import Files
+from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.runtime.fine_tuning.records import ADDED, Asked
 from cray_agents.runtime.registry import NAME, Registry
 
 FILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 LONGEST_NAME = 64  # of a suffix
-MOST_EPOCHS, MOST_BATCH, MOST_RATE, MOST_SEED = 50, 4096, 1000.0, 2**31 - 1
+MOST_EPOCHS, MOST_BATCH, MOST_RATE, MOST_BETA, MOST_SEED = 50, 4096, 1000.0, 10.0, 2**31 - 1
+LIMITS: dict[str, tuple[type[int | float], float]] = {
+    "n_epochs": (int, MOST_EPOCHS),
+    "batch_size": (int, MOST_BATCH),
+    "learning_rate_multiplier": (float, MOST_RATE),
+}
+KINDS: dict[Kind, dict[str, tuple[type[int | float], float]]] = {
+    "supervised": LIMITS,
+    "dpo": {**LIMITS, "beta": (float, MOST_BETA)},
+}
 
 
 class Method(StrictRecord):
-    """How to train. OpenAI's other two have settings of their own, which are not read."""
+    """How to train: `type`, and the settings that are under its name."""
 
     type: str
     supervised: dict[str, Any] | None = None
@@ -47,7 +57,7 @@ def as_asked(
     body: CreateJob, registry: Registry, files: Files, code: str, owner: str = ""
 ) -> Asked:
     """The request, checked and resolved. Raises BadInput, NotFound (the model)."""
-    _check_supported(body)
+    kind = _kind(body)
     version = registry.resolve(body.model)
     name = body.suffix or version.name
     if len(name) > LONGEST_NAME or not NAME.fullmatch(name):
@@ -56,14 +66,20 @@ def as_asked(
             "digits, '.', '_' and '-'",
             param="suffix",
         )
+    validation = body.validation_file
     return Asked(
         model=version.id,
         name=name,
         parent=version.checkpoint,
         parent_sha256=version.weights_sha256,
         training_file=body.training_file,
-        training_sha256=_training_file(files, body.training_file),
-        **_hyperparameters(body),
+        training_sha256=_file(files, body.training_file, "training_file"),
+        validation_file=validation,
+        validation_sha256=(
+            None if validation is None else _file(files, validation, "validation_file")
+        ),
+        method=kind,
+        **_hyperparameters(body, kind),
         seed=body.seed or 0,
         metadata=_metadata(body.metadata or {}),
         code=code,
@@ -71,64 +87,67 @@ def as_asked(
     )
 
 
-def _check_supported(body: CreateJob) -> None:
-    """Refuse what would have no effect."""
-    if body.method is not None and body.method.type != "supervised":
-        raise BadInput(
-            f"method.type {body.method.type!r} is not supported: today there is 'supervised'",
-            param="method.type",
-            code="unsupported_value",
-        )
-    if body.validation_file is not None:
-        raise BadInput(
-            "no validation loss is computed yet, so a validation_file would have no effect: leave "
-            "it out, and judge the result on tasks of your own before you promote it",
-            param="validation_file",
-            code="unsupported_value",
-        )
+def _kind(body: CreateJob) -> Kind:
+    """The method. Refuses what is not there, and what would have no effect."""
     if body.integrations:
         raise BadInput(
             "integrations are not supported: metrics are in the job's events and result file",
             param="integrations",
             code="unsupported_value",
         )
+    if body.method is None:
+        return "supervised"
+    kind: Kind | None = next((kind for kind in KINDS if kind == body.method.type), None)
+    if kind is None:
+        why = (
+            "its answers are sampled and graded while it trains, and a job here has no engine;"
+            " collect and score runs with a loop (`cray-agents loop`), which trains on them with"
+            " grpo"
+            if body.method.type == "reinforcement"
+            else f"there are {', '.join(KINDS)}"
+        )
+        raise BadInput(
+            f"method.type {body.method.type!r} is not supported: {why}",
+            param="method.type",
+            code="unsupported_value",
+        )
+    for other in ("supervised", "dpo", "reinforcement"):
+        if other != kind and getattr(body.method, other) is not None:
+            message = f"method.{other} has no effect with the type {kind!r}: leave it out"
+            raise BadInput(message, param=f"method.{other}")
+    return kind
 
 
-def _training_file(files: Files, file_id: str) -> str:
+def _file(files: Files, file_id: str, param: str) -> str:
     """The SHA-256 of the file's content. Raises BadInput."""
-    code = "invalid_training_file"
+    code = f"invalid_{param}"
     try:
         if not FILE_ID.fullmatch(file_id):
             raise NotFound(f"{file_id[:200]!r} cannot name a file")
         file = files.get(file_id)
     except NotFound as error:
-        message = f"invalid training_file: {error}"
-        raise BadInput(message, param="training_file", code=code) from error
+        raise BadInput(f"invalid {param}: {error}", param=param, code=code) from error
     if file.purpose != "fine-tune":
         raise BadInput(
             f"the file {file_id} has the purpose {file.purpose!r}; upload it with 'fine-tune'",
-            param="training_file",
+            param=param,
             code=code,
         )
     return file.sha256
 
 
-def _hyperparameters(body: CreateJob) -> dict[str, Any]:
+def _hyperparameters(body: CreateJob, kind: Kind) -> dict[str, Any]:
     """Each as a number or "auto", from `method` or the older place. Raises BadInput."""
-    given, where = body.hyperparameters or {}, "hyperparameters"
-    if body.method is not None and body.method.supervised:
-        for name in body.method.supervised.keys() - {"hyperparameters"}:
-            raise BadInput(f"unknown field {name!r}", param=f"method.supervised.{name}")
-        newer = body.method.supervised.get("hyperparameters") or {}
+    given, where, limits = body.hyperparameters or {}, "hyperparameters", KINDS[kind]
+    settings = getattr(body.method, kind) if body.method is not None else None
+    if settings:
+        for name in settings.keys() - {"hyperparameters"}:
+            raise BadInput(f"unknown field {name!r}", param=f"method.{kind}.{name}")
+        newer = settings.get("hyperparameters") or {}
         if given and given != newer:
-            message = "given here and in method.supervised, and they differ: leave these out"
+            message = f"given here and in method.{kind}, and they differ: leave these out"
             raise BadInput(f"hyperparameters: {message}", param=where)
-        given, where = newer, "method.supervised.hyperparameters"
-    limits = {
-        "n_epochs": (int, MOST_EPOCHS),
-        "batch_size": (int, MOST_BATCH),
-        "learning_rate_multiplier": (float, MOST_RATE),
-    }
+        given, where = newer, f"method.{kind}.hyperparameters"
     if not isinstance(given, dict):
         raise BadInput(f"{where} must be an object", param=where)
     for name in given.keys() - limits.keys():

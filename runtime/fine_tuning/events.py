@@ -15,6 +15,8 @@ from cray_agents.paths import Home
 from cray_agents.records import digest
 from cray_agents.runtime.fine_tuning.records import Asked, Ended, Validated
 
+MEASURES = ("reward_margin", "accuracy", "chosen_reward", "rejected_reward")
+
 
 class Told(NamedTuple):
     """An event on its way. `key` tells it from the others of the job."""
@@ -24,6 +26,7 @@ class Told(NamedTuple):
     message: str
     level: str = "info"
     data: dict[str, Any] | None = None
+    metrics: bool = False
 
 
 def events(
@@ -34,6 +37,9 @@ def events(
         Told(asked.created, "created", f"Created fine-tuning job: {asked.id}"),
         Told(asked.created, "validating", f"Validating training file: {asked.training_file}"),
     ]
+    if asked.validation_file is not None:
+        message = f"Validating validation file: {asked.validation_file}"
+        told.append(Told(asked.created, "validating too", message))
     if validated is not None:
         told.append(_validated(validated))
         told += sorted(_of_job(home.job(validated.spec.id), validated), key=lambda e: e.time)
@@ -42,14 +48,19 @@ def events(
     return [_shown(asked.id, event) for event in reversed(told)]
 
 
-def steps(folder: Path) -> list[dict[str, Any]]:
-    """The step events of a job's folder, in order."""
-    return [event for event in _lines(folder) if event.get("event") == "step"]
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The step events of a job's folder, in order; with `valid_loss` where it was evaluated."""
+    events = _lines(folder)
+    losses = {event["step"]: event["loss"] for event in events if event["event"] == "evaluation"}
+    steps = [event for event in events if event["event"] == "step"]
+    return [{**event, "valid_loss": losses.get(event["step"])} for event in steps]
 
 
 def _validated(validated: Validated) -> Told:
     left_out = f", {validated.left_out} left out as duplicates" if validated.left_out else ""
     message = f"Files validated, moving job to queued state: {validated.examples} examples"
+    if validated.validation:
+        message += f", {validated.validation} to validate on"
     data = {"job": validated.spec.id, "dataset": validated.spec.dataset}
     return Told(validated.time, "validated", message + left_out, data=data)
 
@@ -81,8 +92,14 @@ def _of_job(folder: Path, validated: Validated) -> Iterator[Told]:
             last = time
         elif event["event"] == "corrupt":
             yield Told(time, f"corrupt {event['message']}", event["message"], "warn")
+        elif event["event"] == "layout":
+            yield Told(time, "layout", f"Spread over ranks: {'; '.join(event['reasons'])}")
+        elif event["event"] == "agreement":
+            yield _agreement(event)
         elif event["event"] == "step":
             yield _step(event, validated)
+        elif event["event"] == "evaluation":
+            yield _evaluation(event, validated)
 
 
 def _started(event: dict[str, Any], meant: bool) -> Told:
@@ -95,6 +112,16 @@ def _started(event: dict[str, Any], meant: bool) -> Told:
     return Told(event["time"], key, message, "warn")
 
 
+def _agreement(event: dict[str, Any]) -> Told:
+    """How far the trainer is from an engine that sampled some of the tokens."""
+    most, limit = event["max_difference"], event["limit"]
+    message = (
+        f"Log-probabilities differ from the engine's by at most {_number(most)}, limit {limit:g}"
+    )
+    agrees = most is not None and most <= limit
+    return Told(event["time"], "agreement", message, "info" if agrees else "error")
+
+
 def _step(event: dict[str, Any], validated: Validated) -> Told:
     step, total = event["step"], validated.spec.hyperparameters.steps
     data = {
@@ -105,9 +132,28 @@ def _step(event: dict[str, Any], validated: Validated) -> Told:
         "grad_norm": event["grad_norm"],
         "tokens": event["tokens"],
         "tokens_per_second": event["tokens_per_second"],
+        **_measured(event),
     }
-    message = f"Step {step}/{total}: training loss={event['loss']:.4f}"
-    return Told(event["time"], f"step {step}", message, data=data)
+    message = f"Step {step}/{total}: training loss={_number(event['loss'])}"
+    return Told(event["time"], f"step {step}", message, data=data, metrics=True)
+
+
+def _evaluation(event: dict[str, Any], validated: Validated) -> Told:
+    """OpenAI's two losses are one here: the whole validation file is always looked at."""
+    step, total, loss = event["step"], validated.spec.hyperparameters.steps, event["loss"]
+    message = f"Step {step}/{total}: validation loss={_number(loss)}"
+    data = {"step": step, "total_steps": total, "valid_loss": loss, "full_valid_loss": loss}
+    data |= {f"valid_{name}": value for name, value in _measured(event).items()}
+    return Told(event["time"], f"evaluation {step}", message, data=data, metrics=True)
+
+
+def _measured(event: dict[str, Any]) -> dict[str, Any]:
+    """What dpo measures beside its loss."""
+    return {name: event[name] for name in MEASURES if name in event}
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _shown(job_id: str, event: Told) -> dict[str, Any]:
@@ -117,7 +163,7 @@ def _shown(job_id: str, event: Told) -> dict[str, Any]:
         "created_at": int(event.time),
         "level": event.level,
         "message": event.message,
-        "type": "metrics" if event.key.startswith("step ") else "message",
+        "type": "metrics" if event.metrics else "message",
         "data": event.data or {},
     }
 

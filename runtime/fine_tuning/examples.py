@@ -1,20 +1,25 @@
-"""The lines of a training file: OpenAI's chat examples, each checked before anything is trained.
+"""The lines of a training or validation file: OpenAI's, each checked before anything is trained.
 
-A line is `{"messages", "tools"?, "parallel_tool_calls"?}`. What could not be trained on as it is
+Of the method `supervised` a line is `{"messages", "tools"?, "parallel_tool_calls"?}`; of `dpo`
+`{"input": {"messages", "tools"?, "parallel_tool_calls"?}, "preferred_output",
+"non_preferred_output"}`, each output a list of one message. What could not be trained on as it is
 written (images, audio, refusals, functions in their old form) is an error and is never dropped
 silently. Called by preparing.py, in a thread, and by runtime/imports.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Message
 
+Kind = Literal["supervised", "dpo"]
+
+SIDES = ("preferred_output", "non_preferred_output")
 TOLD = 10  # bad lines that an error names; it counts the others
 FIELDS = {
     "system": {"role", "content", "name"},
@@ -26,22 +31,29 @@ FIELDS = {
 
 
 class BadExamples(BadInput):
-    """A training file holds lines that cannot be trained on; the message names them."""
+    """A file holds lines that cannot be trained on; the message names them, `param` the file."""
 
     code = "invalid_training_file"
 
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation to imitate, and the tools it was held with. `line` counts from 1."""
+    """A conversation to imitate, and the tools it was held with. `line` counts from 1.
+
+    `rejected`: of a pair, what the last message is preferred to.
+    """
 
     line: int
     messages: list[Message]
     tools: list[dict[str, Any]]
+    rejected: Message | None = None
 
 
-def read_examples(path: Path) -> list[Example]:
+def read_examples(
+    path: Path, kind: Kind = "supervised", param: str = "training_file"
+) -> list[Example]:
     """All examples of a JSONL file; empty lines are skipped. Raises BadExamples, naming lines."""
+    read = example_of if kind == "supervised" else pair_of
     examples: list[Example] = []
     problems: list[str] = []
     with path.open("rb") as file:
@@ -49,32 +61,30 @@ def read_examples(path: Path) -> list[Example]:
             if not line.strip():
                 continue
             try:
-                examples.append(_example(number, line))
+                examples.append(read(number, _json(line)))
             except BadInput as problem:
                 problems.append(f"line {number}: {problem}")
     if problems:
-        raise bad_lines(problems, len(examples) + len(problems))
+        raise bad_lines(problems, len(examples) + len(problems), param)
     if not examples:
-        raise BadExamples("the file holds no examples", param="training_file")
+        raise BadExamples("the file holds no examples", param=param)
     return examples
 
 
-def bad_lines(problems: list[str], lines: int) -> BadExamples:
+def bad_lines(problems: list[str], lines: int, param: str) -> BadExamples:
     """The error of a file of which some lines are bad."""
     told = "\n".join(problems[:TOLD])
     more = f"\n... and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
     return BadExamples(
-        f"{len(problems)} of {lines} lines cannot be trained on:\n{told}{more}",
-        param="training_file",
+        f"{len(problems)} of {lines} lines cannot be used:\n{told}{more}", param=param
     )
 
 
-def _example(number: int, line: bytes) -> Example:
+def _json(line: bytes) -> Any:
     try:
-        value = orjson.loads(line)
+        return orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise BadInput(f"not valid JSON: {error}") from error
-    return example_of(number, value)
 
 
 def example_of(number: int, value: Any) -> Example:
@@ -93,6 +103,36 @@ def example_of(number: int, value: Any) -> Example:
     for place, tool in enumerate(tools):
         _check_tool(f"tools[{place}]", tool)
     return Example(number, list(_messages(messages)), tools)
+
+
+def pair_of(number: int, value: Any) -> Example:
+    """The same of a preference: what is said last is preferred to `rejected`. Raises BadInput."""
+    if not isinstance(value, dict):
+        raise BadInput("not a JSON object")
+    _only(value, {"input", *SIDES}, "the line")
+    given = value.get("input")
+    if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
+        raise BadInput("input must be an object with a list of messages")
+    better, worse = (
+        example_of(number, {**given, "messages": [*given["messages"], _output(value, side)]})
+        for side in SIDES
+    )
+    if better.messages[-1] == worse.messages[-1]:
+        raise BadInput("preferred_output and non_preferred_output are the same")
+    return replace(better, rejected=worse.messages[-1])
+
+
+def _output(value: dict[str, Any], side: str) -> Message:
+    """The message that a side answers with; it is trained on as a whole."""
+    answer = value.get(side)
+    if not isinstance(answer, list) or len(answer) != 1 or not isinstance(answer[0], dict):
+        raise BadInput(f"{side} must be a list of one message")
+    message = {name: item for name, item in answer[0].items() if item is not None}
+    if message.get("role") != "assistant":
+        raise BadInput(f"{side}[0].role must be assistant, not {message.get('role')!r}")
+    _only(message, FIELDS["assistant"] - {"weight"}, f"{side}[0]")
+    _check_message(f"{side}[0]", message)
+    return message
 
 
 def _messages(messages: list[Any]) -> Iterator[Message]:

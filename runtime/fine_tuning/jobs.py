@@ -24,15 +24,25 @@ from cray_agents.records import digest
 from cray_agents.runtime import checkpoints
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning import preparing
-from cray_agents.runtime.fine_tuning.events import steps
+from cray_agents.runtime.fine_tuning.events import metrics
 from cray_agents.runtime.fine_tuning.preparing import validate
 from cray_agents.runtime.fine_tuning.records import Asked, Ended, Folder, Validated
 from cray_agents.runtime.registry import Registry
 from cray_agents.training import JobStatus
 
-SMALL_BYTES = 1 << 16  # a file that a thread may validate
+SMALL_BYTES = 1 << 16  # of files that a thread may validate
 LOOK_SECONDS = 1.0  # between looks at a job that trains
 TROUBLE_SECONDS = 10.0  # ... after one that failed
+COLUMNS = {  # of the result file, and what the step's event calls them
+    "step": "step",
+    "train_loss": "loss",
+    "valid_loss": "valid_loss",
+    "full_valid_loss": "valid_loss",
+    "learning_rate": "lr",
+    "grad_norm": "grad_norm",
+    "tokens": "tokens",
+    "seconds": "seconds",
+}
 
 log = logging.getLogger(__name__)
 
@@ -125,12 +135,14 @@ class FineTuning:
             await asyncio.sleep(pause)
 
     async def _validate(self, job_id: str) -> None:
-        """Turn its file into a JobSpec, or end the job."""
+        """Turn its files into a JobSpec, or end the job."""
         standing = await asyncio.to_thread(self.look, job_id)
         if standing.validated is not None or standing.ended is not None:
             return
-        size = self.files.blobs.size(standing.asked.training_sha256) or 0
-        if size <= SMALL_BYTES:
+        asked = standing.asked
+        contents = [asked.training_sha256, asked.validation_sha256]
+        sizes = [self.files.blobs.size(sha256) or 0 for sha256 in contents if sha256 is not None]
+        if sum(sizes) <= SMALL_BYTES:
             await asyncio.to_thread(validate, self.home, job_id, self.code)
             return
         argv = [sys.executable, "-m", preparing.__name__, str(self.home.root), job_id]
@@ -184,9 +196,11 @@ class FineTuning:
 
     def _settle(self, asked: Asked, validated: Validated, status: JobStatus) -> Ended:
         """The end of a training job as ours. A success is registered and its metrics published."""
+        steps = metrics(self.home.job(validated.spec.id))
         told: dict[str, Any] = {
             "step": status.step,
             "loss": status.loss_last,
+            "valid_loss": steps[-1]["valid_loss"] if steps else None,
             "scheduler": status.scheduler,
             "scheduler_job_id": status.scheduler_job_id,
         }
@@ -201,20 +215,18 @@ class FineTuning:
         return Ended(
             state="succeeded",
             model=version.id,
-            result_file=self._publish_metrics(asked, validated),
+            result_file=self._publish_metrics(asked, steps),
             trained_tokens=status.trained_tokens,
             time=max(manifest.created, validated.time),
             **told,
         )
 
-    def _publish_metrics(self, asked: Asked, validated: Validated) -> str:
+    def _publish_metrics(self, asked: Asked, steps: list[dict[str, Any]]) -> str:
         """The metrics of every step as a CSV file; returns its id, the same each time."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["step", "train_loss", "learning_rate", "grad_norm", "tokens", "seconds"])
-        for event in steps(self.home.job(validated.spec.id)):
-            names = ("step", "loss", "lr", "grad_norm", "tokens", "seconds")
-            writer.writerow([event[name] for name in names])
+        writer.writerow(COLUMNS)
+        writer.writerows([step[name] for name in COLUMNS.values()] for step in steps)
         file_id = f"file-{digest(['fine-tune-results', asked.id], 24)}"
         with self.files.blobs.draft() as draft:
             draft.write(text.getvalue().encode())

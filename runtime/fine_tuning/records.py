@@ -10,6 +10,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime import durable
+from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.training import JobSpec
 
 Auto = Literal["auto"]
@@ -31,9 +32,13 @@ class Asked(Record):
     parent_sha256: str
     training_file: str
     training_sha256: str
+    validation_file: str | None = None
+    validation_sha256: str | None = None
+    method: Kind = "supervised"
     n_epochs: int | Auto = "auto"
     batch_size: int | Auto = "auto"
     learning_rate_multiplier: float | Auto = "auto"
+    beta: float | Auto = "auto"
     seed: int = 0
     metadata: dict[str, str] = Field(default_factory=dict)
     code: str = ""
@@ -51,11 +56,17 @@ class Asked(Record):
             *(self.training_sha256, self.parent_sha256, self.code, self.seed),
             *(self.n_epochs, self.batch_size, self.learning_rate_multiplier),
         ]
+        if self.validation_sha256 is not None:
+            what += ["validation", self.validation_sha256]
+        if self.method != "supervised":
+            what += [self.method, self.beta]
         return PREFIX + digest(what, 24)
 
 
 class Validated(Record):
-    """The training file was good: what it became. `left_out` are examples that were there twice."""
+    """The files were good: what they became. `left_out` are examples that were there twice, in
+    either file; `validation` are the validation file's examples, `examples` the other's.
+    """
 
     spec: JobSpec
     n_epochs: int
@@ -63,6 +74,7 @@ class Validated(Record):
     examples: int
     left_out: int
     samples: int
+    validation: int = 0
     time: float = Field(default_factory=time.time)
 
 
@@ -75,6 +87,7 @@ class Ended(Record):
     trained_tokens: int | None = None
     step: int = 0
     loss: float | None = None
+    valid_loss: float | None = None
     scheduler: str = ""
     scheduler_job_id: str = ""
     error: dict[str, Any] | None = None

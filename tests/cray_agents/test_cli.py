@@ -114,3 +114,16 @@ def test_doctor(tmp_path: Path) -> None:
     slurm = next(row for row in json.loads(without.stdout) if row["check"] == "slurm")
     assert slurm["state"] == "absent"
     assert "apt-get install" in slurm["to mend it"]
+
+
+def test_doctor_says_what_the_trainer_would_use(tmp_path: Path) -> None:
+    def row(**environment: str) -> dict[str, str]:
+        said = cli("doctor", "--json", cwd=tmp_path, **environment).stdout
+        return next(row for row in json.loads(said) if row["check"] == "training")
+
+    gpus = {"CRAY_AGENTS_TRAIN_GPU": "H200", "CRAY_AGENTS_TRAIN_GPUS_PER_NODE": "4"}
+    found = row(**gpus, CRAY_AGENTS_TRAIN_CPUS_PER_RANK="2")
+    assert found["state"] == "ok"
+    assert found["found"] == "4 ranks on a node of 4 x H200 (140 GiB), 2 cores each"
+    wrong = row(**gpus, CRAY_AGENTS_TRAIN_RANKS="5")
+    assert wrong["state"] == "missing" and "it has 4 GPUs" in wrong["to mend it"]

@@ -9,6 +9,7 @@ import pytest
 from cray_agents import ScriptedEngine
 from cray_agents.paths import Home
 from tests.runtime.gateways import Gateway, served
+from tests.runtime.tuning_site import Site
 from tests.scripted_platform import platform
 
 TinyModel = Callable[..., Path]
@@ -66,6 +67,20 @@ def make_tiny_model(directory: Path, *, tie: bool, seed: int, teach: bool = Fals
 def tiny_model() -> TinyModel:
     """Makes a tiny model in a directory: tiny_model(directory, tie=False, seed=0, teach=False)."""
     return make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
+    """A tiny model."""
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", tie=False, seed=0)
+
+
+@pytest.fixture
+def site(tmp_path: Path, model: Path) -> Iterator[Site]:
+    """A served home for fine-tuning."""
+    site = Site(tmp_path / "home", model)
+    with site.served():
+        yield site
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Fine-tuning as the official OpenAI client sees it: all real but for engine and trainer.
 
-The trainer is held, so that a test moves a job on; what it knows of a job lies on the disk, so the
-test's own ScriptedTrainer is as good as the gateway's. tests/trainers has the real one.
+Read next: test_fine_tuning_files.py, which has a job of the real trainer too.
 """
 
 import asyncio
@@ -12,114 +11,22 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from cray_agents import ScriptedEngine
 from cray_agents.errors import NotFound
-from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.datasets import shards
-from cray_agents.runtime.fine_tuning.preparing import auto_epochs, base_rate
+from cray_agents.runtime.files import Files
+from cray_agents.runtime.fine_tuning.jobs import FineTuning
 from cray_agents.runtime.fine_tuning.records import Asked, Folder
+from cray_agents.runtime.registry import Registry
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from tests.scripted_platform import PROBE, bare_model, platform
-
-METRICS = {"trained_tokens": 600, "seconds": 6.0}
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-        },
-    }
-    for name in ("calculator", "solver")
-]
-
-
-def says(question: str, answer: str, **more: Any) -> dict[str, Any]:
-    """A line of a training file."""
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": answer},
-    ]
-    return {"messages": messages, **more}
-
-
-LINES = [says(f"What is {n} + 1?", str(n + 1)) for n in range(12)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", tie=False, seed=0)
-
-
-class Site:
-    """A home, and a gateway over it as long as `served` is open."""
-
-    def __init__(self, root: Path, model: Path) -> None:
-        self.root, self.home, self.model = root, Home(root), model
-        self.trainer = ScriptedTrainer(self.home, METRICS, PROBE)
-        self.client: openai.OpenAI
-
-    @contextmanager
-    def served(self, **trainer: Any) -> Iterator[openai.OpenAI]:
-        options: dict[str, Any] = {"held": True, "metrics": METRICS, **trainer}
-        engine = ScriptedEngine(lambda request: "432")
-        with platform(self.root, engine, model=self.model, name="m", **options) as self.platform:
-            url = self.platform.url + "/v1"
-            self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20)
-            with self.client:
-                yield self.client
-
-    def upload(self, lines: list[Any] | bytes, purpose: Any = "fine-tune") -> str:
-        content = lines if isinstance(lines, bytes) else as_jsonl(lines)
-        return self.client.files.create(file=("train.jsonl", content), purpose=purpose).id
-
-    def create(self, lines: list[Any] | bytes = LINES, **options: Any) -> Any:
-        file = self.upload(lines)
-        return self.client.fine_tuning.jobs.create(
-            **{"model": "m", "training_file": file, **options}
-        )
-
-    def until(self, job_id: str, *states: str) -> Any:
-        deadline = time.monotonic() + 90
-        while (job := self.client.fine_tuning.jobs.retrieve(job_id)).status not in states:
-            assert time.monotonic() < deadline, job
-            time.sleep(0.02)
-        return job
-
-    def submitted(self, lines: list[Any] | bytes = LINES, **options: Any) -> Any:
-        """A job whose training job is submitted, and stands still."""
-        created = self.create(lines, **options)
-        deadline = time.monotonic() + 90
-        while "scheduler" not in (self.retrieve(created.id).metadata or {}):
-            assert time.monotonic() < deadline, self.retrieve(created.id)
-            time.sleep(0.02)
-        return self.retrieve(created.id)
-
-    def retrieve(self, job_id: str) -> Any:
-        return self.client.fine_tuning.jobs.retrieve(job_id)
-
-
-def as_jsonl(lines: list[Any]) -> bytes:
-    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-
-
-@pytest.fixture
-def site(tmp_path: Path, model: Path) -> Iterator[Site]:
-    site = Site(tmp_path / "home", model)
-    with site.served():
-        yield site
+from tests.runtime.tuning_site import LINES, Site
 
 
 def test_from_a_file_to_a_model_that_answers(site: Site) -> None:
@@ -299,13 +206,29 @@ def test_a_failed_job_says_why(tmp_path: Path, model: Path) -> None:
     [
         ({"training_file": "file-none"}, "training_file", "invalid_training_file"),
         ({"training_file": "../../etc"}, "training_file", "invalid_training_file"),
-        ({"method": {"type": "dpo"}}, "method.type", "unsupported_value"),
+        ({"method": {"type": "rlhf"}}, "method.type", "unsupported_value"),
         (
             {"method": {"type": "reinforcement", "reinforcement": {"grader": {}}}},
             "method.type",
             "unsupported_value",
         ),
-        ({"validation_file": "file-x"}, "validation_file", "unsupported_value"),
+        ({"validation_file": "file-x"}, "validation_file", "invalid_validation_file"),
+        ({"validation_file": ""}, "validation_file", "invalid_validation_file"),
+        (
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}},
+            "method.dpo.hyperparameters.beta",
+            "invalid_value",
+        ),
+        (
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"gamma": 1}}}},
+            "method.dpo.hyperparameters.gamma",
+            "unknown_parameter",
+        ),
+        (
+            {"method": {"type": "dpo", "supervised": {"hyperparameters": {}}}},
+            "method.supervised",
+            "invalid_value",
+        ),
         ({"integrations": [{"type": "wandb"}]}, "integrations", "unsupported_value"),
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "invalid_value"),
         ({"hyperparameters": {"n_epochs": 1.5}}, "hyperparameters.n_epochs", "invalid_value"),
@@ -337,6 +260,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Si
         yield site
 
 
+def test_why_there_is_no_reinforcement(shared: Site) -> None:
+    method = {"type": "reinforcement", "reinforcement": {"grader": {"type": "python"}}}
+    with pytest.raises(openai.BadRequestError, match=r"has no engine.*cray-agents loop"):
+        shared.create(method=method)
+
+
 def test_what_is_not_there_is_not_found(shared: Site) -> None:
     for wanted in ("none", "m@9"):
         with pytest.raises(openai.NotFoundError) as refused:
@@ -349,100 +278,6 @@ def test_what_is_not_there_is_not_found(shared: Site) -> None:
     with pytest.raises(openai.BadRequestError, match="assistants"):
         wrong = shared.upload(LINES, "assistants")
         shared.client.fine_tuning.jobs.create(model="m", training_file=wrong)
-
-
-def assistant(**message: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", **message}],
-    }
-
-
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-BAD = [
-    (b'{"messages": [', "not valid JSON"),
-    (b"[1]", "not a JSON object"),
-    ({"prompt": "a", "completion": "b"}, "'prompt' that is not supported"),
-    ({"messages": []}, "messages must be a list"),
-    ({"messages": [{"role": "user", "content": "q"}]}, "last message must be the assistant's"),
-    ({"messages": [{"role": "robot", "content": "q"}]}, "role must be one of"),
-    (assistant(), "has no content"),
-    (assistant(content="a", weight=0), "nothing is left to train on"),
-    (assistant(content="a", weight=0.5), "weight must be 0 or 1"),
-    (assistant(content="a", refusal="no"), "'refusal' that is not supported"),
-    (assistant(content=[{"type": "image_url", "image_url": {}}]), "part of type 'image_url'"),
-    (
-        assistant(tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{"}}]),
-        "arguments must be a JSON object",
-    ),
-    (says("q", "a", tools=[{"type": "function"}]), "tools[0] must be"),
-    (
-        {
-            "messages": [
-                {"role": "tool", "content": "4", "tool_call_id": "c9"},
-                {"role": "assistant", "content": "4"},
-            ]
-        },
-        "answers 'c9', which nothing called",
-    ),
-    (says("a" * 3000, "b"), "tokens, and the model reads"),
-]
-
-
-def test_every_bad_line_is_named(tmp_path: Path, model: Path) -> None:
-    site = Site(tmp_path / "home", model)
-    with site.served():
-        for line, expected in BAD:
-            bad = line if isinstance(line, bytes) else json.dumps(line).encode()
-            content = as_jsonl(LINES[:1]) + b"\n" + bad + b"\n"
-            job = site.until(site.create(content).id, "failed")
-            assert (job.error.code, job.error.param) == ("invalid_training_file", "training_file")
-            assert "line 3: " in job.error.message and expected in job.error.message, job.error
-        many = site.until(site.create(b"x\n" * 25).id, "failed")
-        assert "25 of 25 lines" in many.error.message and "line 10:" in many.error.message
-        assert "line 11:" not in many.error.message and "and 15 more" in many.error.message
-        empty = site.until(site.create(b"\n").id, "failed")
-        assert "no examples" in empty.error.message
-        assert empty.status == site.create(b"\n").status == "failed"
-        newest = site.client.fine_tuning.jobs.list_events(empty.id).data[0]
-        assert (newest.level, newest.message) == ("error", empty.error.message)
-
-
-def test_weights_and_the_tools_of_each_line_decide_what_is_trained(site: Site, model: Path) -> None:
-    import pyarrow.parquet
-    from transformers import AutoTokenizer
-
-    chat = [
-        {"role": "user", "content": "one?"},
-        {"role": "assistant", "content": "wrong", "weight": 0},
-        {"role": "user", "content": "again?"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1},
-        {"role": "tool", "tool_call_id": "c1", "content": "1"},
-        {"role": "assistant", "content": [{"type": "text", "text": "right"}]},
-    ]
-    lines = [
-        {"messages": chat, "tools": TOOLS[:1], "parallel_tool_calls": False},
-        says("two?", "2", tools=TOOLS[1:]),
-        says("two?", "2"),
-        says("two?", "2"),
-    ]
-    job = site.submitted(lines)
-    events = site.client.fine_tuning.jobs.list_events(job.id).data
-    validated: Any = next(event for event in events if "validated" in event.message)
-    assert validated.message.endswith("4 examples, 1 left out as duplicates")
-    (path,) = shards(site.home, validated.data["dataset"])
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def text(row: dict[str, Any], trained: int) -> str:
-        pairs = zip(row["input_ids"], row["loss_mask"], strict=True)
-        return str(tokenizer.decode([token for token, mask in pairs if mask == trained]))
-
-    assert "calculator(" in text(rows[0], 0) and "solver(" not in text(rows[0], 0)
-    assert "solver(" in text(rows[1], 0)
-    assert "solver(" not in text(rows[2], 0)
-    assert "wrong" in text(rows[0], 0) and "wrong" not in text(rows[0], 1)
-    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
-    assert text(rows[0], 1) == call + "right<|im_end|>"
 
 
 def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Path) -> None:
@@ -479,12 +314,14 @@ def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Pa
         assert len(asyncio.run(site.platform.versions("m"))) == 2
 
 
+def untended(site: Site) -> FineTuning:
+    """A home's fine-tuning without a gateway."""
+    home, trainer = site.home, ScriptedTrainer(site.home)
+    return FineTuning(home, Registry(home), trainer, Files(home), code="")
+
+
 def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Path) -> None:
     """What the platform does at its start: `fine_tuning.start`."""
-    from cray_agents.runtime.files import Files
-    from cray_agents.runtime.fine_tuning.jobs import FineTuning
-    from cray_agents.runtime.registry import Registry
-
     site = Site(tmp_path / "home", model)
     with site.served():
         job = site.submitted()
@@ -492,19 +329,33 @@ def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Pa
     (site.home.fine_tuning / f"{job.id}.validated").unlink()  # it died while it read the file
 
     async def after() -> None:
-        home = site.home
-        tuning = FineTuning(
-            *(home, Registry(home), ScriptedTrainer(home), Files(home)),
-            code="",
-        )
+        tuning = untended(site)
         await tuning.start()
         while tuning.folder.ended(job.id) is None:  # noqa: ASYNC110 - files tell nobody
             await asyncio.sleep(0.02)
         await tuning.close()
         assert tuning.look(job.id).ended.model == "m@2"  # type: ignore[union-attr]
-        assert Registry(home).resolve("m@2").job == job.metadata["job"]
+        assert Registry(site.home).resolve("m@2").job == job.metadata["job"]
+        assert isinstance(tuning.trainer, ScriptedTrainer)
+        (spec,) = tuning.trainer.submitted
+        assert not {"layout", "recompute"} & spec.model_fields_set  # the trainer's to choose
 
     asyncio.run(asyncio.wait_for(after(), 90))
+
+
+def test_a_job_that_the_trainer_does_not_take_fails(tmp_path: Path, model: Path) -> None:
+    site = Site(tmp_path / "home", model)
+    with site.served():
+        job = site.submitted()
+    shutil.rmtree(site.home.job(job.metadata["job"]))
+    shutil.rmtree(site.home.checkpoint(Folder(site.home).asked(job.id).parent))
+    with pytest.raises(NotFound) as refused:
+        site.trainer.submit(Folder(site.home).validated(job.id).spec)  # type: ignore[union-attr]
+    tuning = untended(site)
+    assert tuning.advance(job.id)
+    ended = tuning.look(job.id).ended
+    assert ended is not None and ended.error is not None
+    assert (ended.state, ended.error["message"]) == ("failed", str(refused.value))
 
 
 def test_lists_are_paged_and_filtered(site: Site) -> None:
@@ -520,44 +371,6 @@ def test_lists_are_paged_and_filtered(site: Site) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             jobs.list(extra_query=query)
         assert refused.value.param == next(iter(query))
-
-
-def test_a_large_file_is_read_in_a_process_of_its_own(site: Site) -> None:
-    """So that it holds up no request; what comes of it is the same."""
-    large = [says(f"What is {n} + 1?", str(n + 1)) for n in range(500)]
-    job = site.submitted(large)
-    assert job.metadata["job"] and job.hyperparameters.n_epochs == 3
-    bad = site.until(site.create([*large, {"messages": []}]).id, "failed")
-    assert "line 501: messages must be" in bad.error.message
-
-
-def test_a_model_that_cannot_be_trained_fails_its_jobs(tmp_path: Path) -> None:
-    site = Site(tmp_path / "home", bare_model(tmp_path / "bare"))
-    with site.served():
-        failed = site.until(site.create().id, "failed")
-        assert (failed.error.code, failed.error.param) == ("unsupported_model", "model")
-        assert "tokenizer" in failed.error.message
-
-
-def test_a_file_that_is_deleted_before_it_is_read_fails_the_job(site: Site) -> None:
-    asked = Asked(
-        **dict.fromkeys(("model", "name", "parent", "parent_sha256"), "x"),
-        training_file="file-gone",
-        training_sha256="0" * 64,
-    )
-    Folder(site.home).ask(asked)
-    failed = site.until(asked.id, "failed")
-    assert failed.error.code == "invalid_training_file" and "deleted" in failed.error.message
-
-
-@pytest.mark.parametrize(
-    ("examples", "epochs"),
-    [(1, 25), (10, 10), (33, 4), (34, 3), (8333, 3), (8334, 2), (12501, 1), (10**6, 1)],
-)
-def test_the_auto_rules(examples: int, epochs: int) -> None:
-    assert auto_epochs(examples) == epochs
-    assert base_rate({"hidden_size": 128}) == pytest.approx(2e-3)
-    assert base_rate({"hidden_size": 4096}) == pytest.approx(1.1e-5, rel=0.01)
 
 
 def test_jobs_are_paused_and_resumed_by_route_and_command_too(site: Site) -> None:

@@ -35,8 +35,9 @@ def numbers(job: Any) -> list[dict[str, float]]:
 def run(lab: Any, name: str, layout: dict[str, Any]) -> list[dict[str, float]]:
     method, hyper = METHODS[name]
     dataset = f"ds-{name}-{'-'.join(layout) or 'one'}"
-    lab.dataset(dataset, method=method, temperature=hyper.get("policy", {}).get("temperature", 1.0))
-    lab.dataset(dataset, samples=8, method=method, split="validation")
+    kind = {"method": method, "temperature": hyper.get("policy", {}).get("temperature", 1.0)}
+    lab.dataset(dataset, **kind)
+    lab.dataset(dataset, samples=8, split="validation", **kind)
     steps = {"steps": 4, "max_tokens_per_microbatch": 80}
     spec = lab.spec("qwen3", dataset=dataset, method=method, layout=layout, hyper=hyper | steps)
     return numbers(lab.run(spec.model_copy(update={"evaluate_every": 2})))

@@ -131,7 +131,7 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
     chunks = build_model(model, spec.layout, sizes, on_cpu=True)
     if sizes.lora is not None:
         add_lora(chunks, model, sizes.lora, seed=0)
-    parts = wrap(chunks, spec.layout, sizes, on_cpu=True)
+    parts = wrap(chunks, spec.layout, sizes, overlap=False)
     optimizer = optimizer_of(parts, sizes)
     optimizer.step()  # the moments are made by the first
     parameters = [p for part in parts for p in part.parameters()]

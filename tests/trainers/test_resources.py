@@ -116,7 +116,7 @@ def test_a_configuration_that_cannot_be_is_refused(
 
 
 def test_what_nvidia_smi_says() -> None:
-    """As it was printed by a host with two, and by one whose driver is away."""
+    """Of several GPUs the smallest counts; what is no answer is told with what to do."""
     assert read_answer("NVIDIA H200, 143771\nNVIDIA H200, 143771\n") == ("H200", 143771 / 1024)
     assert read_answer("NVIDIA A100-SXM4-40GB, 40960\nA, 1024\n") == ("A100-40GB", 1.0)
     assert read_answer("Quadro P400, 2048\n") == ("Quadro P400", 2.0)

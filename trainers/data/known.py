@@ -3,11 +3,12 @@
 baselines.py makes one at a job's start. No torch. Read next: train.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from cray_agents.trainers.data.packing import Columns
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
@@ -15,7 +16,7 @@ from cray_agents.trainers.data.samples import Floats, Ints, Samples
 
 @dataclass(frozen=True)
 class Known:
-    """Samples, and numbers of their tokens by name (`columns`: of each sample, [its tokens]).
+    """Samples, and numbers of their tokens by name, of those that are trained on.
 
     `mismatched` (kto) are their prompts with other samples' completions, and
     `mismatched_reference`, [samples], the reference's log-probabilities of those completions.
@@ -31,6 +32,11 @@ class Known:
         """[samples]: how many tokens of each are trained on."""
         return np.array([int((mask[1:] > 0).sum()) for mask in self.samples.masks])
 
+    @cached_property
+    def unit_weights(self) -> npt.NDArray[np.float64]:
+        """[units]: how likely `order` 'weighted' draws each."""
+        return self.samples.unit_weights
+
     def weight_scale(self, indices: Sequence[int]) -> float:
         """What makes the samples' weights 1 in the mean over their marked tokens."""
         marks, weights = self.marks[list(indices)], self.samples.weights[list(indices)]
@@ -38,11 +44,18 @@ class Known:
         return float(marks.sum()) / total if total > 0 else 0.0
 
 
-def spread_out(samples: Samples, values: Sequence[Floats]) -> list[Floats]:
-    """Numbers of each sample's marked tokens as [its tokens], 0 elsewhere."""
-    rows = []
-    for mask, found in zip(samples.masks, values, strict=True):
+@dataclass(frozen=True)
+class OfMarked:
+    """Rows for packing.py from what is known of marked tokens alone, which is all that is kept.
+
+    `values`, by sample: [its marked tokens], or one number for them all. Elsewhere a row is 0.
+    """
+
+    masks: Sequence[Floats]
+    values: Mapping[int, Floats | float]
+
+    def __getitem__(self, place: int) -> Floats:
+        mask = self.masks[place]
         row = np.zeros(len(mask), np.float32)
-        row[1:][mask[1:] > 0] = found
-        rows.append(row)
-    return rows
+        row[1:][mask[1:] > 0] = self.values[place]
+        return row

@@ -8,6 +8,7 @@ packed, without padding and without attention between them. No torch. Read next:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,14 @@ import numpy.typing as npt
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.training import Hyperparameters
 
-Columns = Mapping[str, list[Floats]]  # name -> of each sample, [its tokens]
+
+class Rows(Protocol):
+    """Numbers of each sample's tokens: a list of arrays [length], or what makes them when asked."""
+
+    def __getitem__(self, place: int, /) -> Floats: ...
+
+
+Columns = Mapping[str, Rows]
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,15 @@ def step_units(hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float6
     return [int(_permutation(hyper.seed, epoch, len(weights))[i]) for epoch, i in epochs]
 
 
+def trained_on(hyper: Hyperparameters, samples: Samples) -> list[int]:
+    """The samples that a job's steps take, in order."""
+    weights = samples.unit_weights
+    if hyper.steps * hyper.batch_size >= len(weights):  # about all: not worth the drawing
+        return list(range(len(samples)))
+    units = {unit for step in range(hyper.steps) for unit in step_units(hyper, step, weights)}
+    return sorted(place for unit in units for place in samples.units[unit])
+
+
 def spread(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]]]:
     """Spread sequences of the given costs: rank -> micro-batch -> places in `costs`.
 
@@ -83,7 +100,7 @@ def pack(samples: Samples, indices: Sequence[int], columns: Columns | None = Non
     zeros = np.zeros(filler, np.int64)
     lengths = [samples.cost(i) for i in indices] or [1]
 
-    def floats(rows: Sequence[Floats]) -> Floats:
+    def floats(rows: Rows) -> Floats:
         return np.concatenate([*(rows[i][1:] for i in indices), zeros]).astype(np.float32)
 
     chosen = [samples.chosen[i] for i in indices] or [0.0]

@@ -223,7 +223,7 @@ def _adapt_uneven_gathers() -> None:
             return scatter_even(tokens, group, sizes, *rest)
         whole = tokens.clone()
         torch.distributed.all_reduce(whole, group=group)
-        return whole.split(sizes)[group.rank()]
+        return torch.split(whole, sizes)[group.rank()]
 
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = reduce_scatter

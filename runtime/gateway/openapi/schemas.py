@@ -286,6 +286,7 @@ _TRAINED: Schema = {
                 ]
             },
             "training_file": TEXT,
+            "validation_file": TEXT_OR_NONE,
             "hyperparameters": ANY,
             "method": ANY,
             "trained_tokens": WHOLE_OR_NONE,

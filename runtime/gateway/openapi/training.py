@@ -96,8 +96,8 @@ JOBS = (
         ref("JobStatus"),
         takes=ref("JobSpec"),
         more="The same spec is the same job. `parent` and `reference`: a name, `name@N` or a "
-        "checkpoint's id. Their hashes and `code` are filled in where they are left out, and the trainer "
-        "chooses a `layout` and `recompute` for a spec without a layout: see the event `layout`.",
+        "checkpoint's id. Their hashes and `code` are filled in where they are left out. A spec "
+        "without a `layout` gets one of the trainer's, and the event `layout` says why that one.",
         fails=("400 invalid_value", "404 model_not_found"),
     ),
     Operation(
@@ -154,11 +154,16 @@ FINE_TUNING = (
         "/v1/fine_tuning/jobs",
         "createFineTuningJob",
         "Training",
-        "Train on an uploaded file (OpenAI's API, supervised)",
+        "Train on an uploaded file (OpenAI's API, supervised and dpo)",
         ref("FineTuningJob"),
         takes=ref("CreateJob"),
         more="The same request is the same job. The result is a version that waits for promotion.",
-        fails=("404 model_not_found", "400 invalid_training_file", "400 unsupported_value"),
+        fails=(
+            "404 model_not_found",
+            "400 invalid_training_file",
+            "400 invalid_validation_file",
+            "400 unsupported_value",
+        ),
     ),
     Operation(
         "get",

@@ -88,13 +88,14 @@ that stops coming is [408 request_timeout].
                                          are gone, then `paused` [400 job_ended]
     POST /v1/jobs/{id}/resume            JobStatus; it goes on from there [400 job_not_paused]
 
-    POST /v1/fine_tuning/jobs            OpenAI's, supervised: {"model", "training_file", "method"?,
-                             "suffix"?, "seed"?, "metadata"?} -> a job at once, which then validates
-                             its file; the same request is the same job. Its result is registered as
+    POST /v1/fine_tuning/jobs            OpenAI's, supervised and dpo: {"model", "training_file",
+                             "validation_file"?, "method"?, "suffix"?, "seed"?, "metadata"?}
+                             -> a job at once, which then validates its files; the same request is
+                             the same job. Its result is registered as
                              `fine_tuned_model`, the next version of `suffix` or of the model's
                              own name, and answers once it is staged or promoted.
-                             [404 model_not_found; 400 invalid_training_file, unsupported_value,
-                             job_exists]
+                             [404 model_not_found; 400 invalid_training_file,
+                             invalid_validation_file, unsupported_value, job_exists]
     GET  /v1/fine_tuning/jobs?limit=(20)&after=&metadata[key]=value      newest first
     GET  /v1/fine_tuning/jobs/{id}       a paused job is `queued`, with metadata `paused: "true"`
     POST /v1/fine_tuning/jobs/{id}/cancel | pause | resume

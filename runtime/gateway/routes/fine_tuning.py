@@ -1,6 +1,6 @@
 """OpenAI's fine-tuning jobs: /v1/fine_tuning/jobs; runtime/fine_tuning does the work.
 
-Only supervised training, and only what has an effect: what is not supported is refused by name.
+Supervised training and dpo, and only what has an effect: what is not supported is refused by name.
 Two things differ from OpenAI. A job's id is a hash of all that decides the resulting weights, and
 without a `seed` it is 0, so the same request is the same job, also after it was cancelled: change
 the seed to train once more. And the result is the next version `name@N` of the model it was trained
@@ -122,7 +122,7 @@ def _list(services: Services, given: dict[str, str]) -> dict[str, Any]:
 
 def _shown(standing: Standing) -> dict[str, Any]:
     asked, validated, ended = standing.asked, standing.validated, standing.ended
-    hyperparameters = {
+    hyperparameters: dict[str, float | str] = {
         "n_epochs": validated.n_epochs if validated else asked.n_epochs,
         "batch_size": (
             validated.spec.hyperparameters.batch_size if validated else asked.batch_size
@@ -131,6 +131,9 @@ def _shown(standing: Standing) -> dict[str, Any]:
             validated.learning_rate_multiplier if validated else asked.learning_rate_multiplier
         ),
     }
+    if asked.method == "dpo":
+        beta = validated.spec.hyperparameters.preference.beta if validated else asked.beta
+        hyperparameters["beta"] = beta
     return {
         "id": asked.id,
         "object": "fine_tuning.job",
@@ -141,9 +144,9 @@ def _shown(standing: Standing) -> dict[str, Any]:
         "organization_id": "cray-agents",
         "status": standing.status,
         "training_file": asked.training_file,
-        "validation_file": None,
+        "validation_file": asked.validation_file,
         "hyperparameters": hyperparameters,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        "method": {"type": asked.method, asked.method: {"hyperparameters": hyperparameters}},
         "trained_tokens": ended.trained_tokens if ended else None,
         "result_files": [ended.result_file] if ended and ended.result_file else [],
         "error": ended.error if ended else None,
@@ -179,6 +182,9 @@ def _checkpoints(standing: Standing) -> list[dict[str, Any]]:
     ended = standing.ended
     if ended is None or ended.model is None:
         return []
+    metrics = {"step": ended.step, "train_loss": ended.loss}
+    if ended.valid_loss is not None:
+        metrics |= {"valid_loss": ended.valid_loss, "full_valid_loss": ended.valid_loss}
     return [
         {
             "id": f"ftckpt-{digest([standing.asked.id, ended.step], 24)}",
@@ -187,7 +193,7 @@ def _checkpoints(standing: Standing) -> list[dict[str, Any]]:
             "fine_tuning_job_id": standing.asked.id,
             "fine_tuned_model_checkpoint": ended.model,
             "step_number": ended.step,
-            "metrics": {"step": ended.step, "train_loss": ended.loss},
+            "metrics": metrics,
         }
     ]
 

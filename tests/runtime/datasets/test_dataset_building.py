@@ -290,6 +290,9 @@ async def test_an_empty_set_says_why(tmp_path: Path) -> None:
     assert not [*home.datasets.iterdir()]
 
 
+DEMONSTRATED = {"demonstrations": [[{"role": "assistant", "content": "a"}]], "tokenizer": "x"}
+
+
 @pytest.mark.parametrize(
     ("recipe", "param"),
     [
@@ -302,7 +305,26 @@ async def test_an_empty_set_says_why(tmp_path: Path) -> None:
         ({"method": "grpo", "demonstrations": [[]], "tokenizer": "x"}, "demonstrations"),
         ({"method": "dpo", "best_of": 2}, "best_of"),
         ({"method": "dpo", "normalize": False}, "normalize"),
-        ({"method": "dpo", "demonstrations": [[]], "tokenizer": "x"}, "demonstrations"),
+        ({"method": "dpo", **DEMONSTRATED}, "demonstrations_rejected"),
+        (
+            {"method": "dpo", **DEMONSTRATED, "demonstrations_rejected": [{"role": "user"}]},
+            "demonstrations_rejected",
+        ),
+        (
+            {"method": "dpo", "demonstrations": [[]], "demonstrations_rejected": [{}]},
+            "tokenizer",
+        ),
+        (
+            {
+                "method": "dpo",
+                "tokenizer": "x",
+                "demonstrations": [[]],
+                "demonstrations_rejected": [{}],
+            },
+            "demonstrations",
+        ),
+        ({**DEMONSTRATED, "demonstrations_rejected": [{}]}, "demonstrations_rejected"),
+        ({**DEMONSTRATED, "demonstrations_splits": ["train"] * 2}, "demonstrations_splits"),
         ({"max_uses": 1}, "max_uses"),
         ({"max_uses": 1, "loop": "l"}, "max_uses"),
         ({"step": 1}, "step"),

@@ -1,6 +1,6 @@
 """Conversations to imitate: only what the assistant says is trained on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,19 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Trajectory
 from cray_agents.runtime.datasets.demonstrations import Renderer
-from tests.runtime.datasets.made import build, details, made, reasons, run_events, stored, task
+from cray_agents.runtime.exports.chosen import DatasetRuns
+from cray_agents.runtime.exports.openai_lines import OPENAI_PREFERENCE
+from cray_agents.runtime.store import Store
+from tests.runtime.datasets.made import (
+    build,
+    details,
+    made,
+    reasons,
+    rows,
+    run_events,
+    stored,
+    task,
+)
 
 CALL = '{"expression": "47 + 385"}'
 CONVERSATION: list[dict[str, Any]] = [
@@ -97,6 +109,73 @@ async def test_demonstrations_and_runs_in_one_set(tmp_path: Path, tokenizer: Pat
         await build(moved, events, **recipe)
     with pytest.raises(BadInput, match="no tokenizer can be read"):
         await build(moved, events, tokenizer=str(tmp_path), **recipe)
+
+
+def asks(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+async def test_demonstrated_pairs(tmp_path: Path, tokenizer: Path, decode: Decode) -> None:
+    home = await stored(tmp_path, [])
+    wrong = {"role": "assistant", "content": "385"}
+    recipe: dict[str, Any] = {
+        "method": "dpo",
+        "tokenizer": str(tokenizer),
+        "tools": TOOLS,
+        "demonstrations": [CONVERSATION, asks("38?", "3"), CONVERSATION, asks("47?", "4")],
+        "demonstrations_rejected": [wrong, {**wrong, "content": "3"}, wrong, wrong],
+    }
+    manifest, found = made(home, **recipe)
+    assert manifest["rejected_demonstrations"] == {"duplicate": 1, "no_pair": 1}
+    assert (manifest["demonstrations"], manifest["samples"]) == (2, 4)
+    assert [(row["run_id"], row["pair"], row["chosen"]) for row in found] == [
+        ("demonstration/0", "demonstration/0", True),
+        ("demonstration/0/rejected", "demonstration/0", False),
+        ("demonstration/3", "demonstration/3", True),
+        ("demonstration/3/rejected", "demonstration/3", False),
+    ]
+    trained = [
+        decode([t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask])
+        for row in found[:2]
+    ]
+    assert trained == ["432<|im_end|>", "385<|im_end|>"]  # the call is context here
+    better, worse = ([t for t, m in zip(r["input_ids"], r["loss_mask"], strict=True) if not m]
+                     for r in found[:2])  # fmt: skip
+    assert better == worse
+    assert why(home, manifest["id"]) == [None, "no_pair", "duplicate", None]
+    exported = list(openai_pairs(home, manifest["id"]))
+    assert exported[1] == {
+        "input": {"messages": asks("47?", "4")[:1], "tools": TOOLS},
+        "preferred_output": asks("47?", "4")[1:],
+        "non_preferred_output": [wrong],
+    }
+
+
+def why(home: Home, dataset: str) -> list[str | None]:
+    return list(reasons(home, dataset).values())
+
+
+def openai_pairs(home: Home, dataset: str) -> Iterator[dict[str, Any]]:
+    """What `export --format openai-preference` writes of a dataset."""
+    for item in DatasetRuns(Store(home), home, dataset, pairs=True).items():
+        better, worse = item.runs
+        assert OPENAI_PREFERENCE.of_pair is not None
+        yield from OPENAI_PREFERENCE.of_pair(better, worse).records
+
+
+async def test_demonstrations_may_say_their_split(tmp_path: Path, tokenizer: Path) -> None:
+    home = await stored(tmp_path, [])
+    manifest, found = made(
+        home,
+        tokenizer=str(tokenizer),
+        demonstrations=[asks("38?", "3"), asks("47?", "4"), asks("38?", "3")],
+        demonstrations_splits=["train", "validation", "validation"],
+        validation=0.999,  # of tasks
+    )
+    assert [row["run_id"] for row in found] == ["demonstration/0"]
+    held = rows(home, manifest["id"], "validation")
+    assert [row["run_id"] for row in held] == ["demonstration/1"]
+    assert why(home, manifest["id"]) == [None, None, "duplicate"]  # of what is trained on
 
 
 async def test_demonstrations_that_are_left_out(tmp_path: Path, tokenizer: Path) -> None:

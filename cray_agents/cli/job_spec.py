@@ -1,0 +1,187 @@
+"""What `jobs submit` was asked, as a JobSpec: a file, options over it, and what both leave open.
+
+Keys are dotted as in the records: `learning_rate`, `policy.kl`, `layout.data`; the hyperparameters'
+need no prefix. Read next: cray_agents/training.py, what each key means; job_submitting.py.
+"""
+
+import difflib
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.records import StrictRecord
+from cray_agents.training import Hyperparameters, JobSpec
+
+HYPER = "hyperparameters"
+Fields = dict[str, Any]
+
+
+# ---- what was asked
+def asked(file: Path | None, options: Fields, settings: list[str]) -> Fields:
+    """A spec file's fields, the options (by dotted key; None: not given) and `key=value` over them.
+
+    Raises BadInput.
+    """
+    fields = _read(file) if file is not None else {}
+    for key, value in options.items():
+        if value is not None:
+            put(fields, key, value)
+    for text in settings:
+        put(fields, *_setting(text, "set"))
+    return fields
+
+
+def layout_of(text: str) -> Fields:
+    """A layout from `data=2,tensor=2`. Raises BadInput."""
+    return dict(_setting(part, "layout") for part in text.split(","))
+
+
+def put(fields: Fields, key: str, value: Any) -> None:
+    """Set a dotted key; what is no field of the job is a hyperparameter."""
+    names = key.split(".")
+    if names[0] not in JobSpec.model_fields:
+        names = [HYPER, *names]
+    for name in names[:-1]:
+        if not isinstance(fields.get(name), dict):
+            fields[name] = {}
+        fields = fields[name]
+    fields[names[-1]] = value
+
+
+def _read(file: Path) -> Fields:
+    try:
+        fields = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file} is no job's spec: {error}", param="spec") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get(HYPER, {}), dict):
+        raise BadInput(f"{file} is no job's spec: it must be an object like a JobSpec's, and its"
+                       f" {HYPER} one, too", param="spec")  # fmt: skip
+    return fields
+
+
+def _setting(text: str, option: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key.strip() and equals):
+        raise BadInput(f"--{option} {text!r}: write it as key=value", param=option)
+    try:
+        return key.strip(), json.loads(value)
+    except ValueError:
+        return key.strip(), value.strip()
+
+
+# ---- what it becomes
+def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
+    """The spec; unless it is said, the method is the dataset's, which is gone over once.
+
+    A parent or reference that is a plain Hugging Face directory is taken in under the home. Raises
+    BadInput, NotFound, Corrupt.
+    """
+    from cray_agents.runtime.datasets.reading import read_dataset
+    from cray_agents.runtime.registry import Registry
+    from cray_agents.trainers.layouts import check_layout
+    from cray_agents.trainers.megatron_trainer import code_version
+    from cray_agents.trainers.models.architecture import read_architecture
+
+    for name in ("parent", "dataset"):
+        if not isinstance(fields.get(name), str):
+            raise BadInput(f"--{name} is missing: see `cray-agents jobs submit --help`", param=name)
+    dataset = read_dataset(home, fields["dataset"])
+    hyper = fields.get(HYPER, {})
+    if epochs is not None and "steps" in hyper:
+        raise BadInput("--steps and --epochs say the same: leave one of them out", param="epochs")
+    fields = {
+        "method": dataset["method"],
+        "parent_sha256": "",
+        **({"reference_sha256": ""} if fields.get("reference") else {}),
+        **fields,
+        HYPER: {"steps": 1, **hyper},
+    }
+    spec = _validated(fields)  # before anything is copied
+    if spec.method != dataset["method"]:
+        raise BadInput(
+            f"dataset {spec.dataset} is made for {dataset['method']}, not for {spec.method}: leave"
+            f" --method out, or build one with `cray-agents dataset build --method {spec.method}`",
+            param="method",
+        )
+    if "steps" not in hyper:
+        steps = steps_of(dataset, spec, 1.0 if epochs is None else epochs)
+        settled_hyper = spec.hyperparameters.model_copy(update={"steps": steps})
+        spec = spec.model_copy(update={HYPER: settled_hyper})
+    registry = Registry(home)
+    places = _checkpoint(registry, spec, "parent", afresh=spec.hyperparameters.init == "random")
+    if spec.reference is not None:
+        places |= _checkpoint(registry, spec, "reference", afresh=False)
+    model = read_architecture(Path(places["parent"]))
+    if "layout" in spec.model_fields_set:
+        check_layout(model, spec.layout)
+    return spec.model_copy(update={**places, "code": code_version()})
+
+
+def steps_of(dataset: Fields, spec: JobSpec, epochs: float) -> int:
+    """Steps in which a dataset is gone over so many times. Raises BadInput if it is empty."""
+    samples: int = dataset["splits"].get("train", {}).get("samples", 0)
+    if not samples:
+        raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
+    units = samples / 2 if spec.method == "dpo" else samples  # of pairs both samples are counted
+    return ceil(epochs * units / spec.hyperparameters.batch_size)
+
+
+def _checkpoint(registry: Any, spec: JobSpec, what: str, *, afresh: bool) -> dict[str, str]:
+    """A checkpoint's directory under the home and what names its weights; see JobSpec."""
+    from cray_agents.runtime import checkpoints
+
+    named, given = getattr(spec, what), getattr(spec, f"{what}_sha256")
+    folder = Path(named).expanduser().absolute()
+    directory = folder if folder.is_dir() else registry.directory(named)
+    if afresh:  # only its config and tokenizer are read
+        sha256 = checkpoints.config_sha256(directory)
+    else:
+        name, manifest = registry.import_checkpoint(directory)
+        directory, sha256 = registry.home.checkpoint(name), manifest.weights_sha256
+    if given not in ("", sha256):
+        raise BadInput(
+            f"{what}_sha256 is {given}, but what {named} holds is {sha256}: leave it out, or name"
+            " another",
+            param=f"{what}_sha256",
+        )
+    return {what: str(directory), f"{what}_sha256": sha256}
+
+
+# ---- what is wrong with it
+def _validated(fields: Fields) -> JobSpec:
+    try:
+        return JobSpec.model_validate(fields)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
+        key = ".".join(map(str, first["loc"])).removeprefix(f"{HYPER}.")
+        if first["type"] == "extra_forbidden":
+            raise BadInput(f"unknown key {key!r}: {_nearest(key)}", param=key) from error
+        said = first["msg"].removeprefix("Value error, ")
+        raise BadInput(f"{key} = {first['input']!r}: {said}" if key else said, param=key) from error
+
+
+def _nearest(key: str) -> str:
+    """The known key that was meant, or all of them."""
+    known = [*_keys(Hyperparameters), *(k for k in _keys(JobSpec) if not k.startswith(HYPER))]
+    last = key.rpartition(".")[2]
+    near = [k for k in known if k.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(key, known, 1)
+    return f"did you mean {' or '.join(near)}?" if near else f"valid keys: {', '.join(known)}"
+
+
+def _keys(record: type[StrictRecord]) -> list[str]:
+    """The dotted keys of a record and of those in it."""
+    keys = []
+    for name, field in record.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = next(
+            (k for k in kinds if isinstance(k, type) and issubclass(k, StrictRecord)), None
+        )
+        keys += [f"{name}.{key}" for key in _keys(inner)] if inner is not None else [name]
+    return keys

@@ -1,0 +1,47 @@
+"""05_fine_tuning.py, run as its docstring says; and once more on the same folder."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cray_agents.paths import Home
+from cray_agents.runtime.registry import Registry
+
+FILE = Path(__file__).parents[2] / "cookbook" / "05_fine_tuning.py"
+ROW = re.compile(r"^(\w+) +(loss|margin) +([\d.]+) +([\d.]+)  (\S+)$", re.MULTILINE)
+
+
+def run(folder: Path) -> tuple[str, str]:
+    argv = [sys.executable, FILE, folder]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.megatron
+def test_every_fine_tune_learns_and_a_second_run_trains_nothing(tmp_path: Path) -> None:
+    out, progress = run(tmp_path)
+    table = {job: (what, float(a), float(b), Path(to)) for job, what, a, b, to in ROW.findall(out)}
+    assert list(table) == ["sft", "lora", "dpo", "kto"]
+    for what, first, last, weights in table.values():
+        assert last < 0.8 * first if what == "loss" else last > 1.2 * first > 0
+        assert (weights / "model.safetensors").is_file()
+    assert table["sft"][2] < 0.5  # of 6.2 for a model that knows nothing
+    assert (table["lora"][3] / "adapter" / "adapter_model.safetensors").is_file()
+    assert len(re.findall(r"step 32/32 ", progress)) == 4
+    assert "8,190,735,360 parameters" in out and "layout   data=" in out
+    home = Home(tmp_path / "root")
+    [bot] = Registry(home).versions("bot")
+    assert home.checkpoint(bot.checkpoint) == table["sft"][3]
+    specs = [json.loads(path.read_text()) for path in home.jobs.glob("*/spec.json")]
+    assert sorted(spec["method"] for spec in specs) == ["dpo", "kto", "sft", "sft"]
+
+    again, said = run(tmp_path)
+    assert ROW.findall(again) == ROW.findall(out)
+    assert said.count("trained 0 steps") == 4 and "step 1/" not in said

@@ -1,0 +1,284 @@
+"""`cray-agents jobs submit`: real training without a platform, a scripted platform, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cray_agents import ScriptedEngine
+from cray_agents.cli import main
+from cray_agents.cli.job_spec import asked, settled
+from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.recipes import DatasetRecipe
+from cray_agents.runtime.datasets import build_dataset
+from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.seed_model import ModelShape, make_seed_model
+from cray_agents.training import JobStatus
+from tests.scripted_platform import platform
+
+SAMPLES = 24
+CHATS = [
+    [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} it is"}]
+    for n in range(SAMPLES)
+]
+SMALL = ModelShape(vocabulary=320, hidden=64, feed_forward=96, heads=2, kv_heads=2)
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Site(NamedTuple):
+    """A shared root with a dataset, and beside it the model that it is for."""
+
+    home: Home
+    model: Path
+    dataset: str
+
+    def argv(self, *words: object) -> list[str]:
+        given = ["jobs", "submit", "--home", self.home.root, "--dataset", self.dataset, *words]
+        return [str(word) for word in given]
+
+    @contextmanager
+    def submitting(self, *words: object) -> "Iterator[subprocess.Popen[str]]":
+        """The command in a process group of its own, as a shell starts it."""
+        argv = [sys.executable, "-m", "cray_agents", *self.argv("--parent", self.model, *words)]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(argv, text=True, start_new_session=True, **pipes) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def submit(self, *words: object) -> Done:
+        with self.submitting(*words) as process:
+            out, err = process.communicate(timeout=240)
+            return Done(process.returncode, out, err)
+
+    @property
+    def journal(self) -> Journal:
+        """Of the one job."""
+        [spec] = self.home.jobs.glob("*/spec.json")
+        return Journal(self.home, spec.parent.name)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Not to be written to."""
+    folder = tmp_path_factory.mktemp("site")
+    texts = [message["content"] for chat in CHATS for message in chat]
+    make_seed_model(folder / "model", seed=0, corpus=texts, shape=SMALL)
+    home = Home(folder / "root")
+    recipe = DatasetRecipe(demonstrations=CHATS, generations=[], tokenizer=str(folder / "model"))
+    return Site(home, folder / "model", build_dataset(Store(home), home, recipe)["id"])
+
+
+@pytest.fixture
+def site(made: Site, tmp_path: Path) -> Site:
+    """A root of one's own, with the same dataset."""
+    home = Home(tmp_path / "root")
+    home.datasets.mkdir(parents=True)
+    home.dataset(made.dataset).symlink_to(made.home.dataset(made.dataset))
+    return made._replace(home=home)
+
+
+# ---- trained by the command itself
+@pytest.mark.slurm
+@pytest.mark.megatron
+def test_it_trains_and_registers_and_the_second_time_trains_nothing(site: Site) -> None:
+    wanted = ["--epochs", 1.5, "--set", "batch_size=8", "--set", "lora.alpha=8", "--lora-rank", 4]
+    done = site.submit(*wanted, "--name", "tiny", "--json")
+    assert done.code == 0, done.err
+    status, spec = json.loads(done.out), site.journal.spec()
+    steps = ceil(1.5 * SAMPLES / 8)
+    assert (status["state"], status["step"], status["steps"]) == ("succeeded", steps, steps)
+    assert f"step {steps}/{steps}  loss" in done.err and "scheduler: " in done.err
+    hyper = spec.hyperparameters
+    assert (spec.method, hyper.batch_size, hyper.learning_rate) == ("sft", 8, 1e-3)
+    assert hyper.lora is not None and (hyper.lora.rank, hyper.lora.alpha) == (4, 8)
+    assert Path(spec.parent).parent == site.home.root / "checkpoints"  # taken in
+    weights = site.home.checkpoint(status["checkpoint"])
+    assert (weights / "model.safetensors").is_file() and (weights / "adapter").is_dir()
+    registry = Registry(site.home)
+    [version] = registry.versions("tiny")
+    assert (version.checkpoint, version.job) == (status["id"], status["id"])
+    assert registry.promoted("tiny") is None
+
+    again = site.submit(*wanted)
+    assert (again.code, again.out) == (0, f"{weights}\n")
+    assert "succeeded before: trained 0 steps" in again.err
+    assert site.journal.attempts == 1
+
+
+@pytest.mark.megatron
+def test_what_dies_is_started_again_and_ctrl_c_saves(site: Site, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CRAY_AGENTS_SCHEDULER", "local")
+    wanted = ["--steps", 400, "--set", "save_every=5", "--layout", "data=1"]
+    with site.submitting(*wanted) as process:
+        assert process.stdout is not None and process.stderr is not None
+        _read_until(process.stdout, "step   5/400")
+        os.kill(json.loads((site.journal.folder / "attempts" / "1").read_bytes())["pid"], 9)
+        _read_until(process.stdout, "attempt 2 starts after step")
+        _read_until(process.stdout, "step ")
+        os.killpg(process.pid, signal.SIGINT)
+        process.stdout.read()
+        said = process.stderr.read()
+        assert process.wait() == 130, said
+    stopped = site.journal.step
+    assert 5 <= stopped < 400 and f"saved after step {stopped} of 400" in said
+    assert site.journal.paused and site.journal.resume_points
+
+    with site.submitting(*wanted) as process:  # alone: another one is refused
+        assert process.stdout is not None
+        _read_until(process.stdout, f"attempt 3 starts after step {stopped} ")
+        refused = site.submit(*wanted)
+        assert refused.code == 2 and "another `jobs submit` trains on" in refused.err
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "step 400/400" in out and f"step {stopped:>3}/400" not in out
+    events = [e for e in site.journal.events() if e["event"] == "step"]
+    assert [event["step"] for event in events] == list(range(1, 401))
+
+
+def _read_until(stream: Any, text: str) -> None:
+    seen = []
+    for line in stream:
+        seen.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} was not said in:\n{''.join(seen)}")
+
+
+# ---- trained by a platform
+def test_a_platform_is_asked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, failures = ScriptedEngine([]), {2: "the loss is nan"}
+    with platform(site.home.root, engine, model=site.model, failures=failures) as where:
+        # a platform is looked for by its process
+        argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+            info = {"url": where.url, "name": "m", "started": 0.0, "pid": process.pid}
+            site.home.platform.write_text(json.dumps(info))
+            try:
+                wanted = ["--parent", "m", "--steps", 3, "--set", "save_every=7", "--name", "tiny"]
+                done = here(site, capsys, *wanted)
+                later = here(site, capsys, "--parent", "m@1", "--steps", 4, "--detach")
+                failed = here(site, capsys, "--parent", "m@1", "--steps", 5, "--json")
+                refused = here(site, capsys, "--parent", "m@7")
+            finally:
+                process.kill()
+    spec = next(s for s in map(_spec, site.home.jobs.iterdir()) if s["save_every"] == 7)
+    assert (spec["hyperparameters"]["steps"], spec["layout"]["data"]) == (3, 1)
+    [version] = Registry(site.home).versions("tiny")
+    assert done.code == 0 and "step 3/3" in done.out
+    assert done.out.endswith(f"{site.home.checkpoint(version.checkpoint)}\n")
+    assert later.code == 0 and "jobs logs -f job-" in later.err
+    assert (failed.code, json.loads(failed.out)["state"]) == (1, "failed")
+    assert "the loss is nan" in failed.err
+    assert refused.code == 2 and "m@7" in refused.err
+
+
+def _spec(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "spec.json").read_text())
+    return found
+
+
+# ---- refused
+def here(site: Site, screen: pytest.CaptureFixture[str], *words: object) -> Done:
+    """The command in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["cray-agents", *site.argv(*words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    out, err = screen.readouterr()
+    return Done(int(ended.value.code or 0), out, err)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--set", "learning_rat=1"], "unknown key 'learning_rat': did you mean learning_rate?"),
+        (["--set", "kl=0.1"], "unknown key 'kl': did you mean policy.kl?"),
+        (["--set", "lora.alfa=1"], "unknown key 'lora.alfa': did you mean lora.alpha?"),
+        (["--set", "nonsense"], "--set 'nonsense': write it as key=value"),
+        (["--set", "zzz=1"], "valid keys: steps, batch_size"),
+        (["--set", "batch_size=many"], "batch_size = 'many': Input should be a valid integer"),
+        (["--set", "policy.kl=0.1"], "policy has no effect with method 'sft'"),
+        (["--set", "seed=1", "--method", "dpo"], "is made for sft, not for dpo"),
+        (["--method", "ppo"], "method = 'ppo': Input should be 'sft', 'dpo', 'kto' or 'grpo'"),
+        (["--steps", 3, "--epochs", 2], "--steps and --epochs say the same"),
+        (["--layout", "data=1,tensor=3"], "tensor=3"),
+        (["--layout", "dat=1"], "unknown key 'layout.dat': did you mean layout.data?"),
+        (["--name", "a b"], "'a b' cannot name a model"),
+        (["--name", "a", "--detach"], "nobody would wait to register it"),
+        (["--detach"], "the job ends with this command"),
+        (["--dataset", "ds-none"], "no dataset 'ds-none'"),
+        (["--parent", "./nowhere"], "no checkpoint at './nowhere'"),
+        (["--reference", "/tmp"], "reference has no effect with method 'sft'"),
+        (["--spec", __file__], "is no job's spec"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_submitted(
+    made: Site, capsys: pytest.CaptureFixture[str], words: list[object], why: str
+) -> None:
+    parent = [] if "--parent" in words else ["--parent", made.model]
+    done = here(made, capsys, *parent, *words)
+    assert (done.code, done.out) == (2, ""), done
+    assert why in " ".join(done.err.split())
+    assert not made.home.jobs.exists()
+
+
+def test_a_spec_file_comes_before_options(made: Site, tmp_path: Path) -> None:
+    file = tmp_path / "spec.json"
+    hyper = {"steps": 5, "learning_rate": 0.5, "lora": {"rank": 2, "alpha": 3}}
+    given = {"dataset": made.dataset, "parent": str(made.model), "keep": 7}
+    file.write_text(json.dumps(given | {"hyperparameters": hyper}))
+    options = {"steps": 9, "lora.rank": None}
+    spec = settled(made.home, asked(file, options, ["lora.rank=4", "hyperparameters.seed=3"]))
+    settled_hyper = spec.hyperparameters
+    assert (settled_hyper.steps, settled_hyper.seed, settled_hyper.learning_rate) == (9, 3, 0.5)
+    assert settled_hyper.lora is not None
+    assert (settled_hyper.lora.rank, settled_hyper.lora.alpha, spec.keep) == (4, 3, 7)
+    assert "layout" not in spec.model_fields_set  # it is the trainer's to choose
+    assert settled(made.home, asked(file, {}, ["lora=null"])).hyperparameters.lora is None
+    with pytest.raises(BadInput, match="parent_sha256 is 00"):
+        settled(made.home, asked(file, {"parent_sha256": "00"}, []))
+    # what a job wrote down is the same job
+    file.write_text(spec.model_dump_json())
+    assert settled(made.home, asked(file, {}, [])).id == spec.id
+
+
+def test_what_failed_before_stays_failed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
+    spec = settled(site.home, asked(None, fields, []))
+    journal = Journal(site.home, spec.id)
+    journal.write_spec(spec)
+    journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
+    done = here(site, capsys, "--parent", site.model, "--steps", 4)
+    assert (done.code, done.out) == (1, "")
+    assert "failed before: trained 0 steps" in done.err and "the loss is nan" in done.err
+
+
+def test_from_scratch_only_the_config_counts(made: Site, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((made.model / "config.json").read_bytes())
+    fields = {"dataset": made.dataset, "parent": str(bare), "init": "random"}
+    spec = settled(made.home, asked(None, fields, []))
+    assert (spec.parent, spec.hyperparameters.init) == (str(bare), "random")
+    same = settled(made.home, asked(None, fields | {"parent": str(made.model)}, []))
+    assert same.id == spec.id
