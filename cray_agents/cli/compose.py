@@ -24,7 +24,7 @@ import uvicorn
 import uvloop
 
 from cray_agents.cli.doctor import distribution_version
-from cray_agents.cli.running import owner
+from cray_agents.cli.running import owner, submitter
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError, NotFound, SetupError, StoreError
@@ -308,6 +308,11 @@ def claim(home: Home, listener: socket.socket, name: str) -> str:
         raise SetupError(
             f"a platform runs on {home.root} already (pid {other['pid']}, {other['url']}): "
             "use it, end it with `cray-agents down`, or choose another root with --home"
+        )
+    if (pid := submitter(home)) is not None:
+        raise SetupError(
+            f"`jobs submit` (pid {pid}) trains on {home.root}: wait for its end, or choose another"
+            " root with --home"
         )
     token = f"sk-platform-{secrets.token_urlsafe(32)}"
     info = {

@@ -132,7 +132,8 @@ def _run(home: Path | None, recipe: DatasetRecipe, *, as_json: bool, dry_run: bo
 
     where = _root(home)
     if recipe.tokenizer is not None:
-        tokenizer = Registry(where).directory(recipe.tokenizer)
+        folder = Path(recipe.tokenizer).expanduser().absolute()
+        tokenizer = folder if folder.is_dir() else Registry(where).directory(recipe.tokenizer)
         recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
     store = Store(where)
     examples = _Examples()

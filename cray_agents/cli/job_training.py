@@ -7,7 +7,7 @@ job_submitting.py. Read next: trainers/megatron_trainer.py.
 
 import asyncio
 import contextlib
-import fcntl
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,13 @@ import openai
 
 from cray_agents.cli.job_following import Growing, NewEvents
 from cray_agents.cli.job_text import sentence
-from cray_agents.cli.running import client, fetch, owner, running
+from cray_agents.cli.running import SUBMITTER, client, fetch, owner, running, submitter
 from cray_agents.cli.screen import errors, line
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform import typed
+from cray_agents.runtime import durable
 from cray_agents.trainers.journal import Journal
 from cray_agents.training import JobSpec, JobStatus
 
@@ -183,16 +184,18 @@ def _terminated_as_interrupted() -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(home: Home) -> Iterator[None]:
     """Raises SetupError while another command trains here: this host's scheduler is one's own."""
-    home.slurm.mkdir(parents=True, exist_ok=True)
-    with (home.slurm / "submit.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SetupError(
-                f"another `jobs submit` trains on {home.root}: wait for its end, or start a"
-                " platform with `cray-agents up`, which takes many jobs"
-            ) from error
+    path = home.slurm / SUBMITTER
+    if submitter(home) is None:
+        path.unlink(missing_ok=True)  # of one that was killed
+    if not durable.create_file(path, str(os.getpid()).encode()):
+        raise SetupError(
+            f"another `jobs submit` trains on {home.root}: wait for its end, or start a"
+            " platform with `cray-agents up`, which takes many jobs"
+        )
+    try:
         yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 class Following:

@@ -24,6 +24,7 @@ from cray_agents.lifeline import alive
 from cray_agents.paths import Home
 from cray_agents.platform import Platform
 
+SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` without a platform
 START_SECONDS = 30.0  # until the gateway answers; the engine behind it may take longer
 STOP_SECONDS = 20.0
 
@@ -42,12 +43,24 @@ def owner(home: Home) -> dict[str, Any] | None:
             f"the platform on {home.root} is another user's ({home.platform} cannot be read): reach"
             " it with CRAY_AGENTS_URL and CRAY_AGENTS_API_KEY, or choose another root with --home"
         ) from error
-    if not alive(info["pid"]) or info["pid"] == os.getpid():
+    return info if _lives(info["pid"]) else None
+
+
+def submitter(home: Home) -> int | None:
+    """The pid of a living `jobs submit` that trains on this root by itself."""
+    try:
+        pid = int((home.slurm / SUBMITTER).read_text())
+    except (FileNotFoundError, ValueError):
         return None
-    command = Path(f"/proc/{info['pid']}/cmdline")  # the pid may have gone to another program
-    if command.exists() and b"cray" not in command.read_bytes():
-        return None
-    return info
+    return pid if _lives(pid) else None
+
+
+def _lives(pid: int) -> bool:
+    """Whether another process of ours has this pid, and not a program that got it later."""
+    if not alive(pid) or pid == os.getpid():
+        return False
+    command = Path(f"/proc/{pid}/cmdline")
+    return not command.exists() or b"cray" in command.read_bytes()
 
 
 def running(home: Home) -> dict[str, Any] | None:
