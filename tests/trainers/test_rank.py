@@ -382,9 +382,10 @@ def test_a_superseded_attempt_ends_soon(lab: Any) -> None:
 
 
 # ---- what travels while computing goes on, as on GPUs
-def sail(
-    folder: Path, dataset: Path, out: Path, overlap: bool, rank: int, store: Any, stop: Any
-) -> int:
+Ship = tuple[Path, Path, Layout, Hyperparameters]
+
+
+def sail(ship: Ship, out: Path, overlap: bool, rank: int, store: Any, stop: Any) -> int:
     """One rank: score, train, evaluate, train, and write the weights right after a step."""
     from cray_agents.trainers.data.known import Known
     from cray_agents.trainers.export import export_weights
@@ -392,16 +393,10 @@ def sail(
     from cray_agents.trainers.ranks import join_ranks
     from cray_agents.trainers.train import Training
 
-    layout = Layout(data=2)
-    join_ranks(layout, rank, 2, store, on_cpu=True)
-    training = Training(
-        read_architecture(folder),
-        layout,
-        Hyperparameters(steps=4, batch_size=4),
-        folder,
-        on_cpu=True,
-        overlap=overlap,
-    )
+    folder, dataset, layout, hyper = ship
+    join_ranks(layout, rank, layout.world, store, on_cpu=True)
+    model = read_architecture(folder)
+    training = Training(model, layout, hyper, folder, on_cpu=True, overlap=overlap)
     known = Known(read_samples(dataset))
     losses = [float(training.score(known.samples, [0])[0].sum())]
     losses += [training.step(known).loss for _ in range(2)]
@@ -414,7 +409,17 @@ def sail(
     return 0
 
 
-def test_what_travels_during_computation_arrives(lab: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout", "hyper"),
+    [
+        ("qwen3", {"data": 2}, {"batch_size": 1}),  # a rank has nothing but filler
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"dtype": "bfloat16"}),
+    ],
+    ids=["dense", "experts"],
+)
+def test_what_travels_during_computation_arrives(
+    lab: Any, tmp_path: Path, kind: str, layout: dict[str, Any], hyper: dict[str, Any]
+) -> None:
     from safetensors.torch import load_file
 
     from cray_agents.trainers import export  # noqa: F401  (loaded before the fork)
@@ -423,14 +428,17 @@ def test_what_travels_during_computation_arrives(lab: Any, tmp_path: Path) -> No
 
     load_megatron()
     lab.dataset()
+    chosen = Hyperparameters(**{"steps": 4, "batch_size": 4, **hyper})
+    ship = lab.models(kind), lab.home.dataset("ds"), Layout(**layout), chosen
     found = []
     for overlap in (False, True):
         out = tmp_path / str(overlap)
         out.mkdir()
-        main = partial(sail, lab.models("qwen3"), lab.home.dataset("ds"), out, overlap)
+        main = partial(sail, ship, out, overlap)
         assert run_ranks(find_place(2, "overlap"), out / "logs", main).code == 0
-        found.append((json.loads((out / "losses.json").read_bytes()), out / "model.safetensors"))
+        weights = [load_file(path) for path in sorted(out.glob("*.safetensors"))]
+        found.append((json.loads((out / "losses.json").read_bytes()), weights))
     (losses, plain), (overlapped, ours) = found
     assert overlapped == losses
-    weights, expected = load_file(ours), load_file(plain)
-    assert all((weights[name] == expected[name]).all() for name in expected)
+    for weights, expected in zip(ours, plain, strict=True):
+        assert all((weights[name] == expected[name]).all() for name in expected)
