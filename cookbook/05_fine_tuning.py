@@ -30,7 +30,7 @@ CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "R
 MONTHS = ["January", "February", "March", "April", "May", "June"]
 MONTHS += ["July", "August", "September", "October", "November", "December"]
 
-STEPS, FIRST = 32, 8  # of each job, and after which of them it is first measured
+STEPS = 32  # of each job
 
 # a fine-tune of Qwen3-8B is planned from this alone; of a checkpoint, name the directory
 EIGHT_BILLION = {
@@ -129,7 +129,7 @@ class Shop:
     def train(self, parent: object, dataset: str, *more: object) -> "Trained":
         """A fine-tune, to its end; one rank is enough for a model this small."""
         what = ("--parent", parent, "--dataset", dataset, "--steps", STEPS, *more)
-        how = ("--set", f"evaluate_every={FIRST}", "--layout", "data=1", "--home", self.root)
+        how = ("--layout", "data=1", "--home", self.root)
         job = cray_agents("jobs", "submit", *what, *how, "--json", answers=True)
         events = (self.root / "jobs" / job["id"] / "events.jsonl").read_text().splitlines()
         held_out = [e for e in map(json.loads, events) if e["event"] == "evaluation"]
@@ -138,7 +138,7 @@ class Shop:
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights, as a Hugging Face directory, and how they did on what was kept apart."""
+    """The weights, as a Hugging Face directory, and how they did on what was kept apart, before and after."""
 
     weights: Path
     first: dict[str, Any]
@@ -205,7 +205,7 @@ def main(folder: Path) -> None:
 # ---- what came of it
 def tell(jobs: list[tuple[str, Trained]]) -> None:
     """A table of what was measured on the questions that were kept apart."""
-    print(f"\n{'job':<6}{'measured':<10}{f'step {FIRST}':>9}{f'step {STEPS}':>9}  weights")
+    print(f"\n{'job':<6}{'measured':<10}{'before':>9}{'after':>9}  weights")
     for job, trained in jobs:
         (what, first), (_, last) = measured(trained.first), measured(trained.last)
         print(f"{job:<6}{what:<10}{first:>9.3f}{last:>9.3f}  {trained.weights}")

@@ -150,10 +150,10 @@ class JobSpec(StrictRecord):
     KL compare with; None: the parent. `optimizer_from` names the job whose optimizer state goes on.
 
     How the job is run, and not what it is: the layout; `save_every` steps a resume point, of which
-    the last `keep` stay; `evaluate_every` steps the loss on the dataset's validation split (None:
-    at the end, if there is one); `recompute` activations; `logprob_limit`, by how much the
-    trainer's log-probabilities may differ from the engine's (None: 0.01 in float32, 0.5 in
-    bfloat16).
+    the last `keep` stay; `evaluate_every` steps the loss on the dataset's validation split, if it
+    has one (None: before the first step and at the end); `recompute` activations; `logprob_limit`,
+    by how much the trainer's log-probabilities may differ from the engine's (None: 0.01 in
+    float32, 0.5 in bfloat16).
     """
 
     method: MethodName = "sft"
@@ -180,11 +180,15 @@ class JobSpec(StrictRecord):
             "policy": method != "grpo" and hyper.policy != Policy(),
             "preference": method not in ("dpo", "kto") and hyper.preference != Preference(),
             "weigh_loss": method != "sft" and hyper.weigh_loss,
-            "reference": method == "sft" and self.reference is not None,
+            "reference": self.reference is not None
+            and (method == "sft" or (method == "grpo" and not hyper.policy.kl)),
         }
         for name, wrong in unused.items():
             if wrong:
-                raise ValueError(f"{name} has no effect with method {method!r}: leave it out")
+                without = " and policy.kl 0" if method == "grpo" else ""
+                raise ValueError(
+                    f"{name} has no effect with method {method!r}{without}: leave it out"
+                )
         if (self.reference is None) != (self.reference_sha256 is None):
             raise ValueError("reference and reference_sha256 go together")
         return self

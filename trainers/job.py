@@ -67,12 +67,12 @@ def run(journal: Journal) -> int:
     outcome = _train(work, place)
     if not first:
         return outcome.code
-    if outcome.refusal is not None:
-        return _fail(journal, outcome.refusal)
-    if outcome.code == EX_TEMPFAIL:
-        print(f"saved at step {journal.step} and stopped; start it again to go on", flush=True)
-    elif why := journal.fenced(attempt):
+    if why := journal.fenced(attempt):
         print(f"stopped without publishing: {why}", flush=True)
+    elif outcome.refusal is not None:
+        return _fail(journal, outcome.refusal)
+    elif outcome.code == EX_TEMPFAIL:
+        print(f"stopped after step {journal.step}; start it again to go on", flush=True)
     else:
         _succeed(journal, spec)
     return outcome.code
@@ -158,10 +158,16 @@ def _check_weights(folder: Path, expected: str, init: str, param: str) -> None:
 def _train(work: Work, place: Place) -> Outcome:
     """Import Megatron, settle where to start from, run this node's ranks."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
+    import torch
+
     from cray_agents.trainers import rank, resume
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     on_cpu = load_megatron()
+    if not on_cpu and len(place.ranks) > (gpus := torch.cuda.device_count()):
+        raise SetupError(
+            f"{len(place.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
+        )
     if place.node == 0:
         resume.sweep(work.megatron)
         final = work.journal.home.checkpoint(work.spec.id)
@@ -173,7 +179,7 @@ def _train(work: Work, place: Place) -> Outcome:
             work = work.at(None, point)
         else:
             work = work.at(point, None)
-        work.journal.rewind(step)
+        work.journal.rewind(-1 if work.resume_from is None else step)
         for problem in problems:
             print(f"{problem}; set aside, the one before it is used", flush=True)
             work.journal.event("corrupt", message=problem)

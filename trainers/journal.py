@@ -160,12 +160,12 @@ class Journal:
         return [orjson.loads(line) for line in lines[:-1] if line]
 
     def rewind(self, step: int) -> None:
-        """Drop what is told of steps beyond `step`: the resumed job tells it again.
+        """Drop what is told of steps beyond `step`: the resumed job tells it again. -1: of all.
 
         The file is replaced, so what a superseded attempt still appends is seen by nobody.
         """
         self.close()
-        lines = b"".join(_line(e) for e in self.events() if e.get("step", 0) <= step)
+        lines = b"".join(_line(e) for e in self.events() if e.get("step", -1) <= step)
         durable.replace_file(self.events_file, lines)
 
     def _drop_torn_line(self) -> None:

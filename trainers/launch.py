@@ -121,11 +121,13 @@ def run_ranks(place: Place, logs: Path, main: RankMain) -> Outcome:
     ranks: list[RankProcess] = []
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
-        _forward_signals(ranks)
+        asked = _forward_signals(ranks)
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
         for rank in place.ranks:
             ranks.append(_fork(rank, place, listener, _log(logs, rank), main))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        if asked:  # another thread took the signal while there were not all ranks to pass it to
+            os.kill(os.getpid(), signal.SIGTERM)
         bad = watch(ranks)
         _end(ranks)
         if bad is None:
@@ -150,14 +152,19 @@ def _log(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.txt"
 
 
-def _forward_signals(ranks: list[RankProcess]) -> None:
+def _forward_signals(ranks: list[RankProcess]) -> list[int]:
+    """Let the ranks hear what this process is sent; returns what it was sent, as it comes."""
+    asked: list[int] = []
+
     def forward(number: int, frame: object) -> None:
+        asked.append(number)
         for process in ranks:
             if process.code is None:
                 os.kill(process.pid, signal.SIGTERM)
 
     for number in _STOP_SIGNALS:
         signal.signal(number, forward)
+    return asked
 
 
 def _end(ranks: list[RankProcess]) -> None:

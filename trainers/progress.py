@@ -22,7 +22,7 @@ class Progress:
     trained_tokens: int = 0
     seconds: float = 0.0  # spent in steps
     norms: list[float] = field(default_factory=list)  # of the last RECENT gradients
-    evaluated: int = 0  # the step after which that was done last
+    evaluated: int = -1  # after how many steps that was done last
 
     def add(self, report: StepReport, seconds: float, before: int) -> None:
         """Count a step, with so many before it.

@@ -17,7 +17,7 @@ from cray_agents.trainers.data.samples import Floats, Ints
 from cray_agents.trainers.methods.loss import Marked
 from cray_agents.training import Layout
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # rank 0 may hash a big checkpoint meanwhile
 
 
 def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) -> None:

@@ -30,7 +30,7 @@ def test_every_fine_tune_learns_and_a_second_run_trains_nothing(tmp_path: Path) 
     table = {job: (what, float(a), float(b), Path(to)) for job, what, a, b, to in ROW.findall(out)}
     assert list(table) == ["sft", "lora", "dpo", "kto"]
     for what, first, last, weights in table.values():
-        assert last < 0.8 * first if what == "loss" else last > 1.2 * first > 0
+        assert last < 0.8 * first if what == "loss" else last > 0.1 > first == 0
         assert (weights / "model.safetensors").is_file()
     assert table["sft"][2] < 0.5  # of 6.2 for a model that knows nothing
     assert (table["lora"][3] / "adapter" / "adapter_model.safetensors").is_file()

@@ -182,12 +182,13 @@ def test_pairs_are_learnt(tmp_path: Path, model: Path) -> None:
                 io.StringIO(site.client.files.content(job.result_files[0]).text)
             )
     metrics: list[Any] = [event for event in reversed(told) if event.type == "metrics"]
-    first, evaluation = metrics[0], metrics[-1]
+    untrained, first, evaluation = metrics[0], metrics[1], metrics[-1]
+    assert untrained.data["valid_loss"] == pytest.approx(math.log(2))
     assert first.data["train_loss"] == pytest.approx(math.log(2))  # nothing is preferred yet
     assert metrics[-2].data["accuracy"] == 1 and metrics[-2].data["reward_margin"] > 0
     assert [event.message.partition(":")[2][:12] for event in metrics[:2]] == [
-        " training lo",
         " validation ",
+        " training lo",
     ]
     assert evaluation.data["valid_loss"] < math.log(2)
     assert checkpoint.metrics.full_valid_loss == evaluation.data["full_valid_loss"]

@@ -216,8 +216,9 @@ def test_weights_of_samples(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     validation = read_samples(lab.home.dataset("ds"), "sft", "validation")
     trained = Transformers(lab.home.checkpoint(spec.id))
-    (evaluation,) = events(job, "evaluation")
-    assert evaluation["loss"] == pytest.approx(trained.loss(validation, validation.weights), 1e-5)
+    before, after = (event["loss"] for event in events(job, "evaluation"))
+    assert before == pytest.approx(policy.loss(validation, validation.weights), 1e-5)
+    assert after == pytest.approx(trained.loss(validation, validation.weights), 1e-5)
 
 
 # ---- evaluation
@@ -234,9 +235,10 @@ def test_evaluation_is_right_and_changes_nothing(lab: Any) -> None:
     assert job.losses == plain.losses
     three = lab.run(lab.spec("qwen3", dataset="plain", hyper={**hyper, "steps": 3}))
     told = [(event["step"], event["loss"]) for event in events(job, "evaluation")]
-    assert [step for step, _ in told] == [3, 5]
-    for (_, loss), trained in zip(told, (three, job), strict=True):
-        checkpoint = Transformers(lab.home.checkpoint(trained.journal.job_id))
+    assert [step for step, _ in told] == [0, 3, 5]
+    checkpoints = [lab.home.checkpoint(trained.journal.job_id) for trained in (three, job)]
+    for (_, loss), folder in zip(told, (Path(evaluated.parent), *checkpoints), strict=True):
+        checkpoint = Transformers(folder)
         assert loss == pytest.approx(checkpoint.loss(validation), rel=1e-5)
     assert events(job, "evaluation")[0]["tokens"] == sum(m[1:].sum() for m in validation.masks)
 
@@ -259,10 +261,11 @@ def test_an_evaluation_that_was_interrupted_is_done_after_all(
         job = lab.start(spec)
     job.wait_for_step(1)
     assert job.kill(signal.SIGTERM) == 75
-    assert (job.journal.step, events(job, "evaluation")) == (1, [])
+    assert job.journal.step == 1
+    assert [event["step"] for event in events(job, "evaluation")] == [0]
     assert [p.name for p in job.journal.resume_points] == ["step-00000001"]
     lab.run(spec)
-    assert [event["step"] for event in events(job, "evaluation")] == [1, 2]
+    assert [event["step"] for event in events(job, "evaluation")] == [0, 1, 2]
     assert [event["from_step"] for event in events(job, "started")] == [0, 1]
 
 

@@ -38,10 +38,13 @@ def check_samples(samples: Samples, model: Architecture, hyper: Hyperparameters)
                 param="dataset",
             )
     _check_room(samples, hyper.max_tokens_per_microbatch)
-    if hyper.order == "weighted" and not (
-        np.isfinite(samples.weights).all() and samples.weights.min() >= 0 < samples.weights.sum()
-    ):
-        raise BadInput("order 'weighted' needs weights >= 0, at least one above 0", param="order")
+    for name, used in (("order", hyper.order == "weighted"), ("weigh_loss", hyper.weigh_loss)):
+        weights = samples.weights
+        if used and not (np.isfinite(weights).all() and weights.min() >= 0 < weights.sum()):
+            raise BadInput(
+                f"{name!r} needs weights that are numbers from 0 on, at least one above it",
+                param=name,
+            )
 
 
 def _check_room(samples: Samples, room: int) -> None:
