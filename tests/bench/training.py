@@ -41,9 +41,10 @@ async def main(home: Path) -> None:
     with Side("trainer", home) as ours, Side("transformers", home) as theirs:
         sides: dict[str, Measure] = {"trainer": ours.speed, "transformers": theirs.speed}
         await side_by_side(what, "tokens/s", sides)
-    with Side("trainer-ragged", home) as ours, Side("transformers-ragged", home) as theirs:
-        sides = {"trainer, packed": ours.speed, "transformers, padded": theirs.speed}
-        await side_by_side("the same, 16 to 496 tokens a sequence", "tokens/s", sides)
+    for shape, lengths in (("uniform", "16 to 496"), ("chats", "16 to 1,024, median 180")):
+        with Side(f"trainer-{shape}", home) as ours, Side(f"transformers-{shape}", home) as theirs:
+            sides = {"trainer, packed": ours.speed, "transformers, padded": theirs.speed}
+            await side_by_side(f"the same, {lengths} tokens a sequence", "tokens/s", sides)
     with Side("trainer-two", home) as ours, Side("trainer", home) as theirs:
         sides = {"two data ranks": ours.speed, "one": theirs.speed}
         await side_by_side("the same, equal", "tokens/s", sides)
@@ -64,19 +65,23 @@ def write_model(folder: Path) -> int:
         num_key_value_heads=2,
         head_dim=64,
         vocab_size=VOCAB,
-        max_position_embeddings=2 * TOKENS,
+        max_position_embeddings=4 * TOKENS,
         tie_word_embeddings=True,
     )
     config.save_pretrained(folder)
     return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
 
-def sequences(ragged: bool) -> list[list[int]]:
-    """The data: 8 steps of it."""
-    random = np.random.default_rng(0)
-    low, high = (16, 2 * TOKENS - 16) if ragged else (TOKENS, TOKENS)
-    sizes = random.integers(low, high + 1, 8 * BATCH) + 1  # the last token is only ever a target
-    return [random.integers(0, VOCAB, size).tolist() for size in sizes]
+def sequences(shape: str) -> list[list[int]]:
+    """The data, 8 steps of it: sequences of one length, `uniform` ones, or such as chats have."""
+    random, count = np.random.default_rng(0), 8 * BATCH
+    sizes = {
+        "equal": np.full(count, TOKENS),
+        "uniform": random.integers(16, 2 * TOKENS - 15, count),
+        "chats": np.exp(random.normal(np.log(180), 0.8, count)).clip(16, 4 * TOKENS),
+    }[shape]
+    # the last token is only ever a target
+    return [random.integers(0, VOCAB, int(size) + 1).tolist() for size in sizes]
 
 
 class Side:
@@ -130,19 +135,19 @@ def serve(
         timed(STEPS)
 
 
-def trainer(home: Path, ranks: int, ragged: bool) -> None:
+def trainer(home: Path, ranks: int, shape: str) -> None:
     """Our side: ranks forked as a job forks them."""
     from cray_agents.trainers import train  # noqa: F401  (loaded before the fork)
     from cray_agents.trainers.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     load_megatron()
-    work = partial(trainer_rank, home / "model", Layout(data=ranks), ragged, os.dup(1))
+    work = partial(trainer_rank, home / "model", Layout(data=ranks), shape, os.dup(1))
     run_ranks(find_place(ranks, "bench"), home / "logs", work)
 
 
 def trainer_rank(
-    parent: Path, layout: Layout, ragged: bool, out: int, rank: int, store: Any, stop: Any
+    parent: Path, layout: Layout, shape: str, out: int, rank: int, store: Any, stop: Any
 ) -> int:
     """One of them."""
     import torch
@@ -157,12 +162,12 @@ def trainer_rank(
     torch.set_num_threads(1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     training = Training(read_architecture(parent), layout, HYPER, parent, on_cpu=True)
-    known = Known(Samples.of(sequences(ragged)))
+    known = Known(Samples.of(sequences(shape)))
     serve(lambda: training.step(known).tokens, out, agree)
     return 0
 
 
-def transformers(home: Path, ragged: bool) -> None:
+def transformers(home: Path, shape: str) -> None:
     """The other side: what its documentation's loop comes to, with nothing computed in vain."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -171,7 +176,7 @@ def transformers(home: Path, ragged: bool) -> None:
     from cray_agents.trainers.data.packing import step_units
 
     torch.set_num_threads(1)
-    data = [torch.tensor(row) for row in sequences(ragged)]
+    data = [torch.tensor(row) for row in sequences(shape)]
     config = AutoConfig.from_pretrained(home / "model")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     adam = torch.optim.AdamW(model.parameters(), lr=HYPER.learning_rate, betas=(0.9, 0.95))
@@ -181,7 +186,7 @@ def transformers(home: Path, ragged: bool) -> None:
         chosen = [data[i] for i in step_units(HYPER, next(done), np.ones(len(data)))]
         ids = pad_sequence([row[:-1] for row in chosen], batch_first=True)
         labels = pad_sequence([row[1:] for row in chosen], batch_first=True, padding_value=-100)
-        mask = (labels >= 0).long() if ragged else None
+        mask = None if shape == "equal" else (labels >= 0).long()
         logits = model(ids, attention_mask=mask, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         adam.zero_grad()
@@ -214,7 +219,7 @@ def start_of_a_job(home: Path, number: int) -> float:
 
 def write_job(home: Home, parent: Path) -> Journal:
     """A job over the same sequences, ready to be run."""
-    rows = sequences(ragged=False)
+    rows = sequences("equal")
     folder = home.dataset("bench")
     folder.mkdir(parents=True)
     path = folder / "train-00000.parquet"
@@ -238,11 +243,16 @@ def write_job(home: Home, parent: Path) -> Journal:
 
 
 SIDES: dict[str, Callable[[Path], None]] = {
-    "trainer": partial(trainer, ranks=1, ragged=False),
-    "trainer-two": partial(trainer, ranks=2, ragged=False),
-    "trainer-ragged": partial(trainer, ranks=1, ragged=True),
-    "transformers": partial(transformers, ragged=False),
-    "transformers-ragged": partial(transformers, ragged=True),
+    "trainer": partial(trainer, ranks=1, shape="equal"),
+    "trainer-two": partial(trainer, ranks=2, shape="equal"),
+    "transformers": partial(transformers, shape="equal"),
+    **{
+        f"trainer-{shape}": partial(trainer, ranks=1, shape=shape) for shape in ("uniform", "chats")
+    },
+    **{
+        f"transformers-{shape}": partial(transformers, shape=shape)
+        for shape in ("uniform", "chats")
+    },
 }
 
 if __name__ == "__main__":
