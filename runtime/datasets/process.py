@@ -40,8 +40,8 @@ class BuildProcess:
         async with self._turn:
             for _ in range(TRIES):
                 executor = self._started()
-                work = executor.submit(_build, str(self._home.root), recipe.model_dump_json())
-                try:
+                try:  # submitting raises, too, once its death was noticed
+                    work = executor.submit(_build, str(self._home.root), recipe.model_dump_json())
                     return await asyncio.wrap_future(work)
                 except BrokenProcessPool:
                     await asyncio.to_thread(self._end)

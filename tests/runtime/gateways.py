@@ -192,7 +192,13 @@ async def served(
         "max_body": 200_000,
     }
     services = Services(home, Store(home), registry, trainer(home), pool, **parts | options)
-    config = uvicorn.Config(create_app(services), port=0, log_level="warning", lifespan="off")
+    config = uvicorn.Config(
+        create_app(services),
+        port=0,
+        log_level="warning",
+        lifespan="off",
+        timeout_keep_alive=75,  # as `up` has it: longer than a client keeps a connection
+    )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
