@@ -138,7 +138,7 @@ class Shop:
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights, as a Hugging Face directory, and how they did on what was kept apart, before and after."""
+    """The weights, as a Hugging Face directory; how the job began and ended on what was kept apart."""
 
     weights: Path
     first: dict[str, Any]

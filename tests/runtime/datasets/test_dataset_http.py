@@ -132,7 +132,7 @@ async def test_a_builder_that_dies_is_replaced_and_none_is_left(
         (builder,) = children() - before
         os.kill(builder, signal.SIGKILL)
         executor: Any = gateway.services.datasets._executor
-        while noticed and not executor._broken:  # pytest's timeout ends it
+        while noticed and not executor._broken:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.01)
         status, made = await gateway.call("POST", PATH, json={"loop": "l"})
         assert (status, made["samples"]) == (200, 1)
