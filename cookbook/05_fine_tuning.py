@@ -138,7 +138,7 @@ class Shop:
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights, as a Hugging Face directory; how the job began and ended on what was kept apart."""
+    """The weights, as a Hugging Face directory; what was kept apart, before and after."""
 
     weights: Path
     first: dict[str, Any]
