@@ -18,6 +18,8 @@ from cray_agents.records import ModelVersion, Run
 from cray_agents.rollouts import success
 from cray_agents.training import Hyperparameters, JobStatus
 
+SEEDS = 2**31  # a job's seed is below, and not negative
+
 
 @dataclass(frozen=True)
 class WarmUp:
@@ -54,7 +56,11 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
         job = await platform.submit_job(
             dataset=await _dataset(platform, loop, shown),
             parent=below.id,
-            hyperparameters=plan_now.model_copy(update={"seed": plan_now.seed - number}),
+            hyperparameters=plan_now.model_copy(
+                update={
+                    "seed": (plan_now.seed - number) % SEEDS
+                }  # those from `seed` on are the loop's
+            ),
             optimizer_from=below.job,
         )
         job = await platform.wait_for(job, _reporter(loop, number, reached))
