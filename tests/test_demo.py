@@ -48,7 +48,7 @@ def start(home: Path) -> subprocess.Popen[bytes]:
 
 
 def finish(home: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    code = process.wait(timeout=400)
+    code = process.wait(timeout=540)
     log = (home.parent / "demo.log").read_text(errors="replace")
     assert code == 0, log[-4000:] + (home / "logs" / "platform.log").read_text()[-2000:]
     result: dict[str, Any] = json.loads((home.parent / "result.json").read_text())
@@ -158,6 +158,7 @@ def victim(demo: int, kind: str) -> int | None:
     return random.choice(found) if found else None
 
 
+@pytest.mark.timeout(1500)  # five restarts of everything, on whatever machine
 @pytest.mark.parametrize("seed", os.environ.get("CRAY_TEST_SEEDS", "7").split(","))
 def test_kills_at_random_moments(tmp_path: Path, seed: str) -> None:
     """kill -9 of demo, vLLM and job; the same command goes on, and nothing is done twice."""
@@ -167,7 +168,7 @@ def test_kills_at_random_moments(tmp_path: Path, seed: str) -> None:
     process = start(home)
     for kind in kinds:
         time.sleep(draw.uniform(5, 25))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while (pid := victim(process.pid, kind)) is None and process.poll() is None:
             assert time.monotonic() < deadline, f"no {kind} to kill"
             time.sleep(0.05)
@@ -178,7 +179,7 @@ def test_kills_at_random_moments(tmp_path: Path, seed: str) -> None:
         os.kill(pid, signal.SIGKILL)
         if kind == "demo":
             process.wait()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while left := [pid for pid in family if alive(pid)]:
                 assert time.monotonic() < deadline, f"outlived the demo: {left}"
                 time.sleep(0.1)

@@ -89,25 +89,24 @@ class Ranks:
     def marked(
         self,
         share: Share,
-        rows: torch.Tensor,
+        rows: Ints,
         logprobs: torch.Tensor,
         drift: float,
         scale: float,
     ) -> Marked:
-        """The marked tokens of a share, with what is known of each."""
+        """The marked tokens of a share (`rows`: their places in it), with what is known of each."""
         from megatron.core import parallel_state as ps
 
-        places = rows.cpu().numpy()
         zeros = torch.zeros_like(logprobs, requires_grad=False)
 
         def column(name: str) -> torch.Tensor:
             values = share.columns.get(name)
-            return zeros if values is None else torch.from_numpy(values[places]).to(self.device)
+            return zeros if values is None else torch.from_numpy(values[rows]).to(self.device)
 
         spread = self.layout.context > 1
         return Marked(
             logprobs=logprobs,
-            sequence=torch.from_numpy(share.sequence[places]).to(self.device),
+            sequence=torch.from_numpy(share.sequence[rows]).to(self.device),
             sequences=len(share.chosen),
             weight=column("weight") * scale,
             advantages=column("advantages"),

@@ -19,7 +19,7 @@ from cray_agents.errors import BadInput
 from cray_agents.trainers.data.context import Share
 from cray_agents.trainers.data.known import Known
 from cray_agents.trainers.data.packing import Packed, microbatches, step_units
-from cray_agents.trainers.data.samples import Floats, Samples
+from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.schedule import learning_rate
 from cray_agents.trainers.models.architecture import Architecture
@@ -115,7 +115,8 @@ class Training:
         On a loss that is not finite the weights stay as they were.
         """
         samples = known.samples
-        units = [samples.units[u] for u in step_units(self.hyper, self.done, known.unit_weights)]
+        turn = step_units(self.hyper, self.done, samples.unit_weights)
+        units = [samples.units[u] for u in turn]
         self.ranks.seed(self.hyper.seed, self.done)
         drift = self._drift(known, units)
         for part in self.parts:
@@ -269,9 +270,9 @@ class Training:
             torch.from_numpy(array)[None].to(self.ranks.device, torch.int64)
             for array in (share.tokens, share.labels, share.positions)
         )
-        rows = torch.from_numpy(np.flatnonzero(share.mask)).to(self.ranks.device)
+        rows = np.flatnonzero(share.mask)
         # logits only where they are asked for; of one row where none is, so that there is a graph
-        asked = rows if len(rows) else rows.new_zeros(1)
+        asked = torch.from_numpy(rows if len(rows) else np.zeros(1, np.int64)).to(self.ranks.device)
         if self.head is not None:
             self.head.rows = asked
         layout = self.ranks.packed_layout(share)
@@ -279,11 +280,11 @@ class Training:
         return out, partial(report, share, rows)
 
     def _logprobs(
-        self, share: Share, rows: torch.Tensor, per_token: torch.Tensor
+        self, share: Share, rows: Ints, per_token: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """In place of a loss: the log-probabilities themselves."""
         found = -per_token[0, : len(rows)].float().cpu().numpy()
-        places = share.places[rows.cpu().numpy()]
+        places = share.places[rows]
         return per_token.sum(), torch.ones((), dtype=torch.int), (places, found)
 
     def _loss(
@@ -291,7 +292,7 @@ class Training:
         drift: float,
         scale: float,
         share: Share,
-        rows: torch.Tensor,
+        rows: Ints,
         per_token: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """The method's loss of a micro-batch, as Megatron wants it: sum, count, report."""

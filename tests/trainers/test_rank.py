@@ -21,7 +21,7 @@ from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.progress import RECENT, Progress
 from cray_agents.trainers.publish import parent_sha256, weights_sha256
 from cray_agents.trainers.train import StepReport
-from cray_agents.training import Hyperparameters, Layout
+from cray_agents.training import Hyperparameters, JobSpec, Layout
 
 pytestmark = pytest.mark.megatron
 
@@ -134,16 +134,21 @@ def test_a_model_is_trained_from_a_config_alone(lab: Any, tmp_path: Path) -> Non
 
 
 # ---- numbers of whole methods, against transformers
+def dpo_against(lab: Any, another: Path, **more: Any) -> JobSpec:
+    """A dpo job whose reference is another checkpoint than its parent, and its dataset."""
+    lab.dataset(method="dpo")
+    reference = {"reference": str(another), "reference_sha256": weights_sha256(another)}
+    spec: JobSpec = lab.spec("qwen3", method="dpo", **reference, **more)
+    return spec
+
+
 def test_dpo_compares_with_another_checkpoint(lab: Any, another: Path) -> None:
     import torch
     from torch.nn.functional import logsigmoid
 
-    lab.dataset(method="dpo")
-    spec = lab.spec(
-        "qwen3",
-        method="dpo",
-        reference=str(another),
-        reference_sha256=weights_sha256(another),
+    spec = dpo_against(
+        lab,
+        another,
         hyper={"steps": 1, "preference": {"beta": 0.3}},
     )
     (step,) = events(lab.run(spec), "step")
@@ -284,12 +289,9 @@ def test_a_long_look_back_can_be_stopped(lab: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_restarted_job_reads_what_it_knew(lab: Any, another: Path) -> None:
-    lab.dataset(method="dpo")
-    spec = lab.spec(
-        "qwen3",
-        method="dpo",
-        reference=str(another),
-        reference_sha256=weights_sha256(another),
+    spec = dpo_against(
+        lab,
+        another,
         hyper={"steps": 24, "batch_size": 1},
         save_every=1000,
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from cray_agents.trainers.data.packing import Columns
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
@@ -31,11 +30,6 @@ class Known:
     def marks(self) -> Ints:
         """[samples]: how many tokens of each are trained on."""
         return np.array([int((mask[1:] > 0).sum()) for mask in self.samples.masks])
-
-    @cached_property
-    def unit_weights(self) -> npt.NDArray[np.float64]:
-        """[units]: how likely `order` 'weighted' draws each."""
-        return self.samples.unit_weights
 
     def weight_scale(self, indices: Sequence[int]) -> float:
         """What makes the samples' weights 1 in the mean over their marked tokens."""

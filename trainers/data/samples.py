@@ -8,6 +8,7 @@ whether a model can take the samples; packing.py, for how they are put together.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -59,7 +60,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def unit_weights(self) -> npt.NDArray[np.float64]:
         """[units]: how likely `order` 'weighted' draws each."""
         return self.weights[[unit[0] for unit in self.units]]

@@ -33,6 +33,7 @@ def of_rank(whole: Marked, rank: int) -> Marked:
 
 def measure(out: Path, rank: int, store: Any, stop: Any) -> int:
     """One rank: its part of each variant's loss, written down."""
+    torch.set_num_threads(1)  # the threads that other tests started did not come through the fork
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     found: dict[str, Any] = {}
     for name, (method, hyper) in VARIANTS.items():
