@@ -92,12 +92,20 @@ class Redaction(Record):
     count: int
 
 
+class Seam(Record):
+    """From token `at` of a call's sampled tokens on, `model` (`name@version`) sampled them."""
+
+    at: int
+    model: str
+
+
 class ModelCall(Record):
     """One request to a model, with the exact tokens it read and sampled.
 
     `token_ids` and `logprobs` are parallel: [sampled]. `logprobs` are of the distribution that was
     sampled from. `model` is `name@version`, `api` the path of the API it was asked through; the
-    messages are in the shape of chat completions whatever that was. Where something was `redacted`
+    messages are in the shape of chat completions whatever that was. `seams` tell where the weights
+    were changed while it was answered: `model` sampled what stands before the first. Where something was `redacted`
     from its texts before they were stored, its three token lists are empty: they would tell it.
     """
 
@@ -117,10 +125,14 @@ class ModelCall(Record):
     seconds: float = 0.0
     tags: list[str] = Field(default_factory=list)
     redacted: list[Redaction] = Field(default_factory=list)
+    seams: list[Seam] = Field(default_factory=list)
 
 
 class ToolCall(Record):
-    """One tool call: what the model asked for, and what came of it."""
+    """One tool call: what the model asked for, and what came of it.
+
+    `shown` is what the model was told, where that is not all of the result.
+    """
 
     id: str
     name: str
@@ -128,6 +140,7 @@ class ToolCall(Record):
     result: Any = None
     error: str | None = None
     seconds: float = 0.0
+    shown: str | None = None
 
 
 class Turn(Record):
@@ -150,11 +163,12 @@ class Trajectory(Record):
 
 
 class Reward(Record):
-    """A named number on a run, with who gave it."""
+    """A named number on a run, with who gave it; `turn` (from 0) if it is for one turn of it."""
 
     name: str
     value: float
     source: str = "function"
+    turn: int | None = None
     time: float = Field(default_factory=time.time)
 
 
