@@ -105,8 +105,9 @@ class ModelCall(Record):
     `token_ids` and `logprobs` are parallel: [sampled]. `logprobs` are of the distribution that was
     sampled from. `model` is `name@version`, `api` the path of the API it was asked through; the
     messages are in the shape of chat completions whatever that was. `seams` tell where the weights
-    were changed while it was answered: `model` sampled what stands before the first. Where something was `redacted`
-    from its texts before they were stored, its three token lists are empty: they would tell it.
+    were changed while it was answered: `model` sampled what stands before the first. Where
+    something was `redacted` from its texts before they were stored, its three token lists are
+    empty: they would tell it.
     """
 
     id: str
