@@ -4,7 +4,14 @@ A tiny model, made here and never downloaded, sees a few demonstrations until it
 then. From there on it learns only from its own successful runs: run, score, keep what was right,
 train, prove, evaluate, promote if better. `cray-agents demo` is this file with a report at the end;
 `python cookbook/02_calculator_loop.py` is it without; with `--quick` both do little of everything,
-to see that it runs.
+to see that it runs. Two ways to learn from runs stand side by side:
+
+    --method rft     imitate the runs that were right (rejection sampling): the default
+    --method grpo    eight runs at each task; the likelihood of those that were better than the
+                     others rises, that of the worse falls
+
+and `--control shuffled-rewards` permutes the rewards among a generation's runs: nothing else
+changes, and neither method then learns. `--seed N` is another model, other tasks, other data.
 
 The task: two-number arithmetic, "What is 47 + 385?". The agent must call the calculator with the
 right expression and then answer with the result and nothing else. Both operands of a level-L
@@ -12,18 +19,20 @@ question have L digits, L = 1..4. One operand in five is reserved: a training qu
 one, a held-out or test question always does, and these two never share a question.
 """
 
+import argparse
 import itertools
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add, mul, sub
 from pathlib import Path
+from typing import Any, Literal
 
 from cray_agents import Agent, Curriculum, Hyperparameters, Loop, Run, Task, TaskSet, reward
 from cray_agents.records import Message, Split
 from cray_agents.tools.calculator import calculator
+from cray_agents.training import Policy
 from cray_agents.warmup import WarmUp
 from cray_agents.warmup import warm_up as run_warm_up
 
@@ -46,8 +55,11 @@ class Size:
     target: float | None
 
 
+Method = Literal["rft", "grpo"]
 FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.96)
 QUICK = Size(240, 24, 48, 32, 12, 2, None)
+FULL_GRPO = replace(FULL, per_generation=128, steps=48, generations=24)  # 8 runs at each task
+QUICK_GRPO = replace(QUICK, per_generation=8, steps=4)
 
 agent = Agent(
     name="calculator",
@@ -146,9 +158,16 @@ def demonstration(task: Task) -> list[Message]:
 # ---- the loop
 
 
-def make_loop(seed: int = 0, quick: bool = False) -> Loop:
+def size_of(method: Method, quick: bool) -> Size:
+    """How much of everything a method wants."""
+    if method == "rft":
+        return QUICK if quick else FULL
+    return QUICK_GRPO if quick else FULL_GRPO
+
+
+def make_loop(seed: int = 0, quick: bool = False, method: Method = "rft") -> Loop:
     """The loop for a seed: its tasks, its demonstrations, how it trains."""
-    size = QUICK if quick else FULL
+    size = size_of(method, quick)
     tasks = [
         *questions(seed, "train", size.train),
         *questions(seed, "holdout", size.evaluated),
@@ -159,34 +178,64 @@ def make_loop(seed: int = 0, quick: bool = False) -> Loop:
         agent,
         TaskSet(tasks),
         rewards=[exact],
-        method="rft",
-        name=f"calculator-{seed}",
+        name=f"calculator-{seed}" if method == "rft" else f"calculator-{seed}-{method}",
         tasks_per_generation=size.per_generation,
-        hyperparameters=Hyperparameters(
-            steps=size.steps,
-            batch_size=16,
-            learning_rate=2e-3,
-            min_learning_rate=2e-4,
-            warmup_steps=min(10, size.steps),
-            schedule="cosine",
-            weight_decay=0.1,
-            order="weighted",
-            seed=1000 * (seed + 1),
-        ),
         demonstrations=[(demonstration(task), task.metadata) for task in shown],
         balance_by="kind",
         balance_power=0.3,
         curriculum=Curriculum(key="kind"),
         target=size.target,
-        patience=3,
         seed=seed,
+        **(imitation if method == "rft" else comparison)(seed, size.steps),
+    )
+
+
+def imitation(seed: int, steps: int) -> dict[str, Any]:
+    """Rejection sampling: a large rate, as there is nothing wrong in what is imitated."""
+    return {"method": "rft", "patience": 3, "hyperparameters": imitating(seed, steps)}
+
+
+def comparison(seed: int, steps: int) -> dict[str, Any]:
+    """GRPO: small steps, several on the same runs; tasks all runs of which did alike are replaced.
+
+    A generation's step is too small to be told from chance, so only every second is evaluated.
+    """
+    return {
+        "method": "grpo",
+        "attempts": 8,
+        "resample": 0.25,
+        "evaluate_every": 2,
+        "patience": 4,
+        "hyperparameters": Hyperparameters(
+            steps=steps,
+            batch_size=64,
+            learning_rate=3e-4,
+            policy=Policy(clip_high=0.28),
+            seed=1000 * (seed + 1),
+        ),
+    }
+
+
+def imitating(seed: int, steps: int) -> Hyperparameters:
+    """How demonstrations, and runs that were right, are imitated."""
+    return Hyperparameters(
+        steps=steps,
+        batch_size=16,
+        learning_rate=2e-3,
+        min_learning_rate=2e-4,
+        warmup_steps=min(10, steps),
+        schedule="cosine",
+        weight_decay=0.1,
+        order="weighted",
+        seed=1000 * (seed + 1),
     )
 
 
 def warm_up(loop: Loop, quick: bool = False) -> None:
     """Imitate demonstrations, more each time, until a fifth of the held-out tasks is solved."""
-    first = loop.hyperparameters.model_copy(update={"steps": 100 if quick else 200})
-    then = loop.hyperparameters.model_copy(update={"steps": 40})
+    usual = imitating(loop.seed, (QUICK if quick else FULL).steps)
+    first = usual.model_copy(update={"steps": 100 if quick else 200})
+    then = usual.model_copy(update={"steps": 40})
     plan = WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=20)
     run_warm_up(loop, replace(plan, band=(0.0, 1.0)) if quick else plan)
 
@@ -200,15 +249,29 @@ def make_model(directory: Path, seed: int = 0) -> None:
     make_seed_model(directory, seed=seed, corpus=corpus)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Make the model, warm it up, run the loop; the same command goes on where it stopped."""
     from cray_agents import local_platform
 
-    quick = "--quick" in sys.argv
-    loop = make_loop(quick=quick)
-    home = Path(".cray-agents") / ("cookbook-02-quick" if quick else "cookbook-02")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--method", choices=["rft", "grpo"], default="rft")
+    parser.add_argument("--control", choices=["shuffled-rewards"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    loop = make_loop(given.seed, given.quick, given.method)
+    if given.control:
+        loop = replace(loop, control=given.control, name=f"{loop.name}-{given.control}")
+    home = (
+        Path(".cray-agents") / ("cookbook-02-quick" if given.quick else "cookbook-02") / loop.name
+    )
     if not (home / "seed-model").exists():
-        make_model(home / "seed-model")
+        make_model(home / "seed-model", given.seed)
     with local_platform(home, model=home / "seed-model", name=agent.model) as loop.platform:
-        warm_up(loop, quick)
-        for done in loop.run((QUICK if quick else FULL).generations):
+        warm_up(loop, given.quick)
+        for done in loop.run(size_of(given.method, given.quick).generations):
             print(done.generation, done.version, done.holdout_success, done.test_success)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,27 +2,32 @@
 
 The loop is `_converse`: ask the model; carry out the tool calls it asks for; stop at the first
 answer without any. Whatever ends a run, it ends with its trajectory and a reason. Speaks to a model
-through ports.ChatEngine. Read next: toolbox.py, completions.py, openai_engine.py.
+through ports.ChatEngine. Read next: turns.py (ask and act), progress.py (a run so far), toolbox.py.
 """
 
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, Unpack, cast
 
 from cray_agents import foreign
-from cray_agents.completions import Assembly, read_completion, sendable
-from cray_agents.errors import BadInput, CrayError, StoreError
-from cray_agents.events import AgentEvent, RunEnded, TextDelta, ToolFinished, ToolStarted
+from cray_agents.environment import Environment, begin, declared_tools, reply, tear_down
+from cray_agents.errors import BadInput, CrayError, HookError, StoreError
+from cray_agents.events import AgentEvent, Handoff, RunEnded
+from cray_agents.hooks import Hooks, observed
 from cray_agents.output import OutputError, OutputReader
+from cray_agents.persona import Instructions, Persona, check_text
 from cray_agents.ports import ChatEngine
-from cray_agents.progress import Progress, check_text, run_error
-from cray_agents.records import Message, Run, StopReason, Task, ToolCall, new_id
-from cray_agents.toolbox import Tool, as_tool, perform, told
+from cray_agents.progress import Progress, RunOptions, begun
+from cray_agents.records import Run, RunError, StopReason, Task, ToolCall
+from cray_agents.sessions import is_answered, spoken
+from cray_agents.subagents import asking_tool, beside, handoff_tool
+from cray_agents.toolbox import Tool, as_tool
+from cray_agents.turns import act, ask
+from cray_agents.unparsed import ParserCounts, ToolCalls, with_tool_calls
 
 Recorder = Callable[[Run], Awaitable[None]]
 Emit = Callable[[AgentEvent], None]
@@ -32,111 +37,139 @@ _RESERVED = ("model", "messages", "tools", "stream", "n", "extra_headers")
 log = logging.getLogger(__name__)
 
 
-class _MaxTurns(Exception):
-    """The model still asked for tools when its turns were used up."""
-
-
 @dataclass(frozen=True, eq=False)
 class Agent:
     """Instructions and tools for a model.
 
     Args:
         name: names the agent in records.
-        instructions: the system message; none is sent if it is empty.
+        instructions: the system message (none is sent if it is empty), or a function of nothing or
+            of the RunContext, sync or async, that returns it for each run.
         tools: functions marked with @tool, or plain ones; afterwards a tuple of Tool.
         model: `name`, `name@N`, or what the server calls it.
         output_type: what `run.output` is: str, int, float, bool, or whatever pydantic reads
             from JSON.
+        description: what it is for: told to agents that may call it or hand over to it.
+        handoffs: agents that may take over: a tool `transfer_to_<name>` for each switches to its
+            instructions, tools, model and output type, within the same run.
+        environment: makes the Environment of each run; its tools are the run's.
         engine: answers the requests; default: OpenAIEngine at `base_url`.
         base_url: of the server, default $CRAY_AGENTS_URL, else http://127.0.0.1:8000/v1.
         max_turns: model calls in a run, at most.
         timeout: seconds a run may take; None: no limit.
+        max_total_tokens: no model call is begun once a run's calls have read and sampled so many.
+        on_limit: at max_turns or max_total_tokens, `stop`; or `answer`: ask the model once more,
+            without tools, for its final answer.
         temperature, max_tokens: of each model call; None: the server's default.
         sampling: more of the request's fields, such as top_p, seed, stop.
+        tool_calls: `native`: the server understands its model's tool calls; `constrained`: it need
+            not, the model writes them as JSON that is held to a schema; `auto`: native, with a
+            warning when calls are not understood, and constrained if the server takes no tools.
+        parallel_tool_calls: whether a message's tool calls are carried out at the same time; if
+            not, the server is asked for one at a time too. An environment's never are.
+        json_schema: ask the server to hold answers to output_type's schema, if it can. They are
+            read, and asked for again, either way.
         output_retries: how often the model is told that its answer is not of the output type.
+        retries: how often a model call is done again that the server failed, beyond what the engine
+            tries itself.
+        hooks: called before and after model calls, tool calls and the run.
         recorder: called with each finished run; "auto": the engine's, which posts to the platform
             when it is one; None: nobody.
     """
 
     name: str
-    instructions: str = ""
+    instructions: Instructions = ""
     tools: Sequence[Tool | Callable[..., Any]] = ()
     model: str = "default"
     output_type: Any = str
+    description: str = ""
+    handoffs: Sequence["Agent"] = ()
+    environment: Callable[[], Environment] | None = None
     engine: ChatEngine | None = None
     base_url: str | None = None
     max_turns: int = 8
     timeout: float | None = None
+    max_total_tokens: int | None = None
+    on_limit: Literal["stop", "answer"] = "stop"
     temperature: float | None = None
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    tool_calls: ToolCalls = "auto"
+    parallel_tool_calls: bool = True
+    json_schema: bool = True
     output_retries: int = 1
+    retries: int = 0
+    hooks: Sequence[Hooks] = ()
     recorder: Recorder | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools", tuple(as_tool(thing) for thing in self.tools))
-        if len(self._toolbox) < len(self.tools):
-            raise BadInput(f"agent {self.name!r} has two tools of one name", param="tools")
-        for limit in ("max_turns", "timeout"):
+        names = [schema["function"]["name"] for schema in self.tool_schemas]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise BadInput(
+                f"agent {self.name!r} has two tools of one name: {twice[0]}", param="tools"
+            )
+        for limit in ("max_turns", "timeout", "max_total_tokens"):
             if (value := getattr(self, limit)) is not None and not value > 0:
                 raise BadInput(f"{limit}={value!r}: must be above 0", param=limit)
+        if self.retries < 0:
+            raise BadInput(f"retries={self.retries!r}: must not be negative", param="retries")
+        if self.on_limit not in ("stop", "answer"):
+            raise BadInput(
+                f"on_limit={self.on_limit!r}: must be 'stop' or 'answer'", param="on_limit"
+            )
         if taken := [key for key in _RESERVED if key in self.sampling]:
             raise BadInput(f"sampling cannot hold {taken[0]!r}: the agent sets it", param=taken[0])
-        check_text(self.instructions, "instructions")
+        if isinstance(self.instructions, str):
+            check_text(self.instructions, "instructions")
 
     def override(self, **changes: Any) -> "Agent":
         """A copy with other arguments: `agent.override(model="calc@3", temperature=0.0)`."""
         return replace(self, **changes)
 
+    def as_tool(self, name: str | None = None, description: str | None = None) -> Tool:
+        """This agent as another's tool: each call is a run of its own, tagged `parent:<run id>`."""
+        return asking_tool(self, name, description)
+
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """The tools as requests list them."""
-        return [tool.schema for tool in self._toolbox.values()]
+        """The tools as requests list them, an environment's last."""
+        return [tool.schema for tool in (*self._tools, *declared_tools(self.environment))]
+
+    @property
+    def parser(self) -> ParserCounts | None:
+        """How many tool calls the server understood, and how many not; with `auto` alone."""
+        return getattr(self._persona.engine, "parser", None)
 
     async def run(
         self,
         input: str | Task,  # noqa: A002 - the word for it
-        *,
-        run_id: str | None = None,
-        loop: str | None = None,
-        generation: int | None = None,
-        attempt: int | None = None,
-        tags: Sequence[str] = (),
-        model: str | None = None,
-        seed: int | None = None,
-        history: Sequence[Message] = (),
+        **options: Unpack[RunOptions],
     ) -> Run:
         """Work on an input to the end; failures and limits are in the Run, not raised.
 
-        `history` holds the messages of earlier runs that this one goes on from; by `tags` the run
-        is found again. Raises StoreError when the finished run could not be recorded, and
-        CancelledError, after recording, when it was cancelled.
+        Raises StoreError when the finished run could not be recorded, or taken into its session,
+        and CancelledError, after recording, when it was cancelled.
         """
-        labels = {"loop": loop, "generation": generation, "attempt": attempt, "tags": list(tags)}
-        return await self._execute(
-            self._progress(input, run_id, model, seed, history, labels), None
-        )
+        return await self._execute(self._begun(input, options))
 
-    def run_sync(self, input: str | Task, **options: Any) -> Run:  # noqa: A002
+    def run_sync(self, input: str | Task, **options: Unpack[RunOptions]) -> Run:  # noqa: A002
         """`run` for code that is not async; it also works where an event loop is running."""
         return foreign.wait_for(self.run(input, **options))
 
     async def stream(
         self,
         input: str | Task,  # noqa: A002
-        *,
-        run_id: str | None = None,
-        model: str | None = None,
-        seed: int | None = None,
-        history: Sequence[Message] = (),
+        **options: Unpack[RunOptions],
     ) -> AsyncGenerator[AgentEvent, None]:
         """Run, and yield what happens as it happens; the last event is RunEnded.
 
         Raises as `run` does. Closing the iterator early cancels the run.
         """
         events: asyncio.Queue[AgentEvent | None] = asyncio.Queue()
-        progress = self._progress(input, run_id, model, seed, history, {})
-        task = asyncio.create_task(self._execute(progress, events.put_nowait))
+        progress = self._begun(input, options)
+        progress.emit = events.put_nowait
+        task = asyncio.create_task(self._execute(progress))
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
@@ -146,102 +179,110 @@ class Agent:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _execute(self, progress: Progress, emit: Emit | None) -> Run:
+    async def _execute(self, progress: Progress) -> Run:
         """The conversation within its limits; then the record of it, whatever happened."""
-        output, reason, error = None, StopReason.completed, None
+        output, error = None, None
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                output = await self._converse(progress, emit)
-        except _MaxTurns:
-            reason = StopReason.max_turns
+                output = await self._converse(progress)
         except CrayError as failure:
-            reason, error = StopReason.error, run_error(failure)
+            error = progress.failed(failure)
         except BaseException as failure:  # noqa: BLE001 - a limit, or recorded and raised again
             if not (isinstance(failure, TimeoutError) and limit.expired()):
                 await self._record_and_raise(progress, failure)
-            reason = StopReason.timeout
-        run = progress.ended(output, reason, error)
+            progress.stop(StopReason.timeout)
+            error = progress.never_began()
+        finally:
+            await tear_down(progress.context)
+        run = await self._finish(progress, output, error)
+        if progress.session is not None and is_answered(run):
+            await progress.session.extend(run, progress.said)
+        return run
+
+    async def _converse(self, progress: Progress) -> Any:
+        """Until the model answers without asking for tools; returns its answer as output_type."""
+        await self._begin(progress)
+        mistakes = 0
+        while (limit := progress.at_limit()) is None:
+            again = mistakes > 0 and progress.persona.output.schema is not None
+            message = await ask(progress, retries=self.retries, final=again)
+            if asked := message.get("tool_calls"):
+                calls = await act(progress, asked, in_order=self._in_order)
+                await self._hand_over(progress, calls)
+                continue
+            answer = message.get("content") or ""
+            if (said := await reply(answer, progress.context)) is not None:
+                progress.messages.append({"role": "user", "content": said})
+                continue
+            try:
+                return progress.persona.output.read(answer)
+            except OutputError as error:
+                mistakes += 1
+                if mistakes > self.output_retries:
+                    raise
+                progress.messages.append({"role": "user", "content": f"{error} Answer again."})
+        progress.stop(limit)
+        if self.on_limit == "stop":
+            return None
+        message = await ask(progress, retries=self.retries, final=True)
+        return progress.persona.output.read(message.get("content") or "")
+
+    def _begun(self, given: str | Task, options: RunOptions) -> Progress:
+        limits = {"max_turns": self.max_turns, "max_tokens": self.max_total_tokens}
+        progress = begun(given, options, self.name, hooks=self.hooks, **limits)
+        progress.context.engine = self._engine
+        return progress
+
+    async def _begin(self, progress: Progress) -> None:
+        """All that a model is to know when it is first asked."""
+        if progress.session is not None:
+            progress.earlier = spoken(await progress.session.history())
+        progress.messages[:0] = progress.earlier
+        if self.environment is not None:
+            progress.environment_tools = await begin(self.environment, progress.context)
+        await progress.enter(self._persona)
+        await observed(self.hooks, "before_run", progress.context)
+
+    async def _hand_over(self, progress: Progress, calls: Sequence[ToolCall]) -> None:
+        """Let another agent speak if a tool call says so: the first that was carried out."""
+        for call in calls:
+            to = progress.persona.handoffs.get(call.name)
+            if to is not None and call.error is None:
+                await progress.enter(to)
+                progress.tell(Handoff(to.name))
+                return
+
+    async def _finish(self, progress: Progress, output: Any, error: RunError | None) -> Run:
+        """The run as it ended: shown to the hooks, then recorded."""
+        run = progress.ended(output, error)
+        try:
+            await observed(self.hooks, "after_run", run, progress.context)
+        except HookError as failure:
+            run = progress.ended(None, progress.failed(failure))
         if self._record is not None:
             await self._record(run)
         return run
 
     async def _record_and_raise(self, progress: Progress, failure: BaseException) -> NoReturn:
         """The way out for what must not be swallowed; recording may not hold it up for long."""
-        cancelled = isinstance(failure, asyncio.CancelledError)
-        reason = StopReason.cancelled if cancelled else StopReason.error
-        run = progress.ended(None, reason, run_error(failure))
+        error = progress.failed(failure)
         try:
             async with asyncio.timeout(foreign.GRACE):
-                if self._record is not None:
-                    await self._record(run)
-        except (StoreError, TimeoutError) as error:
-            log.error("run %s (%s) is not recorded: %s", run.id, reason, error)
+                await self._finish(progress, None, error)
+        except (StoreError, TimeoutError) as unkept:
+            run = progress.context.run_id
+            log.error("run %s (%s) is not recorded: %s", run, progress.reason, unkept)
         raise failure
 
-    async def _converse(self, progress: Progress, emit: Emit | None) -> Any:
-        """Until the model answers without asking for tools; returns its answer as output_type."""
-        mistakes = 0
-        for _ in range(self.max_turns):
-            message = await self._ask(progress, emit)
-            if asked := message.get("tool_calls"):
-                await self._act(progress, asked, emit)
-                continue
-            try:
-                return self._output.read(message.get("content") or "")
-            except OutputError as error:
-                mistakes += 1
-                if mistakes > self.output_retries:
-                    raise
-                progress.messages.append({"role": "user", "content": f"{error} Answer again."})
-        raise _MaxTurns
+    @property
+    def _record(self) -> Recorder | None:
+        if self.recorder == "auto":
+            return getattr(self._engine, "record", None)
+        return self.recorder
 
-    async def _ask(self, progress: Progress, emit: Emit | None) -> Message:
-        """One model call: its message, which is in the record from here on."""
-        request = progress.next_request()
-        started, clock = time.time(), time.perf_counter()
-        if emit is None:
-            completion = await self._engine.chat(request)
-        else:
-            assembly = Assembly()
-            async for chunk in self._engine.stream(request):
-                if text := assembly.add(chunk):
-                    emit(TextDelta(text))
-            completion = assembly.completion()
-        seconds = time.perf_counter() - clock
-        call = read_completion(completion, request, progress.id, started, seconds)
-        progress.turns.append((call, []))
-        progress.messages.append(sendable(call.message))
-        return call.message
-
-    async def _act(
-        self, progress: Progress, asked: Sequence[dict[str, Any]], emit: Emit | None
-    ) -> None:
-        """Carry out one message's tool calls at the same time; tell the model in their order."""
-        done = progress.turns[-1][1]
-
-        async def one(part: dict[str, Any]) -> ToolCall:
-            if emit is not None:
-                function = part["function"]
-                emit(ToolStarted(part["id"], function["name"], function["arguments"]))
-            call = await perform(self._toolbox, part)
-            done.append(call)  # at once: a timeout keeps the calls that were finished
-            if emit is not None:
-                emit(ToolFinished(call))
-            return call
-
-        calls = [await one(asked[0])] if len(asked) == 1 else await asyncio.gather(*map(one, asked))
-        done[:] = calls
-        progress.messages += [
-            {"role": "tool", "tool_call_id": call.id, "content": told(call)} for call in calls
-        ]
-
-    @cached_property
-    def _output(self) -> OutputReader:
-        return OutputReader(self.output_type)
-
-    @cached_property
-    def _toolbox(self) -> dict[str, Tool]:
-        return {tool.name: tool for tool in cast("tuple[Tool, ...]", self.tools)}
+    @property
+    def _in_order(self) -> bool:
+        return self.environment is not None or not self.parallel_tool_calls
 
     @cached_property
     def _engine(self) -> ChatEngine:
@@ -252,43 +293,29 @@ class Agent:
         url = self.base_url or os.environ.get("CRAY_AGENTS_URL")
         return engine_at(url, os.environ.get("CRAY_AGENTS_API_KEY"))
 
-    @property
-    def _record(self) -> Recorder | None:
-        if self.recorder == "auto":
-            return getattr(self._engine, "record", None)
-        return self.recorder
+    @cached_property
+    def _transfers(self) -> dict[str, "Agent"]:
+        """Who takes over, by the name of the tool that is called for it."""
+        return {handoff_tool(agent).name: agent for agent in self.handoffs}
 
     @cached_property
-    def _system(self) -> list[Message]:
-        text = "\n\n".join(filter(None, [self.instructions, self._output.instructions]))
-        return [{"role": "system", "content": text}] if text else []
+    def _tools(self) -> tuple[Tool, ...]:
+        return (*cast("tuple[Tool, ...]", self.tools), *map(handoff_tool, self.handoffs))
 
     @cached_property
-    def _request(self) -> dict[str, Any]:
-        """What all requests of this agent have in common."""
+    def _persona(self) -> Persona:
         limits = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {key: value for key, value in limits.items() if value is not None}
-        tools = {"tools": self.tool_schemas} if self.tools else {}
-        return {"model": self.model, **self.sampling, **given, **tools}
-
-    def _progress(
-        self,
-        given: str | Task,
-        run_id: str | None,
-        model: str | None,
-        seed: int | None,
-        history: Sequence[Message],
-        labels: dict[str, Any],
-    ) -> Progress:
-        if not isinstance(given, str | Task):
-            raise BadInput(f"input is a {type(given).__name__}: give a str or Task", param="input")
-        task = given if isinstance(given, Task) else None
-        text = task.input if task else cast(str, given)
-        check_text(text, "input")
-        request = {**self._request, **({"model": model} if model else {})}
-        if seed is not None:
-            request["seed"] = seed
-        earlier = [message for message in history if message.get("role") != "system"]
-        messages = [*self._system, *earlier, {"role": "user", "content": text}]
-        name = run_id or new_id("run")
-        return Progress(name, self.name, text, request, messages, {**labels, "task": task})
+        one = {} if self.parallel_tool_calls else {"parallel_tool_calls": False}
+        return Persona(
+            name=self.name,
+            instructions=self.instructions,
+            engine=with_tool_calls(self._engine, self.tool_calls),
+            request={"model": self.model, **self.sampling, **given, **one},
+            tools={tool.name: tool for tool in self._tools},
+            output=OutputReader(self.output_type, constrain=self.json_schema),
+            handoffs={
+                name: beside(self._engine, agent)._persona
+                for name, agent in self._transfers.items()
+            },
+        )

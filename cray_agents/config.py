@@ -18,8 +18,8 @@ from cray_agents.paths import Home
 
 FILE = "cray-agents.toml"
 PREFIX = "CRAY_AGENTS_"
-# read where they are used: where a platform is, and where a host keeps its index
-_ELSEWHERE = {"URL", "API_KEY", "CACHE"}
+# read where they are used: where a platform is, where a host keeps its index, a test's guard
+_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS"}
 
 
 class Config(BaseModel):
@@ -60,6 +60,11 @@ class Config(BaseModel):
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
     start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")
     swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")
+    swap_mode: Literal["drain", "keep"] = Field(
+        "drain",
+        description="what requests in flight do when weights change: end first, or go on under the "
+        "new ones (keep), their seams recorded",
+    )
     load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
     body_timeout: float = Field(60.0, gt=0, description="seconds a request's body may stand still")

@@ -1,4 +1,4 @@
-"""What a tool, a hook or an environment gets to know of the run that it serves.
+"""What a tool, a hook, an environment or an instructions function gets to know of its run.
 
 Made by agent.py, one for each run. A tool asks for it with a parameter annotated `RunContext`,
 which the model does not see.
@@ -7,7 +7,8 @@ which the model does not see.
 from dataclasses import dataclass, field
 from typing import Any
 
-from cray_agents.records import Message, Reward, Task
+from cray_agents.ports import ChatEngine
+from cray_agents.records import Message, Reward, Task, digest
 
 
 @dataclass
@@ -15,7 +16,8 @@ class RunContext:
     """A run that goes on. `given` is what the caller passed as `context=`, for tools to share.
 
     `messages` is the conversation so far, system message first: read it, do not change it. `turn`
-    counts model calls from 0. `environment` is the run's own, if its agent has one.
+    counts model calls from 0. `environment` is the run's own, if its agent has one. `engine` and
+    `model` are what the run asks; `agent` is who speaks, also after a handoff.
     """
 
     run_id: str
@@ -27,9 +29,21 @@ class RunContext:
     messages: list[Message] = field(default_factory=list)
     turn: int = 0
     rewards: list[Reward] = field(default_factory=list)
+    engine: ChatEngine | None = None
+    model: str = ""
+    children: int = 0
 
     def reward(self, value: float, name: str = "step") -> None:
-        """Reward the present turn; it is on the run's record, beside what reward functions say."""
-        self.rewards.append(
-            Reward(name=name, value=float(value), source="environment", turn=self.turn)
-        )
+        """Reward the present turn; it is on the run's record, beside what reward functions say.
+
+        What is given to one turn under one name adds up.
+        """
+        same = [r for r in self.rewards if (r.name, r.turn) == (name, self.turn)]
+        total = sum(r.value for r in same) + float(value)
+        given = Reward(name=name, value=total, source="environment", turn=self.turn)
+        self.rewards[:] = [*(r for r in self.rewards if r not in same), given]
+
+    def child_id(self) -> str:
+        """A run id for a sub-agent's run: the same again when this run is done again."""
+        self.children += 1
+        return f"run_{digest([self.run_id, self.children], 24)}"

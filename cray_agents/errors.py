@@ -11,12 +11,19 @@
     │   ├── EngineTimeout (TimeoutError)     ... or not in time
     │   └── EngineUnavailable (ConnectionError)  ... or not at all
     ├── ToolError (RuntimeError)         a tool failed; told to the model, never ends a run
+    ├── HookError (RuntimeError)         a hook, an environment or an instructions function failed
     ├── RewardError (RuntimeError)       a reward function failed; the run has no such reward
     ├── StoreError (OSError)             the shared root cannot be written or read
     │   └── Corrupt                      a file is not what its checksum says
     ├── SwapError (RuntimeError)         new weights did not come up, or could not be proven
     └── JobError (RuntimeError)          a training job failed; carries the log's tail
         └── SchedulerError               ... because Slurm or the launcher refused it
+
+Two are a test's, and no CrayErrors: an agent's run records those, and would hide them.
+
+    AssertionError
+    ├── RealModelCall                    a real model was asked where a test forbids it
+    └── ReplayMismatch                   a request is not in the recording that is replayed
 
 A message says what happened, with which value, and what to do about it.
 Read next: records.py, the data these errors speak of.
@@ -126,6 +133,12 @@ class ToolError(CrayError, RuntimeError):
     code = "tool_error"
 
 
+class HookError(CrayError, RuntimeError):
+    """A hook, an environment or an instructions function failed: the run ends with this error."""
+
+    code = "hook_error"
+
+
 class RewardError(CrayError, RuntimeError):
     """A reward function failed: the run carries no such reward, and is not trained on."""
 
@@ -164,3 +177,11 @@ class SchedulerError(JobError):
     """Slurm, or the local launcher, refused or lost a job."""
 
     code = "scheduler_error"
+
+
+class RealModelCall(AssertionError):
+    """A real model was about to be asked although a test forbids it (guard.py)."""
+
+
+class ReplayMismatch(AssertionError):
+    """A request is not in the recording that a test replays (replay.py)."""

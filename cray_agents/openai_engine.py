@@ -21,6 +21,7 @@ import orjson
 from openai import AsyncOpenAI
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
+from cray_agents.guard import check_real_model
 from cray_agents.records import Run
 
 URL = "http://127.0.0.1:8000/v1"
@@ -133,6 +134,7 @@ class OpenAIEngine:
 
     async def _send(self, request: dict[str, Any], *, stream: bool) -> Any:
         """Send with exact tokens where they may be had; the raw response of the openai client."""
+        check_real_model(self.base_url)
         if self.exact_tokens is False:
             return await self._create(request, stream=stream)
         try:

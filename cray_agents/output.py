@@ -1,10 +1,11 @@
-"""An agent's output type: what the model is told of it, and how its last answer is read.
+"""An agent's output type: what the model and its server are told of it; how an answer is read.
 
-Called by agent.py.
+Called by agent.py and turns.py.
 """
 
 import json
 import re
+from functools import cached_property
 from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
@@ -24,9 +25,13 @@ class OutputError(CrayError, ValueError):
 class OutputReader:
     """Reads answers as `type_`: str as it is, int, float and bool from the bare text, others
     (pydantic models, lists, ...) from JSON.
+
+    `constrain`: ask the server to hold answers to the type's JSON schema; once it refused that, it
+    is not asked again.
     """
 
-    def __init__(self, type_: Any) -> None:
+    def __init__(self, type_: Any, *, constrain: bool = True) -> None:
+        self.constrain = constrain
         self._type = type_
         self._adapter: TypeAdapter[Any] = TypeAdapter(FiniteFloat if type_ is float else type_)
         self._bare = type_ is str or type_ in _SCALARS
@@ -37,6 +42,15 @@ class OutputReader:
         if self._bare:
             return ""
         return f"Answer with JSON alone, of this schema: {json.dumps(self._adapter.json_schema())}"
+
+    @cached_property
+    def schema(self) -> dict[str, Any] | None:
+        """A request's `response_format`; None for what is read from the bare text."""
+        if self._bare:
+            return None
+        name = re.sub(r"\W", "_", getattr(self._type, "__name__", "answer"), flags=re.ASCII)[:64]
+        schema = {"name": name, "schema": self._adapter.json_schema()}
+        return {"type": "json_schema", "json_schema": schema}
 
     def read(self, text: str) -> Any:
         """The answer as the type. Raises OutputError."""

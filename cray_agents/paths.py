@@ -9,7 +9,10 @@
                                        attempts/<n>, megatron/step-<n>/ (resume points)
       checkpoints/<id>/                immutable: a Hugging Face directory, manifest.json (last)
       models/<name>/<n>.json           versions, append-only
-      models/<name>/promotions/<n>.json  which version the bare name meant, append-only
+      models/<name>/history/<n>.json   what happened to the name, append-only: promotions,
+                                       rollbacks, rejections, canaries; its first part may lie in
+                                       promotions/, of a root that is older
+      models/<name>/canaries/<n>.json  what the canary that event n began has seen
       loops/<name>/                    what a loop was asked, and a record per generation;
                                        datasets/: which training set each of its steps has
       blobs/<aa>/<sha256>              contents of files and upload parts, each stored once
@@ -27,8 +30,15 @@ Rules for NFS, Lustre, Weka and a laptop alike: one writer per file, publish by 
 manifest last, claims by exclusive create.
 """
 
+import os
+import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from cray_agents.errors import StoreError
+
+CACHE = "CRAY_AGENTS_CACHE"  # names another place than /var/tmp for what a host keeps for itself
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,9 @@ class Home:
     @property
     def models(self) -> Path:
         return self.root / "models"
+
+    def canary(self, name: str, number: int) -> Path:
+        return self.models / name / "canaries" / f"{number}.json"
 
     def loop(self, name: str) -> Path:
         return self.root / "loops" / name
@@ -120,3 +133,24 @@ class Home:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+
+def host_cache() -> Path:
+    """This user's own directory on this host's disk, for what can be made anew; it is made.
+
+    Nobody else may read it. Raises StoreError.
+    """
+    usual = Path("/var/tmp")
+    if not os.access(usual, os.W_OK | os.X_OK):
+        usual = Path(tempfile.gettempdir())
+    directory = Path(os.environ.get(CACHE) or usual) / f"cray-agents-{os.getuid()}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+        if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o700:
+            directory.chmod(0o700)
+    except OSError as error:
+        raise StoreError(f"cannot write in {directory}: {error}: set {CACHE}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StoreError(f"{directory} is not this user's: set {CACHE} to another place")
+    return directory

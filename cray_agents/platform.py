@@ -5,6 +5,7 @@ routes are the gateway's (runtime/gateway). Read next: loop.py, its biggest user
 """
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -24,7 +25,7 @@ from cray_agents.errors import (
 )
 from cray_agents.openai_engine import OpenAIEngine, run_event
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import ModelVersion, ProbeReport, Run
+from cray_agents.records import ModelVersion, ProbeReport, Reward, Run, digest
 from cray_agents.training import Hyperparameters, JobStatus, Layout, MethodName
 
 URL = "http://127.0.0.1:8000"
@@ -59,8 +60,37 @@ class Platform:
         for run in runs:
             await self._post(f"/trajectories/{run.id}/events", {"events": [run_event(run)]})
 
-    async def runs(self, **filters: Any) -> AsyncIterator[Run]:
-        """Stored runs without their token lists, read page by page.
+    async def run(self, run_id: str) -> Run:
+        """One stored run, whole, with its tokens. Raises NotFound."""
+        return Run.model_validate(await self._get(f"/trajectories/{run_id}"))
+
+    async def describe(self, run: Run) -> None:
+        """Store a run that is stored already as it is now, such as one that was scored again."""
+        event = run_event(run)
+        event["id"] = f"{run.id}.run.{digest(event['body'])}"
+        await self._post(f"/trajectories/{run.id}/events", {"events": [event]})
+
+    async def reward(
+        self,
+        run_id: str,
+        value: float,
+        *,
+        name: str = "feedback",
+        who: str = "human",
+        turn: int | None = None,
+        comment: str | None = None,
+    ) -> Reward:
+        """Reward a stored run, or one of its turns; said again, it replaces what `who` said.
+
+        Raises NotFound, or BadInput where there is no such turn or the value is no number.
+        """
+        if not math.isfinite(value):
+            raise BadInput(f"{value} is no reward: give a finite number", param="value")
+        body = {"value": value, "name": name, "source": who, "turn": turn, "comment": comment}
+        return Reward.model_validate(await self._post(f"/trajectories/{run_id}/rewards", body))
+
+    async def runs(self, *, page: int = 1000, **filters: Any) -> AsyncIterator[Run]:
+        """Stored runs without their token lists, read `page` at a time.
 
         The filters are those of GET /v1/trajectories: loop, generation, agent, task, split, model,
         stop_reason, min_reward, max_reward, error, since, until, tag, text; and order.
@@ -68,13 +98,26 @@ class Platform:
         query = {key: value for key, value in filters.items() if value is not None}
         after = ""
         while True:
-            page = {**query, "limit": 1000, **({"after": after} if after else {})}
-            answer = await self._get("/trajectories", page)
+            asked = {**query, "limit": page, **({"after": after} if after else {})}
+            answer = await self._get("/trajectories", asked)
             for item in answer["data"]:
                 yield Run.model_validate(item)
             if not answer["has_more"]:
                 return
             after = answer["last_id"]
+
+    async def summaries(self, **filters: Any) -> AsyncIterator[dict[str, Any]]:
+        """What the index knows of stored runs, among it their tokens; `filters` as of `runs`."""
+        query = {key: value for key, value in filters.items() if value is not None}
+        after: dict[str, Any] = {}
+        while True:
+            page = {**query, "view": "summary", "limit": 1000, **after}
+            answer = await self._get("/trajectories", page)
+            for row in answer["data"]:
+                yield row
+            if not answer["has_more"]:
+                return
+            after = {"after": answer["last_id"]}
 
     async def build_dataset(self, recipe: DatasetRecipe) -> dict[str, Any]:
         """Build the training set, or find it: its id, counts, and what was left out and why."""
@@ -157,6 +200,14 @@ class Platform:
         """All versions of a name, oldest first; `promoted` marks the one it stands for."""
         return list((await self._get(f"/models/{name}/versions"))["data"])
 
+    async def version(self, version_id: str) -> ModelVersion:
+        """The version that a `name@N` means. Raises NotFound."""
+        name, _, number = version_id.rpartition("@")
+        for version in await self.versions(name):
+            if str(version["number"]) == number:
+                return ModelVersion.model_validate(version)
+        raise NotFound(f"no version {version_id} in the registry", param="model")
+
     async def promoted(self, name: str) -> ModelVersion | None:
         """The version the bare name stands for."""
         for version in await self.versions(name):
@@ -169,10 +220,69 @@ class Platform:
         answer = await self._post(f"/models/{version.name}/versions/{version.number}/stage", {})
         return ProbeReport.model_validate(answer)
 
-    async def promote(self, version: ModelVersion, *, who: str, reason: str) -> None:
-        """Make the bare name stand for this version."""
-        body = {"version": version.number, "who": who, "reason": reason}
-        await self._post(f"/models/{version.name}/promote", body)
+    async def promote(
+        self,
+        version: ModelVersion,
+        *,
+        who: str,
+        reason: str,
+        numbers: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Make the bare name stand for this version; `numbers`: what that was decided by."""
+        body = {"version": version.number, "who": who, "reason": reason, "numbers": numbers or {}}
+        return await self._post(f"/models/{version.name}/promote", body)
+
+    async def reject(
+        self,
+        version: ModelVersion,
+        *,
+        who: str,
+        reason: str,
+        numbers: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Note that a version was found not good enough. Raises BadInput if it is promoted."""
+        body = {"version": version.number, "who": who, "reason": reason, "numbers": numbers or {}}
+        return await self._post(f"/models/{version.name}/reject", body)
+
+    async def rollback(
+        self, name: str, to: int | None = None, *, who: str, reason: str, force: bool = False
+    ) -> dict[str, Any]:
+        """Make a name stand for what it stood for before, or for its version `to` again.
+
+        Raises BadInput when there is none, or when `to` never was promoted, unless forced.
+        """
+        body = {"to": to, "who": who, "reason": reason, "force": force}
+        return await self._post(f"/models/{name}/rollback", body)
+
+    async def history(self, name: str) -> list[dict[str, Any]]:
+        """What happened to a name, oldest first: kind, version, who, reason, numbers, time."""
+        return list((await self._get(f"/models/{name}/history"))["data"])
+
+    async def lineage(self, reference: str) -> list[dict[str, Any]]:
+        """Where the versions of a name, or `name@N`, come from, and what came of them."""
+        return list((await self._get(f"/models/{reference}/lineage"))["data"])
+
+    async def canary(
+        self, version: ModelVersion, *, who: str = "", reason: str = "", **test: Any
+    ) -> dict[str, Any]:
+        """Let a version answer a share of the live sessions; it is rolled back if it does worse.
+
+        `test`: share, promote_after, alpha, error_margin, reward_margin, low, high. Raises BadInput
+        where there is but one replica, or a canary runs.
+        """
+        body = {"version": version.number, "who": who, "reason": reason, **test}
+        return await self._post(f"/models/{version.name}/canary", body)
+
+    async def canary_status(self, name: str) -> dict[str, Any]:
+        """The canary that runs, and under `seen` what both sides got. Raises NotFound."""
+        return await self._get(f"/models/{name}/canary")
+
+    async def stop_canary(self, name: str, *, who: str = "", reason: str = "") -> dict[str, Any]:
+        """Let the promoted version answer all sessions again. Raises NotFound."""
+        query = {"who": who, "reason": reason}
+        options: Any = {"params": {key: value for key, value in query.items() if value}}
+        path = f"/models/{name}/canary"
+        return await self._guard(self._engine.client.delete(path, cast_to=object, options=options))  # type: ignore[return-value]
 
     async def generations(self, loop: str) -> list[dict[str, Any]]:
         """The finished generations of a loop, in order."""
@@ -181,6 +291,17 @@ class Platform:
     async def finish_generation(self, loop: str, number: int, record: dict[str, Any]) -> None:
         """Write a generation's record, once and for all."""
         await self._post(f"/loops/{loop}/generations/{number}", record)
+
+    async def remember(self, loop: str, entry: str, record: dict[str, Any]) -> bool:
+        """Write an entry of a loop's journal, once and for all; False if it was there already."""
+        return bool((await self._post(f"/loops/{loop}/journal/{entry}", record))["created"])
+
+    async def recall(self, loop: str, entry: str) -> dict[str, Any] | None:
+        """An entry of a loop's journal; None if there is none."""
+        try:
+            return await self._get(f"/loops/{loop}/journal/{entry}")
+        except NotFound:
+            return None
 
     async def close(self) -> None:
         """Close this event loop's connections."""

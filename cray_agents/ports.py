@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from cray_agents.records import ProbePrompt, Record
+from cray_agents.records import ProbePrompt, Record, Seam
 from cray_agents.training import JobSpec, JobStatus
 
 
@@ -37,7 +37,8 @@ class Sampled:
     """One sampled sequence: `token_ids` and `logprobs` are parallel, [sampled].
 
     `logprobs` may be shorter where a request was cut off. `name` tells the sequences of one
-    request with several prompts apart: it ends in `-<place of the prompt>`.
+    request with several prompts apart: it ends in `-<place of the prompt>`. `version` sampled the
+    first token, and what `seams` tell those after it; empty: the exchange's did.
     """
 
     prompt_token_ids: list[int]
@@ -45,6 +46,8 @@ class Sampled:
     logprobs: list[float]
     finish_reason: str | None = None
     name: str = ""
+    version: str = ""
+    seams: list[Seam] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -52,8 +55,9 @@ class Exchange:
     """One request to an engine on its way, and what is learned of it.
 
     `path` says which API it speaks, such as `/v1/chat/completions`; `request` is its JSON body;
-    `id` names it at the engine and in the answer. `version` is the `name@N` that answers; the pool
-    sets it. `samples` are complete when the answer has ended: a sequence per choice.
+    `id` names it at the engine and in the answer. `version` is the `name@N` that answers: the pool
+    sets it, and the engine, if weights changed before the first token. `samples` are complete when
+    the answer has ended: a sequence per choice.
     """
 
     path: str
@@ -81,11 +85,17 @@ class Engine(Protocol):
         """
         ...
 
-    async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
+    async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
         """Put a checkpoint's weights in the place of the present ones; no cache outlives it.
 
-        The caller has drained all requests. Returns seconds by phase: pause, load, resume.
+        From then on `score` alone is answered, until `resume`. The caller has drained all requests;
+        or, to `keep` them, they stand still and go on under the new weights. Returns seconds by
+        phase: pause, load. Raises SwapError.
         """
+        ...
+
+    async def resume(self) -> None:
+        """The weights last loaded are proven: answer requests under them."""
         ...
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:

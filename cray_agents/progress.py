@@ -1,80 +1,242 @@
-"""A run while it goes on, and the Run it becomes, whatever ended it. Called by agent.py."""
+"""A run while it goes on, and the Run it becomes, whatever ended it.
 
+Called by agent.py and turns.py. Read next: persona.py.
+"""
+
+import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
-from cray_agents.errors import BadInput, EngineError
+from cray_agents.context import RunContext
+from cray_agents.errors import BadInput, EngineError, HookError
+from cray_agents.events import AgentEvent, LimitReached
+from cray_agents.hooks import Hooks
 from cray_agents.output import OutputError
+from cray_agents.persona import Persona, check_text, pinned
 from cray_agents.records import (
     Message,
     ModelCall,
     Run,
     RunError,
     StopReason,
+    Task,
     ToolCall,
     Trajectory,
     Turn,
     digest,
+    new_id,
 )
+from cray_agents.sessions import Session, spoken
+from cray_agents.toolbox import Tool
 
 _RUN_ID = re.compile(r"[\w.:@-]{1,200}", re.ASCII)
+
+
+class RunOptions(TypedDict, total=False):
+    """What Agent.run, run_sync and stream take beside the input, all by name.
+
+    context: anything, for tools and hooks: they find it as RunContext.given.
+    session: a conversation to go on from, and to add this run to; or
+    history: the messages of earlier runs to go on from.
+    model, seed: of all model calls, in place of the agent's.
+    run_id: names the run; default: a fresh name.
+    tags: the run is found again by them.
+    loop, generation, attempt: what the run is for, in a loop.
+    """
+
+    context: Any
+    session: Session | None
+    history: Sequence[Message]
+    model: str | None
+    seed: int | None
+    run_id: str | None
+    tags: Sequence[str]
+    loop: str | None
+    generation: int | None
+    attempt: int | None
 
 
 @dataclass
 class Progress:
     """A run that goes on: what was said and done so far. Raises BadInput for an unfit id.
 
-    `request` is what all its model calls have in common, `labels` more fields of the Run.
+    `asked` are the request fields that this run sets itself, such as model and seed; `earlier` is
+    what was said before it; `labels` are more fields of the Run. `request` is what the present
+    persona's requests have in common, `tools` what it may call: its own, and the environment's.
+    `half_told`: a part of the present answer was streamed already.
     """
 
-    id: str
-    agent: str
-    input: str
-    request: dict[str, Any]
-    messages: list[Message]
+    context: RunContext
+    asked: Mapping[str, Any]
+    earlier: list[Message]
     labels: dict[str, Any]
+    session: Session | None = None
+    hooks: Sequence[Hooks] = ()
+    max_turns: int = 1
+    max_tokens: int | None = None
+    emit: Callable[[AgentEvent], None] | None = None
+    half_told: bool = False
+    environment_tools: dict[str, Tool] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
+    tools: dict[str, Tool] = field(default_factory=dict)
     turns: list[tuple[ModelCall, list[ToolCall]]] = field(default_factory=list)
+    tokens: int = 0
+    reason: StopReason = StopReason.completed
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        if not _RUN_ID.fullmatch(self.id):
+        if not _RUN_ID.fullmatch(self.context.run_id):
             raise BadInput(
-                f"run_id={self.id!r}: use at most 200 letters, digits and _.:@-", param="run_id"
+                f"run_id={self.context.run_id!r}: use at most 200 letters, digits and _.:@-",
+                param="run_id",
             )
 
-    def next_request(self) -> dict[str, Any]:
-        """The next model call's request.
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, system message first."""
+        return self.context.messages
+
+    @property
+    def said(self) -> list[Message]:
+        """What this run added to the conversation, its input first."""
+        return spoken(self.messages)[len(self.earlier) :]
+
+    async def enter(self, persona: Persona) -> None:
+        """Let this persona speak from here on. Raises HookError of its instructions."""
+        present = self.request.get("model")
+        self.persona = persona
+        self.context.agent = persona.name
+        self.tools = {**persona.tools, **self.environment_tools}
+        self.request = {**persona.request, **self.asked}
+        if present is not None:  # a handoff
+            self.request["model"] = pinned(persona.request["model"], present)
+        if self.tools:
+            self.request["tools"] = [tool.schema for tool in self.tools.values()]
+        else:
+            self.request.pop("parallel_tool_calls", None)  # servers refuse it where there are none
+        self.context.model = self.request["model"]
+        self.messages[:] = [*await persona.system(self.context), *spoken(self.messages)]
+
+    def next_request(self, *, final: bool) -> dict[str, Any]:
+        """The next model call's request. `final`: for an answer, not for tools.
+
+        An answer is held to its schema only where no tool may be called: servers would hold the
+        tool calls to it too.
+        """
+        request = {**self.request, "messages": [*self.messages]}
+        if final and self.tools:
+            request["tool_choice"] = "none"
+        output = self.persona.output
+        if output.constrain and output.schema is not None and (final or not self.tools):
+            request["response_format"] = output.schema
+        return request
+
+    def addressed(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The request with the headers that say whose it is.
 
         Its key is the same when a run that was cut off is done again: a gateway then answers what
         it answered before, instead of sampling anew.
         """
-        request = {**self.request, "messages": [*self.messages]}
-        key = digest([self.id, len(self.turns), request], 32)
-        return request | {"extra_headers": {"X-Run-Id": self.id, "Idempotency-Key": key}}
+        body = {name: value for name, value in request.items() if name != "extra_headers"}
+        key = digest([self.context.run_id, len(self.turns), body], 32)
+        own = {"X-Run-Id": self.context.run_id, "Idempotency-Key": key}
+        return {**body, "extra_headers": {**request.get("extra_headers", {}), **own}}
 
-    def ended(self, output: Any, reason: StopReason, error: RunError | None) -> Run:
-        """The run as it stands now."""
+    def tell(self, event: AgentEvent) -> None:
+        """Let whoever streams the run know."""
+        if self.emit is not None:
+            self.emit(event)
+
+    def at_limit(self) -> StopReason | None:
+        """The limit that is reached, if any. Raises EngineError if tokens cannot be counted."""
+        if self.max_tokens is not None and self.turns:
+            if not self.tokens:
+                raise EngineError(
+                    "the server does not say how many tokens it used, so max_total_tokens cannot "
+                    "be held: leave it out, or use a server that reports `usage`"
+                )
+            if self.tokens >= self.max_tokens:
+                return StopReason.max_tokens
+        return StopReason.max_turns if len(self.turns) >= self.max_turns else None
+
+    def stop(self, reason: StopReason) -> None:
+        """Note a limit, once it is known that it ends the run."""
+        self.reason = reason
+        self.tell(LimitReached(reason))
+
+    def failed(self, failure: BaseException) -> RunError:
+        """Note what ends the run, unless a limit did before; the error as it is recorded."""
+        if self.reason is StopReason.completed:
+            cancelled = isinstance(failure, asyncio.CancelledError)
+            self.reason = StopReason.cancelled if cancelled else StopReason.error
+        return run_error(failure)
+
+    def never_began(self) -> RunError | None:
+        """The error of a run whose time was over before its model could be asked."""
+        if self.request:
+            return None
+        late = "history, environment and instructions took all of the run's time"
+        return self.failed(HookError(f"{late}: give it a longer timeout"))
+
+    def ended(self, output: Any, error: RunError | None) -> Run:
+        """The run as it stands now. One that the infrastructure failed has no rewards."""
         turns = [
             Turn(call_id=call.id, call=call, tool_calls=[*done, *_unfinished(call, done)])
             for call, done in self.turns
         ]
+        failed = error is not None and error.infrastructure
         return Run(
-            id=self.id,
-            agent=self.agent,
-            model=self.turns[-1][0].model if self.turns else self.request["model"],
-            input=self.input,
+            id=self.context.run_id,
+            model=self.turns[-1][0].model if self.turns else self.context.model,
+            input=self.context.input,
             output=output,
-            stop_reason=reason,
+            stop_reason=self.reason,
             error=error,
             trajectory=Trajectory(messages=self.messages, turns=turns),
+            rewards=[] if failed else self.context.rewards,
+            task=self.context.task,
             started=self.started,
             seconds=time.perf_counter() - self.clock,
             **self.labels,
         )
+
+
+def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> Progress:
+    """An agent's run on an input; `fixed` are more fields of Progress.
+
+    Raises BadInput, and TypeError for an option there is not.
+    """
+    if unknown := options.keys() - RunOptions.__annotations__.keys():
+        raise TypeError(f"run() got an unexpected keyword argument {min(unknown)!r}")
+    if not isinstance(given, str | Task):
+        raise BadInput(f"input is a {type(given).__name__}: give a str or Task", param="input")
+    text = given.input if isinstance(given, Task) else given
+    check_text(text, "input")
+    session, history = options.get("session"), options.get("history", ())
+    if session is not None and history:
+        raise BadInput("give a session or a history, not both", param="history")
+    tags = [*options.get("tags", ()), *([f"session:{session.id}"] if session else [])]
+    purpose = {name: options.get(name) for name in ("loop", "generation", "attempt")}
+    context = RunContext(
+        run_id=options.get("run_id") or new_id("run"),
+        agent=agent,
+        input=text,
+        task=given if isinstance(given, Task) else None,
+        given=options.get("context"),
+        messages=[{"role": "user", "content": text}],
+    )
+    return Progress(
+        context=context,
+        asked={key: options[key] for key in ("model", "seed") if options.get(key) is not None},
+        earlier=spoken(history),
+        labels={"agent": agent, "tags": tags, **purpose},
+        session=session,
+        **fixed,
+    )
 
 
 def _unfinished(call: ModelCall, done: Sequence[ToolCall]) -> list[ToolCall]:
@@ -98,11 +260,3 @@ def run_error(failure: BaseException) -> RunError:
     )
     name, message = type(failure).__name__, str(failure) or repr(failure)
     return RunError(type=name, message=message, infrastructure=not theirs)
-
-
-def check_text(text: str, what: str) -> None:
-    """Raise BadInput for text with lone surrogates, which JSON cannot carry."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadInput(f"{what} is not valid Unicode text: {error}", param=what) from error

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cray_agents.records import Message, Split, StopReason, StrictRecord
+from cray_agents.words import SIMILAR
 
 
 class RunFilter(StrictRecord):
@@ -64,7 +65,7 @@ class Decontamination(StrictRecord):
 
     holdout: bool = True
     files: list[str] = Field(default_factory=list)
-    threshold: float = Field(0.8, gt=0, le=1)
+    threshold: float = Field(SIMILAR, gt=0, le=1)
 
 
 class DatasetRecipe(StrictRecord):
@@ -76,7 +77,12 @@ class DatasetRecipe(StrictRecord):
       keeps the best so many of each task.
     - `grpo`: all scored runs, in groups of a task's runs in a generation; advantage = reward minus
       the group's mean, over its standard deviation unless `normalize` is false (arXiv 2402.03300).
-      A group of equal rewards says nothing and is left out, and so is a group of one.
+      A group of equal rewards says nothing and is left out, and so is a group of one. Where turns
+      of a group's runs were rewarded, its supervision is of the process (4.1.3 there): all rewards
+      of turns are normalised together, one for a whole run is its last turn's, and the advantage of
+      a turn's tokens is the sum of what its own and the following turns got, `discount` to the
+      power of how many turns ahead times each. A turn without a reward has none to normalise. Of
+      outcomes alone nothing is discounted. A run that a reward failed on has none.
     - `dpo`: of each task, pairs of the best and the worst run of a generation whose rewards differ
       by at least `min_margin`; the best reaches `min_reward`, if that is given.
     - `kto`: all scored runs, each alone: desirable with a reward of at least `min_reward` (1 unless
@@ -84,9 +90,10 @@ class DatasetRecipe(StrictRecord):
 
     `max_per_task` bounds the runs (pairs) of a task over all generations, the first in order of
     generation and attempt; `max_tokens` the length of a sample. `rewards` overrides the recorded
-    rewards by run id (controls use it). `validation` is the fraction of tasks, chosen by the hash
-    of their ids, whose samples go to a split of their own. `near_duplicates`: of samples whose
-    token 5-grams are this similar (Jaccard), the first is kept; equal ones always are one.
+    rewards by run id (controls use it), for whole runs. `validation` is the fraction of tasks,
+    chosen by the hash of their ids, whose samples go to a split of their own. `near_duplicates`: of
+    samples whose token 5-grams are this similar (Jaccard), the first is kept; equal ones always are
+    one.
 
     `step` makes the dataset the loop's training set number `step`: the same one when it is built
     again, also after a crash, and no other. A run then enters at most `max_uses` of the loop's
@@ -115,6 +122,7 @@ class DatasetRecipe(StrictRecord):
     best_of: int | None = Field(None, gt=0)
     min_margin: float = Field(0.0, ge=0)
     normalize: bool = True
+    discount: float = Field(1.0, gt=0, le=1)
     max_per_task: int | None = Field(None, gt=0)
     max_tokens: int | None = Field(None, gt=1)
     step: int | None = Field(None, ge=0)

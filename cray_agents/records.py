@@ -52,6 +52,7 @@ class StopReason(StrEnum):
 
     completed = "completed"
     max_turns = "max_turns"
+    max_tokens = "max_tokens"
     timeout = "timeout"
     error = "error"
     cancelled = "cancelled"
@@ -164,17 +165,27 @@ class Trajectory(Record):
 
 
 class Reward(Record):
-    """A named number on a run, with who gave it; `turn` (from 0) if it is for one turn of it."""
+    """A named number on a run, with who gave it; `turn` (from 0) if it is for one turn of it.
+
+    Given again by the same source under the same name, for the same turn, it replaces the earlier.
+    """
 
     name: str
     value: float
     source: str = "function"
     turn: int | None = None
+    comment: str | None = None
     time: float = Field(default_factory=time.time)
 
 
+UNSCORED = "RewardError"  # the type of a RunError that is of a reward
+
+
 class RunError(Record):
-    """Why a run or one of its rewards failed. Infrastructure failures never become rewards."""
+    """Why a run or one of its rewards failed. Infrastructure failures never become rewards.
+
+    Of type `RewardError` it is a reward's: the run is whole, and may be scored again.
+    """
 
     type: str
     message: str
@@ -208,8 +219,10 @@ class Run(Record):
 
     @property
     def reward(self) -> float | None:
-        """The sum of the rewards; None while there are none."""
-        return sum(r.value for r in self.rewards) if self.rewards else None
+        """The sum of the rewards; None while there are none, or one of them failed."""
+        if not self.rewards or (self.error is not None and self.error.type == UNSCORED):
+            return None
+        return sum(r.value for r in self.rewards)
 
     @property
     def calls(self) -> list[ModelCall]:

@@ -1,20 +1,30 @@
 """Runs of an agent on many tasks: scored, stored once each, and never run again when stored.
 
 A run's id is derived from what it is for (loop, scope, task, attempt), so a restarted loop finds
-what a killed one did. Called by loop.py.
+what a killed one did. Model calls go through the gate (gate.py). Called by collecting.py (training
+runs) and judging.py (held-out ones).
+
+The rule that closes a set of runs early (`close_at` below 1), so that slow tools do not hold up the
+others: all have begun, that share of them has ended, and each that still goes on has taken more
+than STRAGGLES times the median of those that ended (time at the gate does not count). What goes on then is not lost: it is stored
+when it ends, in the background.
 """
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 
 from cray_agents.agent import Agent
+from cray_agents.gate import Gate, Passing
 from cray_agents.platform import Platform
-from cray_agents.records import ModelVersion, Run, Split, Task, digest
-from cray_agents.rewards import RewardFunction, score
+from cray_agents.records import ModelVersion, Run, RunError, Split, StopReason, Task, digest
+from cray_agents.rewards import RewardFunction, restored, score, unscored
 
-RETRIES = 2  # of a run that the infrastructure failed
+RETRIES = 2  # of a run that the infrastructure failed, or of a reward that failed
+STRAGGLES = 3.0
 
 
 @dataclass(frozen=True)
@@ -27,15 +37,48 @@ class Wanted:
     generation: int | None = None
 
 
+@dataclass(eq=False)
+class Going:
+    """A run that goes on. It keeps one of the places until it ends, or is left behind."""
+
+    run_id: str
+    task: asyncio.Task[Run]
+    places: asyncio.Semaphore
+    begun: float | None = None
+    engine: Passing | None = None
+    left_behind: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, or took, but for what it waits at the gate."""
+        held = self.engine.held if self.engine is not None else 0.0
+        if self.task.done():
+            return self.task.result().seconds - held
+        return time.monotonic() - (self.begun or 0.0) - held
+
+    def leave_behind(self) -> None:
+        """Let others have its place: what it waits for is not the engine."""
+        if self.begun is not None and not self.left_behind and not self.task.done():
+            self.left_behind = True
+            self.places.release()
+
+
 @dataclass
 class Rollouts:
-    """Carries out runs for one loop, `concurrency` at a time."""
+    """Carries out runs for one loop, `concurrency` at a time, in the order in which they came."""
 
     platform: Platform
+    gate: Gate
     agent: Agent
     loop: str
     rewards: Sequence[RewardFunction]
     concurrency: int
+    going: dict[str, Going] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.concurrency)
+        self._left: list[Going] = []  # those that go on in the background
+        self._begun = set[str]()
 
     async def stored(
         self,
@@ -55,67 +98,184 @@ class Rollouts:
         version: ModelVersion,
         temperature: float,
         on_done: Callable[[int], None],
+        *,
+        close_at: float = 1.0,
+        seeded: bool = False,
     ) -> list[Run]:
-        """All wanted runs, in order: those on record, and the others executed now.
+        """The wanted runs, in order: those on record, and the others executed now.
 
-        `on_done` is told how many are there. Raises StoreError, EngineUnavailable.
+        `on_done` is told how many are there. With a `close_at` below 1 those that are not there
+        when the rule of this module closes the set are left out. `seeded`: the same task and
+        attempt has the same sampling seed, whatever the version. Raises what recording raises:
+        StoreError, EngineUnavailable.
         """
+        self._raise_lost()
         if not wanted:
             return []
-        first = wanted[0]
-        known = {
-            run.id: run
-            for run in await self.stored(
-                first.task.split,
-                generation=first.generation,
-                version=None if first.generation is not None else version,
-            )
-        }
-        agent = self.agent.override(
-            model=version.id,
-            temperature=temperature,
-            engine=self.platform.engine(),
-            recorder=None,
-        )
-        places = asyncio.Semaphore(self.concurrency)
-        finished = 0
+        known = await self._known(wanted, version)
+        started = [self._start(item, version, temperature, known, seeded) for item in wanted]
+        try:
+            await self._until_closed(started, on_done, close_at)
+        except BaseException:
+            await cancelled(started)
+            raise
+        self._left += [each for each in started if not each.task.done()]
+        for each in started:
+            each.leave_behind()
+        return [each.task.result() for each in started if each.task.done()]
 
-        async def one(item: Wanted) -> Run:
-            nonlocal finished
-            async with places:
-                run = await self._one(agent, item, known)
+    def resume(
+        self,
+        wanted: Sequence[Wanted],
+        version: ModelVersion,
+        temperature: float,
+        known: Set[str],
+    ) -> None:
+        """Do runs in the background that nobody waits for: those that were cut off by a kill."""
+        for item in wanted:
+            if (name := self.name(item)) not in known and name not in self._begun:
+                self._left.append(self._start(item, version, temperature, {}, False))
+
+    async def stop(self) -> None:
+        """Cancel what still goes on; it is as if it had never begun."""
+        await cancelled(list(self.going.values()))
+
+    def name(self, item: Wanted) -> str:
+        """The id of a run."""
+        return "run_" + digest([self.loop, item.scope, item.task.id, item.attempt], 24)
+
+    def _raise_lost(self) -> None:
+        """Raise what a run in the background raised, such as a StoreError."""
+        for each in self._left:
+            if each.task.done() and not each.task.cancelled():
+                each.task.result()
+        self._left = [each for each in self._left if not each.task.done()]
+
+    async def _known(self, wanted: Sequence[Wanted], version: ModelVersion) -> dict[str, Run]:
+        first = wanted[0]
+        of = None if first.generation is not None else version
+        runs = await self.stored(first.task.split, generation=first.generation, version=of)
+        return {run.id: run for run in runs}
+
+    def _start(
+        self,
+        item: Wanted,
+        version: ModelVersion,
+        temperature: float,
+        known: dict[str, Run],
+        seeded: bool,
+    ) -> Going:
+        run_id = self.name(item)
+        if run_id in self.going:
+            return self.going[run_id]
+        agent = self.agent.override(model=version.id, temperature=temperature, recorder=None)
+
+        async def one() -> Run:
+            try:
+                await self._places.acquire()
+                going.begun = time.monotonic()
+                try:
+                    return await self._one(agent, version, item, going, known, seeded)
+                finally:
+                    if not going.left_behind:
+                        self._places.release()
+            finally:
+                del self.going[run_id]
+
+        self._begun.add(run_id)
+        going = self.going[run_id] = Going(run_id, asyncio.create_task(one()), self._places)
+        return going
+
+    async def _until_closed(
+        self, started: Sequence[Going], on_done: Callable[[int], None], close_at: float
+    ) -> None:
+        """Return when all have ended, or the rule closes the set. Raises what a run raised."""
+        ended: asyncio.Queue[asyncio.Task[Run]] = asyncio.Queue()
+        for going in started:
+            going.task.add_done_callback(ended.put_nowait)
+        finished = 0
+        while finished < len(started):
+            left = patience(started, close_at) if close_at < 1 else None
+            if left is not None and left <= 0:
+                return
+            try:
+                async with asyncio.timeout(left):
+                    task = await ended.get()
+            except TimeoutError:
+                continue
+            task.result()
             finished += 1
             on_done(finished)
-            return run
 
-        async with asyncio.TaskGroup() as group:
-            pending = [group.create_task(one(item)) for item in wanted]
-        return [task.result() for task in pending]
-
-    async def _one(self, agent: Agent, item: Wanted, known: dict[str, Run]) -> Run:
+    async def _one(
+        self,
+        agent: Agent,
+        version: ModelVersion,
+        item: Wanted,
+        going: Going,
+        known: dict[str, Run],
+        seeded: bool,
+    ) -> Run:
         """A scored run. One that the infrastructure failed is kept, and tried again beside it."""
-        run_id = "run_" + digest([self.loop, item.scope, item.task.id, item.attempt], 24)
-        run = await self._attempt(agent, item, run_id, known)
-        for retry in range(1, RETRIES + 1):
+        seed = int(digest([item.task.id, item.attempt], 7), 16) if seeded else None
+        again = [f"{going.run_id}-retry{number}" for number in range(1, RETRIES + 1)]
+        for name in [going.run_id, *again]:
+            if (found := known.get(name)) is None:
+                going.engine = Passing(self.platform.engine(), self.gate, version)
+                found = await self._attempt(agent, going.engine, item, name, seed)
+            run = found
+            if name in known and unscored(run):
+                run = await self._scored(restored(run, agent.output_type))
             if not failed_by_infrastructure(run):
                 break
-            run = await self._attempt(agent, item, f"{run_id}-retry{retry}", known)
         return run
 
-    async def _attempt(self, agent: Agent, item: Wanted, run_id: str, known: dict[str, Run]) -> Run:
-        if run_id in known:
-            return known[run_id]
-        run = await agent.run(
+    async def _attempt(
+        self, agent: Agent, engine: Passing, item: Wanted, run_id: str, seed: int | None
+    ) -> Run:
+        run = await agent.override(engine=engine).run(
             item.task,
             run_id=run_id,
             loop=self.loop,
             generation=item.generation,
             attempt=item.attempt,
+            seed=seed,
         )
-        rewards, error = await score(run, self.rewards)
-        run = run.model_copy(update={"rewards": rewards, "error": run.error or error})
-        await self.platform.record([run])
-        return run
+        if run.stop_reason == StopReason.timeout and engine.held > 0:
+            message = f"its time was up, {engine.held:.1f} s of which it was held back for a swap"
+            held = RunError(type="HeldBack", message=message, infrastructure=True)
+            run = run.model_copy(update={"error": held})
+        return await self._scored(run)
+
+    async def _scored(self, run: Run) -> Run:
+        """The run with its rewards, on record. Where a reward fails, it alone is tried again."""
+        for _ in range(1 + RETRIES):
+            rewards, error = await score(run, self.rewards, engine=self.platform.engine())
+            scored = run.model_copy(update={"rewards": rewards, "error": error})
+            if not unscored(scored):
+                break
+        await self.platform.record([scored])
+        return scored
+
+
+def patience(started: Sequence[Going], close_at: float) -> float | None:
+    """Seconds until the rule closes the set, if nothing ends meanwhile; None: it does not yet."""
+    ended = [each.seconds for each in started if each.task.done()]
+    going = [each for each in started if not each.task.done()]
+    if not going or not ended or len(ended) < close_at * len(started):
+        return None
+    if any(each.begun is None for each in going):
+        return None
+    longest = STRAGGLES * statistics.median(ended)
+    return max(longest - each.seconds for each in going)
+
+
+async def cancelled(started: Sequence[Going]) -> None:
+    """Cancel runs, and wait until they have ended."""
+    tasks = [each.task for each in started]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def failed_by_infrastructure(run: Run) -> bool:
@@ -134,9 +294,9 @@ def accepted(runs: Sequence[Run], min_reward: float) -> int:
     return sum(run.reward is not None and run.reward >= min_reward for run in runs)
 
 
-def shuffled(runs: Sequence[Run], seed: str) -> dict[str, float]:
-    """The runs' rewards, permuted among them; the same for the same runs and seed."""
-    scored = sorted((run.id, run.reward) for run in runs if run.reward is not None)
+def shuffled(rewards: Sequence[tuple[str, float]], seed: str) -> dict[str, float]:
+    """Rewards by run id, permuted among the runs; the same for the same rewards and seed."""
+    scored = sorted(rewards)
     values = [value for _, value in scored]
     random.Random(seed).shuffle(values)
     return {run_id: value for (run_id, _), value in zip(scored, values, strict=True)}

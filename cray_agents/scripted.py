@@ -4,6 +4,10 @@
     run = await agent.override(engine=engine).run("What is 2 + 2?")
     assert engine.requests[1]["messages"][-1]["content"] == "4"
 
+`override` makes a copy, so the agent that is tested stays as it is; the sub-agents it asks or hands
+over to are answered by the same engine. Answers recorded from a real model are replay.py's;
+guard.py sees to it that no test asks one by mistake.
+
 It answers as the real one does: OpenAI's shapes, with token ids (the bytes of the text) and
 logprobs. It implements both seams, `ChatEngine` and `Engine` (ports.py).
 """
@@ -20,7 +24,7 @@ import orjson
 
 from cray_agents.errors import EngineError, SwapError
 from cray_agents.ports import Exchange, Sampled
-from cray_agents.records import Message, canonical, digest
+from cray_agents.records import Message, Seam, canonical, digest
 
 Said = str | dict[str, Any] | list[dict[str, Any]] | BaseException
 Script = Callable[..., Said | Awaitable[Said]]
@@ -60,6 +64,8 @@ class ScriptedEngine:
         self.checkpoint: Path | None = None
         self.drift = drift
         self.delay = delay
+        self._proven = asyncio.Event()  # whether the version may speak
+        self._proven.set()
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """The next reply as a chat completion."""
@@ -106,25 +112,34 @@ class ScriptedEngine:
             raise EngineError(
                 f"a scripted engine answers {_CHAT} alone, not {exchange.path}", status=400
             )
-        head = {"id": f"chatcmpl-{exchange.id}", "model": exchange.version}
         exchange.samples = [Sampled([], [], []) for _ in range(exchange.request.get("n") or 1)]
         if not exchange.streams:
-            completion = await self.chat(exchange.request) | head
+            completion = await self.chat(exchange.request) | await self._stamp(exchange)
             yield orjson.dumps(_shown(_take(exchange.samples, completion), exchange.request))
             return
         async for chunk in self.stream(exchange.request):
-            shown = _shown(_take(exchange.samples, chunk | head), exchange.request)
+            stamped = chunk | await self._stamp(exchange)
+            shown = _shown(_take(exchange.samples, stamped), exchange.request)
             if shown["choices"] or _wants_usage(exchange.request):
                 yield b"data: " + orjson.dumps(shown) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
-        """Hold a checkpoint's version. Raises SwapError if there is no such directory."""
+    async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
+        """Hold a checkpoint's version; `keep`: answers under way stand still until `resume`.
+
+        Raises SwapError if there is no such directory.
+        """
+        if keep:
+            self._proven.clear()
         if not checkpoint.is_dir():
             raise SwapError(f"{checkpoint} is not a directory")
         self.checkpoint, self.version = checkpoint, version
         self.loaded.append(version)
-        return {"pause": 0.0, "load": 0.0, "resume": 0.0}
+        return {"pause": 0.0, "load": 0.0}
+
+    async def resume(self) -> None:
+        """Go on with the answers under way."""
+        self._proven.set()
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
         """The logprobs of the loaded checkpoint's own probe, plus `drift`.
@@ -140,6 +155,18 @@ class ScriptedEngine:
             return [[value + self.drift for value in known[tuple(prompt)]] for prompt in prompts]
         except KeyError as error:
             raise EngineError(f"{manifest} has no probe for the prompt {error}") from None
+
+    async def _stamp(self, exchange: Exchange) -> dict[str, Any]:
+        """Tell which version says what comes next; returns how the answer names itself."""
+        await self._proven.wait()
+        now = self.version or exchange.version
+        for told in exchange.samples:
+            before = told.seams[-1].model if told.seams else told.version
+            if not before:
+                told.version = exchange.version = now
+            elif told.token_ids and before != now:
+                told.seams.append(Seam(at=len(told.token_ids), model=now))
+        return {"id": f"chatcmpl-{exchange.id}", "model": exchange.version}
 
     async def _say(self, request: dict[str, Any]) -> Message:
         number = len(self.requests)

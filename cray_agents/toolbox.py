@@ -1,8 +1,8 @@
 """@tool: a typed Python function as something a model can call.
 
-The schema comes from the signature and the docstring. Whatever goes wrong in a call (arguments that
-do not validate, an exception, a timeout, an unknown name) becomes a short text for the model and
-stands in ToolCall.error; it never ends a run. Called by agent.py.
+The schema comes from the signature and the docstring (signatures.py). Whatever goes wrong in a call
+(arguments that do not validate, a refusal, an exception, a timeout, an unknown name) becomes a
+short text for the model and stands in ToolCall.error; it never ends a run. Called by agent.py.
 """
 
 import difflib
@@ -10,35 +10,36 @@ import functools
 import inspect
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints, overload
+from typing import Any, TypeVar, overload
 
 import orjson
 import tenacity
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic_core import PydanticSerializationError, from_json, to_json
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json, to_json
 
 from cray_agents import foreign
+from cray_agents.context import RunContext
 from cray_agents.errors import BadInput, ToolError
 from cray_agents.records import ToolCall
+from cray_agents.signatures import read_docstring, read_signature, untitled
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: Whether a call may be carried out: True, or the reason why not (False: none is given).
+Approve = Callable[[ToolCall, RunContext], bool | str | Awaitable[bool | str]]
 
 TIMEOUT = 60.0  # seconds, of a tool that names none
+MAX_CHARS = 20_000  # of a result, that a model is shown: about 5,000 tokens
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_SECTION = re.compile(
-    r"(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*(.*)"
-)
-_PARAMETER = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 @dataclass(frozen=True, eq=False)
 class Tool:
     """A function a model may call. `schema` is the tool as OpenAI's `tools` lists it.
 
-    Made by `@tool`, or by Agent from a plain function. `timeout` is in seconds (None: no limit);
-    `retries` says how often an exception other than ToolError is tried again.
+    Made by `@tool`, or by Agent from a plain function; see `tool` for the options.
+    `context_parameter` names the one that is given the RunContext.
     """
 
     name: str
@@ -48,14 +49,26 @@ class Tool:
     function: Callable[..., Any]
     timeout: float | None = TIMEOUT
     retries: int = 0
+    approve: Approve | None = None
+    max_chars: int | None = MAX_CHARS
+    context_parameter: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function itself."""
         return self.function(*args, **kwargs)
 
-    async def call(self, arguments: str) -> Any:
-        """Validate a JSON object of arguments and call the function. Raises ToolError."""
+    async def call(
+        self, arguments: str, context: RunContext | None = None, *, call_id: str = ""
+    ) -> Any:
+        """Validate a JSON object of arguments, have the call approved, call. Raises ToolError."""
         values = self._validated(arguments)
+        if name := self.context_parameter:
+            default = inspect.signature(self.function).parameters[name].default
+            if context is not None or default is inspect.Parameter.empty:
+                values[name] = self._needed(context)
+        if self.approve is not None:
+            asked = ToolCall(id=call_id, name=self.name, arguments=arguments)
+            await _approved(self.approve, asked, self._needed(context))
         attempts = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.retries + 1),
             wait=tenacity.wait_exponential(multiplier=0.1, max=2),
@@ -74,6 +87,11 @@ class Tool:
         except Exception as error:
             raise ToolError(f"{self.name} failed: {type(error).__name__}: {error}") from error
 
+    def _needed(self, context: RunContext | None) -> RunContext:
+        if context is None:
+            raise ToolError(f"{self.name} works only within an agent's run")
+        return context
+
     def _validated(self, arguments: str) -> dict[str, Any]:
         try:
             given = self.arguments.model_validate_json(arguments.strip() or "{}")
@@ -86,7 +104,8 @@ class Tool:
                 f"bad arguments for {self.name}: {problems}. Expected {self.signature}"
             ) from error
         fields = self.arguments.model_fields
-        return {str(info.alias): getattr(given, name) for name, info in fields.items()}
+        named = {info.alias or name: getattr(given, name) for name, info in fields.items()}
+        return {**named, **(given.model_extra or {})}
 
     @property
     def signature(self) -> str:
@@ -104,7 +123,12 @@ class Tool:
 def tool(function: F) -> F: ...
 @overload
 def tool(
-    *, timeout: float | None = TIMEOUT, retries: int = 0, name: str | None = None
+    *,
+    timeout: float | None = TIMEOUT,
+    retries: int = 0,
+    name: str | None = None,
+    approve: Approve | None = None,
+    max_chars: int | None = MAX_CHARS,
 ) -> Callable[[F], F]: ...
 
 
@@ -114,31 +138,52 @@ def tool(
     timeout: float | None = TIMEOUT,
     retries: int = 0,
     name: str | None = None,
+    approve: Approve | None = None,
+    max_chars: int | None = MAX_CHARS,
 ) -> F | Callable[[F], F]:
-    """Let models call this function: `@tool` or `@tool(timeout=20)`.
+    """Let models call this function or method: `@tool` or `@tool(timeout=20)`.
 
     The function stays what it was. Its parameters need annotations; a Google-style `Args:`
-    section in its docstring describes them. It may be sync (it then runs in a thread) or async.
+    section in its docstring describes them. One annotated `RunContext` is given the run's, and
+    the model does not see it. The function may be sync (it then runs in a thread) or async.
 
     Args:
         function: what is decorated.
         timeout: seconds a call may take; None: no limit.
         retries: how often to try again after an exception that is no ToolError.
         name: what models call it; default: the function's name.
+        approve: asked before each call whose arguments are valid, with the ToolCall and the
+            RunContext, sync or async, for as long as it takes; the call is carried out if the
+            answer is True. A text is the reason why not, which the model is told.
+        max_chars: of a longer result the model is shown head and tail, with a note; the record
+            has all of it. None: no limit.
 
-    Raises BadInput for a timeout or retries that cannot be meant.
+    Raises BadInput for options that cannot be meant.
     """
     if timeout is not None and not timeout > 0:
         raise BadInput(f"timeout={timeout!r}: must be above 0 seconds, or None", param="timeout")
     if retries < 0:
         raise BadInput(f"retries={retries!r}: must not be negative", param="retries")
+    if max_chars is not None and max_chars < 1:
+        raise BadInput(f"max_chars={max_chars!r}: must be above 0, or None", param="max_chars")
+    if approve is not None and not callable(approve):
+        raise BadInput(f"approve={approve!r}: give a function, or None", param="approve")
+    options = {
+        "timeout": timeout, "retries": retries, "name": name, "approve": approve,
+        "max_chars": max_chars,
+    }  # fmt: skip
 
     def mark(function: F) -> F:
-        options = {"timeout": timeout, "retries": retries, "name": name}
-        function.__tool_options__ = options  # type: ignore[attr-defined]
+        if inspect.ismethod(function):
+            raise BadInput(f"{function!r}: mark the method in its class", param="function")
+        marked = function.__func__ if isinstance(function, _WRAPPED) else function
+        marked.__tool_options__ = options  # type: ignore[attr-defined]
         return function
 
     return mark(function) if function is not None else mark
+
+
+_WRAPPED = (staticmethod, classmethod)
 
 
 def as_tool(thing: Tool | Callable[..., Any]) -> Tool:
@@ -156,30 +201,33 @@ def as_tool(thing: Tool | Callable[..., Any]) -> Tool:
             param="tools",
         )
     description, described = read_docstring(inspect.getdoc(thing) or "")
-    arguments = _arguments(thing, name, described)
+    arguments, context = read_signature(thing, name, described)
     schema = {
         "type": "function",
         "function": {
             "name": name,
             "description": description,
-            "parameters": {"properties": {}, **_untitled(arguments.model_json_schema())},
+            "parameters": {"properties": {}, **untitled(arguments.model_json_schema())},
         },
     }
-    return Tool(name, description, schema, arguments, thing, **options)
+    return Tool(name, description, schema, arguments, thing, context_parameter=context, **options)
 
 
-async def perform(tools: Mapping[str, Tool], asked: Mapping[str, Any]) -> ToolCall:
+async def perform(
+    tools: Mapping[str, Tool], asked: Mapping[str, Any], context: RunContext | None = None
+) -> ToolCall:
     """Carry out one tool call of a (tidied) message; failures are in the ToolCall's `error`."""
     name, arguments = asked["function"]["name"], asked["function"]["arguments"]
+    known = tools.get(name)
     started = time.monotonic()
     result, problem = None, None
     try:
-        if name not in tools:
+        if known is None:
             raise ToolError(_unknown(name, tools))
-        result = _as_json(await tools[name].call(arguments), name)
+        result = _as_json(await known.call(arguments, context, call_id=asked["id"]), name)
     except ToolError as error:
         problem = _encodable(str(error))
-    return ToolCall(
+    call = ToolCall(
         id=asked["id"],
         name=name,
         arguments=arguments,
@@ -187,86 +235,51 @@ async def perform(tools: Mapping[str, Tool], asked: Mapping[str, Any]) -> ToolCa
         error=problem,
         seconds=time.monotonic() - started,
     )
+    return _shortened(call, known.max_chars if known else MAX_CHARS)
 
 
 def told(call: ToolCall) -> str:
     """What the model reads of a tool call: a str result as it is, any other as JSON."""
+    if call.shown is not None:
+        return call.shown
     if call.error is not None:
         return f"Error: {call.error}"
     return call.result if isinstance(call.result, str) else to_json(call.result).decode()
 
 
-def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """A Google-style docstring as (description, {parameter: description})."""
-    description: list[str] = []
-    parameters: dict[str, str] = {}
-    section, indent, current = "", 0, ""
-    for line in text.splitlines():
-        stripped, depth = line.strip(), len(line) - len(line.lstrip())
-        if heading := _SECTION.fullmatch(stripped) if depth == 0 else None:
-            section, indent, current = heading[1], 0, ""
-        elif not section or (depth == 0 and stripped):
-            section = ""
-            description.append(stripped)
-        elif section in ("Args", "Arguments", "Parameters") and stripped:
-            indent = indent or depth
-            entry = _PARAMETER.fullmatch(stripped) if depth <= indent else None
-            if entry:
-                current = entry[1]
-                parameters[current] = entry[2]
-            elif current:
-                parameters[current] = f"{parameters[current]} {stripped}".strip()
-    return "\n".join(description).strip(), parameters
+async def _approved(approve: Approve, asked: ToolCall, context: RunContext) -> None:
+    """Raises ToolError unless the answer is True: what fails, or forgets to answer, refuses."""
+    try:
+        answer = await foreign.call(functools.partial(approve, asked, context), None)
+    except Exception as error:
+        raise ToolError(
+            f"{asked.name} was not carried out: asking for approval failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if answer is not True:
+        reason = f": {answer}" if isinstance(answer, str) and answer else ""
+        raise ToolError(f"{asked.name} was refused{reason}")
 
 
-def _arguments(
-    function: Callable[..., Any], name: str, described: Mapping[str, str]
-) -> type[BaseModel]:
-    """A model of a function's parameters: fields p0, p1, ... whose aliases are their names.
-
-    The detour spares authors the names that pydantic keeps for itself, such as `json`.
-    """
-    target = function if inspect.isroutine(function) else type(function).__call__
-    hints = get_type_hints(target, include_extras=True)
-    fields: dict[str, Any] = {}
-    for position, parameter in enumerate(inspect.signature(function).parameters.values()):
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise BadInput(
-                f"tool {name!r}: parameter {parameter} cannot be given by name; "
-                "use ordinary parameters",
-                param="tools",
-            )
-        about: dict[str, Any] = {"alias": parameter.name}
-        if parameter.name in described:
-            about["description"] = described[parameter.name]
-        default = ... if parameter.default is parameter.empty else parameter.default
-        fields[f"p{position}"] = (hints.get(parameter.name, Any), Field(default, **about))
-    config = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
-    model: type[BaseModel] = create_model(name, __config__=config, **fields)
-    return model
-
-
-def _untitled(node: Any) -> Any:
-    """A JSON schema without the titles that pydantic makes up."""
-    if isinstance(node, dict):
-        items = node.items()
-        return {
-            key: _untitled(value)
-            for key, value in items
-            if not (key == "title" and isinstance(value, str))
-        }
-    return [_untitled(item) for item in node] if isinstance(node, list) else node
+def _shortened(call: ToolCall, max_chars: int | None) -> ToolCall:
+    """The call with, if its text is too long, what the model is shown instead."""
+    text = told(call)
+    if max_chars is None or len(text) <= max_chars:
+        return call
+    head, tail = text[: -(-max_chars // 2)], text[len(text) - max_chars // 2 :]
+    note = f"\n[... {len(text) - max_chars:,} characters left out ...]\n"
+    return call.model_copy(update={"shown": head + note + tail})
 
 
 def _as_json(value: Any, name: str) -> Any:
-    """A tool's result as JSON data, pydantic models included."""
+    """A tool's result as JSON data, pydantic models included. Raises ToolError."""
     if isinstance(value, str):
         return _encodable(value)
     try:
         text = to_json(value, inf_nan_mode="strings")
-    except PydanticSerializationError as error:
+        data = from_json(text)
+    except ValueError as error:  # not serializable, or nested too deeply
         raise ToolError(f"{name} returned no JSON data but {type(value).__name__!r}") from error
-    data = from_json(text)
     try:
         orjson.dumps(data)
     except TypeError:  # an integer beyond 64 bits: kept as the text the model reads

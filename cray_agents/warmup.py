@@ -52,6 +52,7 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
     name = loop.agent.model
     below = ModelVersion.model_validate((await platform.versions(name))[0])
     reached, plan_now, shown = 0.0, plan.first, plan.demonstrations
+    adapters = plan.first.lora or plan.then.lora
     for number in range(1, plan.jobs + 1):
         job = await platform.submit_job(
             dataset=await _dataset(platform, loop, shown),
@@ -61,11 +62,11 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
                     "seed": (plan_now.seed - number) % SEEDS
                 }  # those from `seed` on are the loop's
             ),
-            optimizer_from=below.job,
+            optimizer_from=None if adapters else below.job,  # new ones each: see training_sets.py
         )
         job = await platform.wait_for(job, _reporter(loop, number, reached))
         version = await platform.register(name, job.checkpoint or job.id)
-        reached = success(await _measured(platform, loop, version))
+        reached = success(await _measured(loop, version))
         if reached > plan.band[1]:
             plan_now = plan_now.model_copy(update={"steps": max(1, plan_now.steps // 2)})
         elif reached >= plan.band[0]:
@@ -80,11 +81,10 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
     )
 
 
-async def _measured(platform: Platform, loop: Loop, version: ModelVersion) -> list[Run]:
+async def _measured(loop: Loop, version: ModelVersion) -> list[Run]:
     """The version's runs on the held-out tasks; it is loaded only if some are missing."""
     if not await loop.is_measured(version, "holdout"):
-        loop.on_progress(Progress(0, "warm-up: swap", note=version.id))
-        await platform.stage(version)
+        await loop.stage(version)
     return await loop.evaluate(version, "holdout")
 
 

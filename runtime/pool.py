@@ -1,23 +1,32 @@
 """Pool: the replicas, which version each holds, and how a version is changed with no request lost.
 
-The gateway calls `answer`, `swap` and `status`. A version is admitted to serve on a replica
-only after its golden probe matched there (proof.py). seat.py knows how one replica changes or
-revives; this module routes requests and rolls a swap over the seats.
+The gateway calls `answer`, `stage`, `swap` and `status`. A version is admitted to serve on a
+replica only after its golden probe matched there (proof.py). This module routes requests; roll.py
+knows which replica changes when, seat.py how one changes or revives.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cray_agents.errors import EngineUnavailable, SwapError
+from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import Exchange
 from cray_agents.records import ProbePrompt, ProbeReport
-from cray_agents.runtime.proof import was_trained
-from cray_agents.runtime.seat import Held, Host, News, Seat
+from cray_agents.runtime.held import Held
+from cray_agents.runtime.roll import roll, spare
+from cray_agents.runtime.seat import Host, News, Seat
 
 Wanted = str | Callable[[], str]  # name@N, or what to ask for it each time a replica could serve
+SwapMode = Literal["drain", "keep"]  # what requests in flight do when weights change
 
 _RETRY = 0.2  # seconds before a request is given to a replica again after one was unavailable
 
@@ -27,7 +36,8 @@ class Pool:
 
     `tolerance`: largest allowed |logprob difference| on a probe; 1e-3 suits float32, 0.1 bf16 and
     fp16. `wait_timeout`: seconds a request waits for its version. `drain_timeout`: seconds a swap
-    waits for the requests in flight before it gives up and changes nothing.
+    waits for the requests in flight before it gives up and changes nothing. `swap_mode` "keep":
+    it does not wait, and they go on under the new weights; `Sampled.seams` tell where.
     """
 
     def __init__(
@@ -37,9 +47,12 @@ class Pool:
         tolerance: float = 1e-3,
         wait_timeout: float = 120.0,
         drain_timeout: float = 600.0,
+        swap_mode: SwapMode = "drain",
     ) -> None:
         self._news = News()
         self._seats = [Seat(host, tolerance, drain_timeout, self._news) for host in hosts]
+        self.swap_mode: SwapMode = swap_mode
+        self._incumbent = ""  # the version that all replicas were last given
         self._wait_timeout = wait_timeout
         self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -49,7 +62,8 @@ class Pool:
 
         From then on, a replica that dies is brought back with what it held, until `stop`.
         """
-        held = _checked(checkpoint, version, probe)
+        held = Held.of(checkpoint, version, probe)
+        self._incumbent = version
         try:
             async with asyncio.TaskGroup() as group:
                 for seat in self._seats:
@@ -83,10 +97,7 @@ class Pool:
 
     def serves(self, version: str) -> bool:
         """Whether a replica can answer with that version now."""
-        return any(
-            seat.state == "serving" and seat.held is not None and seat.held.version == version
-            for seat in self._seats
-        )
+        return any(seat.serving == version for seat in self._seats)
 
     @property
     def swapping(self) -> bool:
@@ -94,7 +105,7 @@ class Pool:
         return self._swapping.locked()
 
     def status(self) -> list[dict[str, Any]]:
-        """A dict per replica: version, state, in_flight, restarts, pid, port, probe, error."""
+        """A dict per replica: see `Seat.status`."""
         return [seat.status() for seat in self._seats]
 
     async def answer(self, version: Wanted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
@@ -119,6 +130,23 @@ class Pool:
                         raise
             await asyncio.sleep(_RETRY)
 
+    async def stage(
+        self,
+        checkpoint: Path,
+        version: str,
+        probe: list[ProbePrompt],
+        *,
+        needed: Collection[str] = (),
+    ) -> ProbeReport:
+        """Let one replica hold a candidate, the least busy, while the others serve on.
+
+        The last replica that serves the incumbent, or a `needed` version, is never taken. A single
+        replica changes in place. Where the version is the incumbent, the replicas that hold another
+        one go back to it. Raises SwapError: then all is as before.
+        """
+        held = Held.of(checkpoint, version, probe)
+        return await asyncio.shield(self._spawn(self._stage(held, needed)))
+
     async def swap(
         self,
         checkpoint: Path,
@@ -129,40 +157,35 @@ class Pool:
     ) -> ProbeReport:
         """Let all replicas (or those of the given indexes) hold a version, one after the other.
 
-        Returns the worst of their reports; all passed. Raises SwapError: then every replica serves
-        what it served before. An empty probe is accepted only of a checkpoint that no job made.
-        Once begun, it goes on if the caller is cancelled.
+        See `roll`. Swapped to by all, it is the incumbent. An empty probe is accepted only of a
+        checkpoint that no job made. Once begun, it goes on if the caller is cancelled.
         """
-        held = _checked(checkpoint, version, probe)
-        chosen = [self._seats[i] for i in replicas] if replicas is not None else self._seats
-        return await asyncio.shield(self._spawn(self._roll(chosen, held)))
+        held = Held.of(checkpoint, version, probe)
+        return await asyncio.shield(self._spawn(self._swap(held, replicas)))
 
-    async def _roll(self, seats: Sequence[Seat], new: Held) -> ProbeReport:
+    async def _stage(self, new: Held, needed: Collection[str]) -> ProbeReport:
         async with self._swapping:
-            reports: list[ProbeReport] = []
-            done: list[tuple[Seat, Held | None]] = []
-            for seat in seats:
-                before = seat.held
-                try:
-                    reports.append(await seat.change(new))
-                except SwapError:
-                    for other, old in reversed(done):
-                        if old is not None:
-                            await other.change(old)
-                    raise
-                done.append((seat, before))
-            return max(reports, key=lambda report: report.max_logprob_diff)
+            if len(self._seats) == 1 or new.version == self._incumbent:
+                return await roll(self._seats, new, keep=self.swap_mode == "keep")
+            for seat in self._seats:
+                if seat.serving == new.version and seat.report is not None:
+                    return seat.report
+            seat = spare(self._seats, {self._incumbent, *needed})
+            return await seat.change(new, keep=self.swap_mode == "keep")
+
+    async def _swap(self, new: Held, replicas: Sequence[int] | None) -> ProbeReport:
+        async with self._swapping:
+            chosen = self._seats if replicas is None else [self._seats[i] for i in replicas]
+            report = await roll(chosen, new, keep=self.swap_mode == "keep")
+            if replicas is None:
+                self._incumbent = new.version
+            return report
 
     @asynccontextmanager
     async def _admit(self, version: Wanted, deadline: float) -> AsyncIterator[tuple[Seat, Held]]:
         seat, held = await self._pick(version, deadline)
-        seat.in_flight += 1
-        try:
+        with seat.occupied():
             yield seat, held
-        finally:
-            seat.in_flight -= 1
-            if not seat.in_flight:
-                self._news.tell()
 
     async def _pick(self, version: Wanted, deadline: float) -> tuple[Seat, Held]:
         """The least busy seat that holds the version; nothing happens between choice and return."""
@@ -171,7 +194,7 @@ class Pool:
             fit = [
                 (seat.in_flight, index)
                 for index, seat in enumerate(self._seats)
-                if seat.state == "serving" and seat.held is not None and seat.held.version == wanted
+                if seat.serving == wanted
             ]
             if fit:
                 seat = self._seats[min(fit)[1]]
@@ -202,12 +225,3 @@ class Pool:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _checked(checkpoint: Path, version: str, probe: list[ProbePrompt]) -> Held:
-    if not probe and was_trained(checkpoint):
-        raise SwapError(
-            f"{version} was made by a training job and brings no golden probe: it cannot "
-            f"be proven. Train it again, or look at {checkpoint / 'manifest.json'}"
-        )
-    return Held(version, checkpoint, tuple(probe))

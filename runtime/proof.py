@@ -55,6 +55,11 @@ def was_trained(checkpoint: Path) -> bool:
     return bool(_object(checkpoint / "manifest.json").get("job"))
 
 
+def weights_of(checkpoint: Path) -> str:
+    """The hash of its weights, or its path where no manifest tells it."""
+    return str(_object(checkpoint / "manifest.json").get("weights_sha256") or checkpoint)
+
+
 def same_shape(one: Path, other: Path) -> bool:
     """Whether weights of one checkpoint fit a server started on the other: config and tokenizer."""
     return _config(one) == _config(other) and all(

@@ -1,39 +1,31 @@
 """Names for weights: `name@N` is one immutable set of them, `name` alone the promoted one.
 
-History is append-only: a version or promotion is a small file that is created exclusively and never
-changed. Called by the gateway, for each chat request too: answers come from memory, and the
-directories are read again when they were last read a second ago.
+What happened to a name is one numbered history (history.py): promotions, rollbacks, rejections,
+canaries, each with who and why. A version or an event is a small file that is created exclusively
+and never changed. Called by the gateway, for each chat request too: answers come from memory, and
+the directories are read again when they were last read a second ago. Read next: lineage.py, where
+versions come from; gateway/promoting.py, which brings them into service.
 """
 
 import re
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 import orjson
-from pydantic import Field
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
 from cray_agents.runtime import checkpoints, durable
+from cray_agents.runtime.history import EventKind, History, ModelEvent
 
 FRESH_SECONDS = 1.0  # how long another process's promotion may stay unseen
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")  # of a version, as it is written
 
 Numbered = TypeVar("Numbered", bound=Record)
-
-
-class Promotion(Record):
-    """From `time` on the bare `name` means `version`; `number` counts a name's promotions."""
-
-    name: str
-    number: int
-    version: int
-    who: str = ""
-    reason: str = ""
-    time: float = Field(default_factory=time.time)
 
 
 def _is_directory(path: Path) -> bool:
@@ -43,21 +35,12 @@ def _is_directory(path: Path) -> bool:
         return False
 
 
-class _Model:
-    """One name's history as it was read at `read_at` (monotonic seconds)."""
-
-    def __init__(self, versions: dict[int, ModelVersion], promotions: dict[int, Promotion]) -> None:
-        self.versions = versions
-        self.promotions = promotions
-        self.read_at = time.monotonic()
-
-
 class Registry:
-    """The versions and promotions under one home."""
+    """The versions under one home, and their history."""
 
     def __init__(self, home: Home) -> None:
         self.home = home
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, History] = {}
 
     def names(self) -> list[str]:
         """Every name that has a version."""
@@ -70,17 +53,45 @@ class Registry:
         model = self._model(name)
         return [model.versions[number] for number in sorted(model.versions)]
 
-    def promotions(self, name: str) -> list[Promotion]:
-        """A name's promotions, oldest first. Raises NotFound."""
+    def history(self, name: str) -> list[ModelEvent]:
+        """What happened to a name, oldest first. Raises NotFound."""
         model = self._model(name)
-        return [model.promotions[number] for number in sorted(model.promotions)]
+        return [model.events[number] for number in sorted(model.events)]
 
     def promoted(self, name: str) -> ModelVersion | None:
         """The version that the bare name means; None before the first promotion."""
         model = self._model(name)
-        if not model.promotions:
-            return None
-        return model.versions[model.promotions[max(model.promotions)].version]
+        return model.versions[model.promoted[-1]] if model.promoted else None
+
+    def canary(self, name: str) -> ModelEvent | None:
+        """What started the canary that runs under a name; a promotion or a rollback ends it."""
+        return self._model(name).canary
+
+    def before(self, name: str, to: int | None = None, *, force: bool = False) -> ModelVersion:
+        """The version a rollback goes to: the one promoted before, or `to`.
+
+        Raises BadInput when there is none, or when `to` never was promoted, unless forced.
+        """
+        model = self._model(name)
+        if to is None:
+            if len(model.promoted) < 2:
+                raise BadInput(
+                    f"nothing was promoted as {name!r} before "
+                    f"{f'{name}@{model.promoted[-1]}' if model.promoted else 'now'}: name a "
+                    "version (--to N)",
+                    param="to",
+                )
+            return model.versions[model.promoted[-2]]
+        version = self.resolve(f"{name}@{to}")
+        was = {e.version for e in model.events.values() if e.kind in ("promoted", "rolled_back")}
+        if to not in was and not force:
+            raise BadInput(
+                f"{version.id} never was promoted: a rollback goes to what has served "
+                f"({', '.join(f'{name}@{n}' for n in sorted(was)) or 'nothing yet'}); promote it, "
+                "or force it (--force)",
+                param="to",
+            )
+        return version
 
     def resolve(self, model: str) -> ModelVersion:
         """The version that `name` or `name@N` means. Raises NotFound, code `model_not_found`."""
@@ -119,22 +130,80 @@ class Registry:
                 self._read(name)
                 return version
 
-    def promote(self, name: str, number: int, *, who: str = "", reason: str = "") -> Promotion:
+    def promote(
+        self,
+        name: str,
+        number: int,
+        *,
+        who: str = "",
+        reason: str = "",
+        numbers: dict[str, Any] | None = None,
+    ) -> ModelEvent:
         """Let the bare name mean a version; the last promotion again if it means it already."""
-        while True:
-            model = self._read(name)
-            if number not in model.versions:
-                raise _unknown(f"{name}@{number}", f"{name!r} has {len(model.versions)} version(s)")
-            last = max(model.promotions, default=0)
-            if last and model.promotions[last].version == number:
-                return model.promotions[last]
-            promotion = Promotion(
-                name=name, number=last + 1, version=number, who=who, reason=reason
+
+        def already(model: History) -> ModelEvent | None:
+            if not model.promoted or model.promoted[-1] != number:
+                return None
+            return model.last(number, "promoted", "rolled_back")
+
+        return self._happen(name, number, "promoted", who, reason, numbers, already)
+
+    def roll_back(self, name: str, number: int, *, who: str = "", reason: str = "") -> ModelEvent:
+        """Let the bare name mean a version again that it meant before; see `before`."""
+        return self._happen(name, number, "rolled_back", who, reason)
+
+    def reject(
+        self,
+        name: str,
+        number: int,
+        *,
+        who: str = "",
+        reason: str = "",
+        numbers: dict[str, Any] | None = None,
+    ) -> ModelEvent:
+        """Note that a version was found not good enough; the same again is the same event.
+
+        Raises BadInput if it is the promoted one.
+        """
+        promoted = self.promoted(name)
+        if promoted is not None and promoted.number == number:
+            raise BadInput(
+                f"{promoted.id} is promoted: roll back to another version instead", param="version"
             )
-            path = self.home.models / name / "promotions" / f"{promotion.number}.json"
-            if _create(path, promotion):
-                self._read(name)
-                return promotion
+
+        def already(model: History) -> ModelEvent | None:
+            found = model.last(number, *get_args(EventKind))
+            same = found is not None and (found.kind, found.who) == ("rejected", who)
+            return found if same else None
+
+        return self._happen(name, number, "rejected", who, reason, numbers, already)
+
+    def check_no_canary(self, name: str) -> None:
+        """Raises BadInput if a canary runs under the name."""
+        running = self._read(name).canary
+        if running is not None:
+            raise BadInput(
+                f"a canary of {name}@{running.version} runs already: end it first "
+                f"(`cray-agents models canary {name} --stop`)",
+                param="version",
+                code="canary_running",
+            )
+
+    def start_canary(
+        self, name: str, number: int, *, who: str, reason: str, numbers: dict[str, Any]
+    ) -> ModelEvent:
+        """Begin a canary of a version: `numbers` say how (canary.py). Raises BadInput."""
+        self.check_no_canary(name)
+        return self._happen(name, number, "canary_started", who, reason, numbers)
+
+    def end_canary(
+        self, name: str, *, who: str, reason: str, numbers: dict[str, Any]
+    ) -> ModelEvent | None:
+        """End the canary that runs; None if none does."""
+        running = self._read(name).canary
+        if running is None:
+            return None
+        return self._happen(name, running.version, "canary_ended", who, reason, numbers)
 
     def import_checkpoint(self, checkpoint: str | Path) -> tuple[str, Manifest]:
         """Take a checkpoint (a directory, or an id under the home) in, and prove it whole.
@@ -157,7 +226,38 @@ class Registry:
             return self.home.checkpoint(self.resolve(reference).checkpoint)
         raise NotFound(f"no checkpoint at {reference!r}", param="checkpoint")
 
-    def _model(self, name: str) -> _Model:
+    def _happen(
+        self,
+        name: str,
+        number: int,
+        kind: EventKind,
+        who: str,
+        reason: str,
+        numbers: dict[str, Any] | None = None,
+        already: Callable[[History], ModelEvent | None] = lambda model: None,
+    ) -> ModelEvent:
+        """Append an event, unless what it would do is done already."""
+        while True:
+            model = self._read(name)
+            if number not in model.versions:
+                raise _unknown(f"{name}@{number}", f"{name!r} has {len(model.versions)} version(s)")
+            found = already(model)
+            if found is not None:
+                return found
+            event = ModelEvent(
+                name=name,
+                number=max(model.events, default=0) + 1,
+                version=number,
+                kind=kind,
+                who=who,
+                reason=reason,
+                numbers=numbers or {},
+            )
+            if _create(self.home.models / name / "history" / f"{event.number}.json", event):
+                self._read(name)
+                return event
+
+    def _model(self, name: str) -> History:
         model = self._models.get(name)
         if model is None or time.monotonic() - model.read_at > FRESH_SECONDS:
             model = self._read(name)
@@ -165,26 +265,28 @@ class Registry:
             raise _unknown(name, f"there is {', '.join(self.names()) or 'none yet'}")
         return model
 
-    def _read(self, name: str) -> _Model:
+    def _read(self, name: str) -> History:
         if not NAME.fullmatch(name):
-            return _Model({}, {})
+            return History({}, {})
         old = self._models.get(name)
         folder = self.home.models / name
-        # promotions first: every version that they name is then there to be read
-        promotions = _numbered(folder / "promotions", Promotion, old.promotions if old else {})
-        model = _Model(_numbered(folder, ModelVersion, old.versions if old else {}), promotions)
+        # events first: every version that they name is then there to be read
+        events = old.events if old else {}
+        for kept in ("promotions", "history"):  # the former as long as there was nothing else
+            events = _numbered(folder / kept, ModelEvent, events)
+        model = History(_numbered(folder, ModelVersion, old.versions if old else {}), events)
         if model.versions:  # names that somebody guessed are not kept
             self._models[name] = model
         return model
 
 
 def _numbered(
-    folder: Path, kind: type[Numbered], known: dict[int, Numbered]
+    folder: Path, kind: type[Numbered], known: Mapping[int, Numbered]
 ) -> dict[int, Numbered]:
     """The records `<n>.json` of a folder; what is known already is not read again."""
-    if not folder.is_dir():
-        return {}
     found = dict(known)
+    if not folder.is_dir():
+        return found
     for path in folder.glob("[0-9]*.json"):
         if path.stem.isdecimal() and int(path.stem) not in found:
             try:

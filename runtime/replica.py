@@ -86,8 +86,9 @@ class Replica:
         return self._engine
 
     async def start(self, checkpoint: Path, version: str) -> None:
-        """Serve a checkpoint from a fresh process; a former one is ended first.
+        """Load a checkpoint in a fresh process; a former one is ended first.
 
+        It answers `score` alone until the engine's `resume`.
         Raises EngineUnavailable with the tail of the log if it dies or takes too long.
         """
         await self.stop()
@@ -96,7 +97,7 @@ class Replica:
             try:
                 await self._launch(checkpoint)
                 await self._until_healthy(checkpoint, offset)
-                await self.engine.prepare()
+                await self.engine.prepare(checkpoint, version)
             except BaseException as error:
                 await self.stop()
                 taken = "address already in use" in str(error).lower()

@@ -6,7 +6,8 @@ Anthropic's messages), and costs a fraction of vLLM's own `logprobs` and `return
 build and serialise an object per token.
 
 vLLM makes a LogprobsProcessor for each sequence and hands it all that the engine core gives back;
-`Keeper` takes its place for a captured request. Read next: vllm_scheduler.py, the other half.
+`Keeper` takes its place for a captured request. Which weights sampled a token, the engine core says
+with each step; `Stamped` takes it down. Read next: vllm_scheduler.py, the other half.
 """
 
 import asyncio
@@ -17,11 +18,13 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import RequestState
 
 from cray_agents.runtime.vllm_scheduler import MARK
 
 ASK = b"x-cray-capture"  # request header; its value names the request for ABORT
 BODY = b"x-cray-body"  # response header: bytes of the answer proper; the samples follow them
+VERSION = b"x-cray-version"  # of a stream: which weights sampled its first token
 EVENT = b"event: cray.samples\ndata: "  # the last event of a stream
 ABORT = "/cray/abort/"  # + name: ends a request as if its client had left, but it is answered
 
@@ -29,9 +32,12 @@ _asked: ContextVar["list[Sampled] | None"] = ContextVar("asked", default=None)
 
 
 class Sampled:
-    """One sequence: `token_ids` and `logprobs` are parallel. `name` is vLLM's of the request."""
+    """One sequence: `token_ids` and `logprobs` are parallel. `name` is vLLM's of the request.
 
-    __slots__ = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids")
+    `versions`: from which token on which weights sampled.
+    """
+
+    __slots__ = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids", "versions")
 
     def __init__(self, name: str, prompt_token_ids: list[int]) -> None:
         self.name = name
@@ -39,6 +45,7 @@ class Sampled:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
+        self.versions: list[tuple[int, str]] = []
 
 
 class Keeper(LogprobsProcessor):  # type: ignore[misc]
@@ -57,6 +64,22 @@ class Keeper(LogprobsProcessor):  # type: ignore[misc]
             sampled.finish_reason = str(output.finish_reason)
         if self.shown:
             super().update_from_output(output)
+
+
+class Stamped(RequestState):  # type: ignore[misc]
+    """Stands where vLLM looks up RequestState."""
+
+    seen: str | None = None
+
+    def track_weight_version(self, weight_version: str) -> None:
+        """Called by vLLM with each step's version, before the step's tokens are taken."""
+        if weight_version == self.seen:
+            return
+        self.seen = weight_version
+        super().track_weight_version(weight_version)
+        if isinstance(self.logprobs_processor, Keeper):
+            sampled = self.logprobs_processor.sampled
+            sampled.versions.append((len(sampled.token_ids), weight_version))
 
 
 class _Processors:
@@ -92,6 +115,7 @@ class Capture:
         self.app = app
         self._aborts: dict[str, asyncio.Event] = {}
         output_processor.LogprobsProcessor = _Processors
+        output_processor.RequestState = Stamped
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = _asked_name(scope)
@@ -121,7 +145,10 @@ class Capture:
 
 
 class _Answer:
-    """Passes an answer on, held back where its end is, and appends the samples."""
+    """Passes an answer on, held back where its end is, and appends the samples.
+
+    A stream begins with its first token: the version that sampled it stands in the head.
+    """
 
     def __init__(self, send: Send) -> None:
         self.samples: list[Sampled] = []
@@ -136,12 +163,22 @@ class _Answer:
             self._head = message
             kind = dict(message["headers"]).get(b"content-type", b"")
             self._streams = kind.startswith(b"text/event-stream")
-            if self._streams:
-                await self._send(message)
-        elif self._streams:
+        elif self._streams and self._head is None:
             await self._send({**message, "more_body": True})
         else:
             self._parts.append(message.get("body", b""))
+            if self._streams and any(sampled.versions for sampled in self.samples):
+                await self._begin()
+
+    async def _begin(self) -> None:
+        """Send a stream's head, and what was held back of it."""
+        assert self._head is not None
+        first = [sampled.versions[0][1] for sampled in self.samples if sampled.versions]
+        version = [(VERSION, first[0].encode())] if first else []
+        await self._send({**self._head, "headers": [*self._head["headers"], *version]})
+        self._head = None
+        held = b"".join(self._parts)
+        await self._send({"type": "http.response.body", "body": held, "more_body": True})
 
     async def end(self, aborted: bool) -> None:
         """The application is done, or was aborted, maybe before it sent anything."""
@@ -150,6 +187,8 @@ class _Answer:
                 sampled.finish_reason = "stop"  # at a stop string: the engine core knows of none
         tail = orjson.dumps([{n: getattr(s, n) for n in s.__slots__} for s in self.samples])
         if self._streams:
+            if self._head is not None:
+                await self._begin()
             await self._send({"type": "http.response.body", "body": EVENT + tail + b"\n\n"})
             return
         body = b"".join(self._parts)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,15 @@ import orjson
 
 from cray_agents.errors import CrayError, EngineError, EngineTimeout, EngineUnavailable, SwapError
 from cray_agents.ports import Exchange, Sampled
+from cray_agents.records import Seam
+from cray_agents.runtime.proof import weights_of
 
 CAPTURE = "x-cray-capture"  # vllm_capture.py, which cannot be imported without vLLM, names the same
 BODY = "x-cray-body"
+VERSION = "x-cray-version"
 EVENT = b"event: cray.samples\ndata: "
 ABORT = "/cray/abort/"
+PROBE = "cray_agents_probe"  # vllm_scheduler.py names the same
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +65,15 @@ class VllmEngine:
             size = int(response.headers.get(BODY, len(content)))
         if exchange.capture:
             exchange.samples = _samples(content[size:])
+            exchange.version = next((s.version for s in exchange.samples), "") or exchange.version
         yield content[:size].replace(*self._stamp(exchange))
 
     async def _events(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
         """Whole server-sent events; the last one, our own, is taken out."""
-        rest, told, stamp = b"", not exchange.capture, self._stamp(exchange)
+        rest, told = b"", not exchange.capture
         async with self._asked(exchange) as response:
-            pieces = response.content.iter_any()
+            exchange.version = _version(response.headers.get(VERSION, "")) or exchange.version
+            stamp, pieces = self._stamp(exchange), response.content.iter_any()
             try:
                 async for piece in pieces:
                     whole, rest = _split(rest + piece)
@@ -112,33 +118,36 @@ class VllmEngine:
             log.warning("what %s sampled before it was ended is not known: %s", exchange.id, error)
             return b""
 
-    async def load(self, checkpoint: Path, version: str) -> dict[str, float]:
-        """Put a checkpoint's weights in place; no cache survives. Raises SwapError.
-
-        The caller has drained the requests. Seconds by phase: pause, load, resume.
-        """
+    async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
+        """See `Engine.load`. Requests in flight that are not to be kept are aborted."""
         seconds: dict[str, float] = {}
+        mode = "keep" if keep else "abort"
         try:
             with _timed(seconds, "pause"):
-                await self._control("/pause?mode=abort&clear_cache=true")
-            try:
-                with _timed(seconds, "load"):
-                    await self._replace_weights(checkpoint, version)
-            finally:
-                with _timed(seconds, "resume"):
-                    await self._control("/resume")
+                await self._control(f"/pause?mode={mode}&clear_cache=true")
+            with _timed(seconds, "load"):
+                await self._replace_weights(checkpoint)
+                await self._name_weights(checkpoint, version)
         except EngineError as error:
             raise SwapError(f"{self.url} did not load {checkpoint}: {error}") from error
         return seconds
 
-    async def _replace_weights(self, checkpoint: Path, version: str) -> None:
+    async def _replace_weights(self, checkpoint: Path) -> None:
         where = {"weights_path": str(checkpoint)}
         await self._control("/collective_rpc", {"method": "reload_weights", "kwargs": where})
         await self._control("/collective_rpc", {"method": "repack_kept_weights"})
-        await self._control("/update_weight_version", {"new_version": version})
         answer = await self._control("/reset_prefix_cache")
         if not answer.get("success"):
             raise EngineError("the prefix cache was not reset: blocks of it are still in use")
+
+    async def _name_weights(self, checkpoint: Path, version: str) -> None:
+        """Tell vLLM what to stamp tokens with; until `resume` it then answers `score` alone."""
+        label = f"{version} {weights_of(checkpoint)}"
+        await self._control("/update_weight_version", {"new_version": label})
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await self._control("/resume")
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
         """Logprobs of each prompt's tokens but its first, under the weights now loaded."""
@@ -150,6 +159,7 @@ class VllmEngine:
             "max_tokens": 1,
             "temperature": 0,
             "prompt_logprobs": 0,
+            "vllm_xargs": {PROBE: 1},
         }
         answer = await self._post("/v1/completions", body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
@@ -161,9 +171,10 @@ class VllmEngine:
             for choice, tokens in zip(choices, prompts, strict=True)
         ]
 
-    async def prepare(self) -> None:
-        """To be called once after a start, before any request."""
-        await self._control("/collective_rpc", {"method": "spare_ranks"})
+    async def prepare(self, checkpoint: Path, version: str) -> None:
+        """To be called once after a start; requests are answered after `resume`."""
+        await self._control("/collective_rpc", {"method": "mend"})
+        await self._name_weights(checkpoint, version)
 
     async def model_root(self) -> str:
         """The directory that the server was started on; EngineUnavailable while it starts."""
@@ -248,10 +259,25 @@ def _split(text: bytes) -> tuple[bytes, bytes]:
 
 def _samples(told: bytes) -> list[Sampled]:
     """What vllm_capture.py says, in the order of the answer's choices."""
-    samples = [Sampled(**sample) for sample in orjson.loads(told or b"[]")]
+    samples = [_sample(**sample) for sample in orjson.loads(told or b"[]")]
     if len({sample.name for sample in samples}) > 1:  # several prompts, asked side by side
         samples.sort(key=lambda sample: int(sample.name.rpartition("-")[2]))
     return samples
+
+
+def _sample(*, versions: Sequence[tuple[int, str]] = (), **told: Any) -> Sampled:
+    sample = Sampled(**told)
+    for at, label in versions:
+        if not sample.version:
+            sample.version = _version(label)
+        elif at < len(sample.token_ids):  # else a stop string has cut off what came after
+            sample.seams.append(Seam(at=at, model=_version(label)))
+    return sample
+
+
+def _version(label: str) -> str:
+    """The `name@N` of weights as `_name_weights` calls them."""
+    return label.partition(" ")[0]
 
 
 def _logprob(at: dict[str, Any] | None, token: int) -> float:

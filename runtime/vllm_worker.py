@@ -1,4 +1,4 @@
-"""What vLLM's worker lacks: for an in-place weight change, and for capture at little cost.
+"""What vLLM's worker lacks: for an in-place weight change, for seeds, for capture at little cost.
 
 Loaded inside vLLM's engine process, `--worker-extension-cls`. replica.py and vllm_engine.py call
 it over `/collective_rpc`; nobody else imports this module.
@@ -12,7 +12,38 @@ class Extension:
 
     model_runner: Any
 
-    def spare_ranks(self) -> None:
+    def mend(self) -> None:
+        """Called once, before any request."""
+        self._spare_ranks()
+        self._spare_seeds()
+
+    def _spare_seeds(self) -> None:
+        """Let a prompt that is read in several steps draw from its request's generator in the last.
+
+        vLLM draws in each of them and turns the generator back, which one on CPU cannot: the engine
+        died of it. What is drawn in the others is thrown away, so another generator will do.
+        """
+        from vllm.platforms import current_platform
+
+        runner = self.model_runner
+        if not current_platform.is_cpu():
+            return
+        full = runner.sample_tokens
+
+        def sample_tokens(grammar_output: Any) -> Any:
+            batch = runner.input_batch
+            unfinished = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+            spared = {
+                row: batch.generators.pop(row) for row in unfinished if row in batch.generators
+            }
+            try:
+                return full(grammar_output)
+            finally:
+                batch.generators.update(spared)
+
+        runner.sample_tokens = sample_tokens
+
+    def _spare_ranks(self) -> None:
         """Gather logprobs of sampled tokens without counting their ranks, which nobody is shown.
 
         Counting goes over the whole vocabulary, for each token of each request that is captured.

@@ -1,5 +1,6 @@
 """The loop over a real gateway, store and registry, with a scripted engine and trainer."""
 
+import asyncio
 import time
 from collections import Counter
 from pathlib import Path
@@ -7,8 +8,18 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Loop, ScriptedEngine, Task, TaskSet, reward
-from cray_agents.errors import BadInput, JobError
+from cray_agents import (
+    Agent,
+    Budget,
+    Loop,
+    PromotionTest,
+    ScriptedEngine,
+    Stage,
+    Task,
+    TaskSet,
+    reward,
+)
+from cray_agents.errors import BadInput, JobError, SwapError
 from cray_agents.generation import Generation, Progress
 from cray_agents.paths import Home
 from cray_agents.recipes import RunQuery
@@ -17,7 +28,7 @@ from cray_agents.rollouts import success
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.training import Hyperparameters
+from cray_agents.training import Hyperparameters, Policy
 from tests.scripted_platform import platform
 
 SKILL = {"m@1": 3, "m@2": 6, "m@3": 5, "m@4": 9}  # of 10 tasks, how many a version solves
@@ -38,7 +49,7 @@ def tasks() -> TaskSet:
     def some(split: Any, numbers: range) -> list[Task]:
         return [Task(input=f"say {n}", target=str(n), split=split) for n in numbers]
 
-    return TaskSet([*some("train", range(100)), *some("holdout", range(100, 120)),
+    return TaskSet([*some("train", range(100)), *some("holdout", range(100, 140)),
                     *some("test", range(200, 220))])  # fmt: skip
 
 
@@ -47,6 +58,7 @@ def make_loop(**changes: Any) -> Loop:
         "rewards": [right],
         "tasks_per_generation": 30,
         "hyperparameters": Hyperparameters(steps=1),
+        "promotion": PromotionTest(hidden=0, batch=40),
         "concurrency": 8,
         "name": "loop",
     }
@@ -55,7 +67,7 @@ def make_loop(**changes: Any) -> Loop:
 
 def shape(generations: list[Generation]) -> list[dict[str, Any]]:
     """Everything but what depends on the clock."""
-    return [g.model_dump(exclude={"seconds"}) for g in generations]
+    return [g.model_dump(exclude={"seconds", "wall", "idle_share"}) for g in generations]
 
 
 def stored_runs(root: Path) -> list[Run]:
@@ -70,8 +82,10 @@ def test_promotes_what_is_better_and_nothing_else(tmp_path: Path) -> None:
         assert [g.promoted for g in done] == [True, True, False, True]
         assert [g.test_success for g in done] == [0.3, None, None, 0.9]
         assert done[3].probe_max_logprob_diff == 0.0
-        promotions = Registry(Home(tmp_path)).promotions("m")
-        assert [p.version for p in promotions] == [1, 2, 4]
+        said = [(e.kind, e.version) for e in Registry(Home(tmp_path)).history("m")]
+        assert said == [("promoted", 1), ("promoted", 2), ("rejected", 3), ("promoted", 4)]
+        assert (done[1].wins, done[1].losses, done[1].ties) == (12, 0, 28)
+        assert done[1].evidence is not None and done[1].evidence > 19
     runs = stored_runs(tmp_path)
     # generation 3 sampled from the incumbent m@2, not from the rejected m@3
     versions = {run.generation: run.model for run in runs if run.generation is not None}
@@ -151,23 +165,60 @@ def test_shuffled_rewards_keep_the_count_and_lose_the_meaning(tmp_path: Path) ->
     assert used != rights
 
 
-def test_infrastructure_failures_are_tried_again_and_never_count(tmp_path: Path) -> None:
+def test_a_reward_that_fails_is_asked_again_and_never_counts(tmp_path: Path) -> None:
+    """Not the run, but its reward is tried again: three times, and by each later loop."""
     tried = Counter[str]()
 
     @reward
     def flaky(run: Run) -> float:
         tried[run.input] += 1
-        if run.input == "say 100" and tried[run.input] == 1:
+        if run.input == "say 100" and tried[run.input] < 2:
             raise ConnectionError("the judge did not answer")
+        if run.input == "say 101" and tried[run.input] < 5:
+            raise ConnectionError("the judge is away")
         return right(run)
 
-    with platform(tmp_path, ScriptedEngine(answer)) as where:
+    engine = ScriptedEngine(answer)
+    with platform(tmp_path, engine) as where:
         (first,) = list(make_loop(platform=where, rewards=[flaky], target=0.0).run(1))
+        assert first.holdout_success == pytest.approx(11 / 39)
+        assert (tried["say 100"], tried["say 101"]) == (2, 3)
+        [left] = [run for run in stored_runs(tmp_path) if run.error]
+        assert (left.input, left.reward) == ("say 101", None)
+        asked = len(engine.requests)
+        again = make_loop(platform=where, rewards=[flaky])
+        runs = asyncio.run(measure(again))
+        assert success(runs) == 0.3
+        assert tried["say 101"] == 5
+        assert len(engine.requests) == asked
+
+
+async def measure(loop: Loop) -> list[Run]:
+    version = await loop.where.promoted("m")
+    assert version is not None
+    runs = await loop.evaluate(version, "holdout")
+    await loop.where.close()
+    return runs
+
+
+def test_runs_that_the_infrastructure_failed_are_done_again_beside(tmp_path: Path) -> None:
+    failing = ["say 100"]
+
+    def broken(request: dict[str, Any], version: str) -> Any:
+        asked = request["messages"][-1]["content"]
+        if asked in failing:
+            failing.remove(asked)
+            return SwapError("it will not")  # which no client asks again by itself
+        return answer(request, version)
+
+    with platform(tmp_path, ScriptedEngine(broken)) as where:
+        (first,) = list(make_loop(platform=where, target=0.0).run(1))
     assert first.holdout_success == 0.3
-    assert tried["say 100"] == 2
-    failed = [run for run in stored_runs(tmp_path) if run.error and run.error.infrastructure]
-    assert [(run.input, run.reward) for run in failed] == [("say 100", None)]
-    assert success(failed) == 0.0
+    runs = [run for run in stored_runs(tmp_path) if run.input == "say 100"]
+    assert sorted((run.id.endswith("-retry1"), run.reward) for run in runs) == [
+        (False, None),
+        (True, 1.0),
+    ]
 
 
 def test_a_candidate_that_is_not_proven_is_not_promoted(tmp_path: Path) -> None:
@@ -200,8 +251,34 @@ def test_no_success_at_all_is_an_error_that_counts(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(BadInput, match="method 'grpo'"):
+    with pytest.raises(BadInput, match="method: 'ppo' is not known"):
+        make_loop(method="ppo")
+    with pytest.raises(BadInput, match="attempts=1 leaves nothing to compare"):
         make_loop(method="grpo")
+    with pytest.raises(BadInput, match=r"method\[0\]: say for how many generations"):
+        make_loop(method=[Stage("rft"), Stage("grpo", attempts=2)])
+    with pytest.raises(BadInput, match="evaluate_every=2 with parent 'promoted'"):
+        make_loop(evaluate_every=2)
+    with pytest.raises(BadInput, match="trains on demonstrations"):
+        make_loop(method="sft")
+    with pytest.raises(BadInput, match="importance_cap"):
+        policy = Policy(importance_cap=None)
+        make_loop(
+            method="grpo",
+            attempts=2,
+            staleness=1,
+            hyperparameters=Hyperparameters(steps=1, policy=policy),
+        )
+    with pytest.raises(BadInput, match="greedy runs"):
+        make_loop(method="grpo", attempts=2, temperature=0.0)
+    with pytest.raises(BadInput, match="resample has no effect"):
+        make_loop(resample=0.5)
+    with pytest.raises(BadInput, match="close_at=0"):
+        make_loop(close_at=0)
+    with pytest.raises(BadInput, match="a control needs all runs"):
+        make_loop(close_at=0.5, control="shuffled-rewards")
+    with pytest.raises(BadInput, match="seconds=0"):
+        Budget(seconds=0)
     with pytest.raises(BadInput, match="reward"):
         make_loop(rewards=[])
     with pytest.raises(BadInput, match="holdout"):

@@ -16,18 +16,28 @@ from cray_agents.cli import (
     demo,
     doctor,
     export,
+    feedback,
     imports,
     jobs,
     keys,
+    loops,
+    mcp_serving,
+    models,
     plan,
     platform,
     runs,
-    show,
     upkeep,
     upload,
 )
 from cray_agents.cli.screen import errors
-from cray_agents.errors import BadInput, CrayError, JobError, NotFound, SetupError
+from cray_agents.errors import (
+    BadInput,
+    CrayError,
+    JobError,
+    NotFound,
+    RealModelCall,
+    SetupError,
+)
 
 app = typer.Typer(
     name="cray-agents",
@@ -40,10 +50,13 @@ for module in (
     demo,
     platform,
     agents,
-    show,
+    loops,
+    mcp_serving,
+    models,
     jobs,
     runs,
     upkeep,
+    feedback,
     datasets,
     plan,
     export,
@@ -56,14 +69,18 @@ for module in (
     module.add_to(app)
 
 
+#: What the caller must change: the input, this machine, or a guard of theirs.
+_THEIRS = (BadInput, NotFound, SetupError, RealModelCall)
+
+
 def main() -> None:
     """Run a command. Exit code 2: the input or this machine must change; 1: something failed."""
     try:
         app()
-    except CrayError as error:
+    except (CrayError, RealModelCall) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}")
         if isinstance(error, JobError) and error.log_tail:
             errors.print(escape(error.log_tail))
-        sys.exit(2 if isinstance(error, BadInput | NotFound | SetupError) else 1)
+        sys.exit(2 if isinstance(error, _THEIRS) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,8 +1,13 @@
-"""`run`, `chat` and `loop`: commands that take a Python file with an agent in it."""
+"""`run` and `chat`: commands that take a Python file with an agent in it.
+
+The file may lie anywhere; its folder is importable. `agent.py:name` picks one agent of several. An
+agent talks to the platform at --url, else to the engine it brings along, else to the platform on
+the shared root, which is started if none runs. Read next: conversing.py, what is printed.
+"""
 
 import asyncio
 import importlib.util
-import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,25 +16,36 @@ from types import ModuleType
 from typing import Annotated, TypeVar
 
 import typer
-from rich.markup import escape
 
 from cray_agents.agent import Agent
-from cray_agents.cli.progress import LoopScreen, generations_table
+from cray_agents.cli.conversing import Chat, answer, answered, as_text, report
 from cray_agents.cli.running import client, serving
-from cray_agents.cli.screen import HomeOption, JsonOption, console
+from cray_agents.cli.screen import HomeOption
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
-from cray_agents.events import RunEnded, TextDelta, ToolFinished, ToolStarted
-from cray_agents.generation import Generation
-from cray_agents.loop import Loop
+from cray_agents.openai_engine import OpenAIEngine
 from cray_agents.platform import Platform
-from cray_agents.records import Message
+from cray_agents.sessions import FileSession, MemorySession, Session
 
-AgentFile = Annotated[Path, typer.Argument(help="A Python file that defines `agent`.")]
+AgentFile = Annotated[
+    str, typer.Argument(help="A Python file that defines `agent`; FILE:NAME: another name.")
+]
 T = TypeVar("T")
-LoopFile = Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")]
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="A platform's URL \\[default: the one on this root].")
+]
+ServerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        help="A platform, or any OpenAI-compatible server \\[default: the one on this root].",
+    ),
+]
+SessionOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--session", help="A JSONL file that remembers the conversation; made if missing."
+    ),
 ]
 
 
@@ -37,97 +53,64 @@ def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command(name="run")(run_agent)
     app.command()(chat)
-    app.command()(loop)
 
 
 def run_agent(
     file: AgentFile,
-    question: Annotated[str, typer.Argument(help="What to ask the agent.")],
+    question: Annotated[str, typer.Argument(help="What to ask the agent; -: standard input.")],
     home: HomeOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
+    url: ServerOption = None,
+    session: SessionOption = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Show the text and tool calls as they come.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the whole run; with --stream its events, one a line."),
+    ] = False,
 ) -> None:
-    """Run an agent once and print its answer."""
-    agent = find(load(file), "agent", Agent, file)
-    with platform_at(home, url, agent.model) as platform:
-        run = agent.override(engine=platform.engine()).run_sync(question)
-    if as_json:
+    """Run an agent once and print its answer. Exit code 1: it came to none."""
+    text = sys.stdin.read().strip() if question == "-" else question
+    memory = FileSession(session) if session else MemorySession()
+    with engaged(load_agent(file), home, url) as agent:
+        if stream:
+            run = asyncio.run(answer(agent, text, memory, as_json=as_json))
+        else:
+            run = agent.run_sync(text, session=memory)
+    if as_json and not stream:
         print(run.model_dump_json(indent=2))
-        return
-    if run.output is not None:
-        print(run.output if isinstance(run.output, str) else json.dumps(run.output, default=str))
-    if run.error is not None:
-        console.print(f"[red]{run.stop_reason}[/]: {escape(run.error.message)}")
+    elif not stream and answered(run):
+        print(as_text(run.output))
+    if not answered(run):
+        report(run)
         raise typer.Exit(1)
 
 
 def chat(
     file: AgentFile,
     home: HomeOption = None,
-    url: UrlOption = None,
+    url: ServerOption = None,
+    session: SessionOption = None,
     forget: Annotated[
         bool, typer.Option("--forget", help="Begin anew with each question: no history.")
     ] = False,
 ) -> None:
-    """Talk with an agent: answers stream, tool calls are shown. An empty line ends it."""
-    agent = find(load(file), "agent", Agent, file)
-    with platform_at(home, url, agent.model) as platform:
-        asyncio.run(_converse(agent.override(engine=platform.engine()), forget))
+    """Talk with an agent: answers stream, tool calls are shown. /help tells more."""
+    memory: Session = FileSession(session) if session else MemorySession()
+    with engaged(load_agent(file), home, url) as agent:
+        Chat(agent, memory, forget=forget).run()
 
 
-async def _converse(agent: Agent, forget: bool) -> None:
-    history: list[Message] = []
-    while True:
-        try:
-            question = await asyncio.to_thread(console.input, "[bold cyan]you:[/] ")
-        except EOFError:
-            return
-        if not question.strip():
-            return
-        console.print(f"[bold green]{escape(agent.name)}:[/] ", end="")
-        async for event in agent.stream(question, history=[] if forget else history):
-            match event:
-                case TextDelta():
-                    console.print(escape(event.text), end="")
-                case ToolStarted():
-                    console.print(
-                        f"\n  [dim]{escape(event.name)}({escape(event.arguments)})", end=""
-                    )
-                case ToolFinished():
-                    console.print(
-                        f" [dim]= {escape(str(event.call.error or event.call.result))}[/]"
-                    )
-                case RunEnded():
-                    history = event.run.trajectory.messages
-                    if event.run.error is not None:
-                        console.print(f"[red]{escape(event.run.error.message)}[/]", end="")
-        console.print()
-
-
-def loop(
-    file: LoopFile,
-    generations: Annotated[int, typer.Option(min=1, help="How many generations at most.")] = 5,
-    model: Annotated[
-        Path | None, typer.Option(help="A checkpoint to begin with, on a root that has none.")
-    ] = None,
-    home: HomeOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Run a self-improving loop; the same command goes on where it stopped."""
-    found = find(load(file), "loop", Loop, file)
-    done: list[Generation] = []
-    with platform_at(home, url, found.agent.model, model) as platform:
-        found.platform = platform
-        with LoopScreen(enabled=not as_json) as screen:
-            found.on_progress = screen.progress
-            for generation in found.run(generations):
-                screen.generation(generation)
-                done.append(generation)
-    if as_json:
-        print(json.dumps([g.model_dump(mode="json") for g in done], indent=2))
+@contextmanager
+def engaged(agent: Agent, home: Path | None, url: str | None) -> Iterator[Agent]:
+    """The agent with the engine that answers it while the block lasts."""
+    if url is not None:
+        yield agent.override(engine=OpenAIEngine(url))
+    elif home is None and (agent.engine or agent.base_url or os.environ.get("CRAY_AGENTS_URL")):
+        yield agent
     else:
-        console.print(generations_table(done))
+        with platform_at(home, None, agent.model) as platform:
+            yield agent.override(engine=platform.engine())
 
 
 @contextmanager
@@ -142,6 +125,28 @@ def platform_at(
         yield client(info)
 
 
+def load_agent(given: str) -> Agent:
+    """The agent that `FILE` or `FILE:NAME` means. Raises BadInput."""
+    path, _, name = given.rpartition(":")
+    if not path or Path(given).is_file():
+        path, name = given, ""
+    found = {
+        key: value for key, value in vars(load(Path(path))).items() if isinstance(value, Agent)
+    }
+    if not name and len(found) == 1:
+        (name,) = found
+    name = name or "agent"
+    if name in found:
+        return found[name]
+    if not found:
+        raise BadInput(f"{path} defines no agent; write: agent = Agent(...)", param="file")
+    raise BadInput(
+        f"{path} defines no agent {name!r}, but {', '.join(found)}: say which, as in "
+        f"{path}:{next(iter(found))}",
+        param="file",
+    )
+
+
 def load(file: Path) -> ModuleType:
     """Import a user's file from anywhere, with its own folder importable. Raises BadInput."""
     if not file.is_file():
@@ -153,7 +158,10 @@ def load(file: Path) -> ModuleType:
         raise BadInput(f"{file} is not a Python file", param="file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise BadInput(f"{error.filename}:{error.lineno}: {error.msg}", param="file") from error
     return module
 
 

@@ -161,7 +161,12 @@ def make_pool(config: Config, name: str, replicas: int) -> Pool:
     )
     logs = config.root.logs
     hosts = [Replica(name, settings, logs / f"replica-{n}.log") for n in range(replicas)]
-    return Pool(hosts, tolerance=settings.tolerance, wait_timeout=config.swap_timeout)
+    return Pool(
+        hosts,
+        tolerance=settings.tolerance,
+        wait_timeout=config.swap_timeout,
+        swap_mode=config.swap_mode,
+    )
 
 
 def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:

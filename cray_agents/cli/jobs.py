@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from cray_agents.cli.job_submitting import submit
+from cray_agents.cli.models import root
 from cray_agents.cli.running import client, owner, running
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, show, when
-from cray_agents.cli.show import root
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform import Platform

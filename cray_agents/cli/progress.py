@@ -16,8 +16,8 @@ from rich.text import Text
 from cray_agents.cli.screen import errors
 from cray_agents.generation import Generation, Progress
 
-HEADINGS = ("gen", "held-out", "test", "reward", "runs", "tokens", "loss", "probe", "seconds",
-            "version", "job", "")  # fmt: skip
+HEADINGS = ("gen", "method", "held-out", "test", "reward", "runs", "tokens", "loss", "probe",
+            "seconds", "idle", "version", "job", "")  # fmt: skip
 
 
 def clock(seconds: float) -> str:
@@ -128,15 +128,29 @@ def row(g: Generation) -> tuple[str, ...]:
     rate = f"{g.accepted_runs / g.runs:.3f}" if g.runs else "-"
     return (
         str(g.generation),
-        f"{g.holdout_success:.3f}",
+        g.method if g.generation else "-",
+        f"{g.holdout_success:.3f}" if g.holdout_tasks else "-",
         "-" if g.test_success is None else f"{g.test_success:.3f}",
         rate,
         str(g.runs) if g.runs else "-",
         f"{g.trained_tokens:,}" if g.trained_tokens else "-",
         loss,
         probe,
-        f"{sum(g.seconds.values()):.0f}",
+        f"{g.wall or sum(g.seconds.values()):.0f}",  # phases of an asynchronous loop overlap
+        "-" if g.idle_share is None else f"{g.idle_share:.0%}",
         g.version,
         g.job_id or "-",
-        "" if g.promoted else "not promoted",
+        outcome(g),
     )
+
+
+def outcome(g: Generation) -> str:
+    """What came of a generation, in a few words."""
+    what = "" if g.promoted else "not promoted"
+    if not g.promoted and not g.holdout_tasks:
+        what = g.note.partition(":")[0] or "passed on"  # not proven, no update
+    if g.zero_variance_groups:
+        what += f", {g.zero_variance_groups} groups without variance"
+    if g.carried:
+        what += f", {g.carried} runs of the one before"
+    return what.removeprefix(", ")

@@ -37,7 +37,9 @@ def figure(generations: Sequence[Generation], title: str) -> Any:
     numbers = [g.generation for g in generations]
     picture = Figure(figsize=(9, 4), layout="constrained")
     left, right = picture.subplots(1, 2, width_ratios=[2, 1])
-    left.plot(numbers, [g.holdout_success for g in generations], "o-", label="held-out (greedy)")
+    judged = [g for g in generations if g.holdout_tasks]
+    held_out = [g.holdout_success for g in judged]
+    left.plot([g.generation for g in judged], held_out, "o-", label="held-out (greedy)")
     trained = [g for g in generations if g.runs]
     rates = [g.accepted_runs / g.runs for g in trained]
     left.plot([g.generation for g in trained], rates, "s--", alpha=0.6, label="training runs (T=1)")
@@ -45,7 +47,7 @@ def figure(generations: Sequence[Generation], title: str) -> Any:
     left.plot(
         [g.generation for g in tested], [g.test_success for g in tested], "*", ms=14, label="test"
     )
-    if rejected := [g for g in generations if not g.promoted]:
+    if rejected := [g for g in judged if not g.promoted]:
         where = [g.generation for g in rejected]
         left.plot(where, [g.holdout_success for g in rejected], "kx", ms=9, label="not promoted")
     left.set(title=title, xlabel="generation", ylabel="success", ylim=(0, 1.02), xticks=numbers)

@@ -24,8 +24,9 @@ def differences(one: Run, other: Run) -> Json:
     """What differs, as JSON: empty lists where nothing does.
 
     fields: [{"name", "one", "other"}]; messages: [{"one", "other": place or None, "diff": lines}];
-    rewards: [{"name", "source", "one", "other"}]; tokens: {"prompt", "sampled": [one, other],
-    "first": {"turn", "list", "position", "one", "other"} or None}, or None where they are unknown.
+    rewards: [{"name", "source", "turn" (from 0, or None), "one", "other"}]; tokens: {"prompt",
+    "sampled": [one, other], "first": {"turn", "list", "position", "one", "other"} or None}, or None
+    where they are unknown.
     """
     return {
         "fields": list(_fields(one, other)),
@@ -52,7 +53,8 @@ def tell_differences(one: str, other: str, found: Json) -> None:
             line(text, 2, COLORS.get(text[:1], ""))
     for each in found["rewards"]:
         line("")
-        line(f"reward {each['name']} ({each['source']})", style="bold")
+        turn = "" if each["turn"] is None else f", turn {each['turn'] + 1}"
+        line(f"reward {each['name']} ({each['source']}{turn})", style="bold")
         _tell_sides(each)
     _tell_tokens(found["tokens"])
     if not (found["fields"] or found["messages"] or found["rewards"]):
@@ -153,11 +155,12 @@ def _lines(messages: Sequence[Message], place: int | None) -> list[str]:
 
 
 def _rewards(one: Run, other: Run) -> Iterator[Json]:
-    sides = [{(r.name, r.source): r.value for r in run.rewards} for run in (one, other)]
-    for key in sorted({*sides[0], *sides[1]}):
+    sides = [{(r.name, r.source, r.turn): r.value for r in run.rewards} for run in (one, other)]
+    for key in sorted({*sides[0], *sides[1]}, key=str):
         values = [side.get(key) for side in sides]
         if values[0] != values[1]:
-            yield {"name": key[0], "source": key[1], "one": values[0], "other": values[1]}
+            about = dict(zip(("name", "source", "turn"), key, strict=True))
+            yield {**about, "one": values[0], "other": values[1]}
 
 
 def _tokens(one: Sequence[ModelCall], other: Sequence[ModelCall]) -> Json | None:

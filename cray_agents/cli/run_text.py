@@ -140,8 +140,10 @@ def _tell_tokens(call: ModelCall) -> None:
 def _tell_end(run: Run) -> None:
     line("")
     for reward in run.rewards:
-        line(f"reward  {reward.name} = {reward.value:g}  ({reward.source})", 0, "green")
-    if len(run.rewards) > 1:
+        of = reward.source if reward.turn is None else f"{reward.source}, turn {reward.turn + 1}"
+        said = "" if reward.comment is None else f": {reward.comment}"
+        line(f"reward  {reward.name} = {reward.value:g}  ({of}){said}", 0, "green", hanging=8)
+    if run.reward is not None and len(run.rewards) > 1:
         line(f"reward  {run.reward:g} in all", 0, "green")
     if run.error is not None:
         kind = ", the infrastructure's" if run.error.infrastructure else ""

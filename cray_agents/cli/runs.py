@@ -41,7 +41,8 @@ GAP = 2  # between columns
 AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (120, 60, "m"), (0, 1, "s"))
 
 runs = typer.Typer(
-    no_args_is_help=True, help="Runs of agents: list, show, diff, stats, fsck, compact, prune."
+    no_args_is_help=True,
+    help="Runs of agents: list, show, diff, stats, reward, fsck, compact, prune.",
 )
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cray_agents.cli import filters
+from cray_agents.cli.models import root
 from cray_agents.cli.runs import runs
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show
-from cray_agents.cli.show import root
 from cray_agents.errors import BadInput
 from cray_agents.recipes import RunFilter, RunQuery
 

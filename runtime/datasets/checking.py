@@ -19,10 +19,10 @@ DEMONSTRATIONS = (
     "demonstrations_splits",
 )
 EFFECTLESS = {
-    "sft": ("min_margin", "normalize", "demonstrations_rejected"),
+    "sft": ("min_margin", "normalize", "discount", "demonstrations_rejected"),
     "grpo": ("min_reward", "best_of", "min_margin", "render", *DEMONSTRATIONS),
-    "dpo": ("best_of", "normalize"),
-    "kto": ("best_of", "min_margin", "normalize", *DEMONSTRATIONS),
+    "dpo": ("best_of", "normalize", "discount"),
+    "kto": ("best_of", "min_margin", "normalize", "discount", *DEMONSTRATIONS),
 }
 
 

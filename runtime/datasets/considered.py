@@ -5,7 +5,8 @@
     task, generation, attempt, reward      null where there is none
     accepted    whether it is in; then `samples` says in how many rows of the shards
     reason      why it is not:
-                held_out, infrastructure_error, no_reward, used_up (max_uses)
+                held_out, infrastructure_error, reward_error (one of its rewards failed), no_reward,
+                no_such_turn (grpo: that a reward is for), used_up (max_uses)
                 imported (has no tokens, and is not rendered), not_renderable
                 empty (nothing was sampled), missing_call, no_tokens, no_logprobs, redacted, corrupt
                 low_reward, not_best, alone, zero_variance, no_pair, broken_prefix (dpo: a template

@@ -1,8 +1,9 @@
 """The texts that must not be in a training set, and whether a text is one of them, or nearly one.
 
 `Held.of` gathers them, as recipes.Decontamination says which: the inputs of held-out tasks, and
-given files (held_files.py). Nothing is estimated: words (words.py) are compared, and sets of word
-5-grams through an index of their hashes. Called by the builder, once a task.
+given files (held_files.py). Nothing is estimated: words (cray_agents/words.py) are compared, and
+sets of word 5-grams through an index of their hashes. Called by the builder, once a task. splits.py
+of cray_agents holds a TaskSet's splits apart by the same rule, without numpy.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,11 @@ from cray_agents.recipes import DatasetRecipe, RunQuery
 from cray_agents.records import Message, Run
 from cray_agents.runtime.datasets.held_files import texts_of_file
 from cray_agents.runtime.datasets.shingles import Shingles, shared, shingles
-from cray_agents.runtime.datasets.words import words_of
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.facts import text_of
+from cray_agents.words import SIMILAR, is_long, words_of
 
-ENOUGH = 10  # words (not numbers, not signs) that a text needs, to be compared by similarity
 MANY = 200  # candidates that are not compared one by one
 HEAD = 160  # characters of a text that are shown
 
@@ -58,7 +58,7 @@ class Match(NamedTuple):
 class Held:
     """Held texts, indexed. A text of 30 words takes about 2 KB of memory."""
 
-    def __init__(self, texts: Iterable[HeldText], threshold: float = 0.8) -> None:
+    def __init__(self, texts: Iterable[HeldText], threshold: float = SIMILAR) -> None:
         self._threshold = threshold
         self._sources: list[str] = []
         self._heads: list[str] = []
@@ -73,7 +73,7 @@ class Held:
                 continue  # the same text again
             self._sources.append(held.source)
             self._heads.append(head(held.text))
-            if long(words):
+            if is_long(words):
                 ids = [self._vocabulary.setdefault(w, len(self._vocabulary)) for w in words]
                 self._long.append(number)
                 sets.append(shingles(ids))
@@ -104,7 +104,7 @@ class Held:
         equal = self._equal.get(" ".join(words))
         if equal is not None:
             return self._found(equal, 1.0, "equal")
-        if not self._long or not long(words):
+        if not self._long or not is_long(words):
             return None
         mine = shingles(self._ids(words))
         place, similarity = self._index.nearest(mine, self._threshold)
@@ -222,11 +222,6 @@ def input_of(run: Run) -> str:
 def input_of_messages(messages: Iterable[Message]) -> str:
     """What of a demonstration is compared: the first message of its user; answers never are."""
     return next((text_of(m) for m in messages if m.get("role") == "user"), "")
-
-
-def long(words: list[str]) -> bool:
-    """Whether a text is compared by similarity: in a shorter one, one word makes another task."""
-    return len(words) >= ENOUGH and sum(word[0].isalpha() for word in words) >= ENOUGH
 
 
 def head(text: str) -> str:

@@ -4,17 +4,22 @@ A method gets the candidates group by group, in the order of task, generation an
 settles each: refused, or with rows. Only those it asks `samples` of are read. Called by making.py.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
 from cray_agents.recipes import DatasetRecipe
+from cray_agents.runtime.datasets.advantages import (
+    Steps,
+    equal,
+    of_outcomes,
+    of_steps,
+    steps_among,
+)
 from cray_agents.runtime.datasets.samples import TokenSample
 from cray_agents.runtime.datasets.selection import AHEAD, Candidate, Selection
 
 Group = list[Candidate]
-EQUAL = 1e-9  # rewards this near to each other are equal: sums of the same parts differ in order
 GROUPS = 1024  # looked at together
 
 
@@ -121,7 +126,7 @@ class Sft:
 
 
 class Grpo:
-    """Groups of a task's scored runs, with advantages.
+    """Groups of a task's scored runs, with advantages (advantages.py).
 
     The mean and the (population) standard deviation are of all that was scored in the group: also
     of those whose tokens are then missing, repeated, contaminated or over the limit.
@@ -141,26 +146,38 @@ class Grpo:
 
     def ahead(self, group: Group) -> Sequence[Candidate]:
         """All but those of a group that says nothing."""
-        scored = [c.value for c in group if c.scored]
-        return [] if len(scored) < 2 or _equal(scored) else [c for c in group if not c.reason]
+        return [] if self._silence(group) else [c for c in group if not c.reason]
 
     def settle(self, group: Group) -> Group:
         """Refuse the group, or give each its advantage."""
-        scored = [c.value for c in group if c.scored]
-        if len(scored) < 2 or _equal(scored):
-            reason = "zero_variance" if len(scored) > 1 else "alone"
+        if reason := self._silence(group):
             for candidate in group:
                 candidate.refuse(reason, f"reward {candidate.value:g}")
             return group
-        mean = math.fsum(scored) / len(scored)
-        scale = 1.0
-        if self._selection.recipe.normalize:
-            scale = math.sqrt(math.fsum((value - mean) ** 2 for value in scored) / len(scored))
-        for candidate in group:
-            self._settle_one(candidate, (candidate.value - mean) / scale)
+        recipe, scored = self._selection.recipe, [c for c in group if c.scored]
+        about: list[dict[str, Any]]
+        if steps := self._steps(scored):
+            turns = of_steps(steps, recipe.normalize, recipe.discount)
+            about = [{"turns": advantages} for advantages in turns]
+        else:
+            outcomes = of_outcomes([c.value for c in scored], recipe.normalize)
+            about = [{"advantage": advantage} for advantage in outcomes]
+        for candidate, advantages in zip(scored, about, strict=True):
+            self._settle_one(candidate, advantages)
         return group
 
-    def _settle_one(self, candidate: Candidate, advantage: float) -> None:
+    def _silence(self, group: Group) -> str | None:
+        """Why a group says nothing."""
+        scored = [c for c in group if c.scored]
+        if len(scored) < 2:
+            return "alone"
+        rewards = [r for steps in self._steps(scored) for r in steps.rewards.values()]
+        return "zero_variance" if equal(rewards or [c.value for c in scored]) else None
+
+    def _steps(self, scored: Group) -> list[Steps]:
+        return steps_among([c.facts for c in scored], self._selection.recipe.rewards or {})
+
+    def _settle_one(self, candidate: Candidate, advantages: dict[str, Any]) -> None:
         task = candidate.facts.task
         if candidate.reason is not None:
             return
@@ -168,7 +185,7 @@ class Grpo:
             candidate.refuse("over_max_per_task")
             return
         name = group_name(candidate, self._selection.recipe)
-        if self._selection.keep(candidate, advantage=advantage, group=name):
+        if self._selection.keep(candidate, group=name, **advantages):
             self._limit.took(task)
 
 
@@ -217,7 +234,7 @@ class Dpo:
         if len(ranked) < 2:
             return "no other run to compare it with"
         best, worst = ranked[0].value, ranked[-1].value
-        if _equal([best, worst]) or best - worst < self._recipe.min_margin:
+        if equal([best, worst]) or best - worst < self._recipe.min_margin:
             return f"rewards from {worst:g} to {best:g}"
         if self._recipe.min_reward is not None and best < self._recipe.min_reward:
             return f"the best reward is {best:g}"
@@ -244,7 +261,7 @@ class Dpo:
             _refuse([best, worst], repeat.reason, f"the pair of {repeat.detail}")
             return
         for candidate, sample in ((best, better), (worst, worse)):
-            about = {"group": name, "pair": name, "chosen": candidate is best}
+            about: dict[str, Any] = {"group": name, "pair": name, "chosen": candidate is best}
             self._selection.take(candidate, [sample], **about)
         self._limit.took(best.facts.task)
 
@@ -315,10 +332,6 @@ def _by_loop(together: Group) -> list[Group]:
 def _ranked(group: Sequence[Candidate]) -> Group:
     """Those that may come in, the best first; of equals the earlier."""
     return sorted((c for c in group if c.reason is None), key=lambda c: -c.value)
-
-
-def _equal(values: Sequence[float]) -> bool:
-    return math.isclose(min(values), max(values), rel_tol=EQUAL, abs_tol=EQUAL)
 
 
 def _refuse(candidates: Iterable[Candidate], reason: str, detail: str | None = None) -> None:

@@ -24,6 +24,8 @@ def essence(recipe: DatasetRecipe) -> dict[str, Any]:
     """A recipe without what decides nothing."""
     what = recipe.model_dump(mode="json", exclude={"tokenizer"})
     what["generations"] = recipe.generations and sorted(set(recipe.generations))
+    if recipe.discount == 1.0:
+        del what["discount"]
     return what
 
 
@@ -42,8 +44,8 @@ class Naming:
     def add(self, split: str, row: Row) -> None:
         """Take a row in: all that is in its shard, and its group of balance for its weight."""
         sample = row.sample
-        about = [split, *row[1:], sample.spans, sample.versions, len(sample.input_ids)]
-        about += [sample.temperature, sample.shaped]
+        about = [split, *row[1:-1], sample.spans, sample.versions, len(sample.input_ids)]
+        about += [sample.temperature, sample.shaped, *row.advantages]
         self._hasher.update(canonical(about))
         self._hasher.update(sample.input_ids.tobytes())
         self._hasher.update(sample.logprobs.tobytes())

@@ -7,7 +7,7 @@ shards.py writes what comes of it.
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 from cray_agents.records import ModelCall
@@ -19,7 +19,9 @@ CONTEXT = -1  # the version of a token that no version sampled
 class TokenTurn(NamedTuple):
     """One model call as tokens. `logprobs` is parallel to `sampled`; `version` is `name@N`.
 
-    `shaped`: more than the temperature decided what could be sampled (sampling.py).
+    `seams`: from which sampled token on another version sampled. `shaped`: more than the
+    temperature decided what could be sampled (sampling.py), or, after a seam, what stands before it
+    was read under other weights: the trainer would not find the same log-probabilities.
     """
 
     prompt: Sequence[int]
@@ -28,6 +30,7 @@ class TokenTurn(NamedTuple):
     version: str = ""
     temperature: float | None = None  # None: nothing was sampled, or not known how
     shaped: bool = False
+    seams: Sequence[tuple[int, str]] = ()
 
 
 class Span(NamedTuple):
@@ -42,8 +45,9 @@ class Span(NamedTuple):
 class TokenSample:
     """One training sequence. `input_ids` and `logprobs` are parallel: [tokens], int32, float32.
 
-    `spans` cover them; `versions` are those that sampled, in order of their first token, and
-    `temperatures` theirs. A rendered demonstration was sampled by none.
+    `spans` cover them; `turns` are those that the trained spans are of, counted from 0 in the whole
+    run; `versions` are those that sampled, in order of their first token, and `temperatures`
+    theirs. A rendered demonstration was sampled by none.
     """
 
     input_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -52,6 +56,7 @@ class TokenSample:
     versions: list[str] = field(default_factory=list)
     temperatures: set[float | None] = field(default_factory=set)
     shaped: bool = False
+    turns: list[int] = field(default_factory=list)
 
     @property
     def temperature(self) -> float | None:
@@ -79,6 +84,11 @@ class TokenSample:
         first = self.spans[0]
         return self.input_ids[: 0 if first.trained else first.tokens]
 
+    def by_span(self, turns: Sequence[float]) -> tuple[float, ...]:
+        """A number for each span, from those of the run's turns; 0 for what is not trained on."""
+        trained = iter(self.turns)
+        return tuple(turns[next(trained)] if span.trained else 0.0 for span in self.spans)
+
     def by_version(self) -> dict[str, int]:
         """Trained tokens of each version."""
         found: dict[str, int] = {}
@@ -94,15 +104,22 @@ class TokenSample:
             self.logprobs.frombytes(bytes(4 * len(tokens)))
             self.spans.append(Span(len(tokens), 0))
 
-    def _add_sampled(self, turn: TokenTurn) -> None:
-        if turn.version and turn.version not in self.versions:
-            self.versions.append(turn.version)
-        place = self.versions.index(turn.version) if turn.version else CONTEXT
+    def _add_sampled(self, turn: TokenTurn, number: int) -> None:
         self.input_ids += array("i", turn.sampled)
         self.logprobs += array("f", turn.logprobs)
-        self.spans.append(Span(len(turn.sampled), 1, place))
+        parts = [(0, turn.version), *turn.seams, (len(turn.sampled), "")]
+        for (start, version), (end, _) in pairwise(parts):
+            self.spans.append(Span(end - start, 1, self._place(version)))
+            self.turns.append(number)
         self.temperatures.add(turn.temperature)
         self.shaped = self.shaped or turn.shaped
+
+    def _place(self, version: str) -> int:
+        if not version:
+            return CONTEXT
+        if version not in self.versions:
+            self.versions.append(version)
+        return self.versions.index(version)
 
 
 def merge_turns(turns: Iterable[TokenTurn]) -> list[TokenSample]:
@@ -113,14 +130,14 @@ def merge_turns(turns: Iterable[TokenTurn]) -> list[TokenSample]:
     that renders an earlier turn differently breaks the prefix, and a new sequence starts.
     """
     found: list[TokenSample] = []
-    for turn in turns:
+    for number, turn in enumerate(turns):
         prompt = array("i", turn.prompt)
         length = len(found[-1].input_ids) if found else 0
         if not found or prompt[:length] != found[-1].input_ids:
             found.append(TokenSample())
             length = 0
         found[-1]._add_context(prompt[length:])
-        found[-1]._add_sampled(turn)
+        found[-1]._add_sampled(turn, number)
     return found
 
 
@@ -132,5 +149,6 @@ def turn_of(call: ModelCall) -> TokenTurn:
         call.logprobs,
         call.model,
         temperature_of(call.sampling),
-        is_shaped(call.sampling),
+        is_shaped(call.sampling) or bool(call.seams),
+        [(seam.at, seam.model) for seam in call.seams],
     )

@@ -6,13 +6,15 @@ reasons are listed in considered.py. Bodies are read a few dozen at a time, and 
 are kept. Called by making.py.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import ModelCall, Run
+from cray_agents.records import UNSCORED, ModelCall, Run
+from cray_agents.runtime.datasets.advantages import turn_beyond
 from cray_agents.runtime.datasets.considered import Line
 from cray_agents.runtime.datasets.decontamination import Held, Match, input_of
 from cray_agents.runtime.datasets.demonstrations import Renderer
@@ -96,16 +98,21 @@ class Selection:
 
     def judge(self, facts: RunFacts) -> Candidate:
         """All that can be said of a run without its body."""
-        reward = (self.recipe.rewards or {}).get(facts.run_id, facts.reward)
+        given = (self.recipe.rewards or {}).get(facts.run_id)
+        reward = facts.reward if given is None else given
         candidate = Candidate(facts, reward)
         if facts.split not in (None, "train"):
             candidate.refuse("held_out", facts.split)
         elif facts.infrastructure:
             candidate.refuse("infrastructure_error", facts.error)
+        elif facts.error == UNSCORED:
+            candidate.refuse("reward_error")
         elif reward is None:
             candidate.refuse("no_reward")
         elif _silent(facts):
             candidate.refuse("empty", "nothing was sampled" if facts.calls else "no turn")
+        elif self.recipe.method == "grpo" and given is None and turn_beyond(facts) is not None:
+            candidate.refuse("no_such_turn", f"{turn_beyond(facts)} of {facts.turns}")
         else:
             candidate.scored = True
             self._judge_scored(candidate)
@@ -156,8 +163,14 @@ class Selection:
         self.take(candidate, fresh, **about)
         return True
 
-    def take(self, candidate: Candidate, samples: Iterable[TokenSample], **about: Any) -> None:
-        """Make rows of samples. `about`: fields of Row."""
+    def take(
+        self,
+        candidate: Candidate,
+        samples: Iterable[TokenSample],
+        turns: Sequence[float] | None = None,
+        **about: Any,
+    ) -> None:
+        """Make rows of samples. `about`: fields of Row; `turns`: the advantages of its turns."""
         facts = candidate.facts
         body = self._bodies[facts.run_id]
         about["balance"] = self.balance.group_of(body.metadata if body else {})
@@ -165,6 +178,8 @@ class Selection:
             Row(sample, facts.run_id, facts.task or "", candidate.value, **about)
             for sample in samples
         ]
+        if turns is not None:
+            candidate.rows = [_by_turn(row, turns) for row in candidate.rows]
 
     def _refuse_unread(self, candidate: Candidate) -> None:
         try:
@@ -203,6 +218,13 @@ class Selection:
         if self.renderer is None:
             raise BadInput("there is no tokenizer to render it with", param="tokenizer")
         return self.renderer.samples(run.trajectory.messages, run.trajectory.tools)
+
+
+def _by_turn(row: Row, turns: Sequence[float]) -> Row:
+    each = row.sample.by_span(turns)
+    tokens = [span.tokens for span in row.sample.spans]
+    mean = math.fsum(n * value for n, value in zip(tokens, each, strict=True)) / row.sample.trained
+    return row._replace(advantage=mean, advantages=each)
 
 
 def too_long(tokens: int, recipe: DatasetRecipe) -> bool:

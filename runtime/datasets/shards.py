@@ -32,7 +32,11 @@ OPTIONS: dict[str, Any] = {
 
 
 class Row(NamedTuple):
-    """A sample and what is said of it. `balance` is the place of its group in weights.py."""
+    """A sample and what is said of it. `balance` is the place of its group in weights.py.
+
+    `advantages`: one for each of the sample's spans; () where all are `advantage`, which is else
+    their mean over the trained tokens.
+    """
 
     sample: TokenSample
     run_id: str
@@ -43,6 +47,7 @@ class Row(NamedTuple):
     pair: str | None = None
     chosen: bool | None = None
     balance: int = 0
+    advantages: tuple[float, ...] = ()
 
 
 class ShardWriter:
@@ -111,7 +116,9 @@ def table_of(rows: Sequence[Row]) -> Any:
     sizes = [len(sample.input_ids) for sample in samples]
     spans = np.array([span for sample in samples for span in sample.spans], np.int64)
     lengths, trained, versions = spans[:, 0], spans[:, 1], spans[:, 2]
-    each = [row.advantage for row in rows for _ in row.sample.spans]
+    each = [
+        value for row in rows for value in row.advantages or [row.advantage] * len(row.sample.spans)
+    ]
     advantages = np.where(trained, each, 0.0).astype(np.float32)
 
     def tokens(values: npt.NDArray[Any]) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-SIZE = 5  # ids in a shingle
+from cray_agents.words import GRAM
 
 Shingles = NDArray[np.uint64]
 
@@ -20,11 +20,11 @@ _SHIFT = np.uint64(29)
 def shingles(ids: Sequence[int] | NDArray[np.uint64]) -> Shingles:
     """The distinct hashes of a sequence's 5-grams, sorted; none for less than five ids."""
     each = np.asarray(ids, dtype=np.uint64)
-    count = len(each) - SIZE + 1
+    count = len(each) - GRAM + 1
     if count <= 0:
         return np.empty(0, np.uint64)
     hashes = np.zeros(count, np.uint64)
-    for place in range(SIZE):
+    for place in range(GRAM):
         hashes ^= each[place : place + count]
         hashes *= _MIX
         hashes ^= hashes >> _SHIFT

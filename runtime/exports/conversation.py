@@ -120,6 +120,8 @@ def _says(message: Message, turn: Turn) -> bool:
     if turn.call is None:
         return bool(asked) and asked == [call.id for call in turn.tool_calls]
     given = turn.call.message
+    if (written := message.get("written")) is not None and given.get("content") == written:
+        return True  # a constrained call: the model wrote JSON (cray_agents/constrained.py)
     if asked or given.get("tool_calls"):
         return asked == [call.get("id") for call in given.get("tool_calls") or ()]
     return (message.get("content") or "") == (given.get("content") or "")

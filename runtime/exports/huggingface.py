@@ -34,7 +34,7 @@ ABOUT = {
     "input": "What the agent was asked.",
     "output": "What it answered; JSON where that is no text.",
     "reward": "The sum of the rewards; null without any.",
-    "rewards": "Each reward: name, value, and who gave it.",
+    "rewards": "Each reward: name, value, who gave it, and the turn (from 0) if it is for one.",
     "agent": "The agent's name.",
     "model": "The model, name@version.",
     "stop_reason": "Why the run ended.",
@@ -63,7 +63,7 @@ def schema() -> Any:
     text, whole, real = pa.string(), pa.int64(), pa.float64()
     message = {"role": text, "content": text, "tool_calls": text, "tool_call_id": text,
                "name": text, "reasoning": text}  # fmt: skip
-    reward = pa.struct({"name": text, "value": real, "source": text})
+    reward = pa.struct({"name": text, "value": real, "source": text, "turn": whole})
     kinds = {
         "messages": pa.list_(pa.struct(message)),
         "reward": real,
@@ -95,7 +95,10 @@ def rows_of(run: Run, first: int) -> Written:
         "input": run.input,
         "output": _text(run.output),
         "reward": run.reward,
-        "rewards": [{"name": r.name, "value": r.value, "source": r.source} for r in run.rewards],
+        "rewards": [
+            {"name": r.name, "value": r.value, "source": r.source, "turn": r.turn}
+            for r in run.rewards
+        ],
         "agent": run.agent,
         "model": run.model,
         "stop_reason": run.stop_reason.value,

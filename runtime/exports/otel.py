@@ -122,11 +122,13 @@ def _own(run: Run) -> Json:
 
 
 def _evaluation(run: Run, reward: Reward) -> Json:
-    values = {
+    values: dict[str, Any] = {
         "gen_ai.evaluation.name": reward.name,
         "gen_ai.evaluation.score.value": float(reward.value),
         "cray_agents.reward.source": reward.source,
     }
+    if reward.turn is not None:
+        values["cray_agents.reward.turn"] = reward.turn
     return {
         "timeUnixNano": _nanos(reward.time),
         "name": "gen_ai.evaluation.result",

@@ -6,7 +6,7 @@ streams; repeats.py, what is sent again. What samples nothing is passed on: pass
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -76,11 +76,15 @@ def _handler(
 
 
 async def _ask(services: Services, request: Request, call: Call, turn: Turn | None) -> Response:
-    wanted = resolved(services, call.exchange)
-    ticket = enter(services, request, call.exchange.request["model"])
+    model, live = call.exchange.request["model"], services.promoting.live
+    wanted = resolved(services, call.exchange, call.session)
+    ticket = enter(services, request, model)
+    last = call.door.last if call.exchange.streams else None
+    answer = services.pool.answer(wanted, call.exchange)
+    answer = live.watched(model, call.session, call.exchange, answer, last)
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
-        asked = whole(services, wanted, call.exchange, ticket)
+        asked = whole(answer, ticket)
         content = await unless_gone(request, ticket, asked)
         # from here on it is recorded, whether the client is still there or not
         content = await _recorded(services, call, content)
@@ -103,15 +107,14 @@ async def _ask(services: Services, request: Request, call: Call, turn: Turn | No
         if turn is not None:
             turn.leave()
 
-    answer = services.pool.answer(wanted, call.exchange)
     alive = services.keep_alive
     relay = Relay(ticket.turn(), answer, call.door.last, told, record, ended, alive)
     return EventStream(relay, await relay.head(), headers)
 
 
-async def whole(services: Services, wanted: Wanted, exchange: Exchange, ticket: Ticket) -> bytes:
+async def whole(answer: AsyncGenerator[bytes, None], ticket: Ticket) -> bytes:
     """The engine's answer in one piece."""
-    async with ticket, aclosing(services.pool.answer(wanted, exchange)) as pieces:
+    async with ticket, aclosing(answer) as pieces:
         return b"".join([piece async for piece in pieces])
 
 
@@ -161,7 +164,8 @@ def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
     if door is RESPONSES:
         body["request_id"] = door.prefix + exchange.id
     run_id, asked = _run(services, request, door, messages, caller)
-    return Call(door, exchange, messages, run_id, asked, key, mark, tells, _tags(request))
+    session = _session(request, body) or run_id
+    return Call(door, exchange, messages, run_id, session, asked, key, mark, tells, _tags(request))
 
 
 def _run(
@@ -181,6 +185,12 @@ def _run(
     prefixes = chain(messages, caller)
     found = services.store.conversations.find(prefixes, messages, caller)
     return found or new_id("run"), prefixes[-1]
+
+
+def _session(request: Request, body: Body) -> str | None:
+    """What a canary keeps together: the client's session, else its user."""
+    named = request.headers.get("x-session-id") or body.get("user")
+    return named if isinstance(named, str) else None
 
 
 def _tags(request: Request) -> list[str]:
@@ -207,13 +217,20 @@ def _key(request: Request, caller: str, door: Door, body: Body) -> tuple[str | N
     return key_of(caller, door.path, given), fingerprint(body)
 
 
-def resolved(services: Services, exchange: Exchange) -> Wanted:
-    """The version that a request's model means now, and how to ask again. Raises NotFound."""
+def resolved(services: Services, exchange: Exchange, session: str | None = None) -> Wanted:
+    """The version that a request's model means now, and how to ask again. Raises NotFound.
+
+    In a live session that may be a canary's; what has no session gets the promoted one.
+    """
     model = exchange.request["model"]
-    version = exchange.version = services.registry.resolve(model).id
-    if model == version:
-        return version
-    return lambda: services.registry.resolve(model).id
+
+    def meant() -> str:
+        if session is None:
+            return services.registry.resolve(model).id
+        return services.promoting.live.meant(model, session).id
+
+    version = exchange.version = meant()
+    return version if model == version else meant
 
 
 def enter(services: Services, request: Request, model: str) -> Ticket:

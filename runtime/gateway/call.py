@@ -23,14 +23,16 @@ NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
 class Call:
     """A request that samples. `key` makes it repeatable: see repeats.py.
 
-    `tells`: whether the client wants the exact tokens in its answer, as `samples`. `asked` is the
-    hash of its conversation, if its run is found by that; see conversations.py.
+    `session`: what a canary keeps together. `tells`: whether the client wants the exact tokens in
+    its answer, as `samples`. `asked` is the hash of its conversation, if its run is found by that;
+    see conversations.py.
     """
 
     door: Door
     exchange: Exchange
     messages: list[Message]
     run_id: str
+    session: str
     asked: str | None = None
     key: str | None = None
     fingerprint: str = ""
@@ -97,7 +99,7 @@ class Call:
             "id": call_id,
             "run_id": self.run_id,
             "api": self.door.path,
-            "model": self.exchange.version,
+            "model": sample.version or self.exchange.version,
             "messages": self.messages,
             "message": message,
             "tools": request.get("tools") or [],
@@ -109,6 +111,8 @@ class Call:
             "started": self.started,
             "seconds": time.perf_counter() - self.clock,
         }
+        if sample.seams:
+            body["seams"] = [seam.model_dump() for seam in sample.seams]
         if self.tags:
             body["tags"] = self.tags
         if self.asked is not None and cut is None:

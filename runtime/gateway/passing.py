@@ -46,7 +46,7 @@ def _handler(services: Services, path: str) -> Callable[[Request], Coroutine[Any
         wanted = resolved(services, exchange)
         ticket = enter(services, request, model)
         try:
-            asked = whole(services, wanted, exchange, ticket)
+            asked = whole(services.pool.answer(wanted, exchange), ticket)
             content = await unless_gone(request, ticket, asked)
         except EngineError as error:
             if error.status in (404, 405, 501):  # vLLM has only the routes of what its model can

@@ -1,6 +1,6 @@
 """What the gateway stands on; `cray-agents up` builds it, tests build it with a scripted engine."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from cray_agents.runtime.fine_tuning.jobs import FineTuning
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.runtime.gateway.auth import Mode
 from cray_agents.runtime.gateway.metrics import Metrics
+from cray_agents.runtime.gateway.promoting import Promoting
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 
@@ -29,6 +30,17 @@ class Pool(Protocol):
 
     def answer(self, version: Wanted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
         """See `Engine.answer`; the exchange's version becomes that which answers."""
+        ...
+
+    async def stage(
+        self,
+        checkpoint: Path,
+        version: str,
+        probe: list[ProbePrompt],
+        *,
+        needed: Collection[str] = (),
+    ) -> ProbeReport:
+        """Let a replica hold a candidate, and the others serve on. Raises SwapError."""
         ...
 
     async def swap(self, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> ProbeReport:
@@ -78,6 +90,7 @@ class Services:
     metrics: Metrics = field(default_factory=Metrics)
     fine_tuning: FineTuning = field(init=False)
     datasets: BuildProcess = field(init=False)
+    promoting: Promoting = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the parts that are made of other parts."""
@@ -85,8 +98,12 @@ class Services:
         self.fine_tuning = FineTuning(
             self.home, self.registry, self.trainer, Files(self.home), code=self.code
         )
+        self.promoting = Promoting(
+            self.home, self.store, self.registry, self.pool, self.admission, self.metrics
+        )
 
     async def close(self) -> None:
         """End what was made here; whoever made the other parts closes them."""
+        await self.promoting.close()
         await self.fine_tuning.close()
         await self.datasets.close()

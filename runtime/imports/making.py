@@ -117,7 +117,8 @@ def _labelled(run: Run, importing: Importing) -> Run:
         changes["agent"] = importing.agent
     if importing.reward is not None:
         given = Reward(name=IMPORTED, value=importing.reward, source=SOURCE)
-        others = [r for r in run.rewards if (r.name, r.source) != (given.name, given.source)]
+        key = (given.name, given.source, given.turn)
+        others = [r for r in run.rewards if (r.name, r.source, r.turn) != key]
         changes["rewards"] = [*others, given]
     if importing.split is not None:
         task = run.task or Task(input=run.input)
@@ -130,7 +131,7 @@ def _run_event(run: Run, body: dict[str, Any]) -> Event:
     what = dict(body)
     if run.imported is not None:
         what["started"] = None
-    what["rewards"] = [[r.name, r.source, r.value] for r in run.rewards]
+    what["rewards"] = [[r.name, r.source, r.turn, r.value] for r in run.rewards]
     return Event(id=f"{run.id}.run.{digest(what)}", run_id=run.id, kind="run", body=body)
 
 

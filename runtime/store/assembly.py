@@ -36,10 +36,10 @@ def assemble(
 
 
 def newest(rewards: Iterable[Reward]) -> list[Reward]:
-    """One reward for each (name, source): the one given last. Sorted by name and source."""
-    kept: dict[tuple[str, str], Reward] = {}
+    """One reward for each name, source and turn: the one given last. Sorted by these."""
+    kept: dict[tuple[str, str, int], Reward] = {}
     for reward in sorted(rewards, key=lambda r: (r.time, r.value)):
-        kept[reward.name, reward.source] = reward
+        kept[reward.name, reward.source, -1 if reward.turn is None else reward.turn] = reward
     return [kept[key] for key in sorted(kept)]
 
 

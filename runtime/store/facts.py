@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-FACTS = 1  # the version of what `facts_of` tells
+FACTS = 2  # the version of what `facts_of` tells
 HEAD = 160  # characters of an input or output that are kept
 SAID = 200  # characters of an answer by which it is recognised
 
@@ -20,9 +20,9 @@ class Fact(NamedTuple):
     call: model, started, seconds, cancelled, tags, prompt, sampled (tokens), redacted; and where a
     conversation may go on: asked (a hash), said ([tool call ids], text).
     run: model, agent, loop, generation, attempt, task, split, stop_reason, started, seconds, error,
-    infrastructure, tags, rewards ([[name, source, value, time]]), turns, input, output (heads),
-    imported, redacted.
-    reward: name, source, value, time.     forget: reason.
+    infrastructure, tags, rewards ([[name, source, value, time, turn]]), turns, input and output
+    (heads), imported, redacted.
+    reward: name, source, value, time, turn.     forget: reason.
     """
 
     id: str
@@ -40,12 +40,7 @@ def facts_of(event: dict[str, Any]) -> Fact:
     elif kind == "run":
         about = _of_run(body)
     elif kind == "reward":
-        about = {
-            "name": body["name"],
-            "source": body.get("source", "function"),
-            "value": float(body["value"]),
-            "time": float(body["time"]),
-        }
+        about = _of_reward(body)
     elif kind == "forget":
         about = {"reason": str(body.get("reason", ""))}
     else:
@@ -88,15 +83,22 @@ def _of_run(body: dict[str, Any]) -> dict[str, Any]:
         "error": error.get("type"),
         "infrastructure": bool(error.get("infrastructure")),
         "tags": body.get("tags") or [],
-        "rewards": [
-            [r["name"], r.get("source", "function"), float(r["value"]), float(r["time"])]
-            for r in body.get("rewards") or ()
-        ],
+        "rewards": [list(_of_reward(reward).values()) for reward in body.get("rewards") or ()],
         "turns": len((body.get("trajectory") or {}).get("turns") or ()),
         "input": _head(body["input"]),
         "output": _head(_text(body.get("output"))),
         "imported": body.get("imported"),
         "redacted": bool(body.get("redacted")),
+    }
+
+
+def _of_reward(body: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": body["name"],
+        "source": body.get("source", "function"),
+        "value": float(body["value"]),
+        "time": float(body["time"]),
+        "turn": body.get("turn"),
     }
 
 

@@ -16,7 +16,17 @@ from cray_agents.records import Event, ModelCall
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import tool_call
 from cray_agents.tools.calculator import calculator
-from tests.bench import batches, gateway, saving, training, trajectories, uploads
+from tests.bench import (
+    agent_overhead,
+    batches,
+    gateway,
+    sandbox,
+    saving,
+    swap,
+    training,
+    trajectories,
+    uploads,
+)
 from tests.bench.rounds import row, side_by_side
 
 
@@ -69,6 +79,7 @@ async def agent(home: Path) -> None:
 
 ALL = {
     "agent": agent,
+    "agent_overhead": agent_overhead.main,
     "store": store,
     "scripted": gateway.alone,
     "gateway": gateway.against_vllm,
@@ -77,8 +88,10 @@ ALL = {
     "writers": trajectories.writers,
     "listing": trajectories.listing,
     "exports": trajectories.exporting,
+    "sandbox": sandbox.main,
     "saving": saving.main,
     "training": training.main,
+    "swap": swap.main,
 }
 
 

@@ -254,7 +254,7 @@ def test_diff(home: Path) -> None:
         "generation", "attempt", "tags", "started", "ended", "error",
     }  # fmt: skip
     assert found["rewards"][0] == {
-        "name": "correct", "source": "function", "one": 1.0, "other": 0.0,
+        "name": "correct", "source": "function", "turn": None, "one": 1.0, "other": 0.0,
     }  # fmt: skip
     assert "no difference" in cli("diff", "run_b", "run_b", home=home)
 

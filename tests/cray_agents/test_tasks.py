@@ -72,7 +72,7 @@ def test_bad_lines(tmp_path, line, message):
     first = {"input": "first", "split": "holdout"}
     if message == "x":
         message = (
-            r"t\.jsonl:2: the input 'FIRST ' is in split 'train' here and in 'holdout' at .*:1"
+            r"t\.jsonl:2: the input 'FIRST ' is in split 'train' here and in 'holdout' at .*:1\."
         )
     more = [{"input": "third", "id": "one"}] if "one" in str(line) else []
     path = write(tmp_path / "t.jsonl", first, line, *more)
@@ -99,3 +99,7 @@ def test_bad_arguments():
         TaskSet.from_list(["a"]).split("dev")
     with pytest.raises(BadInput, match="task 1: the same task id"):
         TaskSet([Task(input="a"), Task(input="a")])
+    with pytest.raises(BadInput, match="no option 'holdot'; there are holdout, test, on_leak, inp"):
+        TaskSet.from_list(["a"], holdot=0.1)  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match="on_leak='ignore'"):
+        TaskSet([], on_leak="ignore")  # type: ignore[arg-type]

@@ -1,15 +1,20 @@
 """@tool: schemas from signatures and docstrings, validated calls, retries, results."""
 
+import asyncio
 import enum
 import functools
+import threading
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
 
-from cray_agents import tool
+from cray_agents import Agent, RunContext, ScriptedEngine, tool
 from cray_agents.errors import BadInput, ToolError
-from cray_agents.toolbox import Tool, as_tool, perform, read_docstring, told
+from cray_agents.records import ToolCall
+from cray_agents.scripted import tool_call
+from cray_agents.signatures import read_docstring
+from cray_agents.toolbox import Tool, as_tool, perform, told
 
 
 class Unit(enum.Enum):
@@ -247,3 +252,224 @@ async def test_a_result_that_is_no_data():
 def test_bad_tools(make, message):
     with pytest.raises(BadInput, match=message):
         make()
+
+
+# ---- the run's context
+
+
+def a_context(**fields: Any) -> RunContext:
+    return RunContext(run_id="run_1", agent="a", input="go", **fields)
+
+
+async def performed(function: Any, arguments: str = "{}", context: RunContext | None = None) -> Any:
+    made = as_tool(function)
+    asked = {"id": "c", "function": {"name": made.name, "arguments": arguments}}
+    return await perform({made.name: made}, asked, context)
+
+
+class Desk:
+    """An object whose methods are tools."""
+
+    def __init__(self) -> None:
+        self.sold: list[Any] = []
+
+    @tool(name="sell", timeout=5)
+    def sell_some(self, count: int, context: RunContext) -> int:
+        """Sell.
+
+        Args:
+            count: how many.
+            context: the model does not read this.
+        """
+        self.sold.append((count, context.given))
+        context.reward(0.5)
+        return count
+
+    @tool(name="open")
+    @staticmethod
+    def opened(context: RunContext) -> str:
+        return context.run_id
+
+    @tool(name="close")
+    @classmethod
+    async def closed(cls, hour: int, context: RunContext | None = None) -> str:
+        return f"{cls.__name__} {hour} {context and context.agent}"
+
+
+async def test_a_method_is_given_the_context_that_the_model_does_not_see():
+    desk, context = Desk(), a_context(given="till")
+    shape = parameters(desk.sell_some)
+    assert list(shape["properties"]) == shape["required"] == ["count"]
+    call = await performed(desk.sell_some, '{"count": 2}', context)
+    assert (call.name, call.result, desk.sold) == ("sell", 2, [(2, "till")])
+    assert [(reward.value, reward.turn) for reward in context.rewards] == [(0.5, 0)]
+    assert as_tool(desk.sell_some).timeout == 5
+    sneaky = await performed(desk.sell_some, '{"count": 2, "context": {}}', context)
+    assert "context: Extra inputs are not permitted" in sneaky.error
+    assert (await performed(desk.opened, context=context)).result == "run_1"
+    assert (await performed(desk.closed, '{"hour": 3}', context)).result == "Desk 3 a"
+    assert (as_tool(Desk.opened).name, as_tool(Desk.closed).name) == ("open", "close")
+
+
+async def test_a_context_may_be_annotated_or_optional_and_is_needed_where_it_is_asked_for():
+    async def marked(context: Annotated[RunContext, "ours"], *, n: int = 1) -> str:
+        return context.agent * n
+
+    def free(context: RunContext | None = None) -> str:
+        return "none" if context is None else context.agent
+
+    assert list(parameters(marked)["properties"]) == ["n"] and parameters(free)["properties"] == {}
+    assert (await performed(marked, '{"n": 2}', a_context())).result == "aa"
+    assert (await performed(free, context=a_context())).result == "a"
+    assert (await performed(free)).result == "none"
+    assert (await performed(marked)).error == "marked works only within an agent's run"
+
+
+# ---- approval
+
+
+async def test_only_what_is_approved_is_carried_out():
+    done, asked = [], []
+
+    def approve(call: ToolCall, context: RunContext) -> bool | str:
+        asked.append((call.id, call.name, call.arguments, context.agent))
+        return True if "1" in call.arguments else "too much at once"
+
+    @tool(approve=approve)
+    def pay(amount: int) -> str:
+        done.append(amount)
+        return "paid"
+
+    assert (await performed(pay, '{"amount": 1}', a_context())).result == "paid"
+    refused = await performed(pay, '{"amount": 900}', a_context())
+    assert told(refused) == "Error: pay was refused: too much at once"
+    assert refused.result is None and done == [1]
+    assert asked[0] == ("c", "pay", '{"amount": 1}', "a")
+    invalid = await performed(pay, '{"amount": "x1"}', a_context())
+    assert "bad arguments for pay" in invalid.error and len(asked) == 2
+    assert (await performed(pay, '{"amount": 1}')).error == "pay works only within an agent's run"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (False, "pay was refused"),
+        (None, "pay was refused"),
+        (1, "pay was refused"),
+        ("", "pay was refused"),
+        (KeyError("who"), "pay was not carried out: asking for approval failed: KeyError: 'who'"),
+    ],
+)
+async def test_whatever_is_not_true_refuses(answer, message):
+    async def approve(call: ToolCall, context: RunContext) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @tool(approve=approve)
+    def pay() -> None:
+        raise AssertionError("it was called")
+
+    assert (await performed(pay, context=a_context())).error == message
+
+
+async def test_a_refusal_is_recorded_and_the_run_goes_on():
+    def deny(call: ToolCall, context: RunContext) -> str:
+        return f"not in turn {context.turn}"
+
+    @tool(approve=deny)
+    def pay() -> None:
+        raise AssertionError("it was called")
+
+    engine = ScriptedEngine([tool_call("pay"), "well then"])
+    run = await Agent("a", tools=[pay], engine=engine).run("go")
+    assert (run.output, run.stop_reason) == ("well then", "completed")
+    (call,) = run.trajectory.turns[0].tool_calls
+    assert call.error == "pay was refused: not in turn 0"
+    assert engine.requests[1]["messages"][-1]["content"] == f"Error: {call.error}"
+
+
+# ---- large results, and what hangs
+
+
+async def test_a_large_result_is_recorded_whole_and_shown_shortened():
+    @tool(max_chars=11)
+    def read(kind: str) -> Any:
+        if kind == "bad":
+            raise ToolError("abcdefghijklmnop")
+        return {"str": "0123456789abcdef", "short": "0123456789a", "list": [1, 2, 3, 4, 5, 6, 7]}[
+            kind
+        ]
+
+    call = await performed(read, '{"kind": "str"}')
+    assert call.result == "0123456789abcdef"
+    assert told(call) == call.shown == "012345\n[... 5 characters left out ...]\nbcdef"
+    short = await performed(read, '{"kind": "short"}')
+    assert (short.shown, told(short)) == (None, "0123456789a")
+    numbers = await performed(read, '{"kind": "list"}')
+    assert numbers.result == [1, 2, 3, 4, 5, 6, 7] and told(numbers).startswith("[1,2,3\n[...")
+    failed = await performed(read, '{"kind": "bad"}')
+    assert failed.error == "abcdefghijklmnop" and told(failed).startswith("Error:\n[... 12 char")
+
+
+async def test_twenty_thousand_characters_unless_told_otherwise():
+    def plain() -> str:
+        return "x" * 20_001
+
+    @tool(max_chars=None)
+    def whole() -> str:
+        return "x" * 20_001
+
+    assert "\n[... 1 characters left out ...]\n" in told(await performed(plain))
+    assert told(await performed(whole)) == "x" * 20_001
+    unknown = await perform({}, {"id": "c", "function": {"name": "y" * 30_000, "arguments": ""}})
+    assert unknown.shown is not None and len(unknown.shown) < 20_100
+
+
+async def test_hung_threads_hold_up_neither_the_call_nor_others():
+    never = threading.Event()
+
+    @tool(timeout=0.05, retries=3)
+    def hang() -> None:
+        never.wait(60)
+
+    def quick() -> str:
+        return "there"
+
+    results = await asyncio.gather(*(performed(hang) for _ in range(5)), performed(quick))
+    assert [call.error for call in results[:5]] == ["hang did not answer within 0.05 s"] * 5
+    assert results[5].result == "there"
+    never.set()
+
+
+async def test_data_nested_too_deeply_is_no_data():
+    def deep() -> Any:
+        value: list[Any] = []
+        for _ in range(240):
+            value = [value]
+        return value
+
+    assert (await performed(deep)).error == "deep returned no JSON data but 'list'"
+
+
+def test_what_cannot_be_a_tool_is_said():
+    def lock(key: threading.Lock) -> None: ...
+
+    def two(a: RunContext, b: RunContext) -> None: ...
+
+    def unread(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    for thing, message in [
+        (Desk.sell_some, "is a class's method"),
+        (lock, "no model can fill in"),
+        (two, "two RunContext parameters"),
+        (unread, "Nowhere"),
+    ]:
+        with pytest.raises(BadInput, match=message):
+            as_tool(thing)
+    with pytest.raises(BadInput, match="mark the method in its class"):
+        tool(name="x")(Desk().sell_some)
+    with pytest.raises(BadInput, match="max_chars=0"):
+        tool(max_chars=0)
+    with pytest.raises(BadInput, match="approve='yes'"):
+        tool(approve="yes")  # type: ignore[call-overload]

@@ -6,7 +6,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,10 +168,11 @@ async def served(
     *,
     trainer: Callable[[Home], Trainer] = ScriptedTrainer,
     host: Host | None = None,
+    others: Sequence[Host] = (),
     model: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
-    """A gateway whose `calc@1` is promoted, on `host` or else a scripted engine.
+    """A gateway whose `calc@1` is promoted, on `host` or else a scripted engine, and on `others`.
 
     `options` are those of Services.
     """
@@ -182,7 +183,7 @@ async def served(
         registry.register("calc", *registry.import_checkpoint(model))
         registry.promote("calc", 1, who="test")
     engine = engine or ScriptedEngine(echo)
-    pool = Pool([host or Resident(engine)])
+    pool = Pool([host or Resident(engine), *others])
     version = registry.resolve("calc")
     await pool.start(home.checkpoint(version.checkpoint), version.id, [])
     parts = {

@@ -159,7 +159,7 @@ async def test_versions_staging_and_promotion(gateway: Gateway, tmp_path: Path) 
     assert gateway.engine.loaded == ["calc@1", "calc@2"]  # staged already
     await gateway.call("POST", "/v1/models/calc/promote", json={"version": 1})
     assert gateway.engine.version == "calc@1"
-    _, history = await gateway.call("GET", "/v1/models/calc/promotions")
+    _, history = await gateway.call("GET", "/v1/models/calc/history")
     assert [p["version"] for p in history["data"]] == [1, 2, 1]
     _, versions = await gateway.call("GET", "/v1/models/calc/versions")
     assert [v["promoted"] for v in versions["data"]] == [True, False]
@@ -176,7 +176,7 @@ async def test_a_version_that_is_not_proven_is_not_promoted(tmp_path: Path) -> N
         for path in ("/v1/models/calc/versions/2/stage", "/v1/models/calc/promote"):
             status, failed = await gateway.call("POST", path, json={"version": 2})
             assert (status, failed["error"]["code"]) == (409, "swap_failed")
-            assert (await gateway.call("GET", "/v1/models/calc/promotions"))[1]["data"][1:] == []
+            assert (await gateway.call("GET", "/v1/models/calc/history"))[1]["data"][1:] == []
         gateway.engine.drift = 0.0
         status, _ = await gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
         assert (status, gateway.engine.version) == (200, "calc@2")

@@ -1,5 +1,6 @@
 """Names for weights: append-only, idempotent, and never weights that are not what they say."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -95,14 +96,14 @@ def test_versions_promotions_and_aliases(home: Home, tmp_path: Path) -> None:
     assert registry.resolve("calc").id == "calc@1"
     registry.promote("calc", 2, who="loop l", reason="0.5 -> 0.9")
     assert registry.promote("calc", 2).number == 2  # again is the same promotion
-    registry.promote("calc", 1, reason="rollback")
+    registry.roll_back("calc", 1, reason="slow")
     assert registry.resolve("calc").id == "calc@1"
     reopened = Registry(home)
-    history = reopened.promotions("calc")
-    assert [(p.number, p.version, p.who) for p in history] == [
-        (1, 1, "me"),
-        (2, 2, "loop l"),
-        (3, 1, ""),
+    history = reopened.history("calc")
+    assert [(e.number, e.kind, e.version, e.who) for e in history] == [
+        (1, "promoted", 1, "me"),
+        (2, "promoted", 2, "loop l"),
+        (3, "rolled_back", 1, ""),
     ]
     assert [v.id for v in reopened.versions("calc")] == ["calc@1", "calc@2"]
     assert reopened.resolve("calc@2").weights_sha256 != reopened.resolve("calc").weights_sha256
@@ -152,3 +153,94 @@ def test_names_that_cannot_be_folders(home: Home, tmp_path: Path, name: str) -> 
         registry.register(name, *taken)
     with pytest.raises(NotFound):
         registry.resolve(name)
+
+
+def three(home: Home, tmp_path: Path) -> Registry:
+    registry = Registry(home)
+    for n in range(3):
+        add(registry, model(tmp_path / str(n), str(n).encode()))
+    return registry
+
+
+def test_rolling_back_goes_through_what_was_promoted(home: Home, tmp_path: Path) -> None:
+    registry = three(home, tmp_path)
+    with pytest.raises(BadInput, match="nothing was promoted as 'calc' before now"):
+        registry.before("calc")
+    registry.promote("calc", 1)
+    with pytest.raises(BadInput, match="before calc@1"):
+        registry.before("calc")
+    registry.promote("calc", 3)
+    assert registry.before("calc").number == 1
+    with pytest.raises(BadInput, match=r"calc@2 never was promoted: .*calc@1, calc@3"):
+        registry.before("calc", 2)
+    assert registry.before("calc", 2, force=True).number == 2
+    with pytest.raises(NotFound, match="there is calc@1, calc@2, calc@3"):
+        registry.before("calc", 4, force=True)
+    registry.promote("calc", 2)
+    registry.roll_back("calc", 3)
+    assert registry.before("calc").number == 1  # not forward to 2 again
+    registry.roll_back("calc", 2)
+    assert Registry(home).before("calc").number == 3
+
+
+def test_rejections_and_canaries_are_in_the_same_history(home: Home, tmp_path: Path) -> None:
+    registry = three(home, tmp_path)
+    registry.promote("calc", 1)
+    first = registry.reject("calc", 2, who="loop l", reason="futile", numbers={"wins": 3})
+    assert registry.reject("calc", 2, who="loop l", reason="futile") == first
+    assert registry.reject("calc", 2, who="me").number == 3
+    with pytest.raises(BadInput, match="calc@1 is promoted: roll back"):
+        registry.reject("calc", 1)
+    started = registry.start_canary("calc", 3, who="me", reason="", numbers={"share": 0.2})
+    assert Registry(home).canary("calc") == started
+    with pytest.raises(BadInput, match="canary of calc@3 runs already") as busy:
+        registry.start_canary("calc", 2, who="me", reason="", numbers={})
+    assert busy.value.code == "canary_running"
+    registry.reject("calc", 2, who="you")
+    assert registry.canary("calc") == started
+    ended = registry.end_canary("calc", who="canary", reason="errors", numbers={"failed": 9})
+    assert ended is not None and (ended.number, ended.version) == (6, 3)
+    assert registry.end_canary("calc", who="me", reason="", numbers={}) is None
+    registry.start_canary("calc", 2, who="me", reason="", numbers={})
+    registry.promote("calc", 3)
+    assert registry.canary("calc") is None  # whoever promotes has decided
+    kinds = [event.kind for event in Registry(home).history("calc")]
+    assert kinds == [
+        "promoted",
+        *["rejected"] * 2,
+        "canary_started",
+        "rejected",
+        "canary_ended",
+        "canary_started",
+        "promoted",
+    ]
+
+
+def test_a_history_that_began_as_promotions_goes_on(home: Home, tmp_path: Path) -> None:
+    three(home, tmp_path)
+    folder = home.models / "calc" / "promotions"
+    folder.mkdir()
+    for n, version in enumerate([1, 3], 1):
+        record = {"name": "calc", "number": n, "version": version, "who": "old", "time": 1.0}
+        (folder / f"{n}.json").write_text(json.dumps(record))
+    registry = Registry(home)
+    assert registry.resolve("calc").number == 3
+    assert registry.roll_back("calc", registry.before("calc").number).number == 3
+    assert registry.resolve("calc").number == 1
+    assert [event.kind for event in registry.history("calc")] == ["promoted"] * 2 + ["rolled_back"]
+
+
+def test_events_at_once_are_all_there(home: Home, tmp_path: Path) -> None:
+    three(home, tmp_path)
+
+    def reject(n: int) -> None:
+        Registry(home).reject("calc", 2, who=f"judge {n}")
+
+    threads = [threading.Thread(target=reject, args=(n,)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    history = Registry(home).history("calc")
+    assert sorted(event.who for event in history) == sorted(f"judge {n}" for n in range(12))
+    assert [event.number for event in history] == list(range(1, 13))

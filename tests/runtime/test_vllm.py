@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,26 @@ import pytest_asyncio
 
 from cray_agents.errors import EngineError, SwapError
 from cray_agents.lifeline import alive
-from cray_agents.ports import Exchange, Sampled
-from cray_agents.records import ProbePrompt, new_id
+from cray_agents.ports import Exchange
+from cray_agents.records import new_id
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.replica import EngineSettings, Replica
-from cray_agents.runtime.vllm_engine import VllmEngine
+from tests.runtime.vllm_pool import (
+    CHAT,
+    PROMPTS,
+    Serving,
+    best_two,
+    children,
+    distance,
+    golden_probe,
+    greedy,
+    true_logprob,
+    true_next_logprob,
+    truth,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [300, 20, 21, 22, 4]]
-CHAT: list[dict[str, Any]] = [
-    {"role": "system", "content": "Use the tool."},
-    {"role": "user", "content": "What is 47 + 385?"},
-]
 TOOL = {
     "type": "function",
     "function": {
@@ -40,72 +46,6 @@ TOOL = {
     },
 }
 GREEDY = {"messages": CHAT, "temperature": 0, "max_tokens": 60}
-
-
-@dataclass
-class Serving:
-    """A pool of one replica, and the checkpoints it can be given."""
-
-    pool: Pool
-    models: dict[str, Path]
-
-    async def swap(self, name: str) -> None:
-        await self.pool.swap(self.models[name], name, golden_probe(self.models[name]))
-
-    async def chat(self, version: str, request: dict[str, Any]) -> tuple[dict[str, Any], Sampled]:
-        """The answer, with vLLM's own word on what was sampled, and what was captured."""
-        told = {"return_token_ids": True, "logprobs": True}
-        exchange = Exchange("/v1/chat/completions", request | told, new_id("x")[2:])
-        (body,) = [piece async for piece in self.pool.answer(version, exchange)]
-        answer, (sample,) = json.loads(body), exchange.samples
-        assert answer["model"] == exchange.version == version
-        assert answer["id"] == f"chatcmpl-{exchange.id}"
-        assert answer["prompt_token_ids"] == sample.prompt_token_ids
-        choice = answer["choices"][0]
-        assert choice["token_ids"] == sample.token_ids
-        assert [at["logprob"] for at in choice["logprobs"]["content"]] == sample.logprobs
-        return answer, sample
-
-    async def score(self) -> list[list[float]]:
-        engine = VllmEngine(f"http://127.0.0.1:{self.pool.status()[0]['port']}", "m")
-        try:
-            return await engine.score(PROMPTS)
-        finally:
-            await engine.close()
-
-    @property
-    def pid(self) -> int:
-        return int(self.pool.status()[0]["pid"])
-
-
-def truth(checkpoint: Path) -> list[list[float]]:
-    """The logprobs that transformers gives for PROMPTS."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    scores = []
-    for prompt in PROMPTS:
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        scores.append([float(logits[i, token]) for i, token in enumerate(prompt[1:])])
-    return scores
-
-
-def golden_probe(checkpoint: Path) -> list[ProbePrompt]:
-    scores = truth(checkpoint)
-    return [ProbePrompt(token_ids=p, logprobs=s) for p, s in zip(PROMPTS, scores, strict=True)]
-
-
-def distance(one: list[list[float]], other: list[list[float]]) -> float:
-    return max(
-        abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
-    )
-
-
-def children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -205,6 +145,77 @@ async def test_an_untied_swap_in_place_has_the_new_weights_and_no_old_cache(
     assert distance(await serving.score(), old) < 1e-5
 
 
+async def test_no_block_of_the_prefix_cache_outlives_its_weights(serving: Serving) -> None:
+    await serving.swap("m@1")
+    old, new = serving.models["m@1"], serving.models["m@2"]
+    long = {"messages": [{"role": "user", "content": "4 3 2 1 " * 40}], "temperature": 0}
+    exchange = Exchange("/v1/chat/completions", long | {"max_tokens": 8}, "primed")
+    async with serving.engine() as engine:
+
+        async def say() -> tuple[list[int], list[float]]:
+            assert [piece async for piece in engine.answer(exchange)]
+            (sample,) = exchange.samples
+            return sample.token_ids, pytest.approx(sample.logprobs, abs=1e-3)
+
+        await say()
+        prompt = exchange.samples[0].prompt_token_ids
+        assert len(prompt) > 256  # two blocks of the cache
+        before, after = (greedy(model, prompt, 8) for model in (old, new))
+        assert (before.token_ids, before.logprobs) == await say()
+        # the control: weights are changed, and neither is the cache cleared nor its keys
+        await engine._control("/pause?mode=keep&clear_cache=false")
+        where = {"weights_path": str(new)}
+        await engine._control("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+        await engine._control("/collective_rpc", {"method": "repack_kept_weights"})
+        await engine.resume()
+        assert distance(await engine.score(PROMPTS), truth(new)) < 1e-4
+        assert (after.token_ids, after.logprobs) != await say(), "the control has to fail"
+        # the keys alone: the blocks are there still, and are not found under another version
+        await engine._name_weights(new, "m@2")
+        await engine.resume()
+        assert (after.token_ids, after.logprobs) == await say()
+    await serving.swap("m@2")
+    await serving.swap("m@1")
+
+
+async def test_kept_streams_go_on_under_new_weights_and_tell_from_where(serving: Serving) -> None:
+    serving.pool.swap_mode = "keep"
+    begun = asyncio.Semaphore(0)
+    request = {"messages": CHAT, "max_tokens": 300, "ignore_eos": True, "stream": True}
+
+    async def one(number: int) -> Exchange:
+        asked = Exchange("/v1/chat/completions", request | {"seed": number}, new_id("x")[2:])
+        async for piece in serving.pool.answer("m@1", asked):
+            assert piece.count(b'"model":') == piece.count(b'"model":"m@1"')
+            begun.release()
+        return asked
+
+    streams = [asyncio.create_task(one(number)) for number in range(32)]
+    for _ in range(40):
+        await begun.acquire()
+    report = await serving.pool.swap(
+        serving.models["m@2"], "m@2", golden_probe(serving.models["m@2"])
+    )
+    assert set(report.seconds) == {"pause", "load", "prove", "resume"}
+    crossed = []
+    for asked in await asyncio.gather(*streams):
+        (sample,) = asked.samples
+        assert len(sample.token_ids) == len(sample.logprobs) == 300
+        if sample.version == "m@1":
+            (seam,) = sample.seams
+            assert seam.model == "m@2" and 0 < seam.at < 300
+            crossed.append((sample, seam.at))
+        else:  # it waited in vLLM when the weights changed
+            assert (sample.version, sample.seams) == ("m@2", [])
+    sample, at = crossed[0]
+    for place, version in ((at - 1, "m@1"), (at, "m@2"), (299, "m@2")):
+        before = sample.prompt_token_ids + sample.token_ids[:place]
+        truly = true_logprob(serving.models[version], before, sample.token_ids[place])
+        assert sample.logprobs[place] == pytest.approx(truly, abs=1e-3)
+    serving.pool.swap_mode = "drain"
+    await serving.swap("m@1")
+
+
 async def test_a_wrong_probe_is_caught_and_the_old_version_serves_on(serving: Serving) -> None:
     wrong = golden_probe(serving.models["m@1"])  # the probe of other weights
     with pytest.raises(SwapError, match="m@1 serves on"):
@@ -272,20 +283,3 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def best_two(answer: dict[str, Any]) -> list[float]:
-    """The two highest logprobs; vLLM puts the sampled token first, whatever its rank."""
-    top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    return sorted((entry["logprob"] for entry in top), reverse=True)[:2]
-
-
-def true_next_logprob(checkpoint: Path, sample: Sampled) -> float:
-    """What transformers gives for the first sampled token after the same prompt."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([sample.prompt_token_ids])).logits[0, -1].log_softmax(-1)
-    return float(logits[sample.token_ids[0]])

@@ -5,14 +5,18 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 import pytest_asyncio
+from pydantic import BaseModel
 
+from cray_agents import Agent, ConstrainedEngine, OpenAIEngine, tool
+from cray_agents.completions import Assembly, tidy
 from cray_agents.records import ModelCall
 from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.toolbox import as_tool, perform
 from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
 from tests.runtime.gateways import CHAT, Gateway, Reply, served, until
 
@@ -23,6 +27,11 @@ USER: Any = ASK[1:]
 DONE = b"data: [DONE]\n\n"
 # more than 64 tokens: their logprobs leave the engine core in pieces of so many
 LONG = {"max_tokens": 150, "ignore_eos": True, "seed": 11}
+# a random model would fill all its JSON with blanks
+COMPACT = (
+    "--structured-outputs-config",
+    '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)
 SAY_ALL = {"return_token_ids": True, "logprobs": True}
 
 
@@ -32,7 +41,7 @@ async def door(
 ) -> AsyncIterator[Gateway]:
     folder = tmp_path_factory.mktemp("doors")
     model = tiny_model(folder / "model", tie=False, seed=1, teach=True)
-    host = Replica("calc", EngineSettings(), folder / "replica.log")
+    host = Replica("calc", EngineSettings(engine_args=COMPACT), folder / "replica.log")
     async with served(folder, host=host, model=model) as gateway:
         yield gateway
 
@@ -301,6 +310,51 @@ async def test_a_json_schema_is_kept_to(client: openai.AsyncOpenAI, door: Gatewa
         assert content.lstrip().startswith("{")
 
 
+class Leg(BaseModel):
+    direction: Literal["left", "right"]
+    far: bool = False
+
+
+@tool
+def go(first: Leg, then: Leg | None = None) -> str:
+    """Go somewhere."""
+    return f"went {first.direction}, then {then and then.direction}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_that_knows_no_tools_calls_them_under_a_schema(
+    door: Gateway, stream: bool
+) -> None:
+    engine = ConstrainedEngine(OpenAIEngine(door.url))
+    forced = {"tools": [as_tool(go).schema], "tool_choice": "required", "model": "calc"}
+    sampling = {"temperature": 0, "max_tokens": 300}
+    request = {"messages": USER, **forced, **sampling, "extra_headers": {"X-Run-Id": f"r{stream}"}}
+    if stream:
+        assembly = Assembly()
+        async for chunk in engine.stream(request):
+            assembly.add(chunk)
+        answer = assembly.completion()
+    else:
+        answer = await engine.chat(request)
+    message = answer["choices"][0]["message"]
+    (asked,) = message["tool_calls"]
+    call = await perform({"go": as_tool(go)}, asked)
+    assert call.error is None and str(call.result).startswith("went ")
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    (recorded,) = door.calls(f"r{stream}")
+    assert recorded.message["content"] == message["written"] and recorded.tools == []
+    assert engine.unreadable == 0
+    # what it wrote, word for word, is what it goes on from
+    told = {"role": "tool", "tool_call_id": asked["id"], "content": call.result}
+    again = {**request, "messages": [*USER, tidy(message), told]}
+    await engine.chat({**again, "extra_headers": {"X-Run-Id": f"again{stream}"}})
+    (later,) = door.calls(f"again{stream}")
+    prompt, wrote, result = len(recorded.messages), recorded.message["content"], later.messages[-1]
+    assert later.messages[:prompt] == recorded.messages
+    assert later.messages[prompt] == {"role": "assistant", "content": wrote}
+    assert result == {"role": "user", "content": f"Result of go: {call.result}"}
+
+
 async def test_what_the_official_client_may_ask_besides(
     client: openai.AsyncOpenAI, door: Gateway
 ) -> None:
@@ -468,3 +522,17 @@ async def test_what_samples_nothing_is_passed_on(client: openai.AsyncOpenAI, doo
         status, answer = await door.call("POST", path, json={"model": "gpt-9", "prompt": "a"})
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert len(door.store.runs()) == runs + 1
+
+
+async def test_an_agents_output_type_is_kept_to(door: Gateway) -> None:
+    ask = Agent(name="a", model="calc", engine=OpenAIEngine(door.url), output_type=Leg,
+                max_tokens=200, temperature=0.0, output_retries=0)  # fmt: skip
+    run = await ask.run("Where?")
+    assert isinstance(run.output, Leg) and run.calls[0].sampling["response_format"]
+    run = await ask.override(tools=[go], output_retries=1).run("Where?")
+    first, second = run.calls
+    assert "response_format" not in first.sampling and isinstance(run.output, Leg)
+    assert second.sampling["tool_choice"] == "none"
+    limited = ask.override(max_total_tokens=1, on_limit="answer", tools=[go], output_retries=1)
+    ended = [event async for event in limited.stream("Where?")][-1].run
+    assert (ended.stop_reason, type(ended.output)) == ("max_tokens", Leg)

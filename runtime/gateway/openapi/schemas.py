@@ -12,10 +12,13 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Run, Usage
 from cray_agents.runtime.batches.records import ENDPOINTS, Batch
+from cray_agents.runtime.canary import CanaryTest
+from cray_agents.runtime.feedback import Feedback
 from cray_agents.runtime.files import INTERNAL, FileObject
 from cray_agents.runtime.fine_tuning.asking import CreateJob
 from cray_agents.runtime.gateway.openapi.operation import Schema, ref
-from cray_agents.runtime.registry import Promotion
+from cray_agents.runtime.history import ModelEvent
+from cray_agents.runtime.lineage import Ancestry
 from cray_agents.runtime.uploads import UploadRequest
 from cray_agents.training import JobSpec, JobStatus
 
@@ -27,15 +30,18 @@ ANY: Schema = {"type": "object"}
 _ID = r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}$"  # bodies.ID
 
 _RECORDS: tuple[type[BaseModel], ...] = (
+    Ancestry,
     Batch,
+    CanaryTest,
     CreateJob,
     DatasetRecipe,
+    Feedback,
     FileObject,
     JobSpec,
     JobStatus,
+    ModelEvent,
     ModelVersion,
     ProbeReport,
-    Promotion,
     Run,
     UploadRequest,
     Usage,
@@ -105,6 +111,13 @@ def _records() -> Schema:
     shown = {name: field for name, field in file["properties"].items() if name not in INTERNAL}
     optional = {"expires_at", "status_details"}  # left out where there is none
     schemas["File"] = {**file, "properties": shown, "required": sorted(shown.keys() - optional)}
+    canary = schemas.pop("CanaryTest")
+    said = {"version": WHOLE, "who": TEXT, "reason": TEXT}
+    schemas["CanaryRequest"] = {
+        **canary,
+        "properties": {**said, **canary["properties"]},
+        "required": ["version"],
+    }
     schemas["JobSpec"]["required"] = ["dataset", "parent", "hyperparameters"]  # the rest is known
     return schemas
 

@@ -36,6 +36,18 @@ TRAJECTORIES = (
         more="An event's body is a Run or a Reward. The same event again changes nothing.",
     ),
     Operation(
+        "post",
+        "/v1/trajectories/{run_id}/rewards",
+        "giveReward",
+        "Training",
+        "Reward a run, or one of its turns",
+        ref("Reward"),
+        takes=ref("Feedback"),
+        more="Given again by the same source under the same name, for the same turn, it replaces "
+        "what was given. Datasets that are built afterwards see it.",
+        fails=(*MISSING, "400 invalid_value"),
+    ),
+    Operation(
         "get",
         "/v1/trajectories",
         "listRuns",

@@ -42,7 +42,10 @@ that stops coming is [408 request_timeout].
         -> {"appended": n, "duplicates": m}. Without an id an event is named by its content, so that
         sending it again is harmless. A Run's `id` may be left out; a call inside a turn is dropped
         (tokens come from the engine alone). The newest `run` event of a run counts, and the newest
-        reward of each (name, source).
+        reward of each (name, source, turn). A reward is a finite number.
+    POST /v1/trajectories/{run_id}/rewards      {"value", "name"? ("feedback"), "source"?
+        ("human"), "turn"?, "comment"?} -> Reward: feedback on a run that is there [404; 400: it has
+        no such turn]
     GET  /v1/trajectories?loop=&generation=&agent=&task=&split=&stop_reason=&model=&min_reward=
                          &max_reward=&error=(a type, or *)&since=&until=&tag=&tag=&text=
                          &order=(id | newest | oldest | task)&limit=(100, <= 1000)&after=
@@ -106,11 +109,23 @@ that stops coming is [408 request_timeout].
     POST /v1/models/{name}/versions      {"checkpoint": id or directory} -> ModelVersion, the same
                                          one for the same weights [404; 422 corrupt]
     GET  /v1/models/{name}/versions      {"data": [ModelVersion + "id" + "promoted"]} (oldest first)
-    POST /v1/models/{name}/versions/{n}/stage    ProbeReport [409 swap_failed]
-    POST /v1/models/{name}/promote       {"version": n, "who", "reason"} -> Promotion; the pool is
-                                         swapped first if it holds another version [409 swap_failed]
-    GET  /v1/models/{name}/promotions    {"data": [Promotion]} (oldest first)
-        Promotion: {"name", "number", "version", "who", "reason", "time"}; `number` counts them.
+    POST /v1/models/{name}/versions/{n}/stage    ProbeReport; one replica holds it, the others serve
+                                         on; all, where there is one [409 swap_failed]
+    POST /v1/models/{name}/promote       {"version": n, "who"?, "reason"?, "numbers"?} -> ModelEvent
+                                         when the pool holds it [409 swap_failed]
+    POST /v1/models/{name}/rollback      {"to"?: n, "force"?, "who"?, "reason"?} -> ModelEvent: to
+                                         what was promoted before [400; 409 swap_failed]
+    POST /v1/models/{name}/reject        {"version": n, "who"?, "reason"?, "numbers"?} -> ModelEvent
+    GET  /v1/models/{name}/history       {"data": [ModelEvent]} (oldest first)
+        ModelEvent: {"name", "number", "kind", "version", "who", "reason", "numbers", "time"};
+        `number` counts what happened to the name, `kind` is promoted | rolled_back | rejected |
+        canary_started | canary_ended.
+    GET  /v1/models/{name}/lineage       {"data": [version, job, dataset, parent, children, ...]} of
+                                         `name` or `name@N`, parents first
+    POST /v1/models/{name}/canary        {"version": n, "who"?, "reason"?, and what CanaryTest has}
+                                         -> ModelEvent [400 canary_running; 409 swap_failed]
+    GET  /v1/models/{name}/canary        ModelEvent + "seen" [404]
+    DELETE /v1/models/{name}/canary?who=&reason=     ModelEvent [404; 409 swap_failed]
 
     GET  /v1/loops/{loop}/generations            {"data": [record]}, in order of number
     POST /v1/loops/{loop}/generations/{n}        any object -> {"created": bool}; the first stays

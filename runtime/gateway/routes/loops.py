@@ -1,4 +1,4 @@
-"""The journal of loops: a record per finished generation, written once."""
+"""The journal of loops: a record per finished generation, and other entries; each written once."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, NotFound
 from cray_agents.runtime import durable
 from cray_agents.runtime.gateway.bodies import answer, path_id, path_number, read_json
 from cray_agents.runtime.gateway.services import Services
@@ -30,7 +30,22 @@ def routes(services: Services) -> list[Route]:
         created = await asyncio.to_thread(durable.create_file, path, orjson.dumps(record))
         return answer({"created": created})
 
+    def entry(request: Request) -> Path:
+        journal = services.home.loop(path_id(request, "loop", "loop")) / "journal"
+        return journal / f"{path_id(request, 'entry', 'entry')}.json"
+
+    async def recall(request: Request) -> Response:
+        return answer(await asyncio.to_thread(_recall, entry(request)))
+
+    async def remember(request: Request) -> Response:
+        record = await read_json(request, services.max_body)
+        path = entry(request)
+        created = await asyncio.to_thread(durable.create_file, path, orjson.dumps(record))
+        return answer({"created": created})
+
     return [
+        Route("/v1/loops/{loop}/journal/{entry}", recall, methods=["GET"]),
+        Route("/v1/loops/{loop}/journal/{entry}", remember, methods=["POST"]),
         Route("/v1/loops/{loop}/generations", listing),
         Route("/v1/loops/{loop}/generations/{number}", finish, methods=["POST"]),
     ]
@@ -44,3 +59,13 @@ def _read(folder: Path) -> list[Any]:
         return [orjson.loads(p.read_bytes()) for p in sorted(paths, key=lambda p: int(p.stem))]
     except ValueError as error:
         raise Corrupt(f"a generation's record in {folder} cannot be read: {error}") from error
+
+
+def _recall(path: Path) -> Any:
+    try:
+        return orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        loop = path.parent.parent.name
+        raise NotFound(f"loop {loop!r} has no entry {path.stem!r}", param="entry") from None
+    except ValueError as error:
+        raise Corrupt(f"{path} cannot be read: {error}") from error

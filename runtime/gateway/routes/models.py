@@ -1,28 +1,28 @@
-"""The names of weights: OpenAI's list, and versions, staging and promotion.
+"""The names of weights: OpenAI's list, versions, and what is done with them.
 
-A version is served only after the pool has proven it: promoting swaps first and writes the
-promotion when that has succeeded, so the bare name never means weights that nobody serves.
+promoting.py does it: a version is served only after the pool has proven it.
 """
 
 import asyncio
-import time
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cray_agents.errors import NotFound, SwapError
-from cray_agents.records import ModelVersion, ProbeReport
-from cray_agents.runtime import checkpoints
-from cray_agents.runtime.gateway.bodies import answer, field, path_id, read_json
+from cray_agents.errors import NotFound
+from cray_agents.records import ModelVersion
+from cray_agents.runtime.canary import CanaryTest
+from cray_agents.runtime.gateway.auth import caller_of
+from cray_agents.runtime.gateway.bodies import answer, field, parse, path_id, query, read_json
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.lineage import lineage_of
 
 
 def routes(services: Services) -> list[Route]:
     """Everything under /v1/models."""
     registry = services.registry
-    swapping = asyncio.Lock()  # two swaps at once would each undo the other
+    promoting = services.promoting
 
     async def listing(request: Request) -> Response:
         if "run_id" in request.path_params:
@@ -51,28 +51,63 @@ def routes(services: Services) -> list[Route]:
     async def stage(request: Request) -> Response:
         name = path_id(request, "name", "model")
         version = registry.resolve(f"{name}@{request.path_params['number']}")
-        async with swapping:
-            report = await _swap(services, version)
+        report = await promoting.stage(version)
         return answer(report.model_dump(mode="json"))
 
     async def promote(request: Request) -> Response:
+        version, body = await _asked(services, request)
+        event = await promoting.promote(
+            version, **_said(request, body), numbers=field(body, "numbers", dict, {})
+        )
+        return answer(event.model_dump(mode="json"))
+
+    async def roll_back(request: Request) -> Response:
         name = path_id(request, "name", "model")
         body = await read_json(request, services.max_body)
-        version = registry.resolve(f"{name}@{field(body, 'version', int)}")
-        who, reason = field(body, "who", str, ""), field(body, "reason", str, "")
-        async with swapping:
-            if any(replica.get("version") != version.id for replica in services.pool.status()):
-                await _swap(services, version)
-            promotion = await asyncio.to_thread(
-                registry.promote, name, version.number, who=who, reason=reason
-            )
-            services.pool.wake()
-        services.admission.look()
-        return answer(promotion.model_dump(mode="json"))
+        to, force = body.get("to"), field(body, "force", bool, False)
+        if to is not None:
+            to = field(body, "to", int)
+        event = await promoting.roll_back(name, to, **_said(request, body), force=force)
+        return answer(event.model_dump(mode="json"))
 
-    async def promotions(request: Request) -> Response:
-        history = registry.promotions(path_id(request, "name", "model"))
-        return answer({"data": [promotion.model_dump(mode="json") for promotion in history]})
+    async def reject(request: Request) -> Response:
+        version, body = await _asked(services, request)
+        event = await asyncio.to_thread(
+            registry.reject,
+            version.name,
+            version.number,
+            **_said(request, body),
+            numbers=field(body, "numbers", dict, {}),
+        )
+        return answer(event.model_dump(mode="json"))
+
+    async def history(request: Request) -> Response:
+        events = registry.history(path_id(request, "name", "model"))
+        return answer({"data": [event.model_dump(mode="json") for event in events]})
+
+    async def lineage(request: Request) -> Response:
+        name = path_id(request, "name", "model")
+        return answer({"data": await asyncio.to_thread(lineage_of, registry, name)})
+
+    async def start_canary(request: Request) -> Response:
+        version, body = await _asked(services, request)
+        said = _said(request, body)
+        given = {key: value for key, value in body.items() if key not in ("version", *said)}
+        event = await promoting.start_canary(version, parse(CanaryTest, given), **said)
+        return answer(event.model_dump(mode="json"))
+
+    async def show_canary(request: Request) -> Response:
+        name = path_id(request, "name", "model")
+        canary = promoting.live.canary(name)
+        if canary is None:
+            raise NotFound(f"no canary of {name!r} is running", param="name")
+        return answer({**canary.start.model_dump(mode="json"), "seen": canary.numbers()})
+
+    async def stop_canary(request: Request) -> Response:
+        name = path_id(request, "name", "model")
+        given = query(request, "who", "reason")
+        event = await promoting.stop_canary(name, **_said(request, given))
+        return answer(event.model_dump(mode="json"))
 
     return [
         Route("/v1/models", listing),
@@ -82,25 +117,27 @@ def routes(services: Services) -> list[Route]:
         Route("/v1/models/{name}/versions", register, methods=["POST"]),
         Route("/v1/models/{name}/versions/{number}/stage", stage, methods=["POST"]),
         Route("/v1/models/{name}/promote", promote, methods=["POST"]),
-        Route("/v1/models/{name}/promotions", promotions),
+        Route("/v1/models/{name}/rollback", roll_back, methods=["POST"]),
+        Route("/v1/models/{name}/reject", reject, methods=["POST"]),
+        Route("/v1/models/{name}/history", history),
+        Route("/v1/models/{name}/lineage", lineage),
+        Route("/v1/models/{name}/canary", show_canary, methods=["GET"]),
+        Route("/v1/models/{name}/canary", start_canary, methods=["POST"]),
+        Route("/v1/models/{name}/canary", stop_canary, methods=["DELETE"]),
     ]
 
 
-async def _swap(services: Services, version: ModelVersion) -> ProbeReport:
-    directory = services.home.checkpoint(version.checkpoint)
-    manifest = await asyncio.to_thread(checkpoints.read_manifest, directory)
-    begun, good = time.perf_counter(), False
-    try:
-        report = await services.pool.swap(directory, version.id, manifest.probe)
-        good = report.passed
-    finally:
-        services.metrics.swapped(time.perf_counter() - begun, good)
-    if not report.passed:
-        raise SwapError(
-            f"{version.id} is not what was trained: logprobs on its probe differ by "
-            f"{report.max_logprob_diff:g}, tolerance {report.tolerance:g}"
-        )
-    return report
+async def _asked(services: Services, request: Request) -> tuple[ModelVersion, dict[str, Any]]:
+    """The version that a request's body names, and the body. Raises NotFound, BadInput."""
+    name = path_id(request, "name", "model")
+    body = await read_json(request, services.max_body)
+    return services.registry.resolve(f"{name}@{field(body, 'version', int)}"), body
+
+
+def _said(request: Request, body: dict[str, Any]) -> dict[str, str]:
+    """Who asks and why; who does not say it is known by his key."""
+    who = field(body, "who", str, "") or caller_of(request).name
+    return {"who": who, "reason": field(body, "reason", str, "")}
 
 
 def _models(services: Services) -> dict[str, dict[str, Any]]:

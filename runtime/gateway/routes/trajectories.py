@@ -1,6 +1,7 @@
 """Runs and rewards in, whole trajectories out."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from starlette.routing import Route
 from cray_agents.errors import BadInput
 from cray_agents.recipes import RunFilter, RunQuery
 from cray_agents.records import Event, Reward, Run, digest
+from cray_agents.runtime.feedback import Feedback, give, judged
 from cray_agents.runtime.gateway.bodies import (
     answer,
     field,
@@ -38,7 +40,16 @@ def routes(services: Services) -> list[Route]:
         given = field(body, "events", list)
         events = [_event(run_id, value, f"events.{n}") for n, value in enumerate(given)]
         appended = await services.store.append(events)
+        await services.promoting.live.rewarded(run_id)
         return answer(appended._asdict())
+
+    async def reward(request: Request) -> Response:
+        run_id = path_id(request, "run_id", "run")
+        given = parse(Feedback, await read_json(request, services.max_body))
+        await asyncio.to_thread(judged, services.store, run_id, given)  # NotFound, BadInput
+        reward = await give(services.store, run_id, given)
+        await services.promoting.live.rewarded(run_id)
+        return answer(reward.model_dump(mode="json"))
 
     async def listing(request: Request) -> Response:
         given = query(request, *FILTERS, "tag", "order", "limit", "after", "tokens", "view")
@@ -67,6 +78,7 @@ def routes(services: Services) -> list[Route]:
         Route("/v1/trajectories/{run_id}", one),
         Route("/v1/trajectories/{run_id}", forget, methods=["DELETE"]),
         Route("/v1/trajectories/{run_id}/events", append, methods=["POST"]),
+        Route("/v1/trajectories/{run_id}/rewards", reward, methods=["POST"]),
     ]
 
 
@@ -102,8 +114,10 @@ def _event(run_id: str, value: Any, at: str) -> Event:
         record = _bare(parse(Run, {"id": run_id, **body}, f"{at}.body"))
         if record.id != run_id:
             raise BadInput(f"{at}.body.id is {record.id!r}, not {run_id!r}", param=f"{at}.body.id")
+        _check_rewards(record.rewards, f"{at}.body.rewards")
     elif kind == "reward":
         record = parse(Reward, body, f"{at}.body")
+        _check_rewards([record], f"{at}.body")
     else:
         raise BadInput(f"{at}.kind must be 'run' or 'reward', not {kind!r}", param=f"{at}.kind")
     return Event(
@@ -113,6 +127,14 @@ def _event(run_id: str, value: Any, at: str) -> Event:
         body=record.model_dump(mode="json"),
         time=float(when),
     )
+
+
+def _check_rewards(rewards: Sequence[Reward], at: str) -> None:
+    for reward in rewards:
+        if not math.isfinite(reward.value):
+            raise BadInput(f"{at}: a reward of {reward.value} is none", param=at)
+        if reward.turn is not None and reward.turn < 0:
+            raise BadInput(f"{at}: turn {reward.turn}: turns count from 0", param=at)
 
 
 def _bare(run: Run) -> Run:

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from cray_agents.records import UNSCORED
 from cray_agents.runtime.store.facts import Fact
 
 
 class RunFacts(NamedTuple):
     """A run without its bodies: what lists show and queries ask for.
 
-    `reward` is the sum of `rewards`, (name, source, value), the newest of each name and source. A
-    run nobody described (`described` false) is told by its calls. Times in unix seconds.
+    `reward` is the sum of `rewards`, (name, source, value, turn), the newest of each name, source
+    and turn; None if one failed. A run nobody described (`described` false) is told by its calls.
+    Times in unix seconds.
     """
 
     run_id: str
@@ -36,7 +38,7 @@ class RunFacts(NamedTuple):
     error: str | None
     infrastructure: bool
     reward: float | None
-    rewards: tuple[tuple[str, str, float], ...]
+    rewards: tuple[tuple[str, str, float, int | None], ...]
     tags: tuple[str, ...]
     started: float
     seconds: float
@@ -81,7 +83,7 @@ class Told:
         self.last: list[Any] | None = None  # [started, event id, seconds, model, cancelled]
         self.models: list[str] = []
         self.tags: list[str] = []
-        self.rewards: list[list[Any]] = []  # [name, source, value, time], of events
+        self.rewards: list[list[Any]] = []  # [name, source, value, time, turn], of events
         self.forgotten: float | None = None  # events up to this time do not count
         if data is not None:
             (self.described, self.forgotten, self.rewards, calls) = orjson.loads(data)
@@ -119,7 +121,7 @@ class Told:
             self._take_call(fact)
         elif fact.kind == "reward":
             about = fact.about
-            reward = [about["name"], about["source"], about["value"], about["time"]]
+            reward = [about[name] for name in ("name", "source", "value", "time", "turn")]
             self.rewards = _newest([*self.rewards, reward]) if self.rewards else [reward]
         elif fact.kind == "run" and (
             self.described is None or [fact.time, fact.id] > self.described[:2]
@@ -154,8 +156,8 @@ class Told:
             stop_reason,
             error,
             infrastructure,
-            sum([reward[2] for reward in rewards]) if rewards else None,
-            tuple([(reward[0], reward[1], reward[2]) for reward in rewards]),
+            sum([reward[2] for reward in rewards]) if rewards and error != UNSCORED else None,
+            tuple([(reward[0], reward[1], reward[2], reward[4]) for reward in rewards]),
             tuple(_union(self.tags, tags)),
             started,
             seconds,
@@ -201,10 +203,10 @@ def _union(known: list[str], more: list[str]) -> list[str]:
 
 
 def _newest(rewards: Iterable[list[Any]]) -> list[list[Any]]:
-    """One reward of each (name, source), the newest by (time, value); by name and source."""
-    kept: dict[tuple[str, str], list[Any]] = {}
+    """One reward of each name, source and turn, the newest by (time, value); sorted by these."""
+    kept: dict[tuple[str, str, int], list[Any]] = {}
     for reward in rewards:
-        key = (reward[0], reward[1])
+        key = (reward[0], reward[1], -1 if reward[4] is None else reward[4])
         found = kept.get(key)
         if found is None or (reward[3], reward[2]) >= (found[3], found[2]):
             kept[key] = reward

@@ -12,24 +12,20 @@ import errno
 import hashlib
 import os
 import shutil
-import stat
-import tempfile
 from pathlib import Path
 
 from cray_agents.errors import StoreError
-from cray_agents.paths import Home
+from cray_agents.paths import Home, host_cache
 from cray_agents.records import new_id
 from cray_agents.runtime.durable import create_file
 
-VARIABLE = "CRAY_AGENTS_CACHE"
-USUAL = Path("/var/tmp")
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def cache_of(home: Home) -> Path:
     """The index's file for this root; its directory is made. Raises StoreError."""
     root = os.path.realpath(home.root)
-    directory = _caches() / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+    directory = host_cache() / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         (directory / "root").write_bytes(os.fsencode(root))
@@ -57,28 +53,9 @@ def identity_of(home: Home) -> str:
 def sweep_caches() -> list[str]:
     """Delete what is kept for roots that no longer exist; returns their paths."""
     swept = []
-    for file in sorted(_caches().glob("*/root")):
+    for file in sorted(host_cache().glob("*/root")):
         root = os.fsdecode(file.read_bytes())
         if root and not Path(root).is_dir():
             shutil.rmtree(file.parent, ignore_errors=True)
             swept.append(root)
     return swept
-
-
-def _caches() -> Path:
-    """This user's directory, which nobody else may read."""
-    given = os.environ.get(VARIABLE)
-    usual = USUAL if os.access(USUAL, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    directory = (Path(given) if given else usual) / f"cray-agents-{os.getuid()}"
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise StoreError(f"{directory} is not this user's: set {VARIABLE} to another place")
-        if stat.S_IMODE(found.st_mode) != 0o700:
-            directory.chmod(0o700)
-    except OSError as error:
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(f"cannot write in {directory}: {error}: set {VARIABLE}") from error
-    return directory

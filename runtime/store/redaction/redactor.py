@@ -47,9 +47,10 @@ _CALL: Kept = {
     "tools": _TOOLS,
     "sampling": _FIELDS,
 }
+_REWARD: Kept = {"name": None, "source": None}
 _RUN: Kept = {
     **dict.fromkeys(("id", "agent", "model", "stop_reason", "loop", "imported", "redacted")),
-    "rewards": None,
+    "rewards": _REWARD,
     "error": {"type": None},
     "task": {"id": None, "split": None},
     "trajectory": {
@@ -58,7 +59,7 @@ _RUN: Kept = {
         "turns": {"call_id": None, "tool_calls": {"id": None}, "call": _CALL},
     },
 }
-_KEPT: dict[str, Kept | None] = {"call": _CALL, "run": _RUN, "reward": None, "forget": _FIELDS}
+_KEPT: dict[str, Kept] = {"call": _CALL, "run": _RUN, "reward": _REWARD, "forget": _FIELDS}
 
 
 class Redactor:
@@ -96,7 +97,7 @@ class Redactor:
         Raises StoreError if a function of the user's fails: then nothing may be written.
         """
         kept = _KEPT[event.kind]
-        if kept is None or not (self._own or self._suspicious(event.body, kept)):
+        if not (self._own or self._suspicious(event.body, kept)):
             return event
         counts: Counter[str] = Counter()
         body: dict[str, Any] = self._within(event.body, kept, counts)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from cray_agents.records import ModelCall
+from cray_agents.records import ModelCall, Seam
 from cray_agents.runtime.datasets.samples import TokenTurn, merge_turns, turn_of
 from cray_agents.runtime.datasets.sampling import is_shaped, temperature_of
 from cray_agents.runtime.datasets.shards import Row, ShardWriter, table_of
@@ -45,6 +45,25 @@ def test_a_swap_in_mid_run_is_told_token_by_token() -> None:
     assert sample.versions == ["m@2", "m@1"]
     assert sample.version_index == [-1, 0, -1, 1, 1, 0]
     assert sample.by_version() == {"m@2": 2, "m@1": 2}
+
+
+def test_a_swap_in_mid_answer_is_told_token_by_token() -> None:
+    call = ModelCall(
+        id="c",
+        run_id="r",
+        model="m@1",
+        messages=[],
+        message={},
+        prompt_token_ids=[1, 2],
+        token_ids=[3, 4, 5, 6],
+        logprobs=[-1.0] * 4,
+        seams=[Seam(at=1, model="m@2"), Seam(at=3, model="m@3")],
+    )
+    (sample,) = merge_turns([turn_of(call), turn([1, 2, 3, 4, 5, 6, 7], [8], "m@2")])
+    assert sample.versions == ["m@1", "m@2", "m@3"]
+    assert sample.version_index == [-1, -1, 0, 1, 1, 2, -1, 1]
+    assert sample.by_span([5.0, 7.0]) == (0.0, 5.0, 5.0, 5.0, 0.0, 7.0)
+    assert sample.shaped  # the trainer has no cache that older weights made
 
 
 def test_how_a_sample_was_sampled() -> None:

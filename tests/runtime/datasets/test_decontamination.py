@@ -18,9 +18,9 @@ from cray_agents.runtime.datasets.decontamination import (
     input_of_messages,
 )
 from cray_agents.runtime.datasets.held_files import text_in
-from cray_agents.runtime.datasets.words import words_of
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.store import Store
+from cray_agents.words import words_of
 
 LONG = (
     "A farmer keeps chickens and rabbits in one yard and counts thirty heads and "

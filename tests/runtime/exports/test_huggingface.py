@@ -58,7 +58,7 @@ def test_datasets_loads_the_folder(home: Home, folder: Path, tmp_path: Path) -> 
             name: value for name, value in want.items() if value is not None
         }
     assert orjson.loads(row["tools"]) == run.calls[0].tools
-    assert row["rewards"] == [{"name": "right", "value": 1.0, "source": "test"}]
+    assert row["rewards"] == [{"name": "right", "value": 1.0, "source": "test", "turn": None}]
     assert (row["reward"], row["tags"], row["task_id"]) == (1.0, ["small"], "task-000001")
 
 

@@ -95,6 +95,13 @@ BODIES: dict[str, dict[str, Any]] = {
             {"kind": "reward", "body": {"name": "r", "value": 1.0, "source": "s"}},
         ]
     },
+    "/v1/trajectories/{run_id}/rewards": {
+        "value": 1.0,
+        "name": "r",
+        "source": "s",
+        "turn": 0,
+        "comment": "c",
+    },
     "/v1/datasets": RECIPE,
     "/v1/jobs": {
         "method": "sft",
@@ -120,6 +127,9 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/models/{name}/versions": {"checkpoint": "m@1"},
     "/v1/models/{name}/promote": {"version": 1, "who": "w", "reason": "r"},
+    "/v1/models/{name}/rollback": {"to": 1, "force": False, "who": "w", "reason": "r"},
+    "/v1/models/{name}/reject": {"version": 2, "who": "w", "reason": "r", "numbers": {"wins": 1}},
+    "/v1/models/{name}/canary": {"version": 2, "share": 0.1, "alpha": 0.05, "promote_after": 9},
     "/v1/loops/{loop}/generations/{number}": {"score": 0.5, "promoted": [1, 2]},
     "/v1/uploads": {
         "bytes": 3,

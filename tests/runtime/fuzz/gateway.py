@@ -31,7 +31,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.scripted import ScriptedEngine
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
 from tests.scripted_gateway import NAME, first_version
-from tests.scripted_platform import PROBE
+from tests.scripted_platform import PROBE, bare_model
 
 ROOT = Path(__file__).parents[3]
 BODY_TIMEOUT = 1.0  # seconds
@@ -81,7 +81,10 @@ class Obliging(ScriptedEngine):
 async def serve(home: Home) -> None:
     """Serve until SIGTERM."""
     registry = first_version(home)
-    pool = Pool([Resident(Obliging(lambda request: "hi"))])
+    candidate = bare_model(home.root / "candidate")
+    (candidate / "model.safetensors").write_bytes(b"other weights")
+    registry.register(NAME, *registry.import_checkpoint(candidate))
+    pool = Pool([Resident(Obliging(lambda request: "hi")) for _ in range(2)])
     services = Services(
         home=home,
         store=Store(home),

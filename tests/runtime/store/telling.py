@@ -48,7 +48,7 @@ def described(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fa
 
 
 def reward(event_id: str, run_id: str, value: float = 1.0, time: float = 1.0, **about: Any) -> Fact:
-    told = {"name": "correct", "source": "function", "value": value, "time": time}
+    told = {"name": "correct", "source": "function", "value": value, "time": time, "turn": None}
     return Fact(event_id, run_id, "reward", time, told | about)
 
 
@@ -104,11 +104,15 @@ def _told(run_id: str, facts: Sequence[Fact]) -> RunFacts | None:
             "output": "",
         }
     rewards = [*about["rewards"]] + [
-        [f.about["name"], f.about["source"], f.about["value"], f.about["time"]]
+        [f.about[name] for name in ("name", "source", "value", "time", "turn")]
         for f in facts
         if f.kind == "reward"
     ]
-    newest = {(r[0], r[1]): r[2] for r in sorted(rewards, key=lambda r: (r[3], r[2]))}
+    newest = {
+        (r[0], r[1], -1 if r[4] is None else r[4]): (*r[:3], r[4])
+        for r in sorted(rewards, key=lambda r: (r[3], r[2]))
+    }
+    given = [newest[key] for key in sorted(newest)]
     return RunFacts(
         run_id=run_id,
         described=bool(runs),
@@ -124,8 +128,8 @@ def _told(run_id: str, facts: Sequence[Fact]) -> RunFacts | None:
         stop_reason=about["stop_reason"],
         error=about["error"],
         infrastructure=about["infrastructure"],
-        reward=sum(newest[key] for key in sorted(newest)) if newest else None,
-        rewards=tuple((*key, newest[key]) for key in sorted(newest)),
+        reward=sum(r[2] for r in given) if given and about["error"] != "RewardError" else None,
+        rewards=tuple(given),
         tags=tuple(sorted({*about["tags"], *(tag for f in calls for tag in f.about["tags"])})),
         started=about["started"],
         seconds=about["seconds"],

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cray_agents.errors import StoreError
-from cray_agents.paths import Home
+from cray_agents.paths import CACHE, Home
 from cray_agents.recipes import RunFilter, RunQuery
-from cray_agents.runtime.store.index import Index, cache_of, identity_of, placing, sweep_caches
+from cray_agents.runtime.store.index import Index, cache_of, identity_of, sweep_caches
 from cray_agents.runtime.store.segments.lines import Place, Placed
 from tests.runtime.store.telling import call, described, placed, reward
 
@@ -291,7 +291,7 @@ def test_a_long_reader_does_not_hold_the_log(tmp_path: Path) -> None:
 
 
 def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(placing.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     one, two = Home(tmp_path / "one"), Home(tmp_path / "two")
     (tmp_path / "one").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "one")
@@ -312,7 +312,7 @@ def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_root_made_anew_at_the_same_path_has_another_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(placing.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     home = Home(tmp_path / "home")
     first = identity_of(home)
     filled(cache_of(home), first).close()
@@ -326,7 +326,7 @@ def test_a_root_made_anew_at_the_same_path_has_another_index(
 def test_another_users_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(placing.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE, str(tmp_path))
     mine = tmp_path / f"cray-agents-{os.getuid()}"
     mine.mkdir(mode=0o777)
     mine.chmod(0o777)
@@ -336,9 +336,9 @@ def test_another_users_directory_is_refused(
     mine.rename(tmp_path / "cray-agents-12345")
     with pytest.raises(StoreError, match="not this user's"):
         cache_of(Home(tmp_path / "home"))
-    monkeypatch.setenv(placing.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "file"))
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=placing.VARIABLE):
+    with pytest.raises(StoreError, match=CACHE):
         cache_of(Home(tmp_path / "home"))
 
 
@@ -362,7 +362,7 @@ def test_a_hundred_thousand_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
                     "generation": n * 50 // count,
                     "task": f"t{n // 8}",
                 }
-                reward = [["correct", "function", float(n % 2), 1.0]]
+                reward = [["correct", "function", float(n % 2), 1.0, None]]
                 facts.append(
                     described(f"end_{n}", f"run_{n:08}", float(n), **about, rewards=reward)
                 )

@@ -21,11 +21,12 @@ TAGS = st.lists(st.sampled_from(["x", "y", "z"]), max_size=2)
 VALUES = st.sampled_from([0.0, 0.5, 1.0])
 SOON = st.integers(0, 1).map(float)  # so that rewards are often given at the same time
 NAMES = st.sampled_from(["correct", "brief"])
+PLACES = st.sampled_from([None, 0, 1])  # turns that are rewarded, or the run
 
 
 @st.composite
 def rewards(draw: st.DrawFn) -> list[list[Any]]:
-    one = st.tuples(NAMES, st.just("function"), VALUES, SOON).map(list)
+    one = st.tuples(NAMES, st.just("function"), VALUES, SOON, PLACES).map(list)
     return draw(st.lists(one, max_size=2))
 
 
@@ -54,7 +55,7 @@ def events(draw: st.DrawFn) -> list[Fact]:
                 "loop": draw(st.sampled_from([None, "school"])),
                 "generation": draw(st.sampled_from([None, 0, 1])),
                 "task": draw(st.sampled_from([None, "t1", "t2"])),
-                "error": draw(st.sampled_from([None, "ToolError"])),
+                "error": draw(st.sampled_from([None, "ToolError", "RewardError"])),
                 "tags": draw(TAGS),
                 "rewards": draw(rewards()),
                 "turns": draw(st.integers(0, 2)),
@@ -62,8 +63,9 @@ def events(draw: st.DrawFn) -> list[Fact]:
             }
             found.append(described(event_id, run_id, time, **about))
         elif kind == "reward":
-            about = {"name": draw(NAMES), "value": draw(VALUES), "time": draw(SOON)}
-            found.append(Fact(event_id, run_id, kind, time, about | {"source": "function"}))
+            about = {"name": draw(NAMES), "source": "function", "value": draw(VALUES)}
+            about |= {"time": draw(SOON), "turn": draw(PLACES)}
+            found.append(Fact(event_id, run_id, kind, time, about))
         else:
             found.append(forget(event_id, run_id, time))
     return found

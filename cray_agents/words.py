@@ -5,12 +5,19 @@
 
 Numbers and operators are no punctuation: `2+3`, `23`, `-5` and `5` are four texts. A sign that may
 be either (- / * . ! and brackets) counts where it stands with numbers or single letters, as in a
-formula. Called by decontamination.py, which compares texts by this.
+formula. `is_long` says which texts are compared by similarity, that of their sets of 5-grams.
+This is the one rule of what is the same input: splits.py holds a TaskSet's splits apart by it,
+runtime/datasets/decontamination.py keeps training sets clean by it.
 """
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from functools import cache
+
+ENOUGH = 10  # words (not numbers, not signs) that a text needs, to be compared by similarity
+GRAM = 5  # words in a row that make a member of a text's set
+SIMILAR = 0.8  # the Jaccard similarity of two sets from which on the texts are the same input
 
 _WORD = r"[^\W\d_]+"
 _NUMBER = r"\d+(?:[.:]\d+)*|(?<![\w.])\.\d+"
@@ -48,6 +55,11 @@ def words_of(text: str) -> list[str]:
     if all(part[0].isalnum() for part in parts):
         return parts
     return _without_punctuation(parts)
+
+
+def is_long(words: Sequence[str]) -> bool:
+    """Whether a text is compared by similarity: in a shorter one, one word makes another task."""
+    return len(words) >= ENOUGH and sum(word[0].isalpha() for word in words) >= ENOUGH
 
 
 def _without_punctuation(parts: list[str]) -> list[str]:

@@ -1,0 +1,183 @@
+"""08: an agent of another framework, trained as it is.
+
+    requirements/environment.sh foreign        once: their framework, in an environment of its own
+    python cookbook/08_foreign_agent.py [--quick]
+
+The agent is that of 03_any_framework/with_openai_agents.py; not a line of it changes, and it knows
+nothing but a base URL. What happens to it, you do here by hand, with the calls that a Loop makes:
+
+    ask it       the platform captures each model call, with the exact tokens, as a run
+    reward       the runs that are found by their questions get a number each
+    train        the runs that were right become a training set, that a job, that a new version
+    compare      the same agent answers held-out questions under that version's name
+    decide       the test by which a Loop promotes (cray_agents/promotion.py): promoted or rejected
+
+Model, questions and warm-up are those of 02_calculator_loop.py: a tiny model that its few
+demonstrations made right now and then. With a model of yours all of `main` stays, but for the
+warm-up. `--quick` does little of everything, in about two minutes. Their agent samples at the
+server's temperature in either case: what it answers to the same question differs from time to time.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cray_agents import Hyperparameters, Platform, PromotionTest, Task
+from cray_agents.cli.agents import load
+from cray_agents.promotion import Decision, Pair, decide, plan
+from cray_agents.recipes import DatasetRecipe, RunFilter
+from cray_agents.records import ModelVersion
+
+COOKBOOK = Path(__file__).resolve().parent
+PYTHON = COOKBOOK.parent / ".venv-foreign" / "bin" / "python"
+NAME = "calc"  # what their agent calls its model
+
+# Their program, in their environment: questions in, answers out; it asks the version it is told to.
+ASK = """
+import asyncio, json, sys
+from agents import OpenAIChatCompletionsModel, RunConfig, Runner
+from agents.exceptions import AgentsException
+from with_openai_agents import agent, client
+
+async def answer(question, config, places):
+    async with places:
+        try:
+            return (await Runner.run(agent, question, max_turns=3, run_config=config)).final_output
+        except AgentsException:  # no answer within its turns, a tool that is not there
+            return None
+
+async def main(model, questions):
+    config = RunConfig(model=OpenAIChatCompletionsModel(model, openai_client=client))
+    places = asyncio.Semaphore(16)
+    return await asyncio.gather(*(answer(question, config, places) for question in questions))
+
+print(json.dumps(asyncio.run(main(**json.load(sys.stdin)))))
+"""
+
+book = load(COOKBOOK / "02_calculator_loop.py")
+
+
+async def ask(platform: Platform, model: str, tasks: Sequence[Task]) -> list[str | None]:
+    """What their agent answers to the tasks' questions; None where it came to no answer."""
+    process = await asyncio.create_subprocess_exec(
+        *(PYTHON, "-c", ASK),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={
+            **os.environ,
+            "CRAY_AGENTS_URL": platform.url,
+            "PYTHONPATH": str(COOKBOOK / "03_any_framework"),
+        },
+    )
+    asked = {"model": model, "questions": [task.input for task in tasks]}
+    answers, _ = await process.communicate(json.dumps(asked).encode())
+    if process.returncode != 0:
+        sys.exit("their program failed; see above")
+    return list(json.loads(answers))
+
+
+async def rewarded(platform: Platform, tasks: Sequence[Task], since: float) -> tuple[int, int]:
+    """Reward the runs since then by their questions; how many there are, and were right."""
+    targets = {task.input: task.target for task in tasks}
+    found = [r async for r in platform.runs(since=since, model=NAME) if r.input in targets]
+    values = [float(run.output == targets[run.input]) for run in found]
+    for run, value in zip(found, values, strict=True):
+        await platform.reward(run.id, value, name="exact", who="cookbook")
+    return len(found), int(sum(values))
+
+
+async def trained(
+    platform: Platform, parent: ModelVersion, hyperparameters: Hyperparameters, since: float
+) -> ModelVersion:
+    """A new version, of the parent, by the runs since then that were right."""
+    shown = book.make_loop().demonstrations[:80]
+    recipe = DatasetRecipe(
+        where=RunFilter(since=since, model=NAME),
+        min_reward=1.0,
+        demonstrations=[messages for messages, _ in shown],
+        demonstrations_metadata=[metadata for _, metadata in shown],
+        tools=book.agent.tool_schemas,
+        tokenizer=NAME,
+        balance_by="kind",
+    )
+    dataset = await platform.build_dataset(recipe)
+    job = await platform.submit_job(
+        dataset=dataset["id"],
+        parent=parent.id,
+        hyperparameters=hyperparameters,
+        optimizer_from=parent.job,
+    )
+    job = await platform.wait_for(job, lambda status: None)
+    return await platform.register(NAME, job.checkpoint or job.id)
+
+
+def compared(
+    tasks: Sequence[Task], incumbent: Sequence[str | None], candidate: Sequence[str | None]
+) -> Decision:
+    """Whether the candidate is better, on the same questions."""
+    pairs = [
+        Pair(task=task.id, incumbent=before == task.target, candidate=after == task.target)
+        for task, before, after in zip(tasks, incumbent, candidate, strict=True)
+    ]
+    test = PromotionTest(hidden=0)
+    return decide(pairs, test, planned=plan(tasks, test), exhausted=True)
+
+
+async def main(platform: Platform, size: Any, generations: int) -> None:
+    """Generation by generation: ask, reward, train, compare, decide. `size`: see 02."""
+    questions = book.questions(0, "train", generations * size.per_generation)
+    held_out, begun = book.questions(0, "holdout", size.evaluated), time.time()
+    incumbent = await promoted(platform)
+    before = await ask(platform, incumbent.id, held_out)
+    for generation in range(generations):
+        start = generation * size.per_generation
+        tasks = questions[start : start + size.per_generation]
+        await ask(platform, incumbent.id, tasks)
+        runs, right = await rewarded(platform, tasks, begun)
+        hyperparameters = book.imitating(generation + 1, size.steps)
+        candidate = await trained(platform, incumbent, hyperparameters, begun)
+        await platform.stage(candidate)
+        after = await ask(platform, candidate.id, held_out)
+        decision = compared(held_out, before, after)
+        told = {"who": "cookbook", "reason": decision.reason, "numbers": decision.model_dump()}
+        if decision.verdict == "promote":
+            await platform.promote(candidate, **told)
+            incumbent, before = candidate, after
+        else:
+            await platform.reject(candidate, **told)
+            await platform.stage(incumbent)
+        success = f"{decision.incumbent:.3f} -> {decision.candidate:.3f}"
+        print(f"{candidate.id}: {right} of {runs} runs were right; held out {success}")
+        print(f"  {decision.verdict}: {decision.reason}", flush=True)
+    await platform.close()
+
+
+async def promoted(platform: Platform) -> ModelVersion:
+    """What the bare name stands for."""
+    version = await platform.promoted(NAME)
+    if version is None:
+        sys.exit(f"no version of {NAME} is promoted")
+    return version
+
+
+if __name__ == "__main__":
+    from cray_agents import local_platform
+
+    quick = "--quick" in sys.argv
+    if not PYTHON.exists():
+        sys.exit("their framework is not installed: run requirements/environment.sh foreign")
+    home = Path(".cray-agents") / ("cookbook-08-quick" if quick else "cookbook-08")
+    if not (home / "seed-model").exists():
+        book.make_model(home / "seed-model")
+    with local_platform(home, model=home / "seed-model", name=NAME) as here:
+        loop = book.make_loop(quick=quick)
+        loop.platform = here
+        book.warm_up(loop, quick)
+        size = book.QUICK if quick else book.FULL
+        asyncio.run(main(here, size, 1 if quick else 8))

@@ -1,0 +1,182 @@
+"""The held-out tasks: what a version makes of them, and whether a candidate is better by them.
+
+Both versions answer the same tasks with the same seeds, greedily; the incumbent's runs are on
+record from the time when it was promoted. The candidate is proven, and answers batch by batch, in
+an order that the seed decides, until the test of promotion.py has seen enough. Called by loop.py.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cray_agents.gate import Gate
+from cray_agents.platform import Platform
+from cray_agents.promotion import (
+    Decision,
+    Pair,
+    PromotionTest,
+    decide,
+    measured,
+    plan,
+    probes,
+    tag_of,
+)
+from cray_agents.records import ModelVersion, ProbeReport, Run, Split, Task
+from cray_agents.rollouts import Rollouts, Wanted, success
+from cray_agents.tasks import TaskSet
+from cray_agents.timing import Clock
+
+OnDone = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a candidate. `worse`: nothing should go on from it."""
+
+    proof: ProbeReport
+    decision: Decision
+    runs: list[Run]
+
+    @property
+    def promoted(self) -> bool:
+        """Whether the bare name stands for it now."""
+        return self.decision.verdict == "promote"
+
+    @property
+    def worse(self) -> bool:
+        """Whether it did worse than the incumbent: on the whole, or where a guard watches."""
+        return self.decision.difference < 0 or any(g.failed for g in self.decision.guards)
+
+    def told(self) -> dict[str, Any]:
+        """As the fields of Generation."""
+        decision = self.decision
+        return {
+            "promoted": self.promoted,
+            "holdout_success": success(self.runs),
+            "holdout_tasks": len(self.runs),
+            "evidence": decision.evidence,
+            "wins": decision.wins,
+            "losses": decision.losses,
+            "ties": decision.ties,
+            "note": decision.reason if self.promoted else f"rejected: {decision.reason}",
+            "probe_max_logprob_diff": self.proof.max_logprob_diff,
+        }
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Evaluates versions on one loop's tasks; `seed` decides in which order."""
+
+    platform: Platform
+    gate: Gate
+    rollouts: Rollouts
+    clock: Clock
+    tasks: TaskSet
+    test: PromotionTest
+    seed: int
+
+    async def judge(self, candidate: ModelVersion, incumbent: ModelVersion, number: int) -> Verdict:
+        """Prove a candidate, evaluate it against the incumbent, and promote or reject it.
+
+        While it is evaluated, rollouts of other versions wait at the gate, where there is but one
+        replica. Raises SwapError if it is not proven; the pool has then put back what it held.
+        """
+        with self.clock.phase("evaluate holdout"):
+            theirs = await self._incumbent(incumbent, number)
+        self.clock.report("swap", note=candidate.id)
+        async with self.gate.only(candidate) as proof:
+            with self.clock.phase("evaluate holdout"):
+                decision, runs = await self._compare(candidate, theirs, number)
+            who, numbers = f"loop {self.rollouts.loop}", decision.model_dump(mode="json")
+            if decision.verdict == "promote":
+                with self.clock.phase("promote", candidate.id):
+                    await self.gate.promote(
+                        candidate, who=who, reason=decision.reason, numbers=numbers
+                    )
+            else:
+                await self.platform.reject(
+                    candidate, who=who, reason=decision.reason, numbers=numbers
+                )
+        return Verdict(proof, decision, runs)
+
+    async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
+        """A version's runs on the tasks that its success is told on, once per version."""
+        with self.clock.phase(f"evaluate {split}"):
+            return await self._answers(version, self._told_on(split), f"evaluate {split}")
+
+    async def is_measured(self, version: ModelVersion, split: Split) -> bool:
+        """Whether `evaluate` would find all of a version's runs on record."""
+        runs = await self.rollouts.stored(split, version=version)
+        return {task.id for task in self._told_on(split)} <= {
+            run.task.id for run in runs if run.task and run.reward is not None
+        }
+
+    def _told_on(self, split: Split) -> list[Task]:
+        """All but the hidden probes, which are only a guard."""
+        tasks = self.tasks.split(split)
+        return measured(tasks, self.test) if split == "holdout" else list(tasks)
+
+    async def _answers(
+        self, version: ModelVersion, tasks: Sequence[Task], phase: str, there: int = 0
+    ) -> list[Run]:
+        wanted = [Wanted(task, f"{version.id}/{task.split}") for task in tasks]
+
+        def report(done: int) -> None:
+            self.clock.report(phase, there + done, there + len(wanted), version.id)
+
+        return await self.rollouts.run(wanted, version, 0.0, report, seeded=True)
+
+    async def _incumbent(self, version: ModelVersion, number: int) -> dict[str, float]:
+        """The incumbent's rewards on all tasks that the decision may need, by task."""
+        holdout = self.tasks.split("holdout")
+        tasks = [*measured(holdout, self.test), *probes(holdout, number, self.test)]
+        return _rewards(await self._answers(version, tasks, "evaluate holdout"))
+
+    async def _compare(
+        self, candidate: ModelVersion, theirs: dict[str, float], number: int
+    ) -> tuple[Decision, list[Run]]:
+        """Whether a candidate is better, and its runs so far: all that decide, if it is."""
+        holdout = self.tasks.split("holdout")
+        order = measured(holdout, self.test)
+        random.Random(f"{self.rollouts.loop}/{self.seed}/{number}").shuffle(order)
+        hidden: list[Pair] = []
+        runs: list[Run] = []
+        while True:
+            batch = order[len(runs) : len(runs) + self.test.batch]
+            runs += await self._answers(candidate, batch, "evaluate holdout", len(runs))
+            pairs, exhausted = self._pairs(order, theirs, runs), len(runs) == len(order)
+            planned = plan(order, self.test)
+            decision = decide(pairs, self.test, planned=planned, exhausted=exhausted)
+            if decision.verdict == "promote" and (guarding := probes(holdout, number, self.test)):
+                ours = await self._answers(candidate, guarding, "evaluate probes")
+                hidden = self._pairs(guarding, theirs, ours)
+                decision = decide(
+                    pairs, self.test, planned=planned, exhausted=exhausted, hidden=hidden
+                )
+            if decision.verdict != "continue":
+                break
+        if decision.verdict == "promote":  # what comes next is compared with all of them
+            rest = order[len(runs) :]
+            runs += await self._answers(candidate, rest, "evaluate holdout", len(runs))
+        return decision, runs
+
+    def _pairs(
+        self, tasks: Sequence[Task], theirs: dict[str, float], runs: Sequence[Run]
+    ) -> list[Pair]:
+        """Those tasks that both have a reward for."""
+        ours = _rewards(runs)
+        return [
+            Pair(
+                task=task.id,
+                incumbent=theirs[task.id],
+                candidate=ours[task.id],
+                tag=tag_of(task, self.test),
+            )
+            for task in tasks
+            if task.id in theirs and task.id in ours
+        ]
+
+
+def _rewards(runs: Sequence[Run]) -> dict[str, float]:
+    return {run.task.id: run.reward for run in runs if run.task and run.reward is not None}

@@ -1,0 +1,151 @@
+"""What a loop is asked: checked, and recorded once, so that it never goes on as another unnoticed.
+
+A loop that is run again under its name goes on where it stopped. With other hyperparameters it
+would train the rest of its generations differently, and nobody could tell from its records. So the
+settings are entries of the loop's journal, `settings-1` first; a later one is only ever added by
+`changed="accept"`. Called by loop.py.
+"""
+
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from cray_agents.errors import BadInput
+from cray_agents.platform import Platform
+from cray_agents.records import digest
+from cray_agents.training import Policy
+
+if TYPE_CHECKING:
+    from cray_agents.loop import Loop
+
+#: What may differ from one invocation to the next: where and how far it runs, not what it learns.
+FREE = {"agent", "tasks", "rewards", "method", "name", "hyperparameters", "demonstrations",
+        "curriculum", "promotion", "attempts", "tasks_per_generation", "evaluate_every", "target",
+        "patience", "budget", "concurrency", "changed", "platform", "on_progress"}  # fmt: skip
+
+
+def check(loop: "Loop") -> None:
+    """Raises BadInput for settings that cannot be, or that would have no effect."""
+    methods = {stage.method for stage in loop.stages}
+    if not loop.rewards:
+        raise BadInput("a loop needs at least one reward function", param="rewards")
+    for split in ("train", "holdout"):
+        if not loop.tasks.split(split):
+            raise BadInput(f"the task set has no {split} tasks", param="tasks")
+    for name, low, high in (("close_at", 0.0, 1.0), ("resample", 0.0, 10.0)):
+        value = getattr(loop, name)
+        if not low <= value <= high or (name == "close_at" and value == 0):
+            raise BadInput(f"{name}={value!r}: must be from {low:g} to {high:g}", param=name)
+    if loop.staleness < 0 or loop.concurrency < 1:
+        name = "staleness" if loop.staleness < 0 else "concurrency"
+        raise BadInput(f"{name}={getattr(loop, name)!r} is too small", param=name)
+    if loop.resample and not methods & {"grpo", "dpo"}:
+        raise BadInput("resample has no effect without a grpo or dpo stage", param="resample")
+    if loop.history is not None and not methods & {"rft", "dpo", "kto"}:
+        raise BadInput(f"history has no effect with {', '.join(methods)}", param="history")
+    if loop.control is not None and (loop.close_at < 1):
+        raise BadInput("a control needs all runs of a generation: close_at=1", param="close_at")
+    if loop.control not in (None, "shuffled-rewards"):
+        raise BadInput(f"control {loop.control!r} is not known", param="control")
+    if "sft" in methods and not loop.demonstrations:
+        raise BadInput("method 'sft' trains on demonstrations: give some", param="demonstrations")
+    if "grpo" in methods:
+        _check_grpo(loop)
+
+
+def _check_grpo(loop: "Loop") -> None:
+    if loop.temperature <= 0:
+        raise BadInput(
+            f"temperature={loop.temperature!r}: greedy runs at a task are all the same, and grpo "
+            "compares them: give 1.0",
+            param="temperature",
+        )
+    for stage in loop.stages:
+        policy = stage.hyperparameters.policy
+        if stage.method != "grpo":
+            continue
+        if loop.staleness and policy.importance_cap is None:
+            raise BadInput(
+                f"staleness={loop.staleness} trains on what older versions sampled: "
+                "policy.importance_cap, which corrects that, must not be None",
+                param="staleness",
+            )
+        if policy.temperature not in (Policy().temperature, loop.temperature):
+            raise BadInput(
+                f"policy.temperature={policy.temperature:g}, and the runs are sampled at "
+                f"{loop.temperature:g}: leave it out, the loop fills it in",
+                param="hyperparameters",
+            )
+
+
+def settings_of(loop: "Loop") -> dict[str, Any]:
+    """The settings, as they are recorded; what is long by its hash."""
+    agent = loop.agent
+    instructions = agent.instructions if isinstance(agent.instructions, str) else "a function"
+    plain = {f.name: getattr(loop, f.name) for f in fields(loop) if f.name not in FREE}
+    return {
+        **plain,
+        "agent": {
+            "name": agent.name,
+            "model": agent.model,
+            "instructions": instructions,
+            "tools": _fingerprint(agent.tool_schemas),
+        },
+        "tasks": _fingerprint([task.model_dump(mode="json") for task in loop.tasks]),
+        "rewards": [getattr(function, "__name__", repr(function)) for function in loop.rewards],
+        "stages": {
+            str(stage.first): {**asdict(stage), "hyperparameters": _hyper(stage.hyperparameters)}
+            for stage in loop.stages
+        },
+        "demonstrations": _fingerprint([list(pair) for pair in loop.demonstrations]),
+        "curriculum": asdict(loop.curriculum),
+        "promotion": loop.promotion.model_dump(mode="json"),
+    }
+
+
+async def settle(platform: Platform, loop: str, asked: dict[str, Any], accept: bool) -> None:
+    """Record the settings, or find that they are the recorded ones. Raises BadInput."""
+    number, known = 0, dict[str, Any]()
+    while (found := await platform.recall(loop, f"settings-{number + 1}")) is not None:
+        number, known = number + 1, found
+    changes = differences(known, asked)
+    if number and not changes:
+        return
+    if number and not accept:
+        told = "; ".join(f"{name} was {_told(old)}, now {_told(new)}" for name, old, new in changes)
+        raise BadInput(
+            f"loop {loop} was begun with other settings: {told}. Give the loop another name, or go "
+            'on with these from here on: changed="accept", `cray-agents loop --accept-changes`',
+            param=changes[0][0],
+            code="loop_changed",
+        )
+    await platform.remember(loop, f"settings-{number + 1}", asked)
+
+
+def differences(known: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The fields that differ, with both values: those of objects one by one, as `a.b`.
+
+    A field that an older record does not have was not there to be set: it is no difference.
+    """
+    found: list[tuple[str, Any, Any]] = []
+    for name in asked:
+        old, new = known.get(name), asked[name]
+        if name not in known or old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += [(f"{name}.{n}", was, now) for n, was, now in differences(old, new)]
+        else:
+            found.append((name, old, new))
+    return found
+
+
+def _hyper(hyperparameters: Any) -> dict[str, Any]:
+    return dict(hyperparameters.model_dump(mode="json"))
+
+
+def _fingerprint(value: Any) -> str:
+    return f"sha256:{digest(value)}"
+
+
+def _told(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,127 @@
+"""Rows of files that people keep tasks in, each with its place: JSON lines, CSV, Parquet.
+
+Called by tasks.py, which makes tasks of them, and dataset_folder.py.
+"""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from cray_agents.errors import BadInput, SetupError
+
+Row = tuple[str, dict[str, Any]]  # `tasks.jsonl:17`, and its fields
+BATCH = 1024  # rows of a Parquet file read at a time
+BOM = b"\xef\xbb\xbf"
+
+
+def rows_of_file(path: Path) -> Iterator[Row]:
+    """The rows of a file, by what its name ends in. Raises BadInput."""
+    readers = {
+        ".jsonl": rows_of_jsonl,
+        ".json": rows_of_json,
+        ".csv": rows_of_csv,
+        ".tsv": rows_of_tsv,
+        ".parquet": rows_of_parquet,
+    }
+    if path.suffix not in readers:
+        raise BadInput(
+            f"{path}: tasks are read from files ending in {', '.join(readers)}", param="path"
+        )
+    return readers[path.suffix](path)
+
+
+def rows_of_jsonl(path: Path) -> Iterator[Row]:
+    """A JSON object a line; empty lines are none."""
+    for number, line in enumerate(_read(path).split(b"\n"), 1):
+        if line.strip():
+            yield _row(_json(line, f"{path}:{number}"), f"{path}:{number}")
+
+
+def rows_of_json(path: Path) -> Iterator[Row]:
+    """A JSON array of objects, or as rows_of_jsonl."""
+    content = _read(path)
+    if content.lstrip()[:1] != b"[":
+        yield from rows_of_jsonl(path)
+        return
+    for number, value in enumerate(_json(content, str(path))):
+        yield _row(value, f"{path}: item {number}")
+
+
+def rows_of_tsv(path: Path) -> Iterator[Row]:
+    """A table whose columns are parted by tabs."""
+    return rows_of_csv(path, "\t")
+
+
+def rows_of_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
+    """A table with the columns' names in its first line; every value is a text."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.DictReader(file, delimiter=delimiter, strict=True)
+            names = lines.fieldnames or []
+            for name in names:
+                if names.count(name) > 1:
+                    raise BadInput(f"{path}: two columns are called {name!r}", param="path")
+            for row in lines:
+                where = f"{path}:{lines.line_num}"
+                if None in row or None in row.values():
+                    raise BadInput(
+                        f"{where}: not as many values as there are columns ({len(names)}); a value "
+                        f"that holds {delimiter!r} is quoted",
+                        param="path",
+                    )
+                yield where, row
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: not a CSV file in UTF-8: {error}", param="path") from error
+
+
+def rows_of_parquet(path: Path) -> Iterator[Row]:
+    """The rows of a Parquet file, or of all in a folder, in the order of their names."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise SetupError(
+            "Parquet files are read with pyarrow: pip install 'cray-agents[export]'"
+        ) from error
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    for each in files:
+        try:
+            with pyarrow.parquet.ParquetFile(each) as file:
+                number = 0
+                for batch in file.iter_batches(BATCH):
+                    for row in batch.to_pylist():
+                        yield f"{each}: row {number}", row
+                        number += 1
+        except OSError as error:
+            raise _unreadable(each, error) from error
+        except pyarrow.ArrowException as error:
+            raise BadInput(f"{each}: not a Parquet file: {error}", param="path") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes().removeprefix(BOM)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> BadInput:
+    return BadInput(f"cannot read tasks from {path}: {error.strerror or error}", param="path")
+
+
+def _json(content: bytes, where: str) -> Any:
+    try:
+        return from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadInput(f"{where}: not JSON: {error}", param="path") from error
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise BadInput(f'{where}: not a JSON object such as {{"input": "..."}}', param="path")
+    return where, value

@@ -1,0 +1,37 @@
+"""Held: a version as a replica holds it, with where its weights are and how it is proven.
+
+pool.py makes one of what it is given; seat.py loads and proves it. Read next: proof.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cray_agents.errors import Corrupt, SwapError
+from cray_agents.records import ProbePrompt
+from cray_agents.runtime.proof import same_shape, was_trained
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version, where its weights are, and how to prove it."""
+
+    version: str
+    checkpoint: Path
+    probe: tuple[ProbePrompt, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "Held":
+        """Raises SwapError where a training job made the weights and there is no probe of them."""
+        if not probe and was_trained(checkpoint):
+            raise SwapError(
+                f"{version} was made by a training job and brings no golden probe: it cannot "
+                f"be proven. Train it again, or look at {checkpoint / 'manifest.json'}"
+            )
+        return cls(version, checkpoint, tuple(probe))
+
+    def fits(self, new: "Held") -> bool:
+        """Whether `new` can take its place in a running process. Raises SwapError."""
+        try:
+            return same_shape(self.checkpoint, new.checkpoint)
+        except (Corrupt, OSError) as error:
+            raise SwapError(f"{new.version} was not loaded: {error}") from error

@@ -1,0 +1,70 @@
+"""08_foreign_agent.py: an unchanged agent of openai-agents is captured, rewarded, and promoted."""
+
+import asyncio
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents import ScriptedEngine
+from cray_agents.cli.agents import load
+from cray_agents.paths import Home
+from cray_agents.runtime.datasets import dataset_runs, list_datasets
+from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.store import Store
+from cray_agents.scripted import tool_call
+from tests.scripted_platform import platform
+
+ROOT = Path(__file__).parents[2]
+recipe = load(ROOT / "cookbook" / "08_foreign_agent.py")
+SKILL = {"calc@1": 3, "calc@2": 8, "calc@3": 1}  # of ten questions, how many a version answers
+
+
+def say(request: dict[str, Any], version: str) -> Any:
+    """Call the calculator; say what it said, or something else."""
+    expression = request["messages"][1]["content"].removeprefix("What is ").rstrip("?")
+    last = request["messages"][-1]
+    if last["role"] == "user":
+        return tool_call("calculator", expression=expression)
+    numbers = sum(int(word) for word in re.findall(r"\d+", expression))
+    return last["content"] if numbers % 10 < SKILL[version] else "I do not know."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with a tokenizer, for the demonstrations."""
+    folder = tmp_path_factory.mktemp("model") / "seed"
+    recipe.book.make_model(folder)
+    return folder
+
+
+def test_a_foreign_agent_is_trained_as_it_is(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = [ROOT / "requirements" / "environment.sh", "foreign"]
+    subprocess.run(script, check=True, capture_output=True, timeout=600)
+    size = replace(recipe.book.QUICK, per_generation=24, evaluated=36, steps=1)
+    engine = ScriptedEngine(say)
+    with platform(tmp_path, engine, model=model, name="calc") as where:
+        asyncio.run(recipe.main(where, size, generations=2))
+    told = capsys.readouterr().out
+    home = Home(tmp_path)
+    happened = [(event.kind, event.version) for event in Registry(home).history("calc")]
+    assert happened == [("promoted", 1), ("promoted", 2), ("rejected", 3)]
+    assert "calc@2" in told and "promote: better" in told and "reject: " in told
+    runs = {run.id: run for run in Store(home).runs()}
+    assert all(run.agent == "" and len(run.calls) == 2 for run in runs.values())
+    rewarded = [run for run in runs.values() if run.rewards]
+    assert len(rewarded) == 2 * size.per_generation
+    asked = {question.input for question in recipe.book.questions(0, "holdout", size.evaluated)}
+    assert not asked & {run.input for run in rewarded}
+    first = min(list_datasets(home).manifests, key=lambda made: int(made["samples"]))
+    lines = dataset_runs(home, first["id"])
+    used = {line["run"] for line in lines if line["accepted"] and line["run"] in runs}
+    right = {run.id for run in rewarded if run.model == "calc@1" and run.reward == 1}
+    assert used == right != set()
+    assert json.dumps(engine.requests[0]["tools"]).count("calculator") == 1

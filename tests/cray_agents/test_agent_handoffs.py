@@ -1,0 +1,142 @@
+"""Agents for agents: as a tool, and taking over a run."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from cray_agents import Agent, Run, RunContext, ScriptedEngine, tool
+from cray_agents.errors import BadInput
+from cray_agents.events import Handoff
+from cray_agents.tools.calculator import calculator
+from tests.cray_agents.scripts import SUM, agent, asks, script
+
+
+class Sum(BaseModel):
+    value: int
+
+
+# ---- as a tool
+
+
+async def test_an_agent_as_a_tool_has_runs_of_its_own():
+    kept: list[Run] = []
+
+    async def keep(run: Run) -> None:
+        kept.append(run)
+
+    @tool
+    def who(context: RunContext) -> str:
+        """Who asks."""
+        return context.given["user"]
+
+    inner = Agent(
+        name="number cruncher", model="calc", output_type=Sum, description="It adds.",
+        tools=[who], instructions="Add.", recorder=keep,
+    )  # fmt: skip
+
+    def say(request: dict[str, Any]) -> Any:
+        asked = request["messages"][-1]
+        if request["messages"][0]["content"] == "Delegate.":
+            return "432" if asked["role"] == "tool" else asks(("number_cruncher", {"input": "sum"}))
+        return '{"value": 432}' if asked["role"] == "tool" else asks(("who", {}))
+
+    engine = script(say)
+    outer = agent(engine, instructions="Delegate.", tools=[inner.as_tool()], recorder=keep)
+    run = await outer.run("go", context={"user": "Ada"}, model="calc@7", run_id="parent")
+    assert outer.tool_schemas[0]["function"]["description"] == "It adds."
+    assert run.trajectory.turns[0].tool_calls[0].result == {"value": 432}
+    child, parent = kept
+    assert parent == run and child.id != run.id
+    assert (child.agent, child.input, child.output) == ("number cruncher", "sum", Sum(value=432))
+    assert child.tags == ["parent:parent"]
+    assert child.trajectory.turns[0].tool_calls[0].result == "Ada"
+    # at the version that the parent is pinned to, and with an id that a repeated run has again
+    assert [request["model"] for request in engine.requests] == ["calc@7"] * 4
+    again = await outer.run("go", context={"user": "Ada"}, model="calc@7", run_id="parent")
+    assert again.id == "parent" and kept[2].id == child.id
+
+
+async def test_a_sub_agent_of_another_model_and_engine():
+    own = script("deep")
+    inner = Agent(name="inner", model="other", engine=own)
+    a = agent(script(asks(("look", {"input": "x"})), "ok"), tools=[inner.as_tool("look", "Look.")])
+    run = await a.run("go", model="calc@7")
+    assert run.trajectory.turns[0].tool_calls[0].result == "deep"
+    assert own.requests[0]["model"] == "other"
+    assert a.tool_schemas[0]["function"]["description"] == "Look."
+
+
+async def test_a_sub_agent_without_an_answer_is_a_failed_tool():
+    inner = Agent(name="inner", tools=[calculator], max_turns=1)
+    engine = script(asks(("inner", {"input": "x"})), asks(SUM), "sorry")
+    run = await agent(engine, tools=[inner.as_tool()]).run("go")
+    assert run.output == "sorry"
+    assert run.trajectory.turns[0].tool_calls[0].error == "inner came to no answer: max_turns"
+    wrong = Agent(name="inner", output_type=int, output_retries=0)
+    engine = script(asks(("inner", {"input": "x"})), "x", "sorry")
+    run = await agent(engine, tools=[wrong.as_tool()]).run("go")
+    assert "The answer is not of type int" in run.trajectory.turns[0].tool_calls[0].error
+
+
+def test_an_agent_that_cannot_be_named():
+    with pytest.raises(BadInput, match="give as_tool a name"):
+        Agent(name="!").as_tool()
+
+
+# ---- taking over
+
+
+async def test_a_handoff_switches_who_speaks_within_the_run():
+    billing = Agent(
+        name="billing desk", instructions="You bill.", model="calc", tools=[calculator],
+        output_type=int, temperature=0.3, description="Knows the prices.",
+    )  # fmt: skip
+    engine = script(asks(("transfer_to_billing_desk", {})), asks(SUM), "432")
+    triage = agent(engine, instructions="You sort.", handoffs=[billing], temperature=0.0)
+    transfer = triage.tool_schemas[0]["function"]
+    assert transfer["name"] == "transfer_to_billing_desk"
+    assert "Knows the prices." in transfer["description"]
+    events = [event async for event in triage.stream("How much?", model="calc@7", run_id="r")]
+    run = events[-1].run
+    assert [event for event in events if isinstance(event, Handoff)] == [Handoff("billing desk")]
+    assert (run.output, run.stop_reason, run.agent) == (432, "completed", "a")
+    first, second, third = engine.requests
+    assert first["messages"][0]["content"] == "You sort."
+    assert second["messages"][0]["content"] == "You bill."
+    assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "tool"]
+    assert [t["function"]["name"] for t in second["tools"]] == ["calculator"]
+    assert [r["temperature"] for r in engine.requests] == [0.0, 0.3, 0.3]
+    assert [r["model"] for r in engine.requests] == ["calc@7"] * 3
+    assert {r["extra_headers"]["X-Run-Id"] for r in engine.requests} == {"r"}
+    assert len(run.trajectory.turns) == 3 and run.calls[2].messages == third["messages"]
+    assert run.trajectory.turns[0].tool_calls[0].result == "billing desk has taken over."
+
+
+async def test_a_handoff_to_an_engine_of_its_own_and_limits_that_stay():
+    own = script(asks(SUM), asks(SUM), asks(SUM))
+    other = Agent(name="other", engine=own, model="big", tools=[calculator], max_turns=50)
+    engine = script(asks(("transfer_to_other", {})))
+    run = await agent(engine, handoffs=[other], max_turns=3).run("go", model="calc@7")
+    assert (run.stop_reason, len(run.trajectory.turns)) == ("max_turns", 3)
+    assert [request["model"] for request in own.requests] == ["big", "big"]
+
+
+async def test_a_second_handoff_is_of_the_second_agent():
+    last = Agent(name="last")
+    middle = Agent(name="middle", handoffs=[last])
+    engine = script(asks(("transfer_to_last", {})), asks(("transfer_to_middle", {})),
+                    asks(("transfer_to_last", {})), "done")  # fmt: skip
+    run = await agent(engine, handoffs=[middle]).run("go")
+    assert run.output == "done"
+    assert run.trajectory.turns[0].tool_calls[0].error.startswith("there is no tool")
+    assert [[t["function"]["name"] for t in r.get("tools", ())] for r in engine.requests] == [
+        ["transfer_to_middle"], ["transfer_to_middle"], ["transfer_to_last"], [],
+    ]  # fmt: skip
+
+
+def test_engines_stay_apart():
+    engine = ScriptedEngine(lambda request: "ok")
+    other = Agent(name="other")
+    assert agent(engine, handoffs=[other]).run_sync("x").output == "ok"
+    assert other.engine is None

@@ -1,0 +1,165 @@
+"""Tool calls that a server did not parse: found, counted, told; and servers that take no tools."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse
+
+from cray_agents import Agent, ConstrainedEngine, OpenAIEngine, ScriptedEngine
+from cray_agents.errors import EngineError
+from cray_agents.events import RunEnded
+from cray_agents.scripted import tool_call
+from cray_agents.toolbox import as_tool
+from cray_agents.tools.calculator import calculator
+from cray_agents.unparsed import AutoEngine, parser_counts, unparsed_tool_call, with_tool_calls
+
+TOOLS = [as_tool(calculator).schema]
+HERMES = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'
+REFUSED = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+# what vLLM 0.32 says
+
+
+def said(text: str | None) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HERMES,
+        f"Let me see. {HERMES}",
+        "<function=calculator>{}</function>",
+        '<|python_tag|>{"name": "calculator", "parameters": {}}',
+        '[TOOL_CALLS][{"name": "calculator", "arguments": {}}]',
+        '{"name": "calculator", "parameters": {"expression": "1"}}',
+        '[{"name": "calculator", "arguments": {}}]',
+        'I use it:\n```json\n{"name": "calculator", "arguments": {}}\n```',
+        '{"type": "function", "function": {"name": "calculator", "arguments": "{}"}}',
+        '{"tool": "calculator", "args": {"expression": "1"}}',
+        '[calculator(expression="1 + (2)")]',
+        'calculator(expression="1")',
+    ],
+)
+def test_what_was_meant_as_a_call(text):
+    assert unparsed_tool_call(said(text), TOOLS)
+    assert unparsed_tool_call(said(text), []) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "432",
+        "The calculator says 432.",
+        "I would call calculator(expression='1'), but need not.",
+        '{"name": "Ada", "arguments": {}}',
+        '{"answer": 432}',
+        '```json\n{"name": "calculator"}\n```',
+        "[1, 2]",
+        "sum(1, 2)",
+    ],
+)
+def test_what_was_not(text):
+    assert unparsed_tool_call(said(text), TOOLS) is None
+
+
+def test_arguments_that_are_no_object():
+    def call(arguments: str) -> dict[str, Any]:
+        function = {"name": "calculator", "arguments": arguments}
+        return {**said(None), "tool_calls": [{"id": "1", "function": function}]}
+
+    assert unparsed_tool_call(call('{"expression": "1"}'), TOOLS) is None
+    assert unparsed_tool_call(call(""), TOOLS) is None
+    assert unparsed_tool_call(call('{"expression": '), TOOLS) == (
+        'arguments of calculator: {"expression": '
+    )
+    assert unparsed_tool_call(call("[1]"), TOOLS)
+
+
+async def ask(agent: Agent, stream: bool) -> Any:
+    if not stream:
+        return await agent.run("go")
+    *_, last = [event async for event in agent.stream("go")]
+    assert isinstance(last, RunEnded)
+    return last.run
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_failures_are_counted_and_many_are_told_once(stream, caplog):
+    script = [tool_call("calculator", expression="1"), "1", *[HERMES] * 4]
+    agent = Agent("a", tools=[calculator], engine=ScriptedEngine(script))
+    with caplog.at_level(logging.WARNING, "cray_agents.unparsed"):
+        runs = [await ask(agent, stream) for _ in range(3)]
+        assert not caplog.records
+        runs += [await ask(agent, stream) for _ in range(2)]
+    assert agent.parser is not None
+    assert (agent.parser.calls, agent.parser.failures, agent.parser.failed) == (1, 4, 0.8)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "3 of 4 tool calls" in text and "--tool-call-parser" in text
+    assert 'tool_calls="constrained"' in text and "<tool_call>" in text
+    counted = parser_counts(call for run in runs for call in run.calls)
+    assert counted == agent.parser
+
+
+async def test_few_among_many_are_no_cause_for_alarm(caplog):
+    script: list[Any] = [tool_call("calculator", expression="1"), "1"] * 40 + [HERMES] * 4
+    agent = Agent("a", tools=[calculator], engine=ScriptedEngine(script))
+    with caplog.at_level(logging.WARNING, "cray_agents.unparsed"):
+        for _ in range(44):
+            await agent.run("go")
+    assert agent.parser is not None and agent.parser.failures == 4 and not caplog.records
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_takes_no_tools_is_asked_under_a_schema(server, stream, caplog):
+    replies = iter(['{"tool": "calculator", "arguments": {"expression": "6 * 7"}}',
+                    '{"answer": "42"}'] * 2)  # fmt: skip
+    server.gateway = False
+
+    def answer(body: dict[str, Any]) -> Any:
+        if body.get("tools"):
+            return JSONResponse({"error": {"message": REFUSED, "type": "BadRequestError"}}, 400)
+        whole = ScriptedEngine([next(replies)])
+        return streamed(whole, body) if body.get("stream") else whole.chat(body)
+
+    server.answer = answer
+    agent = Agent("a", tools=[calculator], engine=OpenAIEngine(server.url))
+    runs = [await ask(agent, stream) for _ in range(2)]
+    assert [(run.output, run.error) for run in runs] == [("42", None)] * 2
+    assert [run.trajectory.turns[0].tool_calls[0].result for run in runs] == [42, 42]
+    assert sum(bool(body.get("tools")) for body in server.requests) <= 2  # with exact tokens or not
+    (record,) = [r for r in caplog.records if r.name == "cray_agents.unparsed"]
+    assert "takes no tools" in record.getMessage() and REFUSED in record.getMessage()
+
+
+async def streamed(engine: ScriptedEngine, body: dict[str, Any]) -> Any:
+    from starlette.responses import StreamingResponse
+
+    async def lines() -> Any:
+        async for chunk in engine.stream(body):
+            yield f"data: {json.dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "error", [EngineError("no tools now", status=503), EngineError("too long", status=400)]
+)
+async def test_other_errors_stay_what_they_are(error, stream):
+    engine = AutoEngine(ScriptedEngine([error, "x"]))
+    run = await ask(Agent("a", tools=[calculator], engine=engine), stream)
+    assert run.error is not None and run.error.message == str(error)
+    assert engine.constrained is None
+
+
+def test_the_modes():
+    engine = ScriptedEngine()
+    assert with_tool_calls(engine, "native") is engine
+    assert isinstance(with_tool_calls(engine, "constrained"), ConstrainedEngine)
+    assert isinstance(with_tool_calls(engine, "auto"), AutoEngine)

@@ -1,0 +1,292 @@
+"""Several replicas and a change of weights: staging, rolling, leaving one out; scripted engines."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import SwapError
+from cray_agents.ports import Exchange
+from cray_agents.records import ProbePrompt
+from cray_agents.runtime import seat
+from cray_agents.runtime.pool import Pool, SwapMode
+from cray_agents.runtime.seat import Resident
+from cray_agents.scripted import ScriptedEngine
+from tests.runtime.gateways import Paced, echo, served
+from tests.runtime.pools import (
+    Mortal,
+    ask,
+    checkpoint,
+    exchange,
+    probe,
+    says_version,
+    serving,
+    until,
+)
+
+WRONG = [ProbePrompt(token_ids=[1, 2, 5], logprobs=[-1.0, -2.5])]  # of no checkpoint
+
+
+def residents(count: int, **engine: Any) -> list[Resident]:
+    return [Resident(ScriptedEngine(says_version, **engine)) for _ in range(count)]
+
+
+class Broken(Mortal):
+    """Its engine drifts, so that no probe matches, except under the first version."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedEngine(says_version))
+        self.mended = False
+        load = self.engine.load
+
+        async def drifting(
+            directory: Path, version: str, *, keep: bool = False
+        ) -> dict[str, float]:
+            self.engine.drift = 0.0 if version == "m@1" or self.mended else 0.5
+            return await load(directory, version, keep=keep)
+
+        self.engine.load = drifting  # type: ignore[method-assign]
+
+
+def held(pool: Pool) -> list[tuple[str, str]]:
+    return [(status["version"], status["state"]) for status in pool.status()]
+
+
+async def test_a_candidate_is_staged_beside_the_incumbent(tmp_path: Path) -> None:
+    async with serving(tmp_path, *residents(2)) as pool:
+        report = await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
+        assert report.passed and report.version == "m@2"
+        assert sorted(held(pool)) == [("m@1", "serving"), ("m@2", "serving")]
+        answers = await asyncio.gather(*(ask(pool, v) for v in ("m@1", "m@2") * 3))
+        assert answers == ["m@1", "m@2"] * 3
+        # rejected: the next candidate takes its place, and then the incumbent has both again
+        await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3))
+        assert sorted(held(pool)) == [("m@1", "serving"), ("m@3", "serving")]
+        await pool.stage(checkpoint(tmp_path, 1), "m@1", probe(1))
+        assert held(pool) == [("m@1", "serving")] * 2
+
+
+async def test_staging_leaves_the_others_serving_and_takes_the_least_busy(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def slow(request: dict[str, Any], version: str) -> str:
+        await gate.wait()
+        return version
+
+    hosts = [Resident(ScriptedEngine(slow)) for _ in range(2)]
+    async with serving(tmp_path, *hosts) as pool:
+        busy = [asyncio.create_task(ask(pool, "m@1")) for _ in range(3)]
+        await until(lambda: [s["in_flight"] for s in pool.status()] == [2, 1])
+        staging = asyncio.create_task(pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2)))
+        await until(lambda: pool.status()[1]["state"] == "swapping")
+        assert pool.serves("m@1") and held(pool)[0] == ("m@1", "serving")
+        gate.set()
+        await staging
+        assert await asyncio.gather(*busy) == ["m@1"] * 3
+        assert held(pool) == [("m@1", "serving"), ("m@2", "serving")]
+
+
+async def test_a_needed_version_is_not_displaced(tmp_path: Path) -> None:
+    async with serving(tmp_path, *residents(3)) as pool:
+        await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
+        await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3), needed=["m@2"])
+        assert {version for version, _ in held(pool)} == {"m@1", "m@2", "m@3"}
+        with pytest.raises(SwapError, match="no replica can be spared"):
+            await pool.stage(checkpoint(tmp_path, 4), "m@4", probe(4), needed=["m@2", "m@3"])
+        assert {version for version, _ in held(pool)} == {"m@1", "m@2", "m@3"}
+
+
+async def test_a_single_replica_is_staged_in_place(tmp_path: Path) -> None:
+    async with serving(tmp_path, *residents(1)) as pool:
+        await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
+        assert await ask(pool, "m@2") == "m@2"
+        with pytest.raises(SwapError, match="m@2 serves on"):
+            await pool.stage(checkpoint(tmp_path, 3), "m@3", WRONG)
+        await pool.stage(checkpoint(tmp_path, 1), "m@1", probe(1))
+        assert await ask(pool, "m@1") == "m@1"
+
+
+async def test_a_candidate_that_is_not_proven_gives_the_spare_back(tmp_path: Path) -> None:
+    async with serving(tmp_path, *residents(2)) as pool:
+        with pytest.raises(SwapError, match=r"3 tries.*m@1 serves on"):
+            await pool.stage(checkpoint(tmp_path, 2), "m@2", WRONG)
+        assert held(pool) == [("m@1", "serving")] * 2
+
+
+async def test_one_replica_serves_at_any_time_of_a_roll(tmp_path: Path) -> None:
+    hosts = residents(3)
+    async with serving(tmp_path, *hosts) as pool:
+        seen = []
+
+        def watched(engine: ScriptedEngine) -> Any:
+            load = engine.load
+
+            async def watch(
+                directory: Path, version: str, *, keep: bool = False
+            ) -> dict[str, float]:
+                seen.append([state for _, state in held(pool)].count("serving"))
+                return await load(directory, version, keep=keep)
+
+            return watch
+
+        for host in hosts:
+            host.engine.load = watched(host.engine)  # type: ignore[method-assign, arg-type]
+        # a promotion: staged, then the name means it, then the rest
+        await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
+        assert pool.serves("m@2") and pool.serves("m@1")
+        report = await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
+        assert report.passed and held(pool) == [("m@2", "serving")] * 3
+        assert seen == [2, 2, 2], "the one that held it was left alone"
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_replica_that_cannot_prove_it_is_left_out(
+    tmp_path: Path, first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, good = Broken(), Resident(ScriptedEngine(says_version))
+    async with serving(tmp_path, *([broken, good] if first else [good, broken])) as pool:
+        await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
+        assert sorted(held(pool)) == [("m@2", "out"), ("m@2", "serving")]
+        out = next(status for status in pool.status() if status["state"] == "out")
+        assert "could not be proven in 3 tries" in out["error"] and out["probe"] is None
+        assert "left out" in caplog.text
+        assert await ask(pool, "m@2") == "m@2" and broken.engine.requests == []
+        # reloaded once more, then from scratch; put back only while nobody else had proven it
+        assert broken.engine.loaded == ["m@1", "m@2", "m@2", "m@2", *(["m@1"] if first else [])]
+        broken.mended = True
+        await pool.swap(checkpoint(tmp_path, 3), "m@3", probe(3))
+        assert held(pool) == [("m@3", "serving")] * 2
+
+
+async def test_a_replica_that_was_left_out_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat, "_OUT_BACKOFF", (0.01, 0.02))
+    broken = Broken()
+    async with serving(tmp_path, *residents(1), broken) as pool:
+        await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
+        await until(lambda: pool.status()[1]["restarts"] >= 2)
+        assert pool.status()[1]["state"] != "serving"
+        broken.mended = True
+        await until(lambda: held(pool)[1] == ("m@2", "serving"))
+        assert pool.status()[1]["error"] is None
+
+
+async def test_if_none_can_prove_it_all_serve_what_they_served(tmp_path: Path) -> None:
+    hosts = [Broken(), Broken()]
+    async with serving(tmp_path, *hosts) as pool:
+        with pytest.raises(SwapError, match=r"differ by 0\.5.*m@1 serves on"):
+            await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
+        assert held(pool) == [("m@1", "serving")] * 2
+        assert all(host.engine.loaded.count("m@2") == 3 for host in hosts)
+
+
+async def test_busy_seconds_count_time_with_a_request_in_flight(tmp_path: Path) -> None:
+    async with serving(tmp_path, *residents(1, delay=0.02)) as pool:
+        assert pool.status()[0]["busy_seconds"] == 0.0
+        begun = time.monotonic()
+        await asyncio.gather(*(ask(pool, "m@1") for _ in range(8)))
+        wall = time.monotonic() - begun
+        busy = pool.status()[0]["busy_seconds"]
+        assert 0 < busy <= wall, "what goes on side by side is counted once"
+        assert pool.status()[0]["busy_seconds"] == busy
+
+
+class Spoken(ScriptedEngine):
+    """Takes a few turns of the loop over each piece of a stream; its text is in the request."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: str(request["messages"][0]["content"]))
+
+    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().answer(exchange)) as pieces:
+            async for piece in pieces:
+                yield piece
+                await asyncio.sleep(0.001)
+
+
+def said(pieces: list[bytes]) -> tuple[str, set[str]]:
+    """The text of a stream, and the models it names."""
+    chunks = [json.loads(piece[6:]) for piece in pieces if not piece.startswith(b"data: [DONE]")]
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+    return text, {chunk["model"] for chunk in chunks}
+
+
+@pytest.mark.parametrize(("replicas", "mode"), [(2, "drain"), (1, "drain"), (1, "keep")])
+async def test_a_swap_under_32_streams_loses_and_doubles_nothing(
+    tmp_path: Path, replicas: int, mode: SwapMode
+) -> None:
+    hosts = [Resident(Spoken()) for _ in range(replicas)]
+    async with serving(tmp_path, *hosts, swap_mode=mode) as pool:
+        alias, swapped, number = "m@1", False, iter(range(10**6))
+        answered: list[Exchange] = []
+
+        async def client() -> None:
+            last = False
+            while not last:
+                last = swapped  # one more after the end of the swap
+                text = f"{next(number)} " * 60
+                asked = exchange(messages=[{"role": "user", "content": text}], stream=True)
+                pieces = [piece async for piece in pool.answer(lambda: alias, asked)]
+                (sample,) = asked.samples
+                assert said(pieces) == (text, {sample.version})
+                assert bytes(sample.token_ids).decode() == text
+                assert len(sample.logprobs) == len(text)
+                answered.append(asked)
+
+        clients = [asyncio.create_task(client()) for _ in range(32)]
+        await until(lambda: sum(status["in_flight"] for status in pool.status()) == 32)
+        await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
+        alias = "m@2"
+        pool.wake()
+        await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
+        swapped = True
+        await asyncio.gather(*clients)
+        assert sum(len(host.engine.requests) for host in hosts) == len(answered)  # type: ignore[attr-defined]
+        assert {asked.samples[0].version for asked in answered} == {"m@1", "m@2"}
+        seams = [seam for asked in answered for seam in asked.samples[0].seams]
+        assert {seam.model for seam in seams} == ({"m@2"} if mode == "keep" else set())
+        assert all(0 < seam.at < 60 * 8 for seam in seams) and len(seams) <= 32
+
+
+async def test_kept_requests_go_on_under_the_old_weights_if_the_new_are_not_proven(
+    tmp_path: Path,
+) -> None:
+    host = Mortal(Spoken())
+    async with serving(tmp_path, host, swap_mode="keep") as pool:
+        texts = [f"{number} " * 60 for number in range(8)]
+
+        async def one(text: str) -> Exchange:
+            asked = exchange(messages=[{"role": "user", "content": text}], stream=True)
+            assert said([piece async for piece in pool.answer("m@1", asked)])[0] == text
+            return asked
+
+        streams = [asyncio.create_task(one(text)) for text in texts]
+        await until(lambda: pool.status()[0]["in_flight"] == 8)
+        with pytest.raises(SwapError, match="m@1 serves on"):
+            await pool.swap(checkpoint(tmp_path, 2), "m@2", WRONG)
+        for asked in await asyncio.gather(*streams):
+            assert (asked.samples[0].version, asked.samples[0].seams) == ("m@1", [])
+        # twice in place; the old again, for them to end; and only then from scratch
+        assert host.engine.loaded == ["m@1", "m@2", "m@2", "m@1", "m@2", "m@1"]  # type: ignore[attr-defined]
+        assert host.starts == 3
+
+
+async def test_a_call_is_recorded_with_where_the_weights_changed(tmp_path: Path) -> None:
+    async with served(tmp_path, Paced(echo, pause=0.002)) as gateway:
+        gateway.pool.swap_mode = "keep"
+        text = "the same words again and again " * 20
+        stream = asyncio.create_task(gateway.ask(text, stream=True))
+        await until(lambda: gateway.engine.active == 1)
+        await gateway.pool.swap(checkpoint(tmp_path, 2), "calc@2", probe(2))
+        reply = await stream
+        assert said([line for line in reply.body.split(b"\n\n") if line])[1] == {"calc@1"}
+        (call,) = gateway.calls(reply.run_id)
+        (seam,) = call.seams
+        assert (call.model, seam.model) == ("calc@1", "calc@2")
+        assert 0 < seam.at < len(call.token_ids) == len(text)

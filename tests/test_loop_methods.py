@@ -1,0 +1,199 @@
+"""What each method trains on and how: recipes, jobs, stages, what is drawn and drawn again."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents import PromotionTest, ScriptedEngine, Stage
+from cray_agents.errors import BadInput
+from cray_agents.generation import Generation
+from cray_agents.paths import Home
+from cray_agents.recipes import RunQuery
+from cray_agents.records import Run
+from cray_agents.runtime.datasets import dataset_runs, read_dataset
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.seed_model import make_seed_model
+from cray_agents.training import Hyperparameters, JobSpec, Lora, Policy
+from tests.loop_site import echo, site_loop
+from tests.scripted_platform import platform
+
+
+def specs(root: Path, done: list[Generation]) -> list[JobSpec]:
+    """Of the generations' jobs, in their order."""
+    folders = [Home(root).job(g.job) for g in done if g.generation and g.job]
+    return [JobSpec.model_validate_json((f / "spec.json").read_text()) for f in folders]
+
+
+def used(root: Path, generation: Generation) -> set[str]:
+    lines = dataset_runs(Home(root), generation.dataset or "")
+    return {line["run"] for line in lines if line["accepted"]}
+
+
+def train_runs(root: Path, generation: int) -> list[Run]:
+    return Store(Home(root)).runs(RunQuery(loop="loop", generation=generation))
+
+
+def by_task(runs: list[Run]) -> dict[str, list[float]]:
+    found = defaultdict(list)
+    for run in runs:
+        assert run.task is not None and run.reward is not None
+        found[run.task.id].append(run.reward)
+    return found
+
+
+def test_grpo_trains_on_its_own_generation_and_goes_on_from_the_latest(tmp_path: Path) -> None:
+    hyper = Hyperparameters(steps=1, seed=5, policy=Policy(clip_high=0.28))
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        loop = site_loop(method="grpo", attempts=4, temperature=0.7, hyperparameters=hyper,
+                         evaluate_every=3, platform=where)  # fmt: skip
+        done = list(loop.run(4))
+    first, second, third, _ = jobs = specs(tmp_path, done)
+    assert {job.method for job in jobs} == {"grpo"}
+    assert first.hyperparameters.policy == Policy(clip_high=0.28, temperature=0.7)
+    assert [job.hyperparameters.seed for job in jobs] == [6, 7, 8, 9]
+    assert [job.optimizer_from for job in jobs] == [None, first.id, second.id, third.id]
+    assert [g.sampled_from for g in done[1:]] == ["m@1", "m@2", "m@3", "m@4"]
+    # only the third was evaluated, against m@1, and it is better; those before were passed on
+    assert [(g.promoted, g.onward, g.holdout_tasks > 0) for g in done[1:]] == [
+        (False, "m@2", False),
+        (False, "m@3", False),
+        (True, None, True),
+        (False, "m@5", False),
+    ]
+    assert done[1].holdout_success == done[0].holdout_success
+    for generation in done[1:]:
+        runs = {run.id: run for run in train_runs(tmp_path, generation.generation)}
+        mixed = {task for task, got in by_task(list(runs.values())).items() if len(set(got)) > 1}
+        expected = {run.id for run in runs.values() if run.task and run.task.id in mixed}
+        assert used(tmp_path, generation) == expected
+        assert generation.zero_variance_groups == 12 - len(mixed)
+        assert generation.tokens == sum(call.usage.completion_tokens for call in runs.values())
+
+
+def test_groups_without_variance_are_replaced_within_the_budget(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        loop = site_loop(method="grpo", attempts=2, resample=0.5, platform=where)
+        (_, first) = list(loop.run(1))
+        assert list(site_loop(method="grpo", attempts=2, resample=0.5, platform=where).run(1))
+    groups = by_task(train_runs(tmp_path, 1))
+    assert set(map(len, groups.values())) == {2}
+    alike = sum(len(set(got)) == 1 for got in groups.values())
+    assert first.resampled == len(groups) - 12 == 6  # half of twelve
+    assert (first.zero_variance_groups, first.runs) == (alike, 36)
+
+
+def test_dpo_and_kto_get_what_they_compare(tmp_path: Path) -> None:
+    stages = [Stage("dpo", 1, attempts=3), Stage("kto")]
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        done = list(site_loop(method=stages, platform=where).run(2))
+    dpo, kto = specs(tmp_path, done)
+    assert (dpo.method, kto.method, dpo.reference, kto.reference) == ("dpo", "kto", None, None)
+    pairs = read_dataset(Home(tmp_path), done[1].dataset or "")
+    assert pairs["method"] == "dpo"
+    runs = {run.id: run for run in train_runs(tmp_path, 1)}
+    rewards = [runs[name].reward for name in used(tmp_path, done[1])]
+    assert rewards.count(1.0) == rewards.count(0.0) > 3
+    assert len(used(tmp_path, done[2])) == 36 + 12  # kto: good and bad, of both generations
+
+
+def test_a_schedule_of_demonstrations_imitation_and_policy_gradient(tmp_path: Path) -> None:
+    make_seed_model(tmp_path / "model", seed=0, corpus=["say 1", "2"])
+    shown = [([{"role": "user", "content": f"show {n}"},
+               {"role": "assistant", "content": str(n)}], {}) for n in range(8)]  # fmt: skip
+    small = Hyperparameters(steps=2)
+    stages = [Stage("sft", 1), Stage("rft", 1, tasks_per_generation=20),
+              Stage("grpo", hyperparameters=small, attempts=3)]  # fmt: skip
+    with platform(tmp_path / "home", ScriptedEngine(echo), model=tmp_path / "model") as where:
+        done = list(site_loop(method=stages, demonstrations=shown, platform=where).run(3))
+    assert [g.method for g in done[1:]] == ["sft", "rft", "grpo"]
+    assert [g.runs for g in done[1:]] == [0, 20, 36]
+    assert [g.promoted for g in done[1:]] == [True, False, True]
+    assert [g.sampled_from for g in done[1:]] == [None, "m@2", "m@2"]
+    root = tmp_path / "home"
+    assert [job.method for job in specs(root, done)] == ["sft", "sft", "grpo"]
+    assert specs(root, done)[2].hyperparameters.steps == 2
+    assert len(used(root, done[1])) == 8
+    grpo_runs = {run.id for run in train_runs(root, 3)}
+    assert used(root, done[3]) <= grpo_runs  # what rft left over is not grpo's
+
+
+def test_adapters_are_new_in_each_job_and_so_is_their_optimizer(tmp_path: Path) -> None:
+    lora = Hyperparameters(steps=1, lora=Lora(rank=4))
+    stages = [Stage("rft", 2, lora), Stage("rft", 1), Stage("rft")]
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        done = list(site_loop(method=stages, platform=where).run(4))
+    assert [g.promoted for g in done] == [True, True, False, True, False]
+    first, second, third, fourth = specs(tmp_path, done)
+    assert first.hyperparameters.lora == second.hyperparameters.lora == Lora(rank=4)
+    # the second's parent was made by the first, the third's too: with adapters, which are merged
+    assert [first.optimizer_from, second.optimizer_from, third.optimizer_from] == [None] * 3
+    assert fourth.optimizer_from == third.id
+
+
+def test_a_tie_is_passed_on_by_grpo_and_not_promoted(tmp_path: Path) -> None:
+    """A step too small to be told from chance is not lost, and nobody is served it."""
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        loop = site_loop(method="grpo", attempts=3, rewards=[even], platform=where)
+        done = list(loop.run(2))
+    assert [(g.promoted, g.onward) for g in done[1:]] == [(False, "m@2"), (False, "m@3")]
+    assert {g.ties for g in done[1:]} == {done[1].holdout_tasks}
+    assert "not shown to be better" in done[1].note or "futile" in done[1].note
+
+
+def even(run: Run) -> float:
+    """The same for every version: attempts differ, versions do not."""
+    return float((run.attempt or 0) % 2)
+
+
+def test_a_generation_without_variance_is_no_update_and_two_are_an_error(tmp_path: Path) -> None:
+    def three(run: Run) -> float:
+        return 0.0 if run.generation == 2 or run.generation in (4, 5) else even(run)
+
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        loop = site_loop(method="grpo", attempts=2, rewards=[three], platform=where)
+        steps = loop.run(5)
+        done = [next(steps) for _ in range(5)]
+        assert [g.dataset is None for g in done] == [True, False, True, False, True]
+        assert done[2].note.startswith("no update: no run can be trained on")
+        assert (done[2].version, done[3].sampled_from) == ("m@2", "m@2")
+        with pytest.raises(BadInput, match="zero_variance"):
+            next(steps)
+
+
+def test_the_control_draws_by_the_shuffled_rewards_too(tmp_path: Path) -> None:
+    """Neither the training set, nor the draw, nor the resampling may follow the true ones."""
+    shuffled: dict[str, Any] = {"control": "shuffled-rewards", "method": "grpo", "attempts": 2,
+                                "resample": 1.0, "tasks_per_generation": 20}  # fmt: skip
+    drawn = []
+    for name, rewards in (("a", [first_half]), ("b", [second_half])):
+        with platform(tmp_path / name, ScriptedEngine(echo)) as where:
+            loop = site_loop(rewards=rewards, platform=where, **shuffled)
+            (_, generation) = list(loop.run(1))
+        groups = by_task(train_runs(tmp_path / name, 1))
+        assert all(len(set(got)) == 1 for got in groups.values())  # the true ones never vary
+        assert used(tmp_path / name, generation)  # and yet there is something to learn
+        drawn.append((len(groups), generation.zero_variance_groups))
+    assert drawn[0][1] < drawn[0][0]
+
+
+def first_half(run: Run) -> float:
+    return float(int(run.input.split()[-1]) % 2)
+
+
+def second_half(run: Run) -> float:
+    return 1.0 - first_half(run)
+
+
+def test_a_worse_candidate_is_rejected_before_all_tasks_were_tried(tmp_path: Path) -> None:
+    def worse(run: Run) -> float:
+        return float(run.model == "m@1")
+
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        loop = site_loop(rewards=[worse], promotion=PromotionTest(hidden=0.2, batch=8),
+                         platform=where)  # fmt: skip
+        (start, first) = list(loop.run(1))
+    assert not first.promoted
+    assert 0 < first.holdout_tasks < start.holdout_tasks
+    assert first.losses == first.holdout_tasks

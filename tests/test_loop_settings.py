@@ -1,0 +1,114 @@
+"""What a loop was asked stays what it is; and when it ends by itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents import Budget, ScriptedEngine, reward
+from cray_agents.errors import BadInput
+from cray_agents.generation import Generation
+from cray_agents.paths import Home
+from cray_agents.records import Run
+from cray_agents.stopping import why_stopped
+from cray_agents.training import Hyperparameters
+from tests.loop_site import echo, site_loop, some_tasks
+from tests.scripted_platform import platform
+
+
+@reward
+def odd(run: Run) -> float:
+    """The same for every version."""
+    return float(int(run.input.split()[-1]) % 2)
+
+
+SMALL: dict[str, Any] = {
+    "tasks": some_tasks(40, 16, 0),
+    "tasks_per_generation": 10,
+    "rewards": [odd],
+}
+
+
+def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: Path) -> None:
+    warmer = Hyperparameters(steps=1, learning_rate=2e-3)
+    changed: dict[str, Any] = {"hyperparameters": warmer, "tasks_per_generation": 5, "seed": 3}
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        begun = list(site_loop(platform=where, **SMALL).run(1))
+        with pytest.raises(BadInput) as refusal:
+            list(site_loop(platform=where, **SMALL | changed).run(2))
+        told = str(refusal.value)
+        assert "stages.1.hyperparameters.learning_rate was 0.001, now 0.002" in told
+        assert "stages.1.tasks_per_generation was 10, now 5" in told
+        assert "seed was 0, now 3" in told
+        assert (refusal.value.code, refusal.value.param) == ("loop_changed", "seed")
+        accepted = list(site_loop(platform=where, changed="accept", **SMALL | changed).run(2))
+        assert accepted[:2] == begun
+        assert accepted[2].runs == 5
+        # these are its settings now; the ones before stay on record
+        assert list(site_loop(platform=where, **SMALL | changed).run(2)) == accepted
+        with pytest.raises(BadInput, match="was 5, now 10"):
+            list(site_loop(platform=where, **SMALL).run(2))
+    journal = Home(tmp_path).loop("loop") / "journal"
+    seeds = [json.loads((journal / f"settings-{n}.json").read_text())["seed"] for n in (1, 2)]
+    assert seeds == [0, 3]
+
+
+def test_where_and_how_far_it_runs_may_change(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        list(site_loop(platform=where, **SMALL).run(1))
+        free: dict[str, Any] = {"concurrency": 2, "patience": 9, "budget": Budget(runs=10**6)}
+        assert len(list(site_loop(platform=where, **SMALL | free).run(2))) == 3
+
+
+def test_other_tasks_are_other_settings(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        list(site_loop(platform=where, **SMALL).run(1))
+        with pytest.raises(BadInput, match="tasks was 'sha256:"):
+            list(site_loop(platform=where, **SMALL | {"tasks": some_tasks(41, 16, 0)}).run(1))
+
+
+def test_a_used_up_budget_ends_it_and_a_restart_does_not_give_it_back(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        budget = Budget(runs=40)  # 16 in generation 0, 26 in each other
+        done = list(site_loop(platform=where, budget=budget, **SMALL).run(5))
+        assert [g.generation for g in done] == [0, 1]
+        assert done[0].stopped is None
+        assert done[1].stopped == "budget: 42 of 40 runs are used"
+        assert list(site_loop(platform=where, budget=budget, **SMALL).run(5)) == done
+        more = list(site_loop(platform=where, budget=Budget(runs=50), **SMALL).run(5))
+        assert len(more) == 3
+
+
+def generation(number: int, **given: Any) -> Generation:
+    base: dict[str, Any] = {"generation": number, "holdout_success": 0.5, "holdout_tasks": 10,
+                            "version": f"m@{number + 1}"}  # fmt: skip
+    return Generation(**base | given)
+
+
+def test_why_it_stops() -> None:
+    done = [
+        generation(0, wall=10.0),
+        generation(1, wall=5.0, runs=8, tokens=100, trainer_seconds=3.0, holdout_success=0.7),
+    ]
+    free = Budget()
+    assert why_stopped([], 0.1, 1, free) is None
+    assert why_stopped(done, None, None, free) is None
+    assert why_stopped(done, 0.7, None, free) == "target: held-out success 0.700 of 0.7"
+    assert why_stopped(done, 0.8, 1, free) is None
+    assert "15 of 15 seconds" in str(why_stopped(done, None, None, Budget(seconds=15)))
+    assert "28 of 20 runs" in str(why_stopped(done, None, None, Budget(runs=20)))
+    assert "100 of 99 tokens" in str(why_stopped(done, None, None, Budget(tokens=99)))
+    spent = why_stopped(done, None, None, Budget(trainer_seconds=2.5))
+    assert spent == "budget: 3 of 2.5 trainer_seconds are used"
+    # a rejected candidate is not the target, and not being evaluated is no rejection
+    rejected = generation(2, promoted=False, holdout_success=0.9, note="rejected: futile")
+    passed_on = generation(3, promoted=False, holdout_tasks=0)
+    assert why_stopped([*done, rejected, passed_on], 0.8, 2, free) is None
+    assert "no progress" in str(why_stopped([*done, rejected, rejected], None, 2, free))
+
+
+def test_an_older_record_is_read_and_a_newer_one_by_older_code() -> None:
+    older = {"generation": 1, "holdout_success": 0.5, "holdout_tasks": 3, "version": "m@2"}
+    read = Generation.model_validate({**older, "from_the_future": 1})
+    assert (read.method, read.onward, read.stopped) == ("rft", None, None)

@@ -1,0 +1,107 @@
+"""Run in a sandbox: tries each attack named in ATTACKS, and prints what came of it as JSON.
+
+    python sandbox_attacks.py '{"victim": 123, "secret": "/path", "socket": "/path", ...}'
+
+True: it worked. A text: what the system said. A test runs it without a sandbox too: those that
+work there are held off by the sandbox, and by nothing else.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+site: dict[str, Any] = json.loads(sys.argv[1])
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(256)
+
+
+def call(*arguments: Any) -> None:
+    if libc.syscall(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def connect(family: int, address: Any) -> None:
+    with socket.socket(family) as client:
+        client.settimeout(5)
+        client.connect(address)
+        assert client.recv(2) == b"hi"
+
+
+def send() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.sendto(b"hi", ("127.0.0.1", site["udp"]))
+
+
+def write(path: str) -> None:
+    with open(path, "w") as file:
+        file.write("was here")
+
+
+def read(path: str) -> None:
+    with open(path, "rb") as file:
+        assert file.read(1)
+
+
+def key() -> None:
+    assert "SECRET_KEY" in os.environ
+
+
+def no_new_namespace() -> None:
+    call(272, 0x10000000)
+
+
+victim, secret = site["victim"], site["secret"]
+ATTACKS: dict[str, Callable[[], object]] = {
+    "read a file": lambda: read(secret),
+    "read a key of root": lambda: read(site["ssh"]),
+    "write a file": lambda: write(secret),
+    "make a file": lambda: write(os.path.dirname(secret) + "/new"),
+    "make a file in /tmp": lambda: write(site["tmp"]),
+    "make a file in /usr": lambda: write("/usr/was-here"),
+    "truncate a file": lambda: os.truncate(secret, 0),
+    "remove a file": lambda: os.unlink(secret),
+    "rename a file": lambda: os.rename(secret, secret + "2"),
+    "link a file": lambda: os.link(secret, "link"),
+    "chmod a file": lambda: os.chmod(secret, 0o777),
+    "chmod an open file": lambda: os.fchmod(os.open(site["readable"], os.O_RDONLY), 0o777),
+    "chown a file": lambda: os.chown(secret, os.getuid(), os.getgid()),
+    "set a file's time": lambda: os.utime(secret),
+    "set a file's xattr": lambda: os.setxattr(secret, "user.x", b"1"),
+    "read a process's environment": lambda: read(f"/proc/{victim}/environ"),
+    "read a process's arguments": lambda: read(f"/proc/{victim}/cmdline"),
+    "signal a process": lambda: os.kill(victim, 0),
+    "trace a process": lambda: call(101 if sys.maxsize and os.uname().machine == "x86_64" else 117,
+                                    16, victim, 0, 0),
+    "limit a process": lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (7, 7)),
+    "pin a process": lambda: os.sched_setaffinity(victim, {0}),
+    "slow a process": lambda: os.setpriority(os.PRIO_PROCESS, victim, 19),
+    "connect to a unix socket": lambda: connect(socket.AF_UNIX, site["socket"]),
+    "connect to an abstract socket": lambda: connect(socket.AF_UNIX, "\0" + site["abstract"]),
+    "connect over TCP": lambda: connect(socket.AF_INET, ("127.0.0.1", site["tcp"])),
+    "send over UDP": send,
+    "open a vsock": lambda: socket.socket(40, 1, 0).close(),
+    "open a crypto socket": lambda: socket.socket(38, 5, 0).close(),
+    "start an io_uring": lambda: call(425, 4, buffer),
+    "make hidden memory": lambda: os.close(os.memfd_create("hidden")),
+    "make shared memory": lambda: call(29 if os.uname().machine == "x86_64" else 194,
+                                       0, 4096, 0o1600),
+    "enter a new user namespace": no_new_namespace,
+    "read an environment variable": key,
+}  # fmt: skip
+
+
+def tried(attack: Callable[[], object]) -> bool | str:
+    try:
+        attack()
+    except (OSError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return True
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: tried(attack) for name, attack in ATTACKS.items()}))

@@ -1,0 +1,294 @@
+"""MCP with real servers over stdio and HTTP: their tools as ours, and an agent as a server."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import Client, StdioServerParameters
+
+from cray_agents import Agent, ScriptedEngine
+from cray_agents.cli.mcp_serving import serve
+from cray_agents.errors import BadInput, SetupError
+from cray_agents.records import Run, ToolCall
+from cray_agents.scripted import tool_call
+from cray_agents.toolbox import Tool, perform
+from cray_agents.tools.from_schema import tool_from_schema
+from cray_agents.tools.mcp_client import McpTools
+
+SITE = str(Path(__file__).with_name("mcp_site.py"))
+COMMAND = [sys.executable, SITE]
+
+AGENT = """
+print("a print in the file")
+from cray_agents import Agent, ScriptedEngine
+from cray_agents.errors import EngineError
+from cray_agents.scripted import tool_call
+from cray_agents.tools.calculator import calculator
+
+async def keep(run):
+    from pathlib import Path
+    with Path(__file__).with_suffix(".jsonl").open("a") as file:
+        print(run.model_dump_json(), file=file)
+
+script = [tool_call("calculator", expression="2+2"), "It is 4.", EngineError("the engine is out")]
+agent = Agent(name="calc bot", description="Knows sums.", tools=[calculator], recorder=keep,
+              engine=ScriptedEngine(script))
+"""
+
+
+@pytest.fixture(scope="module")
+def stdio() -> Iterator[McpTools]:
+    with McpTools(command=COMMAND, timeout=20) as server:
+        yield server
+
+
+def named(server: McpTools) -> dict[str, Tool]:
+    return {tool.name: tool for tool in server.tools}
+
+
+async def ask(server: McpTools, name: str, arguments: str = "{}") -> ToolCall:
+    asked = {"id": "c", "function": {"name": name, "arguments": arguments}}
+    return await perform(named(server), asked)
+
+
+def test_an_agent_uses_them(stdio: McpTools) -> None:
+    calls = [
+        tool_call("add", left=2),
+        tool_call("weather_of", city="Oslo"),
+        tool_call("fail"),
+        tool_call("picture"),
+        tool_call("add", left="two"),
+        tool_call("add"),
+    ]
+    agent = Agent(name="a", tools=stdio.tools, engine=ScriptedEngine([calls, "done"]))
+    done = agent.run_sync("go").trajectory.turns[0].tool_calls
+    assert [call.result for call in done[:2]] == [3, {"city": "Oslo", "rain": True}]
+    assert "the printer is on fire" in done[2].error
+    assert done[3].result == "a dot:\n[image, image/png, about 6 bytes: not shown]"
+    assert done[4].error == (
+        "bad arguments for add: left: 'two' is not of type 'integer'. "
+        "Expected add(left: integer, right?: integer)"
+    )
+    assert "'left' is a required property" in done[5].error
+
+
+def test_models_see_the_servers_own_schema(stdio: McpTools) -> None:
+    about = named(stdio)["add"].schema["function"]
+    assert about["description"] == "Add two numbers."
+    assert about["parameters"]["required"] == ["left"]
+    assert about["parameters"]["properties"]["right"]["default"] == 1
+
+
+async def test_calls_from_any_loop_and_side_by_side(stdio: McpTools) -> None:
+    """This loop, another thread's, and the one of sync callers share one server."""
+    here = asyncio.gather(*(ask(stdio, "process") for _ in range(5)))
+    there = asyncio.to_thread(asyncio.run, ask(stdio, "process"))
+    pids = {call.result for call in [*await here, await there]}
+    assert len(pids) == 1 and os.getpid() not in pids
+
+
+async def test_a_server_that_dies_is_told_and_started_again() -> None:
+    async with McpTools(command=COMMAND) as server:
+        first = (await ask(server, "process")).result
+        died = await ask(server, "die")
+        assert "ended during the call" in died.error and "I was told to die" in died.error
+        second = (await ask(server, "process")).result
+        assert second != first
+        os.kill(second, signal.SIGKILL)  # not during a call
+        calls = [await ask(server, "process") for _ in range(2)]
+        assert calls[-1].result not in (None, first, second)
+        pid = calls[-1].result
+    closed = await ask(server, "process") if server.tools else None
+    assert closed is not None and "was closed" in closed.error
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_call_that_hangs_hurts_no_other() -> None:
+    async with McpTools(command=COMMAND, timeout=0.3, allow=["hang", "proc*"]) as server:
+        assert sorted(named(server)) == ["hang", "process"]
+        before = await ask(server, "process")
+        hung = await ask(server, "hang")
+        assert hung.error == "hang did not answer within 0.3 s"
+        assert (await ask(server, "process")).result == before.result
+
+
+@contextmanager
+def site_at(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([*COMMAND, str(port)])
+    try:
+        while process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_over_http_with_a_prefix_also_when_the_server_is_restarted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/mcp"
+    with site_at(port) as first:
+        server = McpTools(url=url, prefix="site.", allow=["process", "weather.of"]).open()
+        assert sorted(named(server)) == ["site_process", "site_weather_of"]
+        assert (await ask(server, "site_process")).result == first.pid
+    try:
+        gone = [(await ask(server, "site_process")).error for _ in range(2)]
+        assert "the MCP server" in gone[0] and "did not start" in gone[1]
+        with site_at(port) as second:
+            assert (await ask(server, "site_process")).result == second.pid
+    finally:
+        server.close()
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"command": ["/no/such/server"]}, "No such file"),
+        ({"command": [sys.executable, "-c", "raise SystemExit('no licence')"]}, "no licence"),
+        ({"command": ["sleep", "60"], "start_timeout": 0.2}, "no answer within 0.2 s"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "connection attempts failed"),
+    ],
+)
+def test_servers_that_do_not_start(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        McpTools(**options).open()
+    assert message in str(caught.value)
+
+
+def test_a_server_that_never_answers_is_not_left_behind(tmp_path: Path) -> None:
+    script = f"echo $$ > {tmp_path}/pid; exec sleep 600"
+    with pytest.raises(SetupError, match=r"no answer within 0\.3 s"):
+        McpTools(command=["sh", "-c", script], start_timeout=0.3).open()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+async def test_a_start_that_takes_longer_than_a_call_may(tmp_path: Path) -> None:
+    """The calls are told; the start goes on for the next one, and there is only one."""
+    script = f'echo begun >> {tmp_path}/starts; exec "{sys.executable}" "{SITE}"'
+    async with McpTools(command=["sh", "-c", script], timeout=0.05) as server:
+        await ask(server, "die")
+        calls = [await ask(server, "process")]
+        while calls[-1].error is not None:
+            assert "did not answer within 0.05 s" in calls[-1].error
+            calls.append(await ask(server, "process"))
+    assert len(calls) > 1
+    assert (tmp_path / "starts").read_text() == "begun\n" * 2
+
+
+def test_what_cannot_be_meant() -> None:
+    for options in ({}, {"command": ["a"], "url": "b"}, {"command": "python server.py"}):
+        with pytest.raises(BadInput, match="give an MCP server's command"):
+            McpTools(**options)
+    with pytest.raises(BadInput, match=r"fits no tool of the MCP server; it has add, weather\.of"):
+        McpTools(command=COMMAND, allow=["add", "subtract"]).open()
+
+
+def test_schemas_are_held_and_never_followed_out() -> None:
+    tool = tool_from_schema(
+        "t",
+        "",
+        {
+            "properties": {"any": True, "tree": {"$ref": "#/$defs/tree"}},
+            "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+            "additionalProperties": False,
+        },
+        lambda arguments: sorted(arguments),
+    )
+
+    async def told(arguments: str) -> Any:
+        asked = {"id": "c", "function": {"name": "t", "arguments": arguments}}
+        call = await perform({"t": tool}, asked)
+        return call.error or call.result
+
+    assert asyncio.run(told('{"any": 1, "tree": [[], [[]]]}')) == ["any", "tree"]
+    assert "tree: 1: 3 is not of type 'array'" in asyncio.run(told('{"tree": [[], 3]}'))
+    assert "'{x}' was unexpected" in asyncio.run(told('{"{x}": 1}'))
+    assert "should be an object" in asyncio.run(told("[1]"))
+    assert "bad arguments" in asyncio.run(told("{"))
+    with pytest.raises(BadInput, match="broken JSON schema"):
+        tool_from_schema("t", "", {"type": "objekt"}, print)
+    with pytest.raises(BadInput, match="cannot be called 'a b'"):
+        tool_from_schema("a b", "", {}, print)
+    away = tool_from_schema("t", "", {"properties": {"a": {"$ref": "http://127.0.0.1:9/s"}}}, print)
+    call = perform({"t": away}, {"id": "c", "function": {"name": "t", "arguments": '{"a": 1}'}})
+    assert "which is not in it" in asyncio.run(call).error
+
+
+@pytest.fixture
+def agent_file(tmp_path: Path) -> Path:
+    file = tmp_path / "bot.py"
+    file.write_text(AGENT)
+    return file
+
+
+def command(file: Path, *words: str) -> list[str]:
+    return ["-m", "cray_agents", "mcp", str(file), *words]
+
+
+async def test_an_agent_as_a_server(agent_file: Path) -> None:
+    news: list[str | None] = []
+
+    async def progress(step: float, total: float | None, message: str | None) -> None:
+        news.append(message)
+
+    parameters = StdioServerParameters(command=sys.executable, args=command(agent_file))
+    async with Client(parameters) as client:
+        (tool,) = (await client.list_tools()).tools
+        assert (tool.name, tool.description) == ("ask_calc_bot", "Knows sums.")
+        result = await client.call_tool(tool.name, {"question": "2+2?"}, progress_callback=progress)
+        assert [block.text for block in result.content] == ["It is 4."]
+        said = result.structured_content
+        assert (said["output"], said["stop_reason"]) == ("It is 4.", "completed")
+        failed = await client.call_tool(tool.name, {"question": "3+3?"})
+        assert failed.is_error and "the engine is out" in failed.content[0].text
+    assert news == [
+        "calc bot asks default",
+        'calculator({"expression": "2+2"})',
+        "calculator: 4",
+        "It is 4.",
+    ]
+    lines = agent_file.with_suffix(".jsonl").read_text().splitlines()
+    runs = [Run.model_validate_json(line) for line in lines]
+    assert [run.input for run in runs] == ["2+2?", "3+3?"]
+    assert runs[0].id == said["run_id"] and runs[0].tags == ["mcp"]
+
+
+def test_an_agent_as_a_server_over_http_for_another_agent(agent_file: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *command(agent_file, "--http")], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        line = next(line for line in process.stderr if line.startswith("MCP server:"))
+        with McpTools(url=line.split()[-1]) as server:
+            script = [tool_call("ask_calc_bot", question="2+2?"), "done"]
+            agent = Agent(name="a", tools=server.tools, engine=ScriptedEngine(script))
+            (call,) = agent.run_sync("go").trajectory.turns[0].tool_calls
+            assert call.result["output"] == "It is 4."
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_port_without_http(agent_file: Path) -> None:
+    with pytest.raises(BadInput, match="--port is for --http"):
+        serve(str(agent_file), port=1)

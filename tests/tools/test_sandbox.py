@@ -1,0 +1,512 @@
+"""What the sandbox promises (tools/sandbox/__init__.py), attacked, in each layer that works here.
+
+The whole file is run as root and, by its last test, as an ordinary user.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import BadInput, SetupError
+from cray_agents.lifeline import alive
+from cray_agents.tools.sandbox import Sandbox, layers
+from cray_agents.tools.sandbox.watching import family
+
+ATTACKS = Path(__file__).with_name("sandbox_attacks.py")
+ROOT = Path(__file__).parents[2]
+LAYERS = [layer for layer in layers.CONFINING if layers.problem(layer) is None]
+PYTHON = sys.executable
+
+
+@pytest.fixture(params=LAYERS)
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    return Sandbox(layer=request.param, seconds=20)
+
+
+@dataclass
+class Site:
+    """What an attacker goes for, outside of the sandbox."""
+
+    folder: Path
+    victim: subprocess.Popen[bytes]
+    words: dict[str, Any]
+
+    def state(self) -> dict[str, Any]:
+        secret = self.folder / "secret"
+        at = secret.stat()
+        readable = Path(self.words["readable"]).stat()
+        pid = self.victim.pid
+        return {
+            "names": sorted(path.name for path in self.folder.iterdir()),
+            "text": secret.read_text(),
+            "secret": (at.st_mode, at.st_uid, at.st_mtime_ns, os.listxattr(secret)),
+            "readable": (readable.st_mode, readable.st_uid, readable.st_mtime_ns),
+            "limits": Path(f"/proc/{pid}/limits").read_text(),
+            "affinity": os.sched_getaffinity(pid),
+            "priority": os.getpriority(os.PRIO_PROCESS, pid),
+            "alive": self.victim.poll() is None,
+        }
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        words: dict[str, Any] = {"abstract": uuid.uuid4().hex}
+        shown = tmp_path / "shown"
+        shown.mkdir()
+        folder = tmp_path / "hidden"
+        folder.mkdir()
+        for file in (folder / "secret", shown / "file"):
+            file.write_text("secret")
+            file.chmod(0o600)
+        ssh = folder / "id_rsa"
+        ssh.write_text("secret")
+        for name, family_, address in (
+            ("socket", socket.AF_UNIX, str(folder / "s")),
+            ("abstract", socket.AF_UNIX, "\0" + words["abstract"]),
+            ("tcp", socket.AF_INET, ("127.0.0.1", 0)),
+        ):
+            server = stack.enter_context(socket.socket(family_))
+            server.bind(address)
+            server.listen()
+            threading.Thread(target=_greet, args=(server,), daemon=True).start()
+            words.setdefault(name, server.getsockname())
+        (folder / "s").chmod(0o777)
+        udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
+        victim = stack.enter_context(subprocess.Popen(["sleep", "600"]))
+        stack.callback(victim.kill)
+        words |= {
+            "victim": victim.pid,
+            "secret": str(folder / "secret"),
+            "ssh": str(ssh),
+            "tmp": f"/tmp/{uuid.uuid4().hex}",
+            "tcp": words["tcp"][1],
+            "udp": udp.getsockname()[1],
+            "readable": str(shown / "file"),
+        }
+        yield Site(folder, victim, words)
+
+
+def _greet(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = server.accept()
+            with client:
+                client.sendall(b"hi")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - other processes cannot set an Event
+            await asyncio.sleep(0.01)
+
+
+async def attack(sandbox: Sandbox, site: Site, **options: Any) -> dict[str, bool | str]:
+    outcome = await sandbox.run(
+        [PYTHON, "attacks.py", json.dumps(site.words)],
+        files={"attacks.py": ATTACKS.read_text()},
+        **options,
+    )
+    assert outcome.returncode == 0, outcome
+    results: dict[str, bool | str] = json.loads(outcome.stdout)
+    return results
+
+
+def worked(results: dict[str, bool | str]) -> set[str]:
+    return {name for name, result in results.items() if result is True}
+
+
+async def test_no_attack_works(
+    sandbox: Sandbox, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_KEY", "sk-1")
+    before = site.state()
+    readable = replace(sandbox, readable=[site.words["readable"]])
+    results = await attack(readable, site)
+    harmless = set()
+    if sandbox.layer == "bubblewrap":  # they reach the sandbox's own, and nothing else
+        harmless = {"make a file in /tmp", "send over UDP"}
+    assert worked(results) <= harmless, results
+    assert site.state() == before
+    assert not Path(site.words["tmp"]).exists()
+
+
+async def test_no_attack_works_beside_a_folder_that_is_given(
+    sandbox: Sandbox, site: Site, tmp_path: Path
+) -> None:
+    before = site.state()
+    given = tmp_path / "given"
+    given.mkdir()
+    readable = replace(sandbox, readable=[site.words["readable"]])
+    results = await attack(readable, site, workdir=given)
+    assert worked(results) <= {"make a file in /tmp", "send over UDP"}
+    assert site.state() == before
+
+
+async def test_without_a_sandbox_they_work(site: Site) -> None:
+    """So each of them is real: it is the sandbox that holds it off."""
+    none = Sandbox(layer="none", unsandboxed=True)
+    results = await attack(none, site, env={"SECRET_KEY": "sk-1"})
+    real = {"read a file", "read a key of root", "read a process's arguments", "make hidden memory",
+            "make shared memory", "connect to a unix socket", "connect to an abstract socket",
+            "connect over TCP", "send over UDP", "make a file in /tmp",
+            "read an environment variable"}  # fmt: skip
+    if os.getuid() != 0:  # as root, the program has a user of its own: another guard of these
+        real |= {"signal a process", "limit a process", "pin a process", "slow a process",
+                 "trace a process", "read a process's environment"}  # fmt: skip
+    assert real <= worked(results), results
+    Path(site.words["tmp"]).unlink()
+
+
+async def test_network_when_it_is_allowed(sandbox: Sandbox, site: Site) -> None:
+    results = await attack(replace(sandbox, network=True), site)
+    assert {"connect over TCP", "send over UDP"} <= worked(results)
+    assert "connect to a unix socket" not in worked(results)
+    assert "connect to an abstract socket" not in worked(results)
+
+
+async def test_a_program_runs(sandbox: Sandbox) -> None:
+    code = "import sys; print(sys.stdin.read(), open('a/b').read()); sys.exit(3)"
+    outcome = await sandbox.run([PYTHON, "-c", code], stdin="in", files={"a/b": "file"})
+    assert (outcome.stdout, outcome.returncode, outcome.limit) == ("in file\n", 3, None)
+    assert (await sandbox.run(["bash", "-c", "kill -9 $$"])).returncode == 137
+    assert (await sandbox.run(["no-such-program"])).returncode == 127
+
+
+async def test_ordinary_programs_work(sandbox: Sandbox) -> None:
+    script = "touch a && mv a b && ln -s b c && cat c && sort <<< x && mktemp && python -c 'pass'"
+    outcome = await sandbox.run(["bash", "-c", script + " && echo done"])
+    assert outcome.stdout.endswith("done\n"), outcome
+    threads = "import asyncio, threading, subprocess\nasyncio.run(asyncio.sleep(0))\n"
+    threads += "t = threading.Thread(target=print, args=(1,)); t.start(); t.join()\n"
+    threads += "subprocess.run(['true'], check=True); print(open('/dev/urandom', 'rb').read(1))"
+    outcome = await sandbox.run([PYTHON, "-c", threads])
+    assert outcome.returncode == 0, outcome
+
+
+async def test_no_privileges(sandbox: Sandbox) -> None:
+    code = "import ctypes, os; print(os.getuid(), ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))"
+    outcome = await sandbox.run([PYTHON, "-c", code + "; os.setuid(0)"])
+    user, no_new_privileges = outcome.stdout.split()
+    assert int(user) != 0 and no_new_privileges == "1" and "Error: [Errno" in outcome.stderr
+
+
+async def test_time(sandbox: Sandbox) -> None:
+    outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", "echo a; sleep 60 & sleep 60"])
+    assert outcome.timed_out and outcome.returncode is None and outcome.stdout == "a\n"
+    assert outcome.shown == "a\n[ended: it took too long]"
+
+
+async def test_memory_of_one_process(sandbox: Sandbox) -> None:
+    code = "b = bytearray(300 << 20); print('got it')"
+    outcome = await replace(sandbox, memory_mb=200).run([PYTHON, "-c", code])
+    assert outcome.stdout == "" and (outcome.limit == "memory" or "MemoryError" in outcome.stderr)
+
+
+async def test_memory_of_all_processes(sandbox: Sandbox) -> None:
+    """Each is within the limit; what they share is counted once."""
+    alone = "import os, time, mmap\n"
+    code = "for _ in range(6):\n  if not os.fork(): b = b'x' * (60 << 20); time.sleep(60)\n"
+    outcome = await replace(sandbox, memory_mb=200).run(
+        [PYTHON, "-c", alone + code + "time.sleep(60)"]
+    )
+    assert outcome.limit == "memory"
+    code = "m = mmap.mmap(-1, 60 << 20); m.write(b'x' * (60 << 20))\n"
+    code += "for _ in range(6):\n  if not os.fork(): sum(m[::4096]); time.sleep(0.3); os._exit(0)\n"
+    code += "for _ in range(6): os.wait()\nprint('done')"
+    outcome = await replace(sandbox, memory_mb=200).run([PYTHON, "-c", alone + code])
+    assert outcome.stdout == "done\n", outcome
+
+
+async def test_processes(sandbox: Sandbox) -> None:
+    code = (
+        "import os, time\nn = 0\ntry:\n  while True:\n    os.fork() or time.sleep(60)\n    n += 1\n"
+    )
+    outcome = await replace(sandbox, processes=8).run(
+        [PYTHON, "-c", code + "except BlockingIOError: print(n)"]
+    )
+    exact = os.getuid() == 0 or sandbox.layer == "bubblewrap"  # else of the whole user's, then
+    assert int(outcome.stdout) == 7 if exact else 0 < int(outcome.stdout) < 12
+    bomb = await sandbox.run(["bash", "-c", "f() { f | f & }; f; sleep 0.3; echo over"])
+    assert "over" in bomb.stdout
+
+
+async def test_output(sandbox: Sandbox) -> None:
+    some = replace(sandbox, output_chars=100)
+    outcome = await some.run(["bash", "-c", "echo first; yes | head -c 100000; echo last; false"])
+    assert outcome.truncated and outcome.returncode == 1
+    assert outcome.stdout.startswith("first\n") and outcome.stdout.endswith("last\n")
+    assert "bytes left out" in outcome.stdout and len(outcome.stdout) < 200
+    flood = await some.run(["yes"])
+    assert flood.limit == "output" and len(flood.stdout) < 200
+    whole = await some.run([PYTHON, "-c", "print('é' * 99)"])
+    assert whole.stdout == "é" * 99 + "\n" and not whole.truncated
+
+
+async def test_disk(sandbox: Sandbox) -> None:
+    little = replace(sandbox, disk_mb=5)
+    one = await little.run(["bash", "-c", "head -c 9000000 /dev/zero > a; stat -c %s a"])
+    assert one.stdout == f"{5 << 20}\n"
+    many = "for i in 1 2 3; do head -c 3000000 /dev/zero > $i; done; sleep 60"
+    assert (await little.run(["bash", "-c", many])).limit == "disk"
+    hidden = f"mkdir a; cd a; {many.replace('sleep', 'cd ..; mv a b; sleep')}"
+    assert (await little.run(["bash", "-c", hidden])).limit == "disk"
+
+
+async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Of a program that ends, one that is ended, and one whose run is cancelled."""
+    mark = f"6{uuid.uuid4().int % 10**9}"
+    detach = f"(setsid sleep {mark} &); (trap '' TERM HUP; setsid sleep {mark} & disown)"
+    (deep := tmp_path / "deep.py").write_text(
+        "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')\n"
+        "try: os.chmod('.', 0)\nexcept OSError: pass"
+    )
+    outcome = await replace(sandbox, readable=[deep]).run(
+        ["bash", "-c", f"exec >/dev/null; {detach}; python {deep}; exit 5"]
+    )
+    assert outcome.returncode == 5
+    outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", f"{detach}; sleep {mark}"])
+    assert outcome.timed_out
+    async with sandbox.start(["bash", "-c", f"{detach}; echo; sleep {mark}"]) as confined:
+        await confined.stdout.readline()
+        pids = family(confined.pid)
+        assert len(pids) > 3
+    assert not [pid for pid in pids if alive(pid)]
+    begun = asyncio.create_task(
+        sandbox.run(["bash", "-c", f"{detach}; touch begun; sleep {mark}"], workdir=tmp_path)
+    )
+    await until((tmp_path / "begun").exists)
+    begun.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await begun
+    assert mark not in _arguments_of_all()
+
+
+def _arguments_of_all() -> str:
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit():
+                found.append((process / "cmdline").read_bytes().decode(errors="replace"))
+    return "\n".join(found)
+
+
+async def test_nothing_outlives_the_platform(sandbox: Sandbox) -> None:
+    """A process that runs programs in sandboxes is killed with no time to clean up."""
+    mark = f"6{uuid.uuid4().int % 10**9}"
+    code = (
+        "import asyncio\nfrom cray_agents.tools.sandbox import Sandbox\n"
+        "async def main():\n"
+        f"  async with Sandbox(layer={sandbox.layer!r}).start(['bash', '-c',"
+        f" '(setsid sleep {mark} &); echo; sleep {mark}']) as confined:\n"
+        "    await confined.stdout.readline(); print(confined.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())"
+    )
+    platform = await asyncio.create_subprocess_exec(PYTHON, "-c", code, stdout=subprocess.PIPE)
+    assert platform.stdout
+    holder = int(await platform.stdout.readline())
+    pids = family(holder)
+    platform.kill()
+    await platform.wait()
+    await until(lambda: not any(alive(pid) for pid in pids))
+
+
+async def test_kill_everything(sandbox: Sandbox, site: Site) -> None:
+    outcome = await sandbox.run([PYTHON, "-c", "import os; os.kill(-1, 9)"])
+    assert outcome.limit is None
+    assert site.victim.poll() is None
+
+
+async def test_the_loop_goes_on(sandbox: Sandbox) -> None:
+    """Eight programs that sleep at the same time, from one event loop."""
+    tasks = [sandbox.run(["sleep", "1"]) for _ in range(8)]
+    outcomes = await asyncio.gather(*tasks)
+    assert [outcome.returncode for outcome in outcomes] == [0] * 8
+    assert sum(outcome.seconds for outcome in outcomes) >= 8
+
+
+async def test_a_folder_that_is_given(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("before")
+    run = ["bash", "-c", "cat theirs; echo after > theirs; echo new > ours"]
+    for _ in range(2):
+        outcome = await sandbox.run(run, workdir=tmp_path)
+        assert outcome.returncode == 0, outcome
+    assert outcome.stdout == "after\n"
+    assert (tmp_path / "ours").read_text() == "new\n"
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    writable = replace(sandbox, writable=[shared])
+    assert (await writable.run(["bash", "-c", f"echo x > {shared}/x"])).returncode == 0
+    seen = await replace(sandbox, readable=[shared]).run(["bash", "-c", f"cat {shared}/x >&2"])
+    assert seen.stderr == "x\n"
+    refused = f"echo y > {shared}/x"
+    assert (await replace(sandbox, readable=[shared]).run(["bash", "-c", refused])).returncode
+
+
+async def test_files_stay_in_the_folder(sandbox: Sandbox, tmp_path: Path) -> None:
+    outside, work = tmp_path / "outside", tmp_path / "work"
+    outside.mkdir()
+    work.mkdir()
+    (work / "link").symlink_to(outside)
+    (work / "file").symlink_to(outside / "file")
+    os.mkfifo(work / "pipe")
+    for name in ("link/x", "file", "pipe", "../x", "/tmp/x", "", "a/../../x", "a\0b"):
+        with pytest.raises(BadInput, match="file"):
+            await sandbox.run(["true"], files={name: "x"}, workdir=work)
+    assert not list(outside.iterdir())
+
+
+def test_what_cannot_be_meant(tmp_path: Path) -> None:
+    for options in ({"seconds": 0}, {"memory_mb": -1}, {"readable": ["/no/such"]}):
+        with pytest.raises(BadInput):
+            Sandbox(**options)
+    with pytest.raises(BadInput, match="unsandboxed"):
+        Sandbox(layer="none")
+
+
+async def test_no_such_folder(sandbox: Sandbox) -> None:
+    with pytest.raises(BadInput, match="is no folder"):
+        await sandbox.run(["true"], workdir="/no/such")
+
+
+async def test_a_sandbox_that_is_killed_is_no_outcome(sandbox: Sandbox) -> None:
+    """Who kills it is not the program: not a result that may be rewarded with 0."""
+    run = asyncio.create_task(sandbox.run(["sleep", "60"]))
+    held: list[int] = []
+    await until(lambda: held.extend(filter(_is_sandbox, family(os.getpid()))) or held)
+    os.kill(held[0], 9)
+    with pytest.raises(SetupError, match="killed"):
+        await run
+
+
+def _is_sandbox(pid: int) -> bool:
+    """Whether it is the holder of a sandbox whose program has begun."""
+    with contextlib.suppress(OSError):
+        words = [Path(f"/proc/{each}/cmdline").read_bytes() for each in family(pid)]
+        holds = b"bwrap" in words[0] or b"keeper" in words[0]
+        return holds and words[-1].startswith(b"sleep\x00")
+    return False
+
+
+LOOK = """
+import asyncio
+from cray_agents.tools.sandbox import Sandbox, layers
+from cray_agents.errors import SetupError
+print(layers.problem("bubblewrap"))
+try:
+    print(Sandbox().check(), asyncio.run(Sandbox().run(["echo", "hi"])).stdout)
+except SetupError as error:
+    print("refused:", error)
+"""
+# As before Linux 5.13: a filter answers the call for a Landlock ruleset with ENOSYS.
+NO_LANDLOCK = """
+import ctypes, struct
+lines = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x50026), (6, 0, 0, 0x7fff0000)]
+filter = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, struct.pack("@HP", 4, ctypes.addressof(filter)), 0, 0) == 0
+"""
+ANYWAY = """
+print(asyncio.run(Sandbox(unsandboxed=True).run(["echo", "anyway"])).stdout)
+"""
+
+
+def without_bubblewrap(code: str, tmp_path: Path, *others: str) -> str:
+    for name in ("sh", "rm", *others):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    env = {"PATH": str(tmp_path)}
+    return subprocess.run([PYTHON, "-c", code], env=env, cwd=ROOT, text=True, check=True,
+                          stdout=subprocess.PIPE, timeout=60).stdout  # fmt: skip
+
+
+def test_where_bubblewrap_is_not_installed(tmp_path: Path) -> None:
+    said = without_bubblewrap(LOOK, tmp_path, "setpriv", "prlimit")
+    assert "the program bwrap is not installed" in said
+    if "landlock" in LAYERS:
+        assert "landlock hi" in said
+
+
+def test_where_there_is_neither(tmp_path: Path) -> None:
+    code = NO_LANDLOCK + LOOK + ANYWAY
+    said = without_bubblewrap(code, tmp_path, "setpriv", "prlimit")
+    assert "refused: this machine cannot run programs in a sandbox, so they are not run" in said
+    assert (
+        "bubblewrap: the program bwrap is not installed. landlock: the kernel has Landlock 0"
+        in said
+    )
+    assert "apt-get install bubblewrap" in said and "Sandbox(unsandboxed=True)" in said
+    assert said.endswith("anyway\n\n")
+
+
+def test_where_limits_cannot_be_set(tmp_path: Path) -> None:
+    said = without_bubblewrap(LOOK, tmp_path)
+    assert "refused: " in said and "the program setpriv is not installed" in said
+
+
+@pytest.mark.parametrize("outer", LAYERS)
+async def test_where_namespaces_are_forbidden(outer: layers.Layer) -> None:
+    """As in most containers; here, inside a sandbox: what it holds off, bubblewrap needs."""
+    around = Sandbox(layer=outer, readable=[ROOT], seconds=60)
+    outcome = await around.run([PYTHON, "-c", LOOK], env={"PYTHONPATH": str(ROOT)})
+    assert outcome.returncode == 0, outcome
+    problem, _, rest = outcome.stdout.partition("\n")
+    assert problem != "None"
+    assert rest.startswith("landlock hi") or "refused: " in rest, outcome
+
+
+def test_some_layer_works_here_or_the_refusal_says_why() -> None:
+    try:
+        assert layers.best() in LAYERS
+    except SetupError as error:
+        assert not LAYERS
+        assert "bubblewrap: " in str(error) and "landlock: " in str(error)
+
+
+def ordinary_user(command: list[str], home: Path) -> list[str]:
+    """The command as user 65534, to whom this Python and this checkout are made visible."""
+    shown = [sys.base_prefix, str(ROOT)]
+    hidden = {
+        above for path in shown for above in Path(path).parents if not above.stat().st_mode & 1
+    }
+    made = ["bwrap", "--dev-bind", "/", "/", "--cap-add", "ALL"]
+    for folder in sorted(hidden, key=lambda folder: len(folder.parts)):
+        kind = "--dir" if hidden & set(folder.parents) else "--tmpfs"
+        made += ["--perms", "0755", kind, str(folder)]
+    for path in shown:
+        for folder in reversed(Path(path).parents):
+            if hidden & set(folder.parents):
+                made += ["--perms", "0755", "--dir", str(folder)]
+        made += ["--ro-bind", path, path]
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
+    nobody += ["--ambient-caps=-all", "--bounding-set=-all", "env", f"HOME={home}"]
+    return [*made, "--chdir", str(ROOT), "--", *nobody, "PYTHONDONTWRITEBYTECODE=1", *command]
+
+
+if os.getuid() == 0 and "bubblewrap" in LAYERS:
+
+    def test_all_of_this_as_an_ordinary_user() -> None:
+        with tempfile.TemporaryDirectory() as home:
+            Path(home).chmod(0o777)
+            tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"]
+            done = subprocess.run(
+                ordinary_user([*tests, "--tb=short", __file__], Path(home)),
+                text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-8000:]

@@ -1,0 +1,146 @@
+"""An agent as an MCP server, with one tool, `ask_<agent>`: for editors and other people's agents.
+
+Each call is a run, recorded as any other, with the tag `mcp`. What the agent does meanwhile is told
+as progress. Called by cli/mcp_serving.py (`cray-agents mcp agent.py`); the other way round:
+mcp_client.py.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field
+from pydantic_core import to_json
+
+from cray_agents.agent import Agent
+from cray_agents.errors import SetupError
+from cray_agents.events import (
+    AgentEvent,
+    ModelStarted,
+    RunEnded,
+    TextDelta,
+    ToolFinished,
+    ToolStarted,
+)
+from cray_agents.records import Run
+from cray_agents.subagents import described, named
+from cray_agents.toolbox import told
+
+if TYPE_CHECKING:
+    from mcp.server import MCPServer
+
+PIECE = 80  # characters of the agent's text that are told at once
+SHOWN = 200  # characters of a tool's arguments or result that are told
+PATH = "/mcp"
+
+
+class Answer(BaseModel):
+    """What a call comes to, beside the answer's text."""
+
+    output: Any
+    run_id: str
+    stop_reason: str
+
+
+def agent_server(agent: Agent) -> "MCPServer[Any]":
+    """The server: run it with `serve_stdio` or `serve_http`, or mount it in an app of yours.
+
+    Raises SetupError where the mcp package is missing.
+    """
+    try:
+        from mcp.server import MCPServer
+        from mcp.server.mcpserver import Context
+        from mcp.types import CallToolResult, TextContent
+    except ModuleNotFoundError as error:
+        raise SetupError("MCP needs the mcp package: pip install 'cray-agents[tools]'") from error
+
+    async def ask(
+        question: Annotated[str, Field(description="All that the agent needs to know.")],
+        context: Context[Any, Any],
+    ) -> Annotated[CallToolResult, Answer]:
+        steps = 0.0
+        run: Run | None = None
+        async with aclosing(agent.stream(question, tags=["mcp"])) as events:
+            async for event in _in_pieces(events):
+                if isinstance(event, RunEnded):
+                    run = event.run
+                elif message := _news(event):
+                    steps += 1
+                    await context.report_progress(steps, message=message)
+        if run is None:
+            raise RuntimeError("the agent's stream ended without RunEnded")
+        answer = Answer(output=run.output, run_id=run.id, stop_reason=run.stop_reason)
+        failed = run.output is None and (run.error is not None or run.stop_reason != "completed")
+        return CallToolResult(
+            content=[TextContent(type="text", text=_problem(run) if failed else _text(run.output))],
+            structured_content=answer.model_dump(mode="json"),
+            is_error=failed,
+        )
+
+    server: MCPServer[Any] = MCPServer(agent.name, log_level="WARNING")
+    server.add_tool(ask, name=f"ask_{named(agent)}"[:64], description=described(agent, None))
+    return server
+
+
+def serve_stdio(server: "MCPServer[Any]") -> None:
+    """Speak on this process's stdin and stdout until it ends; what else prints goes to stderr."""
+    asyncio.run(server.run_stdio_async())
+
+
+def serve_http(
+    server: "MCPServer[Any]", port: int = 0, ready: Callable[[str], None] = lambda url: None
+) -> None:
+    """Serve streamable HTTP on loopback until Ctrl-C; `ready` is told the URL.
+
+    Who can reach this host's loopback can ask. Raises SetupError when the port is taken.
+    """
+    import uvicorn
+
+    try:
+        listener = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise SetupError(f"port {port} cannot be used: {error.strerror}: choose another") from error
+    app = server.streamable_http_app(streamable_http_path=PATH, host="127.0.0.1")
+    http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    ready(f"http://127.0.0.1:{listener.getsockname()[1]}{PATH}")
+    asyncio.run(http.serve(sockets=[listener]))
+
+
+async def _in_pieces(events: AsyncIterator[AgentEvent]) -> AsyncIterator[AgentEvent]:
+    """The events, with single tokens of text gathered into pieces worth a message."""
+    text = ""
+    async for event in events:
+        if isinstance(event, TextDelta):
+            text += event.text
+            if len(text) < PIECE:
+                continue
+        if text:
+            yield TextDelta(text)
+            text = ""
+        if not isinstance(event, TextDelta):
+            yield event
+
+
+def _news(event: AgentEvent) -> str:
+    """An event in a line; nothing for those that are not worth one."""
+    match event:
+        case TextDelta():
+            return event.text
+        case ModelStarted() if event.turn == 0:
+            return f"{event.agent} asks {event.model}"
+        case ToolStarted():
+            return f"{event.name}({event.arguments[:SHOWN]})"
+        case ToolFinished():
+            return f"{event.call.name}: {told(event.call)[:SHOWN]}"
+    return ""
+
+
+def _text(output: Any) -> str:
+    return output if isinstance(output, str) else to_json(output).decode()
+
+
+def _problem(run: Run) -> str:
+    why = run.error.message if run.error is not None else run.stop_reason
+    return f"{run.agent} came to no answer: {why} (run {run.id})"

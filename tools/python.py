@@ -1,0 +1,120 @@
+"""Python for agents, in a sandbox: each call a program of its own, or a session with variables.
+
+    agent = Agent(name="analyst", tools=[python_tool()])
+    agent = Agent(name="analyst", environment=PythonSession)
+
+The Python is this process's, with its packages. Called by agent authors. Read next:
+sandbox/__init__.py, what holds; python_worker.py, a session's other end.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from cray_agents.context import RunContext
+from cray_agents.environment import Environment
+from cray_agents.records import Task
+from cray_agents.toolbox import tool
+from cray_agents.tools.sandbox import Sandbox
+from cray_agents.tools.sandbox.confined import BLOCK, TOO_MUCH, Confined
+
+WORKER = Path(__file__).with_name("python_worker.py")
+GRACE = 2.0  # seconds for code that was told that its time is over
+_LONGEST = 8  # bytes of JSON that a character of output may take
+
+
+def python_tool(sandbox: Sandbox | None = None) -> Callable[[str], Awaitable[str]]:
+    """A tool `python(code)`: each call is a new program in a new folder.
+
+    Raises SetupError if this machine offers no sandbox: see Sandbox.
+    """
+    cell = sandbox or Sandbox()
+    cell.check()
+
+    @tool(timeout=None)  # the sandbox holds the time
+    async def python(code: str) -> str:
+        """Run a Python program and return what it prints. Nothing is kept between calls.
+
+        Args:
+            code: the program. Print what you want to see.
+        """
+        argv = [sys.executable, "main.py"]
+        return (await cell.run(argv, files={"main.py": code})).shown
+
+    return python
+
+
+class PythonSession(Environment):
+    """A tool `python(code)` whose variables and files last for the run.
+
+    Give it as `environment=PythonSession`, or `lambda: PythonSession(Sandbox(seconds=60))`. The
+    sandbox's seconds hold for each call. Code that takes longer is interrupted and the variables
+    stay; if it cannot be, or takes too much of something else, the session begins again.
+    """
+
+    def __init__(self, sandbox: Sandbox | None = None) -> None:
+        self.sandbox = sandbox or Sandbox()
+        self._open = contextlib.AsyncExitStack()
+        self._worker: Confined | None = None
+
+    async def reset(self, task: Task, context: RunContext) -> str | None:
+        """Raises SetupError if this machine offers no sandbox."""
+        await asyncio.to_thread(self.sandbox.check)
+        return None
+
+    @tool(timeout=None)
+    async def python(self, code: str) -> str:
+        """Run Python code and return what it prints, and the value of its last expression.
+
+        Variables, imports and files are there in later calls.
+
+        Args:
+            code: one or more statements.
+        """
+        answered = False
+        try:
+            worker = self._worker or await self._begin()
+            shown = await self._ask(worker, code)
+            answered = shown is not None
+        finally:
+            if not answered:
+                await self.teardown()
+        if shown is not None:
+            return shown
+        why = TOO_MUCH[worker.limit] if worker.limit else "Python itself ended"
+        return f"[ended: {why}. Python was started again: all variables and files are gone]"
+
+    async def teardown(self) -> None:
+        """End Python, and remove its files."""
+        self._worker = None
+        await self._open.aclose()
+
+    async def _begin(self) -> Confined:
+        argv = [sys.executable, "-c", WORKER.read_text(), str(self.sandbox.output_chars)]
+        self._worker = await self._open.enter_async_context(self.sandbox.start(argv))
+        return self._worker
+
+    async def _ask(self, worker: Confined, code: str) -> str | None:
+        """What the worker says of some code; None if it is gone, or had to go."""
+        asked = {"code": code, "seconds": self.sandbox.seconds}
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            worker.stdin.write(json.dumps(asked).encode() + b"\n")
+            await worker.stdin.drain()
+        line = bytearray()
+        try:
+            async with asyncio.timeout(self.sandbox.seconds + GRACE):
+                while not line.endswith(b"\n"):
+                    block = await worker.stdout.read(BLOCK)
+                    line += block
+                    if not block or len(line) > BLOCK + _LONGEST * self.sandbox.output_chars:
+                        worker.kill("output" if block else None)
+                        return None
+        except TimeoutError:
+            worker.kill("seconds")
+            return None
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(line)["shown"])
+        return None  # the code wrote to our pipe

@@ -1,0 +1,181 @@
+"""A program in its sandbox, from its first moment to the end of its last process.
+
+Called by sandbox.py and tools/python.py. Read next: watching.py.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from cray_agents.errors import SetupError
+from cray_agents.lifeline import alive
+from cray_agents.tools.sandbox import layers, watching
+
+Limit = Literal["seconds", "memory", "disk", "output"]
+TOO_MUCH: dict[Limit, str] = {
+    "seconds": "it took too long",
+    "memory": "it took too much memory",
+    "disk": "it wrote too much to files",
+    "output": "it printed too much",
+}
+
+START = 60.0  # seconds that a machine gets to start a sandbox
+PERIOD = 0.025  # seconds between looks at the memory
+DISK_EVERY = 10  # looks
+FLOOD = 32 * layers.MEGABYTE  # bytes of output: a program that writes more is ended
+BLOCK = 1 << 16
+
+
+class Confined:
+    """A program that runs. `limit` says which limit ended it, if one did."""
+
+    def __init__(self, process: asyncio.subprocess.Process, layer: layers.Layer) -> None:
+        assert process.stdin and process.stdout and process.stderr
+        self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr
+        self.limit: Limit | None = None
+        self._process = process
+        self._layer = layer
+        self._first: int | None = None  # of bubblewrap's process namespace
+
+    @property
+    def pid(self) -> int:
+        """The process that holds the sandbox: the program's are its descendants."""
+        return self._process.pid
+
+    @property
+    def holds(self) -> bool:
+        """Whether that process is there."""
+        return self._process.returncode is None
+
+    async def begin(self) -> None:
+        """Wait until all is ready for the program. Raises SetupError."""
+        try:
+            async with asyncio.timeout(START):
+                line = await self.stdout.readline()
+        except TimeoutError:
+            raise SetupError(f"the sandbox did not start within {START:g} s") from None
+        if line != layers.STARTED:
+            told = (await self.stderr.read()).decode(errors="replace").strip()
+            raise SetupError(f"the sandbox did not start: {told[-500:] or line!r}")
+        if self._layer == "bubblewrap":
+            self._first = next(iter(watching.family(self.pid)[1:]), None)
+
+    async def wait(self) -> int:
+        """The exit status, once the program has ended with all its processes.
+
+        Its output must be read meanwhile, or the end is never seen.
+        """
+        status = await self._process.wait()
+        while self._first is not None and alive(self._first):  # noqa: ASYNC110 - of the kernel
+            await asyncio.sleep(0.001)  # bubblewrap ends a moment before its namespace does
+        return status
+
+    def kill(self, limit: Limit | None = None) -> None:
+        """Kill the program and all its processes: the kernel does, or keeper.py."""
+        if self.holds:
+            self.limit = self.limit or limit
+            with contextlib.suppress(ProcessLookupError):
+                if self._layer != "bubblewrap":
+                    self._process.terminate()
+                elif self._first is None:
+                    self._process.kill()
+                else:  # with it goes its namespace, and then bubblewrap
+                    os.kill(self._first, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kill all and wait until it is gone; what it still says is dropped."""
+        self.kill()
+        self.stdin.close()
+        await asyncio.gather(self.wait(), _drop(self.stdout), _drop(self.stderr))
+
+
+@contextlib.asynccontextmanager
+async def start(
+    layer: layers.Layer,
+    cell: layers.Cell,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    base: Path,
+    disk: int,
+) -> AsyncIterator[Confined]:
+    """A program that has begun; watched while the block lasts, gone after it."""
+    program = layers.seccomp_file(layer, cell)
+    try:
+        command = await asyncio.to_thread(layers.command, layer, cell, argv, program)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(env), cwd=cell.work,
+            pass_fds=[program], start_new_session=True, limit=BLOCK,
+        )  # fmt: skip
+    finally:
+        os.close(program)
+    confined = Confined(process, layer)
+    watch = asyncio.create_task(_watch(confined, cell, base, disk))
+    try:
+        await confined.begin()
+        yield confined
+    finally:
+        await asyncio.shield(confined.end())
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+
+
+async def _watch(confined: Confined, cell: layers.Cell, base: Path, disk: int) -> None:
+    look = 0
+    seen: dict[int, str] = {}
+    while True:
+        await asyncio.sleep(PERIOD)
+        look += 1
+        if not confined.holds:  # killed from outside: the kernel ends what bubblewrap held
+            watching.kill(seen)
+            continue
+        pids = watching.family(confined.pid)
+        seen = {pid: watching.begun(pid) for pid in pids}
+        if watching.takes_more(pids, cell.memory):
+            confined.kill("memory")
+        if look % DISK_EVERY == 0 and await asyncio.to_thread(watching.fills_more, base, disk):
+            confined.kill("disk")
+
+
+async def _drop(stream: asyncio.StreamReader) -> None:
+    while await stream.read(BLOCK):
+        pass
+
+
+async def feed(stream: asyncio.StreamWriter, data: bytes) -> None:
+    """Write all of a program's stdin, as far as it reads it."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(data)
+        await stream.drain()
+        stream.close()
+
+
+async def collect(stream: asyncio.StreamReader, chars: int, confined: Confined) -> tuple[str, bool]:
+    """What a program writes until it ends, cut to about `chars`; whether it was cut.
+
+    Memory stays flat: of what comes, the beginning and the end are kept.
+    """
+    room = 4 * chars  # bytes: a character has at most four
+    head, tail, total = bytearray(), bytearray(), 0
+    while block := await stream.read(BLOCK):
+        total += len(block)
+        taken = room - len(head)
+        head += block[:taken]
+        tail += block[taken:]
+        del tail[:-room]
+        if total > max(FLOOD, 2 * room):
+            confined.kill("output")
+    gap = total - len(head) - len(tail)
+    begin, rest = head.decode(errors="replace"), tail.decode(errors="replace")
+    if not gap and len(begin) + len(rest) <= chars:
+        whole = (bytes(head) + bytes(tail)).decode(errors="replace")
+        return whole, False
+    half = chars // 2
+    last = rest if len(rest) >= half else begin[half:] + rest
+    note = f"\n[... {total - 2 * half} bytes left out ...]\n"
+    return begin[:half] + note + last[-half:], True

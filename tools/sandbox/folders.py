@@ -1,0 +1,64 @@
+"""A run's folders: files put in, and everything taken away again.
+
+What a program left in a folder is not trusted: no symbolic link of it is followed. Called by
+sandbox.py.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from cray_agents.errors import BadInput, SetupError
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes], user: int | None) -> None:
+    """Write files below a folder. As root, they become a user's, if one is given.
+
+    Raises BadInput for a name that leads out of the folder, or through a link.
+    """
+    for name, content in files.items():
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+            raise BadInput(f"file {name!r}: give a name inside the work folder", param="files")
+        data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+        try:
+            _write(folder, parts, data, user if os.getuid() == 0 else None)
+        except OSError as error:
+            problem = error.strerror
+            raise BadInput(f"file {name!r} cannot be written: {problem}", param="files") from error
+
+
+def _write(folder: Path, parts: tuple[str, ...], data: bytes, user: int | None) -> None:
+    with contextlib.ExitStack() as opened:
+
+        def open_at(name: str | Path, flags: int, above: int | None = None) -> int:
+            handle = os.open(name, flags, 0o600, dir_fd=above)
+            opened.callback(os.close, handle)
+            if user is not None and above is not None:
+                os.fchown(handle, user, user)
+            return handle
+
+        at = open_at(folder, _FOLDER)
+        for part in parts[:-1]:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, 0o700, dir_fd=at)
+            at = open_at(part, _FOLDER, at)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.fdopen(os.dup(open_at(parts[-1], flags, at)), "wb")
+        with file:
+            file.write(data)
+
+
+async def remove(folder: Path) -> None:
+    """Remove a folder, however deep, full or forbidden what is in it. Raises SetupError."""
+    for words in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        process = await asyncio.create_subprocess_exec(
+            *words, "--", str(folder), stderr=asyncio.subprocess.DEVNULL
+        )
+        if await process.wait() == 0 and words[0] == "rm":
+            return
+    raise SetupError(f"{folder} is left behind: it cannot be removed")

@@ -1,0 +1,204 @@
+"""The system calls that a sandboxed program is refused, as a seccomp filter (classic BPF).
+
+What opens the kernel beyond ordinary programs' needs (new namespaces, mounts, BPF, io_uring, keys,
+modules, clocks), what escapes the limits (memory that is no process's own), and sockets. Where
+Landlock stands alone, also what Landlock does not see: file metadata, and the settings of other
+processes of the same user. The format is that of linux/filter.h and linux/seccomp.h; the numbers
+are those of asm/unistd_64.h and asm-generic/unistd.h. Called by layers.py.
+"""
+
+import functools
+import platform
+import struct
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND, _UPPER = 0, 4, 16, 24, 4  # in struct seccomp_data
+_KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+_EPERM, _ENOSYS, _EACCES = 1, 38, 13
+_X32 = 0x40000000  # the second, 32-bit set of numbers on x86_64
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, -CGROUP, -UTS, -IPC, -USER, -PID, -NET, -TIME
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # typing into a terminal
+
+# name: (number on x86_64, number on aarch64)
+_ALWAYS: dict[str, tuple[int | None, int | None]] = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "move_mount": (429, 429),
+    "open_tree": (428, 428),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "syslog": (103, 116),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "fanotify_init": (300, 262),
+    "vhangup": (153, 58),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "mq_open": (240, 180),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+}
+_OF_OTHERS: dict[str, tuple[int | None, int | None]] = {
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
+}
+_OF_OTHERS_BY_PID: dict[str, tuple[int | None, int | None]] = {  # fine on oneself, as pid 0
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+}
+_METADATA: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
+_CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+_UTIMENSAT = (280, 88)
+
+_LOCAL = (1,)  # AF_UNIX
+_INTERNET = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK
+
+
+def supported() -> bool:
+    """Whether the numbers of this machine's system calls are known here."""
+    return platform.machine() in _MACHINES
+
+
+@functools.cache
+def filter_program(*, namespaces: bool, network: bool, owner: bool) -> bytes:
+    """The filter: struct sock_filter[], native byte order.
+
+    Args:
+        namespaces: the program has pid, network and mount namespaces of its own.
+        network: it may reach the host's network; unix sockets are then refused, because those
+            with abstract names would come along.
+        owner: it has the rights of an owner over files of this process's user.
+    """
+    column, architecture = _MACHINES[platform.machine()]
+    families: tuple[int, ...] = ()
+    if namespaces:
+        families = _INTERNET if network else _LOCAL + _INTERNET
+    elif network:
+        families = _INTERNET
+    refused = dict(_ALWAYS)
+    if not namespaces:
+        refused |= _OF_OTHERS | (_METADATA if owner else {})
+    lines = [
+        _line(_LOAD, _ARCHITECTURE),
+        _line(_EQUAL, architecture, then=1),
+        _line(_RETURN, _KILL),
+        _line(_LOAD, _NUMBER),
+    ]
+    if column == 0:
+        lines += [_line(_AT_LEAST, _X32, otherwise=1), _line(_RETURN, _KILL)]
+    for numbers in refused.values():
+        if (number := numbers[column]) is not None:
+            lines += [_line(_EQUAL, number, otherwise=1), _line(_RETURN, _ERRNO | _EPERM)]
+    # clone3 passes its flags in memory, which a filter cannot read; libc falls back to clone
+    lines += [_line(_EQUAL, _CLONE3[column], otherwise=1), _line(_RETURN, _ERRNO | _ENOSYS)]
+    lines += _when(_CLONE[column], _FIRST, [(_ANY_BIT, _NEW_NAMESPACES)], _EPERM)
+    lines += _when(_IOCTL[column], _SECOND, [(_EQUAL, _TIOCSTI), (_EQUAL, _TIOCLINUX)], _EPERM)
+    lines += _unless(_SOCKET[column], _FIRST, families, _EACCES)
+    if not namespaces:
+        for numbers in _OF_OTHERS_BY_PID.values():
+            if (number := numbers[column]) is not None:
+                lines += _unless(number, _FIRST, (0,), _EPERM)
+        if owner:  # allowed on a file that is open, as `touch` does for a new one: no path
+            body = [_line(_LOAD, _SECOND + _UPPER), _line(_EQUAL, 0, then=1)]
+            body += [_line(_RETURN, _ERRNO | _EPERM)]
+            body += _unless(None, _SECOND, (0,), _EPERM)
+            lines += [_line(_EQUAL, _UTIMENSAT[column], otherwise=len(body)), *body]
+    return b"".join([*lines, _line(_RETURN, _ALLOW)])
+
+
+def _when(number: int, argument: int, tests: list[tuple[int, int]], errno: int) -> list[bytes]:
+    """Refuse the call if one of the tests of its argument (lower 32 bits) holds."""
+    checks = [
+        line
+        for code, value in tests
+        for line in (_line(code, value, otherwise=1), _line(_RETURN, _ERRNO | errno))
+    ]
+    body = [_line(_LOAD, argument), *checks, _line(_RETURN, _ALLOW)]
+    return [_line(_EQUAL, number, otherwise=len(body)), *body]
+
+
+def _unless(number: int | None, argument: int, values: tuple[int, ...], errno: int) -> list[bytes]:
+    """Refuse the call (None: any) unless its argument (lower 32 bits) is one of these."""
+    checks = [
+        line
+        for value in values
+        for line in (_line(_EQUAL, value, otherwise=1), _line(_RETURN, _ALLOW))
+    ]
+    body = [_line(_LOAD, argument), *checks, _line(_RETURN, _ERRNO | errno)]
+    if number is None:
+        return body
+    return [_line(_EQUAL, number, otherwise=len(body)), *body]
+
+
+def _line(code: int, value: int, *, then: int = 0, otherwise: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, then, otherwise, value)

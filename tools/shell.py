@@ -1,0 +1,91 @@
+"""A shell for agents, in a sandbox: in a folder that is given, or in one of each run's own.
+
+    agent = Agent(name="coder", tools=[shell_tool(workdir="project")])
+    agent = Agent(name="coder", environment=ShellSession)
+
+Called by agent authors. Read next: sandbox/__init__.py, what holds.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from cray_agents.context import RunContext
+from cray_agents.environment import Environment
+from cray_agents.errors import SetupError
+from cray_agents.records import Task
+from cray_agents.toolbox import tool
+from cray_agents.tools.sandbox import Sandbox
+from cray_agents.tools.sandbox.folders import remove, write_files
+
+
+def shell_tool(
+    sandbox: Sandbox | None = None, workdir: str | Path | None = None
+) -> Callable[[str], Awaitable[str]]:
+    """A tool `shell(command)`.
+
+    Args:
+        sandbox: limits, and what may be read; default: Sandbox().
+        workdir: the folder that commands work in and may write to, shared by all runs; default: a
+            new one for each command.
+
+    Raises SetupError if this machine offers no sandbox: see Sandbox.
+    """
+    cell = sandbox or Sandbox()
+    cell.check()
+
+    @tool(timeout=None)  # the sandbox holds the time
+    async def shell(command: str) -> str:
+        """Run a shell command and return what it prints.
+
+        Args:
+            command: for bash, such as 'ls -l | head'.
+        """
+        return await _run(cell, command, workdir)
+
+    return shell
+
+
+class ShellSession(Environment):
+    """A tool `shell(command)` in a folder of the run's own, removed at its end.
+
+    Files last from command to command; variables, background jobs and `cd` do not. Subclass it to
+    put files there: override `files`.
+    """
+
+    def __init__(self, sandbox: Sandbox | None = None) -> None:
+        self.sandbox = sandbox or Sandbox()
+        self.folder: Path | None = None
+
+    def files(self, task: Task) -> Mapping[str, str | bytes]:
+        """What lies in the folder at the beginning: name: content."""
+        return {}
+
+    async def reset(self, task: Task, context: RunContext) -> str | None:
+        """Raises SetupError if this machine offers no sandbox."""
+        await asyncio.to_thread(self.sandbox.check)
+        self.folder = Path(tempfile.mkdtemp(prefix="cray-shell-")).resolve()
+        write_files(self.folder, self.files(task), None)
+        return None
+
+    @tool(timeout=None)
+    async def shell(self, command: str) -> str:
+        """Run a shell command and return what it prints. Files stay for later commands.
+
+        Args:
+            command: for bash, such as 'ls -l | head'.
+        """
+        if self.folder is None:
+            raise SetupError("the shell has no folder: reset was not called")
+        return await _run(self.sandbox, command, self.folder)
+
+    async def teardown(self) -> None:
+        """Remove the folder."""
+        folder, self.folder = self.folder, None
+        if folder is not None:
+            await remove(folder)
+
+
+async def _run(sandbox: Sandbox, command: str, workdir: str | Path | None) -> str:
+    return (await sandbox.run(["bash", "-c", command], workdir=workdir)).shown
