@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -19,7 +20,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]
 
-GRACE = 5.0  # seconds a run gets after Ctrl-C to record how it ended
+GRACE = 5.0  # seconds that what is cancelled gets to record or to release what it holds
+
+log = logging.getLogger(__name__)
 
 
 class Overdue(Exception):
@@ -29,7 +32,8 @@ class Overdue(Exception):
 async def call(function: Callable[[], Any], timeout: float | None) -> Any:
     """The function's result. Raises Overdue after `timeout` seconds, or what the function raised.
 
-    Async functions are awaited here, sync ones run in a thread with a copy of the context.
+    Async functions are awaited here, sync ones run in a thread with a copy of the context. An async
+    one that is given up gets GRACE seconds to end what it holds.
     """
     future: asyncio.Future[Outcome]
     if _is_async(function):
@@ -44,12 +48,27 @@ async def call(function: Callable[[], Any], timeout: float | None) -> Any:
             raise RuntimeError("it cancelled itself")
         result, error = future.result()
     finally:
-        future.cancel()
+        if future.cancel():
+            await asyncio.wait({future}, timeout=GRACE)
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(repr(error))
     if inspect.isawaitable(result):  # a sync wrapper around an async function
         return await call(functools.partial(_awaited, result), timeout)
     return result
+
+
+async def unbroken(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of work that goes on, for GRACE seconds, when its caller is cancelled."""
+    work = asyncio.ensure_future(coroutine)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work}, timeout=GRACE)
+        if work.cancel():
+            log.error("cancelled, %s was given up after %g s", coroutine.__qualname__, GRACE)
+        elif not work.cancelled() and (error := work.exception()) is not None:
+            log.error("cancelled, and %s failed: %r", coroutine.__qualname__, error)
+        raise
 
 
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:

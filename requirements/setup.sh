@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv at the root of the checkout, with everything pinned, and Slurm where it can be had.
+# Makes .venv at the root of the checkout, with everything pinned; Slurm and bubblewrap where they can be had.
 # Safe to run again at any time: a finished set-up is recognised by its stamp in no time, a half-finished
 # one is completed. Called by the Makefile; needs nothing but bash and Python 3.11 or later.
 set -euo pipefail
@@ -26,7 +26,7 @@ make_venv() {
   if .venv/bin/python -c 'import pip' 2>/dev/null; then return; fi
   local python
   python=$(find_python)
-  say "[1/4] virtual environment (.venv, $("$python" -V))"
+  say "[1/5] virtual environment (.venv, $("$python" -V))"
   rm -rf .venv
   "$python" -m venv .venv || {
     rm -rf .venv
@@ -37,13 +37,13 @@ make_venv() {
 
 install_packages() {
   local pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --progress-bar off"
-  say "[2/4] torch $torch"
+  say "[2/5] torch $torch"
   # The CPU build is found where pip is configured to look, else on PyTorch's own index.
   if ! .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch') != '$torch')" 2>/dev/null; then
     $pip "torch==$torch" 2>/dev/null ||
       $pip "torch==$torch" --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
   fi
-  say "[3/4] pinned packages (vLLM for CPU, transformers, Megatron-core, test tools): about two minutes"
+  say "[3/5] pinned packages (vLLM for CPU, transformers, Megatron-core, test tools): about two minutes"
   $pip -r requirements/cpu.txt -r requirements/dev.txt
   $pip --no-build-isolation -e . 2>/dev/null || $pip -e .
 }
@@ -72,7 +72,7 @@ apt_install_slurm() {
 }
 
 install_slurm() {
-  say "[4/4] Slurm"
+  say "[4/5] Slurm"
   if has_slurm; then return; fi
   slurm_packages="munge slurmctld slurmd slurm-client"
   local without="training jobs will run as local processes. To use Slurm: apt-get install --no-install-recommends $slurm_packages"
@@ -88,10 +88,20 @@ install_slurm() {
   fi
 }
 
+install_bubblewrap() {
+  say "[5/5] bubblewrap (confines the code that agents write)"
+  if command -v bwrap >/dev/null; then return; fi
+  local as="" install="DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends bubblewrap"
+  [ "$(id -u)" = 0 ] || as="sudo -n"
+  $as sh -c "($install || { apt-get update -qq && $install; }) >/dev/null 2>&1" ||
+    say "It could not be installed: code tools use Landlock (Linux 6.12 or later), or refuse. To have it: apt-get install bubblewrap"
+}
+
 say "Setting up (once):"
 make_venv
 install_packages
 install_slurm
+install_bubblewrap
 rm -f .venv/.setup-*
 touch "$stamp"
 say "Set-up done."

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cray_agents.errors import ToolError
 
+MAX_DEPTH = 64  # parts of a path
 _LINK = (errno.ELOOP, errno.ENOTDIR)  # what O_NOFOLLOW says of a symbolic link, with O_DIRECTORY
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -25,6 +26,8 @@ def parts_of(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
         raise ToolError(f"{path!r}: '..' is not allowed, nothing outside of the workspace is")
+    if len(parts) > MAX_DEPTH:
+        raise ToolError(f"a path has at most {MAX_DEPTH} parts, not {len(parts)}")
     if "\0" in path or not path.isprintable():
         raise ToolError(f"{path!r}: a path has printable characters only")
     return parts
@@ -126,14 +129,14 @@ def _mode(folder: int, name: str, shown: str) -> int | None:
 def walk(root: Path, path: str) -> Iterator[tuple[str, int, str, os.stat_result]]:
     """Every ordinary file below a folder: (path, its folder's descriptor, name, stat).
 
-    Sorted within each folder; symbolic links are left out. The descriptor is open until the next
-    one is asked for.
+    Sorted within each folder; symbolic links are left out, and what lies too deep. The descriptor
+    is open until the next one is asked for.
     """
     parts = parts_of(path)
     with opened_folder(root, parts) as top:
         for where, folders, names, at in os.fwalk(".", dir_fd=top, follow_symlinks=False):
-            folders.sort()
             prefix = [*parts, *(part for part in where.split("/") if part != ".")]
+            folders[:] = sorted(folders) if len(prefix) < MAX_DEPTH - 1 else []
             for name in sorted(names):
                 with contextlib.suppress(FileNotFoundError):  # gone since it was listed
                     found = os.stat(name, dir_fd=at, follow_symlinks=False)

@@ -13,10 +13,12 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 site: dict[str, Any] = json.loads(sys.argv[1])
 libc = ctypes.CDLL(None, use_errno=True)
+X86 = os.uname().machine == "x86_64"
 buffer = ctypes.create_string_buffer(256)
 
 
@@ -38,12 +40,11 @@ def send() -> None:
 
 
 def write(path: str) -> None:
-    with open(path, "w") as file:
-        file.write("was here")
+    Path(path).write_text("was here")
 
 
 def read(path: str) -> None:
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         assert file.read(1)
 
 
@@ -51,8 +52,14 @@ def key() -> None:
     assert "SECRET_KEY" in os.environ
 
 
-def no_new_namespace() -> None:
-    call(272, 0x10000000)
+def clone() -> None:
+    number, new_user, sigchld = (56 if X86 else 220), 0x10000000, 17
+    child = libc.syscall(number, new_user | sigchld, 0, 0, 0, 0)
+    if child == 0:
+        os._exit(0)
+    if child < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.waitpid(child, 0)
 
 
 victim, secret = site["victim"], site["secret"]
@@ -60,14 +67,14 @@ ATTACKS: dict[str, Callable[[], object]] = {
     "read a file": lambda: read(secret),
     "read a key of root": lambda: read(site["ssh"]),
     "write a file": lambda: write(secret),
-    "make a file": lambda: write(os.path.dirname(secret) + "/new"),
+    "make a file": lambda: write(f"{Path(secret).parent}/new"),
     "make a file in /tmp": lambda: write(site["tmp"]),
     "make a file in /usr": lambda: write("/usr/was-here"),
     "truncate a file": lambda: os.truncate(secret, 0),
-    "remove a file": lambda: os.unlink(secret),
-    "rename a file": lambda: os.rename(secret, secret + "2"),
+    "remove a file": lambda: Path(secret).unlink(),
+    "rename a file": lambda: Path(secret).rename(secret + "2"),
     "link a file": lambda: os.link(secret, "link"),
-    "chmod a file": lambda: os.chmod(secret, 0o777),
+    "chmod a file": lambda: Path(secret).chmod(0o777),
     "chmod an open file": lambda: os.fchmod(os.open(site["readable"], os.O_RDONLY), 0o777),
     "chown a file": lambda: os.chown(secret, os.getuid(), os.getgid()),
     "set a file's time": lambda: os.utime(secret),
@@ -75,8 +82,7 @@ ATTACKS: dict[str, Callable[[], object]] = {
     "read a process's environment": lambda: read(f"/proc/{victim}/environ"),
     "read a process's arguments": lambda: read(f"/proc/{victim}/cmdline"),
     "signal a process": lambda: os.kill(victim, 0),
-    "trace a process": lambda: call(101 if sys.maxsize and os.uname().machine == "x86_64" else 117,
-                                    16, victim, 0, 0),
+    "trace a process": lambda: call(101 if X86 else 117, 16, victim, 0, 0),
     "limit a process": lambda: resource.prlimit(victim, resource.RLIMIT_NOFILE, (7, 7)),
     "pin a process": lambda: os.sched_setaffinity(victim, {0}),
     "slow a process": lambda: os.setpriority(os.PRIO_PROCESS, victim, 19),
@@ -88,11 +94,11 @@ ATTACKS: dict[str, Callable[[], object]] = {
     "open a crypto socket": lambda: socket.socket(38, 5, 0).close(),
     "start an io_uring": lambda: call(425, 4, buffer),
     "make hidden memory": lambda: os.close(os.memfd_create("hidden")),
-    "make shared memory": lambda: call(29 if os.uname().machine == "x86_64" else 194,
-                                       0, 4096, 0o1600),
-    "enter a new user namespace": no_new_namespace,
+    "make shared memory": lambda: call(29 if X86 else 194, 0, 4096, 0o1600),
+    "enter a new user namespace": lambda: call(272 if X86 else 97, 0x10000000),
+    "start a process in a new user namespace": clone,
     "read an environment variable": key,
-}  # fmt: skip
+}
 
 
 def tried(attack: Callable[[], object]) -> bool | str:

@@ -215,7 +215,7 @@ async def test_time(sandbox: Sandbox) -> None:
 async def test_memory_of_one_process(sandbox: Sandbox) -> None:
     code = "b = bytearray(300 << 20); print('got it')"
     outcome = await replace(sandbox, memory_mb=200).run([PYTHON, "-c", code])
-    assert outcome.stdout == "" and (outcome.limit == "memory" or "MemoryError" in outcome.stderr)
+    assert outcome.stdout == "" and "MemoryError" in outcome.stderr
 
 
 async def test_memory_of_all_processes(sandbox: Sandbox) -> None:
@@ -242,8 +242,12 @@ async def test_processes(sandbox: Sandbox) -> None:
     )
     exact = os.getuid() == 0 or sandbox.layer == "bubblewrap"  # else of the whole user's, then
     assert int(outcome.stdout) == 7 if exact else 0 < int(outcome.stdout) < 12
-    bomb = await sandbox.run(["bash", "-c", "f() { f | f & }; f; sleep 0.3; echo over"])
-    assert "over" in bomb.stdout
+    async with sandbox.start(["bash", "-c", "f() { f | f & }; f; read"]) as bomb:
+        await until(lambda: len(family(bomb.pid)) > sandbox.processes / 2)
+        most = max(len(family(bomb.pid)) for _ in range(50))
+        pids = family(bomb.pid)
+    assert most <= sandbox.processes + 8  # the sandbox's own, and what ends while it is counted
+    assert not [pid for pid in pids if alive(pid)]
 
 
 async def test_output(sandbox: Sandbox) -> None:
@@ -272,14 +276,14 @@ async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:
     """Of a program that ends, one that is ended, and one whose run is cancelled."""
     mark = f"6{uuid.uuid4().int % 10**9}"
     detach = f"(setsid sleep {mark} &); (trap '' TERM HUP; setsid sleep {mark} & disown)"
-    (deep := tmp_path / "deep.py").write_text(
-        "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')\n"
-        "try: os.chmod('.', 0)\nexcept OSError: pass"
+    (tmp_path / "deep.py").write_text(
+        "import os\nos.makedirs('locked/in')\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')\n"
+        "try: os.chmod(os.environ['HOME'] + '/locked', 0)\nexcept OSError: pass"
     )
-    outcome = await replace(sandbox, readable=[deep]).run(
-        ["bash", "-c", f"exec >/dev/null; {detach}; python {deep}; exit 5"]
+    outcome = await replace(sandbox, readable=[tmp_path]).run(
+        ["bash", "-c", f"pwd; exec >/dev/null; {detach}; python {tmp_path}/deep.py; exit 5"]
     )
-    assert outcome.returncode == 5
+    assert outcome.returncode == 5 and not Path(outcome.stdout.strip()).parent.exists()
     outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", f"{detach}; sleep {mark}"])
     assert outcome.timed_out
     async with sandbox.start(["bash", "-c", f"{detach}; echo; sleep {mark}"]) as confined:
@@ -306,7 +310,7 @@ def _arguments_of_all() -> str:
     return "\n".join(found)
 
 
-async def test_nothing_outlives_the_platform(sandbox: Sandbox) -> None:
+async def test_nothing_outlives_the_platform(sandbox: Sandbox, tmp_path: Path) -> None:
     """A process that runs programs in sandboxes is killed with no time to clean up."""
     mark = f"6{uuid.uuid4().int % 10**9}"
     code = (
@@ -318,7 +322,10 @@ async def test_nothing_outlives_the_platform(sandbox: Sandbox) -> None:
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())"
     )
-    platform = await asyncio.create_subprocess_exec(PYTHON, "-c", code, stdout=subprocess.PIPE)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # what it leaves there
+    platform = await asyncio.create_subprocess_exec(
+        PYTHON, "-c", code, stdout=subprocess.PIPE, env=env
+    )
     assert platform.stdout
     holder = int(await platform.stdout.readline())
     pids = family(holder)
@@ -333,30 +340,33 @@ async def test_kill_everything(sandbox: Sandbox, site: Site) -> None:
     assert site.victim.poll() is None
 
 
-async def test_the_loop_goes_on(sandbox: Sandbox) -> None:
-    """Eight programs that sleep at the same time, from one event loop."""
-    tasks = [sandbox.run(["sleep", "1"]) for _ in range(8)]
-    outcomes = await asyncio.gather(*tasks)
-    assert [outcome.returncode for outcome in outcomes] == [0] * 8
-    assert sum(outcome.seconds for outcome in outcomes) >= 8
+async def test_many_run_at_the_same_time(sandbox: Sandbox, tmp_path: Path) -> None:
+    """From one event loop: each waits until all have begun."""
+    wait = "touch $0; until [ -e a -a -e b -a -e c -a -e d ]; do sleep 0.01; done"
+    tasks = [sandbox.run(["bash", "-c", wait, name], workdir=tmp_path) for name in "abcd"]
+    assert [outcome.returncode for outcome in await asyncio.gather(*tasks)] == [0] * 4
 
 
 async def test_a_folder_that_is_given(sandbox: Sandbox, tmp_path: Path) -> None:
-    (tmp_path / "theirs").write_text("before")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "theirs").write_text("before")
     run = ["bash", "-c", "cat theirs; echo after > theirs; echo new > ours"]
     for _ in range(2):
-        outcome = await sandbox.run(run, workdir=tmp_path)
+        outcome = await sandbox.run(run, workdir=work)
         assert outcome.returncode == 0, outcome
     assert outcome.stdout == "after\n"
-    assert (tmp_path / "ours").read_text() == "new\n"
+    assert (work / "ours").read_text() == "new\n"
     shared = tmp_path / "shared"
     shared.mkdir()
     writable = replace(sandbox, writable=[shared])
     assert (await writable.run(["bash", "-c", f"echo x > {shared}/x"])).returncode == 0
     seen = await replace(sandbox, readable=[shared]).run(["bash", "-c", f"cat {shared}/x >&2"])
     assert seen.stderr == "x\n"
-    refused = f"echo y > {shared}/x"
-    assert (await replace(sandbox, readable=[shared]).run(["bash", "-c", refused])).returncode
+    refused = await replace(sandbox, readable=[shared]).run(
+        ["bash", "-c", f"echo y > {shared}/x"], workdir=work
+    )
+    assert refused.returncode == 1 and (shared / "x").read_text() == "x\n"
 
 
 async def test_files_stay_in_the_folder(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -506,7 +516,7 @@ if os.getuid() == 0 and "bubblewrap" in LAYERS:
             Path(home).chmod(0o777)
             tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"]
             done = subprocess.run(
-                ordinary_user([*tests, "--tb=short", __file__], Path(home)),
+                ordinary_user([*tests, "--tb=short", "-k", "not where", __file__], Path(home)),
                 text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         assert done.returncode == 0, done.stdout[-8000:]

@@ -12,6 +12,7 @@ from cray_agents import Agent, ScriptedEngine
 from cray_agents.errors import BadInput, ToolError
 from cray_agents.scripted import tool_call
 from cray_agents.toolbox import perform
+from cray_agents.tools.inside import MAX_DEPTH
 from cray_agents.tools.workspace import MAX_FOUND, MAX_LISTED, Workspace
 
 
@@ -165,6 +166,18 @@ def test_only_ordinary_text_of_limited_size(folder: Path) -> None:
     with pytest.raises(ToolError, match="left as it is"):
         workspace.write_file("src", "x")
     assert not (folder / "new").exists() and not list(folder.rglob("*.draft"))
+
+
+def test_a_deep_path_spoils_no_later_call(folder: Path) -> None:
+    workspace = Workspace(folder)
+    deepest = "d/" * (MAX_DEPTH - 1) + "f"
+    workspace.write_file(deepest, "here")
+    with pytest.raises(ToolError, match=f"at most {MAX_DEPTH} parts, not 1001"):
+        workspace.write_file("e/" * 1000 + "f", "here")
+    assert workspace.search_text("here") == f"{deepest}:1: here"
+    (folder / deepest).with_name("g").mkdir()  # what others made deeper yet is not looked at
+    (folder / deepest).with_name("g").joinpath("h").write_text("here")
+    assert workspace.search_text("here") == f"{deepest}:1: here"
 
 
 def test_edits_are_exact(folder: Path) -> None:

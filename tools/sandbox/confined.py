@@ -40,6 +40,7 @@ class Confined:
         self._process = process
         self._layer = layer
         self._first: int | None = None  # of bubblewrap's process namespace
+        self.seen: dict[int, str] = {}  # at the last look: pid and when it began
 
     @property
     def pid(self) -> int:
@@ -61,8 +62,16 @@ class Confined:
         if line != layers.STARTED:
             told = (await self.stderr.read()).decode(errors="replace").strip()
             raise SetupError(f"the sandbox did not start: {told[-500:] or line!r}")
+        pids = self.look()
         if self._layer == "bubblewrap":
-            self._first = next(iter(watching.family(self.pid)[1:]), None)
+            self._first = next(iter(pids[1:]), None)
+
+    def look(self) -> list[int]:
+        """The processes of the sandbox, its holder first."""
+        pids = watching.family(self.pid)
+        if len(pids) > 1:  # else the holder is dead, and the others are no longer its children
+            self.seen = {pid: watching.begun(pid) for pid in pids}
+        return pids
 
     async def wait(self) -> int:
         """The exit status, once the program has ended with all its processes.
@@ -127,16 +136,13 @@ async def start(
 
 async def _watch(confined: Confined, cell: layers.Cell, base: Path, disk: int) -> None:
     look = 0
-    seen: dict[int, str] = {}
     while True:
         await asyncio.sleep(PERIOD)
         look += 1
         if not confined.holds:  # killed from outside: the kernel ends what bubblewrap held
-            watching.kill(seen)
+            watching.kill(confined.seen)
             continue
-        pids = watching.family(confined.pid)
-        seen = {pid: watching.begun(pid) for pid in pids}
-        if watching.takes_more(pids, cell.memory):
+        if watching.takes_more(confined.look(), cell.memory):
             confined.kill("memory")
         if look % DISK_EVERY == 0 and await asyncio.to_thread(watching.fills_more, base, disk):
             confined.kill("disk")
