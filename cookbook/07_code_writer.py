@@ -13,7 +13,7 @@ equals everything earns nothing.
 
 The problems below are there to be read and to be tested with. To get better a model needs some
 thousand, such as MBPP's, and has to solve a few of them before: a chat model of 1.5B parameters or
-more, on a GPU (10_cluster.md). The settings are meant for that. The tiny models that the other
+more, on a GPU (10_cluster.py). The settings are meant for that. The tiny models that the other
 recipes make here cannot learn to program.
 
     TaskSet.from_jsonl("problems.jsonl")     lines: {"input": ..., "metadata": {"tests": [...]}}
@@ -146,20 +146,20 @@ loop = Loop(
 )
 
 
-def quick() -> None:
+async def quick() -> None:
     """One problem as the agent solves it, and what the tests say; the model's part is a script."""
     task = tasks[-1]
     code = task.metadata["solution"]
     tried = tool_call("python", code=f"{code}\nprint(span([4, 4, 9]))")
     says = ScriptedEngine([tried, f"```python\n{code}\n```"])
-    run = agent.override(engine=says).run_sync(task)
+    run = await agent.override(engine=says).run(task)
     for call in (call for turn in run.trajectory.turns for call in turn.tool_calls):
         print(f"{call.name}: {call.result}")
     print(run.output)
-    print("passes:", asyncio.run(passes(run)))
+    print("passes:", await passes(run))
 
 
 if __name__ == "__main__":
     if "--quick" not in sys.argv:
         sys.exit("run it on a platform, as the docstring says, or with --quick")
-    quick()
+    asyncio.run(quick())

@@ -96,12 +96,12 @@ async def trained(
     platform: Platform, parent: ModelVersion, hyperparameters: Hyperparameters, since: float
 ) -> ModelVersion:
     """A new version, of the parent, by the runs since then that were right."""
-    shown = book.make_loop().demonstrations[:80]
+    shown = book.demonstrated(0, 80)
     recipe = DatasetRecipe(
         where=RunFilter(since=since, model=NAME),
         min_reward=1.0,
-        demonstrations=[messages for messages, _ in shown],
-        demonstrations_metadata=[metadata for _, metadata in shown],
+        demonstrations=[book.demonstration(task) for task in shown],
+        demonstrations_metadata=[task.metadata for task in shown],
         tools=book.agent.tool_schemas,
         tokenizer=NAME,
         balance_by="kind",
@@ -145,16 +145,16 @@ async def main(platform: Platform, size: Any, generations: int) -> None:
         await platform.stage(candidate)
         after = await ask(platform, candidate.id, held_out)
         decision = compared(held_out, before, after)
-        told = {"who": "cookbook", "reason": decision.reason, "numbers": decision.model_dump()}
+        why, numbers = decision.reason, decision.model_dump(mode="json")
         if decision.verdict == "promote":
-            await platform.promote(candidate, **told)
+            await platform.promote(candidate, who="cookbook", reason=why, numbers=numbers)
             incumbent, before = candidate, after
         else:
-            await platform.reject(candidate, **told)
+            await platform.reject(candidate, who="cookbook", reason=why, numbers=numbers)
             await platform.stage(incumbent)
         success = f"{decision.incumbent:.3f} -> {decision.candidate:.3f}"
         print(f"{candidate.id}: {right} of {runs} runs were right; held out {success}")
-        print(f"  {decision.verdict}: {decision.reason}", flush=True)
+        print(f"  {decision.verdict}: {why}", flush=True)
     await platform.close()
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cray_agents.generation import Generation as Generation
     from cray_agents.guard import no_real_models as no_real_models
     from cray_agents.hooks import Hooks as Hooks
+    from cray_agents.hours import Watch as Watch
     from cray_agents.judges import judge as judge
     from cray_agents.loop import Loop as Loop
     from cray_agents.openai_engine import OpenAIEngine as OpenAIEngine
@@ -72,6 +73,7 @@ _HOME = {
     "TaskSet": "tasks",
     "tool": "toolbox",
     "Trajectory": "records",
+    "Watch": "hours",
 }
 __all__ = sorted(_HOME)
 

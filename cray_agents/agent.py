@@ -8,18 +8,19 @@ through ports.ChatEngine. Read next: turns.py (ask and act), progress.py (a run 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NoReturn, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 from cray_agents import foreign
+from cray_agents.agent_arguments import check_arguments
 from cray_agents.environment import Environment, begin, declared_tools, reply, tear_down
 from cray_agents.errors import BadInput, CrayError, HookError, StoreError
 from cray_agents.events import AgentEvent, Handoff, RunEnded
 from cray_agents.hooks import Hooks, observed
 from cray_agents.output import OutputError, OutputReader
-from cray_agents.persona import Instructions, Persona, check_text
+from cray_agents.persona import Instructions, Persona
 from cray_agents.ports import ChatEngine
 from cray_agents.progress import Progress, RunOptions, begun
 from cray_agents.records import Run, RunError, StopReason, Task, ToolCall
@@ -31,8 +32,6 @@ from cray_agents.unparsed import ParserCounts, ToolCalls, with_tool_calls
 
 Recorder = Callable[[Run], Awaitable[None]]
 Emit = Callable[[AgentEvent], None]
-
-_RESERVED = ("model", "messages", "tools", "stream", "n", "extra_headers")
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,8 @@ class Agent:
             from JSON.
         description: what it is for: told to agents that may call it or hand over to it.
         handoffs: agents that may take over: a tool `transfer_to_<name>` for each switches to its
-            instructions, tools, model and output type, within the same run.
+            instructions, tools, model, output type and, beside this one's, hooks, within the same
+            run: its limits and environment stay.
         environment: makes the Environment of each run; its tools are the run's.
         engine: answers the requests; default: OpenAIEngine at `base_url`.
         base_url: of the server, default $CRAY_AGENTS_URL, else http://127.0.0.1:8000/v1.
@@ -101,6 +101,7 @@ class Agent:
     retries: int = 0
     hooks: Sequence[Hooks] = ()
     recorder: Recorder | Literal["auto"] | None = "auto"
+    _output: OutputReader = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools", tuple(as_tool(thing) for thing in self.tools))
@@ -109,19 +110,8 @@ class Agent:
             raise BadInput(
                 f"agent {self.name!r} has two tools of one name: {twice[0]}", param="tools"
             )
-        for limit in ("max_turns", "timeout", "max_total_tokens"):
-            if (value := getattr(self, limit)) is not None and not value > 0:
-                raise BadInput(f"{limit}={value!r}: must be above 0", param=limit)
-        if self.retries < 0:
-            raise BadInput(f"retries={self.retries!r}: must not be negative", param="retries")
-        if self.on_limit not in ("stop", "answer"):
-            raise BadInput(
-                f"on_limit={self.on_limit!r}: must be 'stop' or 'answer'", param="on_limit"
-            )
-        if taken := [key for key in _RESERVED if key in self.sampling]:
-            raise BadInput(f"sampling cannot hold {taken[0]!r}: the agent sets it", param=taken[0])
-        if isinstance(self.instructions, str):
-            check_text(self.instructions, "instructions")
+        check_arguments(self)
+        object.__setattr__(self, "_output", OutputReader(self.output_type, self.json_schema))
 
     def override(self, **changes: Any) -> "Agent":
         """A copy with other arguments: `agent.override(model="calc@3", temperature=0.0)`."""
@@ -179,25 +169,38 @@ class Agent:
             task.cancel()
             await asyncio.wait([task])
 
+    def stream_sync(
+        self,
+        input: str | Task,  # noqa: A002
+        **options: Unpack[RunOptions],
+    ) -> Generator[AgentEvent, None, None]:
+        """`stream` for code that is not async; it also works where an event loop is running."""
+        return foreign.each_of(self.stream(input, **options))
+
     async def _execute(self, progress: Progress) -> Run:
         """The conversation within its limits; then the record of it, whatever happened."""
-        output, error = None, None
+        try:
+            output, error = await self._limited(progress)
+        except BaseException as failure:
+            await self._give_up(progress, failure)
+            raise
+        else:
+            return await foreign.unbroken(self._finish(progress, output, error))
+        finally:
+            await foreign.unbroken(tear_down(progress.context))
+
+    async def _limited(self, progress: Progress) -> tuple[Any, RunError | None]:
+        """What the conversation came to, and what ended it; raises what no run may swallow."""
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                output = await self._converse(progress)
+                return await self._converse(progress), None
         except CrayError as failure:
-            error = progress.failed(failure)
-        except BaseException as failure:  # noqa: BLE001 - a limit, or recorded and raised again
-            if not (isinstance(failure, TimeoutError) and limit.expired()):
-                await self._record_and_raise(progress, failure)
+            return None, progress.failed(failure)
+        except TimeoutError:
+            if not limit.expired():
+                raise
             progress.stop(StopReason.timeout)
-            error = progress.never_began()
-        finally:
-            await tear_down(progress.context)
-        run = await self._finish(progress, output, error)
-        if progress.session is not None and is_answered(run):
-            await progress.session.extend(run, progress.said)
-        return run
+            return None, progress.never_began()
 
     async def _converse(self, progress: Progress) -> Any:
         """Until the model answers without asking for tools; returns its answer as output_type."""
@@ -207,7 +210,7 @@ class Agent:
             again = mistakes > 0 and progress.persona.output.schema is not None
             message = await ask(progress, retries=self.retries, final=again)
             if asked := message.get("tool_calls"):
-                calls = await act(progress, asked, in_order=self._in_order)
+                calls = await act(progress, asked)
                 await self._hand_over(progress, calls)
                 continue
             answer = message.get("content") or ""
@@ -225,11 +228,13 @@ class Agent:
         if self.on_limit == "stop":
             return None
         message = await ask(progress, retries=self.retries, final=True)
+        if message.get("tool_calls"):
+            raise OutputError("The model asked for tools when it was to answer.")
         return progress.persona.output.read(message.get("content") or "")
 
     def _begun(self, given: str | Task, options: RunOptions) -> Progress:
         limits = {"max_turns": self.max_turns, "max_tokens": self.max_total_tokens}
-        progress = begun(given, options, self.name, hooks=self.hooks, **limits)
+        progress = begun(given, options, self.name, run_hooks=self.hooks, **limits)
         progress.context.engine = self._engine
         return progress
 
@@ -253,18 +258,21 @@ class Agent:
                 return
 
     async def _finish(self, progress: Progress, output: Any, error: RunError | None) -> Run:
-        """The run as it ended: shown to the hooks, then recorded."""
+        """The run as it ended: shown to the hooks, recorded, remembered by its session."""
         run = progress.ended(output, error)
         try:
             await observed(self.hooks, "after_run", run, progress.context)
+            run = run.model_copy(update={"rewards": progress.rewards(error)})  # hooks give some too
         except HookError as failure:
             run = progress.ended(None, progress.failed(failure))
         if self._record is not None:
             await self._record(run)
+        if progress.session is not None and is_answered(run):
+            await progress.session.extend(run, progress.said)
         return run
 
-    async def _record_and_raise(self, progress: Progress, failure: BaseException) -> NoReturn:
-        """The way out for what must not be swallowed; recording may not hold it up for long."""
+    async def _give_up(self, progress: Progress, failure: BaseException) -> None:
+        """The record of a run that ends by being cancelled, or by a fault: it may not take long."""
         error = progress.failed(failure)
         try:
             async with asyncio.timeout(foreign.GRACE):
@@ -272,17 +280,12 @@ class Agent:
         except (StoreError, TimeoutError) as unkept:
             run = progress.context.run_id
             log.error("run %s (%s) is not recorded: %s", run, progress.reason, unkept)
-        raise failure
 
     @property
     def _record(self) -> Recorder | None:
         if self.recorder == "auto":
             return getattr(self._engine, "record", None)
         return self.recorder
-
-    @property
-    def _in_order(self) -> bool:
-        return self.environment is not None or not self.parallel_tool_calls
 
     @cached_property
     def _engine(self) -> ChatEngine:
@@ -313,7 +316,9 @@ class Agent:
             engine=with_tool_calls(self._engine, self.tool_calls),
             request={"model": self.model, **self.sampling, **given, **one},
             tools={tool.name: tool for tool in self._tools},
-            output=OutputReader(self.output_type, constrain=self.json_schema),
+            in_order=not self.parallel_tool_calls,
+            hooks=self.hooks,
+            output=self._output,
             handoffs={
                 name: beside(self._engine, agent)._persona
                 for name, agent in self._transfers.items()

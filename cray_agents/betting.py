@@ -61,8 +61,9 @@ class Deadline:
         mean_square = max(1e-3, self._squares / (self._seen + _PRIOR[0]))
         spread = math.sqrt(mean_square * max(1, self.steps - self._seen))
         share = _NORMAL.pdf(_NORMAL.inv_cdf(z)) / (z * spread)
-        enough = (1 / z - 1) / (1 - self.margin)  # one x = 1 reaches the goal with it
-        return min(max(share, _LEAST / (1 + self.margin)), _MOST / (1 + self.margin), enough)
+        least, most = _LEAST / (1 + self.margin), _MOST / (1 + self.margin)
+        enough = (1 / z - 1) / (1 - self.margin)  # one x = 1 reaches the goal with it; smaller ones
+        return min(max(share, least), most, max(enough, least))  # would only halve what is missing
 
 
 class Stream:

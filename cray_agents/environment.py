@@ -39,8 +39,9 @@ class Environment:
     """Subclass it. Methods marked with @tool are the run's tools, and share state through `self`.
 
     Its tool calls are carried out one after another, in the model's order. All methods may be sync
-    (they run in a thread) or async. Keep `__init__` cheap: instances are also made to look at their
-    tools; `reset` does the work.
+    or async. Sync ones run in a thread; one that a timeout gives up goes on there, beside
+    `teardown`, so what takes long is better async. Keep `__init__` cheap: instances are also made
+    to look at their tools; `reset` does the work.
     """
 
     def reset(self, task: Task, context: RunContext) -> Said:
@@ -66,6 +67,8 @@ def declared_tools(make: Callable[[], Environment] | None) -> list[Tool]:
     """
     if make is None:
         return []
+    if not callable(make):
+        raise BadInput(f"{make!r} is not an Environment: give a class of one", param="environment")
     kind: Any = make if isinstance(make, type) else type(make())
     if not issubclass(kind, Environment):
         raise BadInput(f"{kind.__name__} is not an Environment", param="environment")

@@ -14,7 +14,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -59,15 +59,15 @@ async def call(function: Callable[[], Any], timeout: float | None) -> Any:
 
 async def unbroken(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of work that goes on, for GRACE seconds, when its caller is cancelled."""
-    work = asyncio.ensure_future(coroutine)
+    work = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         await asyncio.wait({work}, timeout=GRACE)
         if work.cancel():
-            log.error("cancelled, %s was given up after %g s", coroutine.__qualname__, GRACE)
+            log.error("cancelled, and given up after %g s: %r", GRACE, work)
         elif not work.cancelled() and (error := work.exception()) is not None:
-            log.error("cancelled, and %s failed: %r", coroutine.__qualname__, error)
+            log.error("cancelled, and it failed (%r): %r", error, work)
         raise
 
 
@@ -78,9 +78,8 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
     connections. Called on that very loop (a sync call inside an async tool), a new one is used.
     """
     loop = _background_loop(os.getpid())
-    with contextlib.suppress(RuntimeError):  # no loop runs here: the usual case
-        if asyncio.get_running_loop() is loop:
-            return _in_own_loop(coroutine)
+    if _running_loop() is loop:
+        return _in_own_loop(coroutine)
     ended = threading.Event()
 
     async def watched() -> T:
@@ -96,6 +95,24 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
         future.cancel()
         ended.wait(GRACE)
         raise
+
+
+def each_of(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    """What an async generator yields (never None), for sync callers; it is closed when this one is.
+
+    Raises RuntimeError on the background loop itself, which would wait for its own work.
+    """
+    if _running_loop() is _background_loop(os.getpid()):
+        raise RuntimeError("this is async code that run_sync runs: use `async for` and `stream`")
+
+    async def following() -> T | None:
+        return await anext(items, None)
+
+    try:
+        while (item := wait_for(following())) is not None:
+            yield item
+    finally:
+        wait_for(items.aclose())
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
@@ -136,6 +153,13 @@ def _is_async(function: Callable[[], Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
     )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:  # none runs here: the usual case
+        return None
 
 
 @functools.cache

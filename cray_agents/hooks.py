@@ -29,7 +29,8 @@ class Hooks:
 
     Args:
         before_run: called when a run begins, its environment reset.
-        after_run: gets the run as it ended, before it is recorded.
+        after_run: gets the run as it ended, before it is recorded and its environment torn down;
+            rewards that it gives to the context are the run's too.
         before_model: gets a request in OpenAI's shape; returns the one to send instead, or None.
         after_model: gets the model call as it is recorded.
         before_tool: gets a call that has no result yet; a str that it returns refuses the call,

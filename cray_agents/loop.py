@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from cray_agents.agent import Agent
 from cray_agents.curriculum import Curriculum
-from cray_agents.errors import BadInput, SwapError
+from cray_agents.errors import BadInput, JobError, SwapError
 from cray_agents.generation import Generation, Progress, onward_of, promoted_by, standing_of
+from cray_agents.hours import Watch
 from cray_agents.loop_parts import Parts
 from cray_agents.loop_settings import check, settings_of, settle
 from cray_agents.platform import Platform
@@ -73,6 +74,7 @@ class Loop:
         budget: stop when it is used up.
         concurrency: runs at a time.
         temperature: of the training runs; held-out and test runs are greedy.
+        watch: trains on live traffic in the place of runs of its own: continual.py.
         changed: `accept` goes on although the settings are not those that the loop began with.
         platform: where to run; default: the one at $CRAY_AGENTS_URL.
         control: `shuffled-rewards` permutes the rewards among a generation's runs, to show
@@ -107,13 +109,15 @@ class Loop:
     temperature: float = 1.0
     seed: int = 0
     control: Control | None = None
+    watch: Watch | None = None
     changed: Literal["refuse", "accept"] = "refuse"
     platform: Platform | None = None
     on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self) -> None:
         self.name = self.name or f"{self.agent.name}-{self.agent.model}"
-        default = Stage("rft", None, self.hyperparameters, self.attempts,
+        attempts = self.attempts if self.watch is None else max(2, self.attempts)  # who knows
+        default = Stage("rft", None, self.hyperparameters, attempts,
                         self.tasks_per_generation, self.evaluate_every)  # fmt: skip
         self.stages = planned(self.method, default)
         check(self)
@@ -142,8 +146,7 @@ class Loop:
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
         await settle(self.where, self.name, settings_of(self), self.changed == "accept")
-        records = await self.where.generations(self.name)
-        done = [Generation.model_validate(record) for record in records]
+        done = [Generation.model_validate(r) for r in await self.where.generations(self.name)]
         for generation in done:
             yield generation
         try:
@@ -185,6 +188,7 @@ class Loop:
     async def _improve(self, done: list[Generation], generations: int) -> Generation:
         """One generation: collect, score, build, train, prove, evaluate, promote or reject."""
         number, gate = len(done), self._now().gate
+        done = await self._now().begin(done)
         parent = await self.where.version(onward_of(done))
         gate.staying = promoted_by(done)
         if not gate.looked:
@@ -192,9 +196,9 @@ class Loop:
         made = await self.collect(done, generations)
         try:
             dataset = await self.build(number)
-        except BadInput as error:
+            job = await self.train(dataset["id"], parent, done)
+        except (BadInput, JobError) as error:
             return self._without_update(made, done, error)
-        job = await self.train(dataset["id"], parent, done)
         candidate = await self.where.register(self.agent.model, job.checkpoint or job.id)
         verdict = await self._judge(candidate, done)
         trained = {
@@ -219,7 +223,7 @@ class Loop:
         """
         stage = stage_of(self.stages, len(done))
         with self._clock.phase("rollouts"):
-            collected = await self._now().collector.next(done, last)
+            collected = await self._now().collect(done, last)
         return Generation(
             generation=len(done),
             method=stage.method,
@@ -269,9 +273,11 @@ class Loop:
                 told = {"probe_max_logprob_diff": proof.max_logprob_diff}
                 return told | {"holdout_success": standing_of(done), "onward": candidate.id}
             before = await self.where.version(incumbent)
-            verdict = await self._now().judge.judge(candidate, before, len(done))
+            verdict = await self._now().decide(candidate, before, len(done))
         except SwapError as error:  # the pool has put back what it held
-            return {"note": f"not proven: {error}", "onward": done[-1].onward}
+            note = f"not proven: {error}"
+            await self.where.reject(candidate, who=f"loop {self.name}", reason=note)
+            return {"note": note, "onward": done[-1].onward}
         if verdict.promoted:
             return verdict.told()
         if stage.parent == "latest" and not verdict.worse:
@@ -310,11 +316,13 @@ class Loop:
         return why_stopped(done, self.target, self.patience, self.budget)
 
     def _without_update(
-        self, made: Generation, done: list[Generation], error: BadInput
+        self, made: Generation, done: list[Generation], error: BadInput | JobError
     ) -> Generation:
-        """A generation that nothing could be learned from; the second in a row is an error."""
+        """A generation that nothing could be learned from; of own runs the second is an error."""
         again = len(done) > 1 and done[-1].dataset is None
-        if error.code != "empty_dataset" or made.method not in COMPARING or again:
+        expected = self.watch is not None or (made.method in COMPARING and not again)
+        codes = ("empty_dataset", JobError.code) if self.watch is not None else ("empty_dataset",)
+        if error.code not in codes or not expected:
             raise error
         note = {"note": f"no update: {error}", "onward": done[-1].onward}
         return made.model_copy(update={"holdout_success": standing_of(done), **note})

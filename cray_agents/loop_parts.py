@@ -4,11 +4,17 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cray_agents.collecting import Collector
+from cray_agents.canarying import Canarying
+from cray_agents.collecting import Collected, Collector
+from cray_agents.continual import Live
 from cray_agents.gate import Gate
-from cray_agents.judging import Judge
+from cray_agents.generation import Generation
+from cray_agents.judging import Judge, Verdict
+from cray_agents.records import ModelVersion
 from cray_agents.rollouts import Rollouts
+from cray_agents.schedule import stage_of
 from cray_agents.timing import Clock
+from cray_agents.training_sets import least_reward
 
 if TYPE_CHECKING:
     from cray_agents.loop import Loop
@@ -16,12 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What collects and what judges, behind one gate; all of one event loop."""
+    """What collects and what judges, behind one gate; all of one event loop.
+
+    Of a loop that watches `live` collects, and without held-out tasks `canarying` judges.
+    """
 
     event_loop: asyncio.AbstractEventLoop
     gate: Gate
     collector: Collector
     judge: Judge
+    live: Live | None = None
+    canarying: Canarying | None = None
 
     @classmethod
     def of(cls, loop: "Loop", clock: Clock) -> "Parts":
@@ -45,7 +56,37 @@ class Parts:
             shuffle=str(loop.seed) if loop.control == "shuffled-rewards" else None,
         )
         judge = Judge(loop.where, gate, rollouts(), clock, loop.tasks, loop.promotion, loop.seed)
-        return cls(asyncio.get_running_loop(), gate, collector, judge)
+        event_loop, watch = asyncio.get_running_loop(), loop.watch
+        if watch is None:
+            return cls(event_loop, gate, collector, judge)
+        judged = bool(loop.tasks.split("holdout"))
+
+        def both_sides_of(number: int) -> float | None:
+            stage = stage_of(loop.stages, number)
+            return least_reward(loop, stage) if stage.method == "kto" else None
+
+        live = Live(rollouts(), clock, watch, judged, both_sides_of)
+        if judged:
+            return cls(event_loop, gate, collector, judge, live)
+        canarying = Canarying(loop.where, gate, clock, loop.name, watch, loop.promotion)
+        return cls(event_loop, gate, collector, judge, live, canarying)
+
+    async def begin(self, done: list[Generation]) -> list[Generation]:
+        """What the next generation goes on from; of live traffic, when there is enough."""
+        return await self.live.take(done) if self.live is not None else done
+
+    async def collect(self, done: list[Generation], last: int) -> Collected:
+        """The next generation's runs. See Collector.next."""
+        if self.live is not None:
+            return await self.live.collected(len(done))
+        return await self.collector.next(done, last)
+
+    async def decide(
+        self, candidate: ModelVersion, incumbent: ModelVersion, number: int
+    ) -> Verdict:
+        """Prove a candidate, evaluate it, promote or reject it. Raises SwapError."""
+        judge = self.judge if self.canarying is None else self.canarying
+        return await judge.judge(candidate, incumbent, number)
 
     async def stop(self) -> None:
         """Cancel what goes on in the background."""

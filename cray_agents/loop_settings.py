@@ -6,6 +6,7 @@ settings are entries of the loop's journal, `settings-1` first; a later one is o
 `changed="accept"`. Called by loop.py.
 """
 
+from collections.abc import Set
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,20 @@ if TYPE_CHECKING:
 #: What may differ from one invocation to the next: where and how far it runs, not what it learns.
 FREE = {"agent", "tasks", "rewards", "method", "name", "hyperparameters", "demonstrations",
         "curriculum", "promotion", "attempts", "tasks_per_generation", "evaluate_every", "target",
-        "patience", "budget", "concurrency", "changed", "platform", "on_progress"}  # fmt: skip
+        "patience", "budget", "concurrency", "watch", "changed", "platform",
+        "on_progress"}  # fmt: skip
 
 
 def check(loop: "Loop") -> None:
     """Raises BadInput for settings that cannot be, or that would have no effect."""
     methods = {stage.method for stage in loop.stages}
-    if not loop.rewards:
+    if not loop.rewards and (loop.watch is None or loop.tasks):
         raise BadInput("a loop needs at least one reward function", param="rewards")
     for split in ("train", "holdout"):
-        if not loop.tasks.split(split):
+        if loop.watch is None and not loop.tasks.split(split):
             raise BadInput(f"the task set has no {split} tasks", param="tasks")
+    if loop.watch is not None:
+        _check_watch(loop, methods)
     for name, low, high in (("close_at", 0.0, 1.0), ("resample", 0.0, 10.0)):
         value = getattr(loop, name)
         if not low <= value <= high or (name == "close_at" and value == 0):
@@ -50,6 +54,18 @@ def check(loop: "Loop") -> None:
         raise BadInput("method 'sft' trains on demonstrations: give some", param="demonstrations")
     if "grpo" in methods:
         _check_grpo(loop)
+
+
+def _check_watch(loop: "Loop", methods: Set[str]) -> None:
+    """What is said of a loop's own runs has no effect where it has none."""
+    for name in ("staleness", "close_at", "resample", "control"):
+        if getattr(loop, name) != getattr(type(loop), name):
+            raise BadInput(f"{name} has no effect on live traffic: watch", param=name)
+    if "sft" in methods:
+        raise BadInput(
+            "method 'sft' learns from demonstrations alone: watch with rft, and give them to it",
+            param="method",
+        )
 
 
 def _check_grpo(loop: "Loop") -> None:

@@ -5,12 +5,11 @@ Called by agent.py and turns.py.
 
 import json
 import re
-from functools import cached_property
 from typing import Any
 
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from pydantic import FiniteFloat, PydanticUserError, TypeAdapter, ValidationError
 
-from cray_agents.errors import CrayError
+from cray_agents.errors import BadInput, CrayError
 
 _SCALARS = (int, float, bool)
 _FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
@@ -27,29 +26,35 @@ class OutputReader:
     (pydantic models, lists, ...) from JSON.
 
     `constrain`: ask the server to hold answers to the type's JSON schema; once it refused that, it
-    is not asked again.
+    is not asked again. Raises BadInput for a type that pydantic cannot read from JSON.
     """
 
-    def __init__(self, type_: Any, *, constrain: bool = True) -> None:
+    def __init__(self, type_: Any, constrain: bool = True) -> None:
         self.constrain = constrain
         self._type = type_
-        self._adapter: TypeAdapter[Any] = TypeAdapter(FiniteFloat if type_ is float else type_)
         self._bare = type_ is str or type_ in _SCALARS
+        try:
+            self._adapter: TypeAdapter[Any] = TypeAdapter(FiniteFloat if type_ is float else type_)
+            self._json_schema = {} if self._bare else self._adapter.json_schema()
+        except PydanticUserError as error:
+            raise BadInput(
+                f"output_type={type_!r}: {error.message.splitlines()[0]}", param="output_type"
+            ) from error
 
     @property
     def instructions(self) -> str:
         """A model cannot guess the fields of a JSON answer, so it is given their schema."""
         if self._bare:
             return ""
-        return f"Answer with JSON alone, of this schema: {json.dumps(self._adapter.json_schema())}"
+        return f"Answer with JSON alone, of this schema: {json.dumps(self._json_schema)}"
 
-    @cached_property
+    @property
     def schema(self) -> dict[str, Any] | None:
         """A request's `response_format`; None for what is read from the bare text."""
         if self._bare:
             return None
         name = re.sub(r"\W", "_", getattr(self._type, "__name__", "answer"), flags=re.ASCII)[:64]
-        schema = {"name": name, "schema": self._adapter.json_schema()}
+        schema = {"name": name, "schema": self._json_schema}
         return {"type": "json_schema", "json_schema": schema}
 
     def read(self, text: str) -> Any:

@@ -1,16 +1,17 @@
-"""Persona: who speaks in a run. A handoff switches it; limits, hooks and environment stay.
+"""Persona: who speaks in a run. A handoff switches it; limits and environment stay.
 
 Made by agent.py from an Agent, kept by progress.py.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cray_agents import hooks
 from cray_agents.context import RunContext
 from cray_agents.errors import BadInput, HookError
+from cray_agents.hooks import Hooks
 from cray_agents.output import OutputReader
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Message
@@ -26,8 +27,9 @@ Instructions = (
 class Persona:
     """A model with its instructions, tools and output type.
 
-    `request` is what its requests have in common, but for tools and messages. `handoffs` says by
-    the name of a tool who takes over when that tool is called.
+    `request` is what its requests have in common, but for tools and messages. `in_order`: its tool
+    calls are carried out one by one. `handoffs` says by the name of a tool who takes over when that
+    tool is called.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Persona:
     engine: ChatEngine
     request: Mapping[str, Any]
     tools: Mapping[str, Tool]
+    in_order: bool
+    hooks: Sequence[Hooks]
     output: OutputReader
     handoffs: Mapping[str, "Persona"]
 

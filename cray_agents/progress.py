@@ -19,6 +19,7 @@ from cray_agents.persona import Persona, check_text, pinned
 from cray_agents.records import (
     Message,
     ModelCall,
+    Reward,
     Run,
     RunError,
     StopReason,
@@ -65,8 +66,9 @@ class Progress:
 
     `asked` are the request fields that this run sets itself, such as model and seed; `earlier` is
     what was said before it; `labels` are more fields of the Run. `request` is what the present
-    persona's requests have in common, `tools` what it may call: its own, and the environment's.
-    `half_told`: a part of the present answer was streamed already.
+    persona's requests have in common, `tools` what it may call: its own, and the environment's;
+    `hooks` are the run's and the persona's. `half_told`: a part of the present answer was streamed
+    already.
     """
 
     context: RunContext
@@ -74,7 +76,7 @@ class Progress:
     earlier: list[Message]
     labels: dict[str, Any]
     session: Session | None = None
-    hooks: Sequence[Hooks] = ()
+    run_hooks: Sequence[Hooks] = ()
     max_turns: int = 1
     max_tokens: int | None = None
     emit: Callable[[AgentEvent], None] | None = None
@@ -82,6 +84,7 @@ class Progress:
     environment_tools: dict[str, Tool] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     tools: dict[str, Tool] = field(default_factory=dict)
+    hooks: list[Hooks] = field(default_factory=list)
     turns: list[tuple[ModelCall, list[ToolCall]]] = field(default_factory=list)
     tokens: int = 0
     reason: StopReason = StopReason.completed
@@ -105,10 +108,17 @@ class Progress:
         """What this run added to the conversation, its input first."""
         return spoken(self.messages)[len(self.earlier) :]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether tool calls are carried out one by one: an environment's always are."""
+        return self.context.environment is not None or self.persona.in_order
+
     async def enter(self, persona: Persona) -> None:
         """Let this persona speak from here on. Raises HookError of its instructions."""
         present = self.request.get("model")
         self.persona = persona
+        others = (one for one in persona.hooks if one not in self.run_hooks)
+        self.hooks = [*self.run_hooks, *others]
         self.context.agent = persona.name
         self.tools = {**persona.tools, **self.environment_tools}
         self.request = {**persona.request, **self.asked}
@@ -182,13 +192,17 @@ class Progress:
         late = "history, environment and instructions took all of the run's time"
         return self.failed(HookError(f"{late}: give it a longer timeout"))
 
+    def rewards(self, error: RunError | None) -> list[Reward]:
+        """What was given so far; of a run that the infrastructure failed, nothing."""
+        failed = error is not None and error.infrastructure
+        return [] if failed else [*self.context.rewards]
+
     def ended(self, output: Any, error: RunError | None) -> Run:
-        """The run as it stands now. One that the infrastructure failed has no rewards."""
+        """The run as it stands now."""
         turns = [
-            Turn(call_id=call.id, call=call, tool_calls=[*done, *_unfinished(call, done)])
+            Turn(call_id=call.id, call=call, tool_calls=_with_unfinished(call, done))
             for call, done in self.turns
         ]
-        failed = error is not None and error.infrastructure
         return Run(
             id=self.context.run_id,
             model=self.turns[-1][0].model if self.turns else self.context.model,
@@ -197,7 +211,7 @@ class Progress:
             stop_reason=self.reason,
             error=error,
             trajectory=Trajectory(messages=self.messages, turns=turns),
-            rewards=[] if failed else self.context.rewards,
+            rewards=self.rewards(error),
             task=self.context.task,
             started=self.started,
             seconds=time.perf_counter() - self.clock,
@@ -239,17 +253,16 @@ def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> P
     )
 
 
-def _unfinished(call: ModelCall, done: Sequence[ToolCall]) -> list[ToolCall]:
-    known = {tool_call.id for tool_call in done}
+def _with_unfinished(call: ModelCall, done: list[ToolCall]) -> list[ToolCall]:
+    """A tool call for each that the model asked for, in its order, whether it ended or not."""
+    asked = call.message.get("tool_calls") or ()
+    if len(done) == len(asked):
+        return done
+    known = {tool_call.id: tool_call for tool_call in done}
+    late = "the run ended before this call did"
     return [
-        ToolCall(
-            id=part["id"],
-            name=part["function"]["name"],
-            arguments=part["function"]["arguments"],
-            error="the run ended before this call did",
-        )
-        for part in call.message.get("tool_calls") or ()
-        if part["id"] not in known
+        known.get(part["id"]) or ToolCall(id=part["id"], **part["function"], error=late)
+        for part in asked
     ]
 
 

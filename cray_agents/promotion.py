@@ -175,7 +175,7 @@ def _verdict(
     failed = [guard for guard in guards if guard.failed]
     if failed:
         return "reject", f"worse by more than {test.tolerance:g} on {_named(failed)}"
-    found = f"evidence {wealth.wealth:.3g} of {wealth.goal:.3g}"
+    found = f"evidence {math.floor(10 * wealth.wealth) / 10:g} of {wealth.goal:.3g}"
     if wealth.reached:
         doubted = [] if exhausted else _doubted(guards, test, planned)
         if doubted:

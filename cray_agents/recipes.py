@@ -93,7 +93,7 @@ class DatasetRecipe(StrictRecord):
     rewards by run id (controls use it), for whole runs. `validation` is the fraction of tasks,
     chosen by the hash of their ids, whose samples go to a split of their own. `near_duplicates`: of
     samples whose token 5-grams are this similar (Jaccard), the first is kept; equal ones always are
-    one.
+    one. In grpo they are draws of a group, and all stay.
 
     `step` makes the dataset the loop's training set number `step`: the same one when it is built
     again, also after a crash, and no other. A run then enters at most `max_uses` of the loop's

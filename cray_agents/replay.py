@@ -34,6 +34,7 @@ from cray_agents.ports import ChatEngine
 from cray_agents.records import canonical
 
 _ERRORS = {kind.__name__: kind for kind in (EngineError, EngineTimeout, EngineUnavailable)}
+_NOT_ASKED = ("extra_headers", "stream_options")
 _CONTEXT = 2  # lines around a difference
 
 
@@ -152,8 +153,8 @@ class ReplayEngine:
 
 
 def _bare(request: dict[str, Any]) -> dict[str, Any]:
-    """A request without its headers, which differ from run to run."""
-    return {key: value for key, value in request.items() if key != "extra_headers"}
+    """A request without its headers, which differ from run to run, and how it is answered."""
+    return {key: value for key, value in request.items() if key not in _NOT_ASKED}
 
 
 def _lines(request: dict[str, Any]) -> list[str]:

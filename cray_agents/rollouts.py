@@ -6,8 +6,8 @@ runs) and judging.py (held-out ones).
 
 The rule that closes a set of runs early (`close_at` below 1), so that slow tools do not hold up the
 others: all have begun, that share of them has ended, and each that still goes on has taken more
-than STRAGGLES times the median of those that ended (time at the gate does not count). What goes on then is not lost: it is stored
-when it ends, in the background.
+than STRAGGLES times the median of those that ended; time at the gate does not count. What goes on
+then is not lost: it is stored when it ends, in the background.
 """
 
 import asyncio

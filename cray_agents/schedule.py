@@ -40,8 +40,9 @@ class Stage:
             of a stage; those in between are proven, and passed on.
         parent: what the next generation samples from and trains on. `promoted`: the promoted
             version. `latest`: the last candidate, unless its evaluation found it worse; what is
-            promoted stays the same. Default: `latest` for grpo, whose steps are too small to be
-            told from chance, else `promoted`.
+            promoted stays the same (and waits to be served, where one replica takes turns).
+            Default: `latest` for grpo, whose steps are too small to be told from chance, else
+            `promoted`.
     """
 
     method: Method

@@ -21,7 +21,7 @@ from pydantic_core import from_json, to_json
 
 from cray_agents import foreign
 from cray_agents.context import RunContext
-from cray_agents.errors import BadInput, ToolError
+from cray_agents.errors import BadInput, RealModelCall, ReplayMismatch, ToolError
 from cray_agents.records import ToolCall
 from cray_agents.signatures import read_docstring, read_signature, untitled
 
@@ -72,7 +72,7 @@ class Tool:
         attempts = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.retries + 1),
             wait=tenacity.wait_exponential(multiplier=0.1, max=2),
-            retry=tenacity.retry_if_not_exception_type((ToolError, foreign.Overdue)),
+            retry=tenacity.retry_if_exception(_may_pass),
             reraise=True,
         )
         bound = functools.partial(self.function, **values)
@@ -82,7 +82,7 @@ class Tool:
             return await attempts(foreign.call, bound, self.timeout)
         except foreign.Overdue:
             raise ToolError(f"{self.name} did not answer within {self.timeout:g} s") from None
-        except ToolError:
+        except (ToolError, RealModelCall, ReplayMismatch):  # the last two are a test's, not a run's
             raise
         except Exception as error:
             raise ToolError(f"{self.name} failed: {type(error).__name__}: {error}") from error
@@ -259,6 +259,12 @@ async def _approved(approve: Approve, asked: ToolCall, context: RunContext) -> N
     if answer is not True:
         reason = f": {answer}" if isinstance(answer, str) and answer else ""
         raise ToolError(f"{asked.name} was refused{reason}")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether to call a tool again after this; a run's own end, a CancelledError, is no failure."""
+    final = (ToolError, foreign.Overdue, RealModelCall, ReplayMismatch)
+    return isinstance(error, Exception) and not isinstance(error, final)
 
 
 def _shortened(call: ToolCall, max_chars: int | None) -> ToolCall:

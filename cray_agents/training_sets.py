@@ -30,9 +30,12 @@ def window(loop: "Loop", stage: Planned, number: int) -> list[int]:
     """The generations whose runs are considered for a generation's training set.
 
     Where a generation may close before all of its runs have ended, the one before it is looked
-    through once more for what came late.
+    through once more for what came late. A loop that watches trains on what is new, unless its
+    history says more.
     """
     history = 1 if stage.method == "grpo" else loop.history
+    if loop.watch is not None:
+        history = history or 1
     if not stage.runs:
         return []
     if history is None:
@@ -45,6 +48,8 @@ def window(loop: "Loop", stage: Planned, number: int) -> list[int]:
 def uses(loop: "Loop", stage: Planned) -> int | None:
     """In how many training sets a run may be: what is looked through again is not used again."""
     history = 1 if stage.method == "grpo" else loop.history
+    if loop.watch is not None:
+        return loop.max_uses or history or 1
     if loop.close_at == 1 or history is None:
         return loop.max_uses
     return min(history, loop.max_uses or history)

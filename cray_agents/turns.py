@@ -40,10 +40,8 @@ async def ask(progress: Progress, *, retries: int = 0, final: bool = False) -> M
     return call.message
 
 
-async def act(
-    progress: Progress, asked: Sequence[Message], *, in_order: bool = False
-) -> list[ToolCall]:
-    """Carry out one message's tool calls, at the same time unless `in_order`; tell the model.
+async def act(progress: Progress, asked: Sequence[Message]) -> list[ToolCall]:
+    """Carry out one message's tool calls, at the same time if they may be, and tell the model.
 
     Raises HookError.
     """
@@ -54,15 +52,17 @@ async def act(
         done.append(call)  # at once: a timeout keeps the calls that were finished
         return call
 
-    if in_order or len(asked) == 1:
+    if progress.in_order or len(asked) == 1:
         calls = [await one(part) for part in asked]
     else:
         tasks = [asyncio.ensure_future(one(part)) for part in asked]
         try:
             calls = await asyncio.gather(*tasks)
-        finally:
+        except BaseException:
             for task in tasks:  # where a hook failed, the others are to end too
                 task.cancel()
+            await asyncio.wait(tasks)
+            raise
     done[:] = calls
     progress.messages.extend(
         {"role": "tool", "tool_call_id": call.id, "content": told(call)} for call in calls

@@ -70,9 +70,16 @@ def _everything(registry: Registry, first: str) -> dict[str, tuple[ModelVersion,
         except NotFound:  # a folder without a version
             continue
         for version in versions:
-            directory = registry.home.checkpoint(version.checkpoint)
-            found[version.id] = (version, checkpoints.read_manifest(directory))
+            found[version.id] = (version, _manifest(registry.home, version))
     return found
+
+
+def _manifest(home: Home, version: ModelVersion) -> Manifest:
+    """A version's manifest; of weights that were removed, what the version itself tells."""
+    try:
+        return checkpoints.read_manifest(home.checkpoint(version.checkpoint))
+    except NotFound:
+        return Manifest(files={}, weights_sha256=version.weights_sha256, job=version.job)
 
 
 def _parents(home: Home, known: dict[str, tuple[ModelVersion, Manifest]]) -> dict[str, str | None]:

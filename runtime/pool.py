@@ -22,7 +22,7 @@ from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import Exchange
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.held import Held
-from cray_agents.runtime.roll import roll, spare
+from cray_agents.runtime.roll import roll, stage
 from cray_agents.runtime.seat import Host, News, Seat
 
 Wanted = str | Callable[[], str]  # name@N, or what to ask for it each time a replica could serve
@@ -170,8 +170,8 @@ class Pool:
             for seat in self._seats:
                 if seat.serving == new.version and seat.report is not None:
                     return seat.report
-            seat = spare(self._seats, {self._incumbent, *needed})
-            return await seat.change(new, keep=self.swap_mode == "keep")
+            needed = {self._incumbent, *needed}
+            return await stage(self._seats, new, needed, keep=self.swap_mode == "keep")
 
     async def _swap(self, new: Held, replicas: Sequence[int] | None) -> ProbeReport:
         async with self._swapping:

@@ -163,8 +163,9 @@ class Registry:
     ) -> ModelEvent:
         """Note that a version was found not good enough; the same again is the same event.
 
-        Raises BadInput if it is the promoted one.
+        Raises BadInput if it is the promoted one, or if a canary of it runs.
         """
+        self.check_no_canary(name, number)
         promoted = self.promoted(name)
         if promoted is not None and promoted.number == number:
             raise BadInput(
@@ -178,10 +179,10 @@ class Registry:
 
         return self._happen(name, number, "rejected", who, reason, numbers, already)
 
-    def check_no_canary(self, name: str) -> None:
-        """Raises BadInput if a canary runs under the name."""
+    def check_no_canary(self, name: str, number: int | None = None) -> None:
+        """Raises BadInput if a canary runs under the name; of this version, if one is given."""
         running = self._read(name).canary
-        if running is not None:
+        if running is not None and number in (None, running.version):
             raise BadInput(
                 f"a canary of {name}@{running.version} runs already: end it first "
                 f"(`cray-agents models canary {name} --stop`)",

@@ -35,17 +35,35 @@ async def roll(seats: Sequence[Seat], new: Held, *, keep: bool) -> ProbeReport:
     return max(reports, key=lambda report: report.max_logprob_diff)
 
 
-def spare(seats: Sequence[Seat], needed: Collection[str]) -> Seat:
-    """The least busy seat that can be taken while each needed version is served on.
+async def stage(
+    seats: Sequence[Seat], new: Held, needed: Collection[str], *, keep: bool
+) -> ProbeReport:
+    """Let one seat hold a candidate: the least busy that the needed versions can do without.
 
-    Raises SwapError when there is none.
+    Where one that served nothing cannot prove it, that seat is to blame, and the next is asked.
+    Raises SwapError, also when there is none to spare.
     """
-    served = [seat.serving for seat in seats]
-    free = [seat for seat in seats if seat.serving not in needed or served.count(seat.serving) > 1]
+    left = list(seats)
+    free = spare(left, needed)
     if not free:
         raise SwapError(
             f"no replica can be spared: each is the only one that serves one of "
             f"{', '.join(sorted(needed))}. Start the platform with more --replicas, or end the "
             "canary first"
         )
-    return min(free, key=lambda seat: (seat.serving in needed, seat.in_flight))
+    while True:
+        seat, served = free[0], free[0].serving
+        try:
+            return await seat.change(new, keep=keep)
+        except SwapError:
+            left.remove(seat)
+            free = spare(left, needed)
+            if served or not free:
+                raise
+
+
+def spare(seats: Sequence[Seat], needed: Collection[str]) -> list[Seat]:
+    """The seats of which any can be taken while each needed version is served on; best first."""
+    served = [seat.serving for seat in seats]
+    free = [seat for seat in seats if seat.serving not in needed or served.count(seat.serving) > 1]
+    return sorted(free, key=lambda seat: (seat.serving in needed, seat.in_flight))

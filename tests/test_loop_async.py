@@ -162,6 +162,11 @@ class Slow:
         return look_up
 
 
+def by_attempt(run: Run) -> float:
+    """Each group has both."""
+    return float((run.attempt or 0) % 2)
+
+
 def looks_up(request: dict[str, Any]) -> Any:
     last = request["messages"][-1]
     if last["role"] == "user" and int(last["content"].split()[-1]) < 1000:
@@ -180,7 +185,7 @@ def test_slow_tools_do_not_hold_up_the_others_and_their_runs_are_carried_over(
         agent = Agent(name="a", model="m", tools=[slow.tool()],
                       hooks=[Hooks(before_model=signed)])  # fmt: skip
         loop = site_loop(agent=agent, tasks=some_tasks(60, 40, 0), close_at=0.6, concurrency=16,
-                         promotion=PromotionTest(hidden=0), platform=where,
+                         rewards=[by_attempt], promotion=PromotionTest(hidden=0), platform=where,
                          **ASYNC | {"tasks_per_generation": 20})  # fmt: skip
         async for generation in loop.steps(2):
             done.append(generation)

@@ -6,7 +6,9 @@ mcp_client.py.
 """
 
 import asyncio
+import io
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,6 +88,8 @@ def agent_server(agent: Agent) -> "MCPServer[Any]":
 
 def serve_stdio(server: "MCPServer[Any]") -> None:
     """Speak on this process's stdin and stdout until it ends; what else prints goes to stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # else a print of a tool stays in its buffer, and
+        sys.stdout.reconfigure(line_buffering=True)  # is flushed on to the wire in the end
     asyncio.run(server.run_stdio_async())
 
 

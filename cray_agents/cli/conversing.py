@@ -117,7 +117,7 @@ class Chat:
         self._forget = forget
 
     def run(self) -> None:
-        """Until /quit, Ctrl-D or an empty line."""
+        """Until /quit or Ctrl-D."""
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - it gives `input` line editing and history
@@ -130,10 +130,11 @@ class Chat:
                     continue
                 except EOFError:
                     return
-                if not line.strip() or line.strip() == "/quit":
+                if line.strip() == "/quit":
                     return
                 try:
-                    self._take(line, runner)
+                    if line.strip():
+                        self._take(line, runner)
                 except KeyboardInterrupt:
                     console.print("\n(stopped)")
                 except CrayError as error:

@@ -20,7 +20,10 @@ DEMONSTRATIONS = (
 )
 EFFECTLESS = {
     "sft": ("min_margin", "normalize", "discount", "demonstrations_rejected"),
-    "grpo": ("min_reward", "best_of", "min_margin", "render", *DEMONSTRATIONS),
+    "grpo": (
+        *("min_reward", "best_of", "min_margin", "near_duplicates", "render"),
+        *DEMONSTRATIONS,
+    ),
     "dpo": ("best_of", "normalize", "discount"),
     "kto": ("best_of", "min_margin", "normalize", "discount", *DEMONSTRATIONS),
 }

@@ -129,7 +129,7 @@ class Grpo:
     """Groups of a task's scored runs, with advantages (advantages.py).
 
     The mean and the (population) standard deviation are of all that was scored in the group: also
-    of those whose tokens are then missing, repeated, contaminated or over the limit.
+    of those whose tokens are then missing, contaminated or over the limit.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -185,7 +185,9 @@ class Grpo:
             candidate.refuse("over_max_per_task")
             return
         name = group_name(candidate, self._selection.recipe)
-        if self._selection.keep(candidate, group=name, **advantages):
+        # equal samples are draws, not repeats: without one of them the advantages do not sum to 0
+        if samples := self._selection.samples(candidate):
+            self._selection.take(candidate, samples, group=name, **advantages)
             self._limit.took(task)
 
 

@@ -11,7 +11,7 @@ from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 from cray_agents.records import ModelCall
-from cray_agents.runtime.datasets.sampling import is_shaped, temperature_of
+from cray_agents.runtime.datasets.sampling import is_held, is_shaped, temperature_of
 
 CONTEXT = -1  # the version of a token that no version sampled
 
@@ -149,6 +149,6 @@ def turn_of(call: ModelCall) -> TokenTurn:
         call.logprobs,
         call.model,
         temperature_of(call.sampling),
-        is_shaped(call.sampling) or bool(call.seams),
+        is_shaped(call.sampling) or is_held(call.tools) or bool(call.seams),
         [(seam.at, seam.model) for seam in call.seams],
     )

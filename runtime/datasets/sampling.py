@@ -6,7 +6,7 @@ samples.py. The options are those of vLLM's four APIs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 GREEDY = 1e-5  # temperatures below it are 0 to vLLM
@@ -53,3 +53,8 @@ def is_shaped(sampling: Mapping[str, Any]) -> bool:
     """Whether more than the temperature decided what could be sampled."""
     given = ((name, sampling.get(name)) for name in SHAPING)
     return any(value is not None and value not in SHAPING[name] for name, value in given)
+
+
+def is_held(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a tool is `strict`: the server then holds its arguments to a grammar."""
+    return any(tool.get("strict") or (tool.get("function") or {}).get("strict") for tool in tools)

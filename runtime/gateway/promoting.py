@@ -1,7 +1,8 @@
-"""Versions into and out of service: proven on the pool first, then written into the history.
+"""Versions into and out of service: proven on a replica, then in the history, then on the others.
 
-So the bare name never means weights that nobody serves. One change is under way at a time: two
-swaps at once would each undo the other. Called by routes/models.py; live.py sends sessions to a
+So the bare name never means weights that nobody serves: the last replica of the old version is
+changed when the name has long meant the new one. One change is under way at a time: two swaps at
+once would each undo the other. Called by routes/models.py; live.py sends sessions to a
 canary and tells here what came of it. Read next: pool.py, registry.py, canary.py.
 """
 
@@ -65,9 +66,9 @@ class Promoting:
     async def promote(
         self, version: ModelVersion, *, who: str, reason: str, numbers: dict[str, Any] | None = None
     ) -> ModelEvent:
-        """Let all replicas hold a version, and the bare name mean it. Raises SwapError."""
+        """Let the bare name mean a version, and all replicas hold it. Raises SwapError."""
         async with self._changing:
-            await self._swap(version)
+            await self._prove(version)
             await self._end(version.name, who, f"{version.id} is promoted")
             event = await asyncio.to_thread(
                 self._registry.promote,
@@ -77,7 +78,8 @@ class Promoting:
                 reason=reason,
                 numbers=numbers,
             )
-        self._tell()
+            self._tell()
+            await self._swap(version)
         return event
 
     async def roll_back(
@@ -86,12 +88,13 @@ class Promoting:
         """Let the bare name mean what it meant before, or `to`. Raises BadInput, SwapError."""
         async with self._changing:
             version = self._registry.before(name, to, force=force)
-            await self._swap(version)
+            await self._prove(version)
             await self._end(name, who, f"rolled back to {version.id}")
             event = await asyncio.to_thread(
                 self._registry.roll_back, name, version.number, who=who, reason=reason
             )
-        self._tell()
+            self._tell()
+            await self._swap(version)
         return event
 
     async def start_canary(
@@ -172,6 +175,29 @@ class Promoting:
         return await self._timed(
             version, self._pool.stage(directory, version.id, probe, needed=needed)
         )
+
+    async def _prove(self, version: ModelVersion) -> None:
+        """Let a replica serve a version; all of them, where there is one. Raises SwapError.
+
+        A canary may have to make room for it; meanwhile its sessions get the promoted version.
+        """
+        serving = [r["version"] for r in self._pool.status() if r["state"] == "serving"]
+        if version.id in serving:
+            return
+        if len(serving) < 2:
+            await self._swap(version)
+            return
+        canary = self.live.canary(version.name)
+        if canary is not None:
+            canary.staged = False
+            self._tell()
+        try:
+            directory, probe = await self._proof_of(version)
+            await self._timed(version, self._pool.stage(directory, version.id, probe))
+        finally:
+            if canary is not None:
+                held = [r["version"] for r in self._pool.status() if r["state"] == "serving"]
+                canary.staged = canary.version in held
 
     async def _swap(self, version: ModelVersion) -> None:
         if any(replica["version"] != version.id for replica in self._pool.status()):

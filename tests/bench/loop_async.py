@@ -23,10 +23,10 @@ from tests.loop_site import echo, signed, site_loop, some_tasks
 from tests.scripted_platform import platform
 from tests.timed_trainer import TimedTrainer
 
-MEDIAN = 0.04  # seconds that a tool takes
+MEDIAN = 0.3  # seconds that a tool takes
 SPREAD = math.log(30) / 2.3263  # of the logarithm: the 99th percentile is 30 times the median
 ANSWER = 0.02  # seconds that the engine takes
-TRAINING = 2.0  # seconds that a job takes
+TRAINING = 6.0  # seconds that a job takes
 GENERATIONS = 6
 ROUNDS = 3
 MODES: dict[str, dict[str, Any]] = {
@@ -54,13 +54,13 @@ def loop_of(**mode: Any) -> Loop:
     agent = Agent(name="a", model="m", tools=[look_up], hooks=[Hooks(before_model=signed)])
     return site_loop(
         agent=agent,
-        tasks=some_tasks(400, 24, 0),
+        tasks=some_tasks(400, 16, 0),
         method="grpo",
         attempts=4,
-        tasks_per_generation=24,
+        tasks_per_generation=12,
         evaluate_every=GENERATIONS,
         promotion=PromotionTest(hidden=0),
-        concurrency=96,
+        concurrency=48,
         **mode,
     )
 

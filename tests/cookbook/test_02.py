@@ -28,6 +28,17 @@ def test_splits_never_share_a_question_nor_training_a_reserved_operand(seed: int
         assert len(kinds) == 12
 
 
+def test_methods_share_tasks_and_demonstrations() -> None:
+    """Side by side means that nothing differs but how is learned from runs."""
+    rft, grpo = book.make_loop(1), book.make_loop(1, method="grpo")
+    assert list(rft.tasks) == list(grpo.tasks)
+    assert rft.demonstrations == grpo.demonstrations
+    assert rft.name == "calculator-1" != grpo.name  # the demo's name stays what it was
+    [stage] = grpo.stages
+    assert stage.method == "grpo" and stage.attempts >= 4
+    assert stage.hyperparameters.learning_rate < rft.hyperparameters.learning_rate
+
+
 def test_demonstrations_are_of_training_questions() -> None:
     loop = book.make_loop(3)
     held = {task.input for task in loop.tasks if task.split != "train"}
@@ -39,9 +50,13 @@ def test_demonstrations_are_of_training_questions() -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.megatron
-def test_quick(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments", [[], ["--method", "grpo", "--control", "shuffled-rewards"]], ids=["rft", "grpo"]
+)
+def test_quick(tmp_path: Path, arguments: list[str]) -> None:
+    argv = [sys.executable, FILE, "--quick", *arguments]
     done = subprocess.run(
-        [sys.executable, FILE, "--quick"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -1,7 +1,6 @@
 """08_foreign_agent.py: an unchanged agent of openai-agents is captured, rewarded, and promoted."""
 
 import asyncio
-import json
 import re
 import subprocess
 from dataclasses import replace
@@ -17,6 +16,7 @@ from cray_agents.runtime.datasets import dataset_runs, list_datasets
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import tool_call
+from cray_agents.trainers.seed_model import make_seed_model
 from tests.scripted_platform import platform
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def say(request: dict[str, Any], version: str) -> Any:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One with a tokenizer, for the demonstrations."""
     folder = tmp_path_factory.mktemp("model") / "seed"
-    recipe.book.make_model(folder)
+    make_seed_model(folder, seed=0, corpus=["What is 47 + 385?"])
     return folder
 
 
@@ -67,4 +67,3 @@ def test_a_foreign_agent_is_trained_as_it_is(
     used = {line["run"] for line in lines if line["accepted"] and line["run"] in runs}
     right = {run.id for run in rewarded if run.model == "calc@1" and run.reward == 1}
     assert used == right != set()
-    assert json.dumps(engine.requests[0]["tools"]).count("calculator") == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cray_agents import Agent, Run, StopReason, Task, tool
+from cray_agents import Agent, Hooks, Run, StopReason, Task, tool
 from cray_agents.errors import BadInput, EngineError, EngineUnavailable, StoreError, ToolError
 from cray_agents.events import (
     ModelFinished,
@@ -520,6 +520,42 @@ def test_run_sync_without_and_with_a_loop():
     assert asyncio.run(inside()) == "ok"
 
 
+async def test_stream_sync_also_beside_a_loop():
+    a = agent(script("It is four.", "It is five."), recorder=None)
+    events = list(a.stream_sync("go"))
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "It is four."
+    assert isinstance(events[-1], RunEnded) and events[-1].run.output == "It is four."
+    with pytest.raises(BadInput, match="input is a int"):
+        next(a.stream_sync(7))
+
+
+def test_a_sync_stream_left_early_is_cancelled_and_recorded():
+    kept: list[Run] = []
+
+    async def never(request: Any) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def keep(run: Run) -> None:
+        kept.append(run)
+
+    events = agent(script(never), recorder=keep).stream_sync("go")
+    assert isinstance(next(events), ModelStarted)
+    events.close()
+    assert [run.stop_reason for run in kept] == ["cancelled"]
+
+
+def test_stream_sync_where_it_would_wait_for_itself():
+    inner = agent(script("4"))
+
+    @tool
+    async def ask() -> int:
+        return len(list(inner.stream_sync("?")))
+
+    run = agent(script(asks(("ask", {})), "ok"), tools=[ask]).run_sync("go")
+    assert "use `async for`" in run.trajectory.turns[0].tool_calls[0].error
+
+
 def test_run_sync_in_a_tool_of_run_sync():
     inner = agent(script(lambda request: "deep"))
 
@@ -580,6 +616,13 @@ def test_ctrl_c_in_run_sync_records_the_run():
         ({"on_limit": "guess"}, "on_limit='guess': must be 'stop' or 'answer'"),
         ({"handoffs": [Agent(name="b"), Agent(name="b")]}, "two tools of one name: transfer_to_b"),
         ({"environment": dict}, "dict is not an Environment"),
+        ({"environment": 3}, "3 is not an Environment"),
+        ({"tool_calls": "natve"}, "tool_calls='natve': must be 'auto' or 'native' or"),
+        ({"output_retries": -1}, "output_retries=-1"),
+        ({"output_type": asyncio.Event}, "output_type=.*Unable to generate pydantic-core schema"),
+        ({"instructions": 3}, "instructions=3: give a text or a function"),
+        ({"hooks": Hooks()}, "give a list of Hooks"),
+        ({"hooks": [print]}, "give a list of Hooks"),
     ],
 )
 def test_bad_agents(options, message):

@@ -1,13 +1,15 @@
 """Agents for agents: as a tool, and taking over a run."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from cray_agents import Agent, Run, RunContext, ScriptedEngine, tool
+from cray_agents import Agent, Environment, Hooks, Run, RunContext, ScriptedEngine, tool
 from cray_agents.errors import BadInput
 from cray_agents.events import Handoff
+from cray_agents.records import ToolCall
 from cray_agents.tools.calculator import calculator
 from tests.cray_agents.scripts import SUM, agent, asks, script
 
@@ -120,6 +122,51 @@ async def test_a_handoff_to_an_engine_of_its_own_and_limits_that_stay():
     run = await agent(engine, handoffs=[other], max_turns=3).run("go", model="calc@7")
     assert (run.stop_reason, len(run.trajectory.turns)) == ("max_turns", 3)
     assert [request["model"] for request in own.requests] == ["big", "big"]
+
+
+async def test_who_took_over_is_held_by_hooks_of_his_own_and_those_of_the_run():
+    seen: list[str] = []
+
+    def note(who: str) -> Hooks:
+        return Hooks(
+            before_run=lambda context: seen.append(f"{who} before_run"),
+            before_tool=lambda call, context: seen.append(f"{who} {call.name}"),
+        )
+
+    def refuse(call: ToolCall, context: RunContext) -> str:
+        return "ask a person"
+
+    shared = note("shared")
+    other = Agent(name="other", tools=[calculator], hooks=[shared, Hooks(before_tool=refuse)],
+                  parallel_tool_calls=False)  # fmt: skip
+    engine = script(asks(("transfer_to_other", {})), asks(SUM), "no")
+    run = await agent(engine, handoffs=[other], hooks=[note("run"), shared]).run("go")
+    assert run.trajectory.turns[1].tool_calls[0].error == "ask a person"
+    assert seen == [
+        "run before_run", "shared before_run", "run transfer_to_other", "shared transfer_to_other",
+        "run calculator", "shared calculator",
+    ]  # fmt: skip
+
+
+async def test_who_takes_over_keeps_his_tool_calls_in_order():
+    running, most = 0, 0
+
+    async def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    other = Agent(name="other", tools=[work], parallel_tool_calls=False)
+    engine = script(asks(("transfer_to_other", {})), asks(("work", {}), ("work", {})), "ok")
+    assert (await agent(engine, handoffs=[other]).run("go")).output == "ok" and most == 1
+
+
+def test_an_environment_that_would_have_no_effect():
+    other = Agent(name="other", environment=Environment)
+    with pytest.raises(BadInput, match="give first the environment of other"):
+        Agent(name="first", handoffs=[other])
 
 
 async def test_a_second_handoff_is_of_the_second_agent():

@@ -34,9 +34,10 @@ async def test_at_its_turns_end_the_model_is_asked_for_its_answer():
     ]
 
 
-async def test_a_last_answer_that_is_none():
+@pytest.mark.parametrize("kind", [int, str])
+async def test_a_last_answer_that_is_none(kind):
     engine = script(asks(SUM), asks(SUM))
-    a = agent(engine, tools=[calculator], max_turns=1, on_limit="answer", output_type=int)
+    a = agent(engine, tools=[calculator], max_turns=1, on_limit="answer", output_type=kind)
     run = await a.run("go")
     assert (run.output, run.stop_reason) == (None, "max_turns")
     assert run.error is not None and run.error.type == "OutputError"

@@ -1,19 +1,13 @@
 """The command line without an engine: mistakes are told, with exit code 2, and nothing is lost."""
 
 import json
-import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-
-def cli(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "cray_agents", *map(str, words)]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("CRAY_AGENTS_")} | environment
-    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+from tests.cray_agents.command_line import cli
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:

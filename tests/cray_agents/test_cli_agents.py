@@ -118,7 +118,7 @@ def test_a_session_goes_on_in_the_next_command(file: str, site: Platform, tmp_pa
 
 
 def test_a_conversation(file: str, site: Platform, tmp_path: Path) -> None:
-    said = ["one", "2 + 3", "/history", "/save talk.jsonl", "/save talk.jsonl", "/save no/such",
+    said = ["one", "", "2 + 3", "/history", "/save talk.jsonl", "/save talk.jsonl", "/save no/such",
             "/what", " /etc", "/reset", "two", "/history", "/help", "/quit",
             "too late"]  # fmt: skip
     done = cli("chat", file, "--url", site.url, said="\n".join(said))

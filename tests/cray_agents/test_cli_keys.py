@@ -3,8 +3,6 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,7 @@ from cray_agents.errors import ConfigError, SetupError
 from cray_agents.paths import Home
 from cray_agents.runtime import durable
 from cray_agents.runtime.keys import Keys, Role
-
-
-def cli(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "cray_agents", *map(str, words)]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("CRAY_AGENTS_")} | environment
-    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+from tests.cray_agents.command_line import cli
 
 
 def config(home: Path, **values: Any) -> Config:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cray_agents.betting import Stream
+from cray_agents.betting import Deadline, Stream
 from cray_agents.errors import BadInput
 from cray_agents.promotion import (
     HIDDEN,
@@ -177,3 +177,10 @@ def test_a_stream_finds_a_difference_and_keeps_its_level() -> None:
 
     assert sum(evidence(seed, 0.52, 0.02) >= 20 for seed in range(100)) <= 5
     assert all(evidence(seed, 0.9, 0.02) >= 20 for seed in range(20))
+
+
+def test_small_differences_add_up_to_a_promotion() -> None:
+    gambler = Deadline(20, 107, 0.0)
+    for _ in range(40):
+        gambler.add(0.5)
+    assert gambler.reached

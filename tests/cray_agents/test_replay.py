@@ -60,12 +60,14 @@ def same(one: Run, other: Run) -> bool:
 async def test_a_run_is_replayed_exactly(tmp_path: Path, recorded: bool, replayed: bool) -> None:
     path = tmp_path / "tests" / "answers.jsonl"
     real = ScriptedEngine(SCRIPT)
-    first = await ask(RecordingEngine(real, path), stream=recorded)
+    # with a limit of tokens, a stream is asked for its usage too
+    limit = {"max_total_tokens": 10_000}
+    first = await ask(RecordingEngine(real, path), stream=recorded, **limit)
     assert first.output == "It is 4, I think." and len(path.read_text().splitlines()) == 2
     assert "X-Run-Id" not in path.read_text()
     engine = ReplayEngine(path)
     assert engine.remaining == 2
-    again = await ask(engine, stream=replayed)
+    again = await ask(engine, stream=replayed, **limit)
     assert same(again, first) and engine.remaining == 0
     assert len(real.requests) == 2
 

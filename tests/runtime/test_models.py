@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -120,6 +121,12 @@ async def test_lineage_leads_both_ways(gateway: Gateway, tmp_path: Path) -> None
     assert [one["id"] for one in middle["data"]] == ["calc@1", "calc@2", "calc@3"]
     _, first = await gateway.call("GET", "/v1/models/calc@4/lineage")
     assert [one["id"] for one in first["data"]] == ["calc@4"]
+    middle = gateway.services.registry.resolve("calc@2").checkpoint
+    shutil.rmtree(gateway.services.home.checkpoint(middle))  # what it came from is still known
+    _, kin = await gateway.call("GET", "/v1/models/calc/lineage")
+    assert {one["id"]: one["parent"] for one in kin["data"]} == {
+        one: found[one]["parent"] for one in found
+    }
     for missing in ("calc@9", "nobody"):
         assert (await gateway.call("GET", f"/v1/models/{missing}/lineage"))[0] == 404
 

@@ -203,13 +203,19 @@ async def test_an_engine_error_goes_through_as_it_is(tmp_path: Path) -> None:
 
 
 async def test_a_swap_outlives_its_caller(tmp_path: Path) -> None:
-    engine = ScriptedEngine(says_version, delay=0.1)
-    async with serving(tmp_path, Resident(engine)) as pool:
+    go = asyncio.Event()
+
+    async def when_told(request: dict[str, Any], version: str) -> str:
+        await go.wait()
+        return version
+
+    async with serving(tmp_path, Resident(ScriptedEngine(when_told))) as pool:
         busy = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         swap = asyncio.create_task(pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2)))
         await until(lambda: pool.status()[0]["state"] == "swapping")
         swap.cancel()
+        go.set()
         assert await busy == "m@1"
         assert await ask(pool, "m@2") == "m@2"
 

@@ -118,6 +118,19 @@ async def test_a_candidate_that_is_not_proven_gives_the_spare_back(tmp_path: Pat
         assert held(pool) == [("m@1", "serving")] * 2
 
 
+async def test_a_spare_that_is_broken_is_passed_over(tmp_path: Path) -> None:
+    dead = Mortal(ScriptedEngine(says_version))
+    async with serving(tmp_path, dead, *residents(2)) as pool:
+        dead.broken = True
+        dead.die()
+        await until(lambda: held(pool)[0] == ("m@1", "down"))
+        await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
+        assert pool.serves("m@1") and pool.serves("m@2")
+        with pytest.raises(SwapError, match="does not come up"):  # what is needed is kept
+            await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3), needed=["m@2"])
+        assert pool.serves("m@1") and pool.serves("m@2")
+
+
 async def test_one_replica_serves_at_any_time_of_a_roll(tmp_path: Path) -> None:
     hosts = residents(3)
     async with serving(tmp_path, *hosts) as pool:

@@ -1,6 +1,7 @@
 """MCP with real servers over stdio and HTTP: their tools as ours, and an agent as a server."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -41,6 +42,19 @@ async def keep(run):
 script = [tool_call("calculator", expression="2+2"), "It is 4.", EngineError("the engine is out")]
 agent = Agent(name="calc bot", description="Knows sums.", tools=[calculator], recorder=keep,
               engine=ScriptedEngine(script))
+"""
+
+
+NOISY = """
+import subprocess
+from cray_agents import Agent, ScriptedEngine
+from cray_agents.scripted import tool_call
+
+def noisy() -> None:
+    print("from a tool")
+    subprocess.run(["echo", "from its child"])
+
+agent = Agent(name="a", tools=[noisy], engine=ScriptedEngine([tool_call("noisy"), "done"]))
 """
 
 
@@ -268,6 +282,31 @@ async def test_an_agent_as_a_server(agent_file: Path) -> None:
     runs = [Run.model_validate_json(line) for line in lines]
     assert [run.input for run in runs] == ["2+2?", "3+3?"]
     assert runs[0].id == said["run_id"] and runs[0].tags == ["mcp"]
+
+
+def test_what_a_tool_prints_does_not_reach_the_wire(tmp_path: Path) -> None:
+    file = tmp_path / "bot.py"
+    file.write_text(NOISY)
+    asked = [
+        ("initialize", {"protocolVersion": "2025-06-18", "capabilities": {},
+                        "clientInfo": {"name": "t", "version": "1"}}),
+        ("tools/call", {"name": "ask_a", "arguments": {"question": "?"}}),
+    ]  # fmt: skip
+    pipe = subprocess.PIPE
+    argv = [sys.executable, *command(file)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        answers = []
+        for number, (method, params) in enumerate(asked):
+            request = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+            print(json.dumps(request), file=process.stdin, flush=True)
+            answers.append(json.loads(process.stdout.readline()))
+        rest, printed = process.communicate(timeout=60)
+    assert answers[1]["result"]["content"][0]["text"] == "done"
+    assert rest == "" and "from a tool" in printed and "from its child" in printed
 
 
 def test_an_agent_as_a_server_over_http_for_another_agent(agent_file: Path) -> None:

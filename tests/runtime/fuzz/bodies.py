@@ -131,6 +131,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/models/{name}/reject": {"version": 2, "who": "w", "reason": "r", "numbers": {"wins": 1}},
     "/v1/models/{name}/canary": {"version": 2, "share": 0.1, "alpha": 0.05, "promote_after": 9},
     "/v1/loops/{loop}/generations/{number}": {"score": 0.5, "promoted": [1, 2]},
+    "/v1/loops/{loop}/journal/{entry}": {"carried": ["run_1"]},
     "/v1/uploads": {
         "bytes": 3,
         "filename": "f.txt",
@@ -157,6 +158,7 @@ PLAIN = {
     "number": "1",
     "run_id": "run_1",
     "loop": "l",
+    "entry": "g1",
     "file_id": "known-batch-file",
     "upload_id": "known-upload",
     "dataset_id": "known-dataset",

@@ -38,6 +38,7 @@ GETS = (
     "/v1/fine_tuning/jobs/{fine_tuning_job_id}/checkpoints",
     "/v1/fine_tuning/jobs/{fine_tuning_job_id}/cancel",
     "/v1/loops/{loop}/generations",
+    "/v1/loops/{loop}/journal/{entry}",
     "/v1/files",
     "/v1/files/{file_id}",
     "/v1/files/{file_id}/content",

@@ -1,0 +1,88 @@
+"""07_code_writer.py: what its tests say of good, bad and sly code; its loop; its --quick."""
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents import Hyperparameters, PromotionTest, Run, ScriptedEngine, Task
+from cray_agents.cli.agents import load
+from tests.scripted_platform import platform
+
+FILE = Path(__file__).parents[2] / "cookbook" / "07_code_writer.py"
+book = load(FILE)
+SQUARE = next(task for task in book.tasks if task.input.startswith("square"))
+PREFIX = "def square(x):\n    return "
+
+
+def answered(code: str, task: Task = SQUARE) -> Run:
+    engine = ScriptedEngine([f"Here it is:\n```python\n{code}\n```"])
+    run: Run = book.agent.override(engine=engine).run_sync(task)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        (PREFIX + "x * x", 1.0),
+        (PREFIX + "x * abs(x)", 0.5),
+        (PREFIX + "x + x", 0.5),
+        (PREFIX + "2", 0.0),
+        ("def square(x) return", 0.0),
+        ("import sys\nsys.exit(0)", 0.0),
+        ("print(4)\n" * 3 + PREFIX + "0", 0.0),
+        ("class Any:\n def __eq__(self, other): return True\n" + PREFIX + "Any()", 0.0),
+        ("import json\ntests = json.load(open('tests.json'))\n" + PREFIX + "tests[0][1]", 0.0),
+        ("import json\nrun = json.load(open('run.json'))\n" + PREFIX + "x * x", 0.0),
+    ],
+)
+def test_reward(code: str, reward: float) -> None:
+    assert asyncio.run(book.passes(answered(code))) == reward
+
+
+def test_our_own_solutions_pass() -> None:
+    runs = [answered(task.metadata["solution"], task) for task in book.tasks]
+
+    async def values() -> list[float]:
+        return [await book.passes(run) for run in runs]
+
+    assert asyncio.run(values()) == [1.0] * len(book.tasks)
+
+
+def test_a_better_writer_is_promoted(tmp_path: Path) -> None:
+    solutions = {task.input: task.metadata["solution"] for task in book.tasks}
+
+    def say(request: dict[str, Any], version: str) -> str:
+        """From the second version on it can; before, it can when its question is short."""
+        question = request["messages"][1]["content"]
+        able = version != "coder@1" or len(question) % 2
+        return f"```python\n{solutions[question]}\n```" if able else "I cannot."
+
+    with platform(tmp_path, ScriptedEngine(say), name="coder") as where:
+        loop = replace(
+            book.loop,
+            platform=where,
+            method="rft",
+            attempts=1,
+            tasks_per_generation=8,
+            resample=0.0,
+            evaluate_every=1,
+            hyperparameters=Hyperparameters(steps=1),
+            promotion=PromotionTest(alpha=0.2),
+        )
+        first, second = loop.run(1)
+    assert first.holdout_success < 1 and second.holdout_success == 1
+    assert second.promoted and second.version == "coder@2"
+    assert 0 < second.accepted_runs < second.runs == 8
+
+
+def test_quick() -> None:
+    argv = [sys.executable, FILE, "--quick"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "python: 5" and lines[-1] == "passes: 1.0"
