@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 from cray_agents import Agent, Curriculum, Hyperparameters, Loop, Run, Task, TaskSet, reward
 from cray_agents.records import Message, Split
+from cray_agents.schedule import Stage
 from cray_agents.tools.calculator import calculator
 from cray_agents.training import Policy
 from cray_agents.warmup import WarmUp
@@ -195,8 +196,13 @@ def make_loop(seed: int = 0, quick: bool = False, method: Method = "rft") -> Loo
 
 
 def imitation(seed: int, steps: int) -> dict[str, Any]:
-    """Rejection sampling: a large rate, as there is nothing wrong in what is imitated."""
-    return {"method": "rft", "patience": 3, "hyperparameters": imitating(seed, steps)}
+    """Rejection sampling: a large rate, as there is nothing wrong in what is imitated.
+
+    Two or three points more near the top are no proof. They are not thrown away either: the next
+    generation goes on from there, and what serves changes when the sum of them is proven.
+    """
+    stage = Stage("rft", parent="latest")
+    return {"method": [stage], "patience": 5, "hyperparameters": imitating(seed, steps)}
 
 
 def comparison(seed: int, steps: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def right(run):
 
 agent = Agent(name="echo", model="m", tools=[shout])
 tasks = TaskSet([Task(input=str(n), target=str(n), split="train" if n < 5 else "holdout")
-                 for n in range(8)])
+                 for n in range(65)])
 loop = Loop(agent, tasks, rewards=[right], hyperparameters=Hyperparameters(steps=1))
 """
 
@@ -54,7 +54,7 @@ def test_run_says_why_it_failed(tmp_path: Path) -> None:
         (tmp_path / "other.py").write_text(source)
         done = cli("run", "other.py", "hi", "--url", where.url, cwd=tmp_path)
     assert done.returncode == 1
-    assert "'nobody' does not exist" in " ".join(done.stdout.split())
+    assert "'nobody' does not exist" in " ".join(done.stderr.split())
 
 
 def test_chat_streams_shows_tools_and_remembers(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_chat_streams_shows_tools_and_remembers(tmp_path: Path) -> None:
         done = cli("chat", "agent.py", "--url", where.url, cwd=tmp_path,
                    typed="say hi\nwhat did I say?\n\n")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert 'shout({"text": "hi"}) = HI' in " ".join(done.stdout.split())
+    assert 'shout({"text": "hi"}) shout -> HI' in " ".join(done.stdout.split())
     assert "HI it is" in done.stdout
     assert "you said hi" in done.stdout
     heard = [message["content"] for message in engine.requests[2]["messages"]]

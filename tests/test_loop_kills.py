@@ -170,6 +170,7 @@ class Campaign:
         site.check("loop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["rft", "grpo", "async"])
 @pytest.mark.timeout(3600)

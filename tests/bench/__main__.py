@@ -20,6 +20,7 @@ from tests.bench import (
     agent_overhead,
     batches,
     gateway,
+    loop_async,
     sandbox,
     saving,
     swap,
@@ -92,6 +93,7 @@ ALL = {
     "saving": saving.main,
     "training": training.main,
     "swap": swap.main,
+    "loop": loop_async.main,
 }
 
 

@@ -129,6 +129,8 @@ that stops coming is [408 request_timeout].
 
     GET  /v1/loops/{loop}/generations            {"data": [record]}, in order of number
     POST /v1/loops/{loop}/generations/{n}        any object -> {"created": bool}; the first stays
+    GET  /v1/loops/{loop}/journal/{entry}        what was written there [404]
+    POST /v1/loops/{loop}/journal/{entry}        any object -> {"created": bool}; the first stays
 
     POST /v1/files           OpenAI's: multipart `file` and `purpose`, "expires_after[anchor]" and
                              "expires_after[seconds]"? -> {"id", "bytes", "created_at", "filename",
