@@ -45,7 +45,7 @@ _ROWS: tuple[tuple[str, str, Need], ...] = (
     ("GET", f"{_RUN}/v1/models{_ANY}", Role.use),
     ("POST", "/v1/models/[^/]+/versions", Role.train),
     ("POST", "/v1/models/[^/]+/versions/[^/]+/stage", Role.train),
-    ("POST", "/v1/models/[^/]+/(promote|rollback)", Role.admin),
+    ("POST|DELETE", "/v1/models/[^/]+/(promote|rollback|reject|canary)", Role.admin),
     ("GET|POST|DELETE", f"/v1/(files|uploads|batches){_ANY}", Role.use),
     ("POST", "/v1/trajectories/[^/]+/(events|rewards)", Role.use),
     ("GET", "/v1/trajectories/export", Role.train),
