@@ -1,11 +1,14 @@
 """What every test needs: an index cache of its own, which the processes it starts use too."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 os.environ.pop("COLUMNS", None)  # before the consoles are made: tables are as wide as in a log
+# a shell starts what runs in the background deaf to Ctrl-C, and so would be all that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
