@@ -225,7 +225,8 @@ class Rollouts:
                 found = await self._attempt(agent, going.engine, item, name, seed)
             run = found
             if name in known and unscored(run):
-                run = await self._scored(restored(run, agent.output_type))
+                whole = await self.platform.run(run.id)  # with its tokens
+                run = await self._scored(restored(whole, agent.output_type), again=True)
             if not failed_by_infrastructure(run):
                 break
         return run
@@ -247,14 +248,20 @@ class Rollouts:
             run = run.model_copy(update={"error": held})
         return await self._scored(run)
 
-    async def _scored(self, run: Run) -> Run:
-        """The run with its rewards, on record. Where a reward fails, it alone is tried again."""
+    async def _scored(self, run: Run, *, again: bool = False) -> Run:
+        """The run with its rewards, on record. Where a reward fails, it alone is tried again.
+
+        `again`: the run is on record already, without its rewards.
+        """
         for _ in range(1 + RETRIES):
             rewards, error = await score(run, self.rewards, engine=self.platform.engine())
             scored = run.model_copy(update={"rewards": rewards, "error": error})
             if not unscored(scored):
                 break
-        await self.platform.record([scored])
+        if not again:
+            await self.platform.record([scored])
+        elif not unscored(scored):
+            await self.platform.describe(scored)
         return scored
 
 

@@ -18,6 +18,7 @@ from cray_agents import Agent, Hyperparameters, Task
 from cray_agents.cli import main
 from cray_agents.cli.running import client, fetch, serving
 from cray_agents.config import load_config
+from cray_agents.gate import Gate
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.records import ProbeReport, Run
@@ -72,7 +73,7 @@ class Site:
                 for question in QUESTIONS
                 for attempt in range(ATTEMPTS)
             ]
-            rollouts = Rollouts(platform, agent, "talk", [odd], concurrency=16)
+            rollouts = Rollouts(platform, Gate(platform), agent, "talk", [odd], concurrency=16)
             self.runs = await rollouts.run(wanted, version, 1.0, lambda done: None)
             even = {run.id: 1 - odd(run) for run in self.runs}
             for method in METHODS:
