@@ -20,11 +20,12 @@ from cray_agents import (
     reward,
 )
 from cray_agents.errors import BadInput, JobError, SwapError
+from cray_agents.gate import Gate
 from cray_agents.generation import Generation, Progress
 from cray_agents.paths import Home
 from cray_agents.recipes import RunQuery
 from cray_agents.records import Run
-from cray_agents.rollouts import success
+from cray_agents.rollouts import Rollouts, Wanted, success
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
@@ -283,3 +284,28 @@ def test_bad_arguments_are_refused() -> None:
         make_loop(rewards=[])
     with pytest.raises(BadInput, match="holdout"):
         Loop(Agent(name="a"), TaskSet([Task(input="x")]), rewards=[right])
+
+
+async def test_a_reward_that_failed_is_asked_again_and_the_run_is_not(tmp_path: Path) -> None:
+    down = True
+
+    @reward
+    def checked(run: Run) -> float:
+        if down:
+            raise ConnectionError("the checker is down")
+        return right(run)
+
+    engine = ScriptedEngine(answer)
+    with platform(tmp_path, engine) as where:
+        version = await where.promoted("m")
+        assert version is not None
+        agent = Agent(name="a", model="m")
+        wanted = [Wanted(Task(input="say 1", target="1"), "g1", generation=1)]
+        for down in (True, False, False):
+            rollouts = Rollouts(where, Gate(where), agent, "loop", [checked], concurrency=1)
+            (run,) = await rollouts.run(wanted, version, 1.0, lambda done: None)
+            assert run.reward == (None if down else 1.0)
+            stored = await where.run(run.id)
+            assert stored.reward == run.reward and stored.calls[0].token_ids
+        await where.close()
+    assert len(engine.requests) == 1
