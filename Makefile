@@ -35,3 +35,4 @@ soak: setup
 	@CRAY_TEST_KILLS=200 $(PY) -m pytest -s --timeout 3600 tests/trainers/test_campaign.py
 	@CRAY_TEST_TRIES=20 $(PY) -m pytest -s --timeout 3600 tests/test_damaged.py
 	@CRAY_TEST_KILLS=100 $(PY) -m pytest -s --timeout 3600 tests/test_loop_kills.py
+	@CRAY_TEST_METHODS=rft,grpo $(PY) -m pytest tests/cookbook/test_02.py

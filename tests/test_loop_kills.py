@@ -24,7 +24,7 @@ from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 
 ROOT = Path(__file__).parents[1]
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "6"))
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
 SEEDS = [int(seed) for seed in os.environ.get("CRAY_TEST_SEEDS", "1").split(",")]
 LOOPS = 0.7  # of the kills are of the loop, the others of the platform
 

@@ -423,7 +423,7 @@ async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(door: Gateway,
     await until(lambda: door.pool.status()[0]["in_flight"] == 0)
     await until(lambda: any(run.id == run_id for run in door.store.runs()))
     (call,) = door.calls(run_id)
-    if path == "/v1/messages" and call.finish_reason == "stop":
+    if path == "/v1/messages" and call.finish_reason in ("stop", "tool_calls"):
         return  # it cannot be told to go on, and was quicker
     assert call.finish_reason == "cancelled" and door.store.run(run_id).stop_reason == "cancelled"
     assert call.prompt_token_ids and 3 < len(call.token_ids) < 900

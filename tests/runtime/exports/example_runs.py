@@ -133,7 +133,7 @@ async def _record(url: str) -> None:
             seed=ATTEMPTS.get(name),
         )
         with contextlib.suppress(CrayError, TimeoutError):
-            await asyncio.wait_for(work, 0.5 if name == "stopped" else None)
+            await asyncio.wait_for(work, 3.0 if name == "stopped" else None)
 
     await asyncio.gather(*map(run, SCRIPTS))
     await _told(engine)
