@@ -128,10 +128,10 @@ def test_it_trains_and_registers_and_the_second_time_trains_nothing(site: Site) 
 @pytest.mark.megatron
 def test_what_dies_is_started_again_and_ctrl_c_saves(site: Site, monkeypatch: Any) -> None:
     monkeypatch.setenv("CRAY_AGENTS_SCHEDULER", "local")
-    wanted = ["--steps", 800, "--set", "save_every=20", "--layout", "data=1"]
+    wanted = ["--steps", 400, "--set", "save_every=5", "--layout", "data=1"]
     with site.submitting(*wanted) as process:
         assert process.stdout is not None and process.stderr is not None
-        _read_until(process.stdout, "step  21/800")
+        _read_until(process.stdout, "step   5/400")
         os.kill(json.loads((site.journal.folder / "attempts" / "1").read_bytes())["pid"], 9)
         _read_until(process.stdout, "attempt 2 starts after step")
         _read_until(process.stdout, "step ")
@@ -140,7 +140,7 @@ def test_what_dies_is_started_again_and_ctrl_c_saves(site: Site, monkeypatch: An
         said = process.stderr.read()
         assert process.wait() == 130, said
     stopped = site.journal.step
-    assert 20 <= stopped < 800 and f"saved after step {stopped} of 800" in said
+    assert 5 <= stopped < 400 and f"saved after step {stopped} of 400" in said
     assert site.journal.paused and site.journal.resume_points
 
     with site.submitting(*wanted) as process:  # alone: another one is refused
@@ -150,9 +150,9 @@ def test_what_dies_is_started_again_and_ctrl_c_saves(site: Site, monkeypatch: An
         assert refused.code == 2 and "another `jobs submit` trains on" in refused.err
         out, err = process.communicate()
     assert process.returncode == 0, err
-    assert "step 800/800" in out and f"step {stopped:>3}/800" not in out
+    assert "step 400/400" in out and f"step {stopped:>3}/400" not in out
     events = [e for e in site.journal.events() if e["event"] == "step"]
-    assert [event["step"] for event in events] == list(range(1, 801))
+    assert [event["step"] for event in events] == list(range(1, 401))
 
 
 def _read_until(stream: Any, text: str) -> None:
