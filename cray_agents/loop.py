@@ -200,7 +200,6 @@ class Loop:
         except (BadInput, JobError) as error:
             return self._without_update(made, done, error)
         candidate = await self.where.register(self.agent.model, job.checkpoint or job.id)
-        verdict = await self._judge(candidate, done)
         trained = {
             "dataset": dataset["id"],
             "job": job.id,
@@ -211,7 +210,7 @@ class Loop:
             "loss_last": job.loss_last,
             "version": candidate.id,
         }
-        return made.model_copy(update=trained | verdict)
+        return made.model_copy(update=trained | await self._judge(candidate, done))
 
     # ---- the steps
 
