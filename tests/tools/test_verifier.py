@@ -1,5 +1,6 @@
 """Programs as rewards: what earns what, and what is no reward at all."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,10 +67,13 @@ async def test_commands() -> None:
         await value(said, '{"reward": "much"}')
 
 
-async def test_what_could_not_be_run_is_no_zero() -> None:
+async def test_what_could_not_be_run_is_no_zero(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="no-such-program"):
         await value(["no-such-program"])
-    broken = Sandbox(layer="none", unsandboxed=True, processes=1, memory_mb=1)
+    library = tmp_path / "library"
+    library.mkdir()
+    broken = Sandbox(readable=[library])
+    library.rmdir()
     with pytest.raises(RewardError, match="could not be run: the sandbox did not start"):
         await value(["true"], sandbox=broken)
     rewards, error = await score(run_of(""), [verifier(["true"], sandbox=broken)])

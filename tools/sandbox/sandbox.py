@@ -88,10 +88,8 @@ class Sandbox:
         for name in ("seconds", "memory_mb", "processes", "disk_mb", "output_chars"):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name}={getattr(self, name)!r}: must be above 0", param=name)
-        for name in ("readable", "writable"):
-            for path in getattr(self, name):
-                if not Path(path).exists():
-                    raise BadInput(f"{name}: there is no {path}", param=name)
+        if missing := self._missing():
+            raise BadInput(missing, param=missing.partition(":")[0])
         if self.layer == "none" and not self.unsandboxed:
             raise BadInput("layer='none' needs unsandboxed=True", param="layer")
 
@@ -174,6 +172,8 @@ class Sandbox:
         and errors are those of `run`.
         """
         layer = await asyncio.to_thread(self.check)
+        if missing := self._missing():  # it was there when this sandbox was made
+            raise SetupError(f"the sandbox did not start: {missing}")
         base = Path(tempfile.mkdtemp(prefix="cray-sandbox-")).resolve()
         try:
             cell = self._cell(base, workdir)
@@ -186,6 +186,13 @@ class Sandbox:
                 yield confined
         finally:
             await asyncio.shield(remove(base))
+
+    def _missing(self) -> str | None:
+        for name in ("readable", "writable"):
+            for path in getattr(self, name):
+                if not Path(path).exists():
+                    return f"{name}: there is no {path}"
+        return None
 
     def _cell(self, base: Path, workdir: str | Path | None) -> layers.Cell:
         temp = base / "temp"
