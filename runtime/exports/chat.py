@@ -26,20 +26,21 @@ _SOUND = ("audio", "function_call")  # fields that hold what was said, in a shap
 class Chat:
     """The messages, complete and checked, the tools, and the codes of what was left out.
 
-    `reasoning` is by the place of the message; `history` counts the messages before the run's own.
+    `reasoning` is by the place of the message; `history`: the places of the assistant's messages
+    that were not said in this conversation, and are not to be learned from it.
     """
 
     messages: list[Message]
     tools: list[Json]
     reasoning: dict[int, str]
-    history: int
+    history: frozenset[int]
     parallel: bool | None
     losses: set[str] = field(default_factory=set)
 
     def untaught(self, since: int = 0) -> bool:
         """Whether there are answers, from a place on, that are not to be learned."""
         return any(
-            message["role"] == "assistant" and (place < self.history or message.get("weight") == 0)
+            message["role"] == "assistant" and (place in self.history or message.get("weight") == 0)
             for place, message in enumerate(self.messages[since:], since)
         )
 
@@ -51,10 +52,16 @@ class Chat:
         return self.messages[: last + 1]
 
 
-def chat_of(run: Run) -> Chat:
-    """A run as chat messages. Raises BadInput (unsupported_export) naming what has no such form."""
-    told = spoken(run)
-    chat = Chat([], [], {}, told.own, _parallel(told), {"conversation_only"})
+def chats_of(run: Run) -> list[Chat]:
+    """A run as chats: one, or one for each system message and tools that its calls saw.
+
+    Raises BadInput (unsupported_export) naming what has no such form.
+    """
+    return [_chat(run, told) for told in spoken(run)]
+
+
+def _chat(run: Run, told: Conversation) -> Chat:
+    chat = Chat([], [], {}, told.history, _parallel(told), {"conversation_only"})
     asked: set[str] = set()
     for place, message in enumerate(told.messages):
         where = f"messages[{place}]"
@@ -68,8 +75,6 @@ def chat_of(run: Run) -> Chat:
     chat.tools = _tools(run, told, chat.losses)
     if any(turn.call is not None for turn in told.others):
         chat.losses.add("other_calls")
-    if told.tools_changed:
-        chat.losses.add("tools_changed")
     calls = [turn.call for turn in told.said.values() if turn.call is not None]
     if run.redacted or any(call.redacted for call in run.calls):
         chat.losses.add("redacted")

@@ -3,10 +3,15 @@
 The messages are the run record's; of a run that has none, those its last call read and said. Calls
 are found in them by what they read and said: where a client trimmed its history, or calls of other
 conversations stand in the run, some are in none of its messages. Used by all formats but `jsonl`.
+
+Where calls began with different system messages, or were given different tools, as after a handoff,
+no one of these goes over all messages: formats to learn from get a conversation for each
+(`conversations_of`), as the calls under it saw it; what others said in it is its history.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from cray_agents.records import Message, Run, StopReason, Task, Trajectory, Turn, digest
 from cray_agents.runtime.exports.written import Json, unsupported
@@ -17,15 +22,16 @@ class Conversation(NamedTuple):
     """A run's messages, its turns by the place of the message that each said, and the others.
 
     `own` is where its first call answered; an assistant's message before that was not said in this
-    run. It is 0 where not all calls are known, and all messages count as the run's.
+    run. It is 0 where not all calls are known, and all messages count as the run's. `history`: the
+    places of the assistant's messages that were not said here.
     """
 
     messages: list[Message]
     said: dict[int, Turn]
     others: list[Turn]
     tools: list[Json]
-    tools_changed: bool
     own: int
+    history: frozenset[int]
 
 
 def conversation_of(run: Run) -> Conversation:
@@ -40,11 +46,52 @@ def conversation_of(run: Run) -> Conversation:
     check_calls(run, (call.message for call in run.calls))
     said, others = _placed(messages, run.trajectory.turns)
     calls = [turn.call for turn in said.values() if turn.call is not None]
-    offered = [call.tools for call in calls] or [run.trajectory.tools]
-    tools, changed = _tools(offered)
+    tools = _tools([call.tools for call in calls] or [run.trajectory.tools])
     whole = all(turn.call is not None for turn in run.trajectory.turns)
     own = min(said, default=0) if whole else 0
-    return Conversation(messages, said, others, tools or run.trajectory.tools, changed, own)
+    history = frozenset(place for place in _answers(messages) if place < own)
+    return Conversation(messages, said, others, tools or run.trajectory.tools, own, history)
+
+
+def conversations_of(run: Run) -> list[Conversation]:
+    """A run's conversations: one for each beginning (system messages, tools) that its calls saw.
+
+    In the order in which they began; mostly it is one. Raises BadInput as `conversation_of` does.
+    """
+    whole, parts = conversation_of(run), _parts(run.trajectory.turns)
+    if len(parts) < 2:
+        return [whole]
+    as_sent = {id(turn): whole.messages[place] for place, turn in whole.said.items()}
+    found = []
+    for turns in parts:
+        ends = ((turn, turn.call) for turn in reversed(turns))
+        last, call = next((turn, call) for turn, call in ends if call is not None)
+        messages = [*call.messages, as_sent.get(id(last), call.message)]
+        part = Trajectory(messages=messages, turns=turns)
+        told = conversation_of(run.model_copy(update={"trajectory": part}))
+        found.append(told._replace(history=frozenset(_answers(messages) - told.said.keys())))
+    return found
+
+
+def _parts(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """The turns by what their calls began with; one whose call is not known goes with the last."""
+    parts: list[tuple[Any, list[Turn]]] = []
+    part: list[Turn] = []
+    for turn in turns:
+        if (call := turn.call) is not None:
+            system = takewhile(lambda m: m.get("role") in ("system", "developer"), call.messages)
+            began = (list(system), call.tools)
+            known = next((found for how, found in parts if how == began), None)
+            if known is None:
+                known = [] if parts else part  # with those before the first that is known
+                parts.append((began, known))
+            part = known
+        part.append(turn)
+    return [found for _, found in parts]
+
+
+def _answers(messages: Sequence[Message]) -> set[int]:
+    return {place for place, each in enumerate(messages) if each.get("role") == "assistant"}
 
 
 def check_calls(run: Run, messages: Iterable[Message]) -> None:
@@ -60,15 +107,15 @@ def check_calls(run: Run, messages: Iterable[Message]) -> None:
             raise unsupported(run, "tool_calls", f"of a message are none: {str(calls)[:80]}")
 
 
-def spoken(run: Run) -> Conversation:
-    """`conversation_of` for formats that are to learn from. Raises BadInput where nothing is said.
+def spoken(run: Run) -> list[Conversation]:
+    """`conversations_of` for formats that are to learn from. Raises BadInput if nothing is said.
 
     A run that failed before its model said anything cannot be learned from.
     """
-    conversation = conversation_of(run)
-    if not any(message.get("role") == "assistant" for message in conversation.messages):
+    conversations = conversations_of(run)
+    if not all(_answers(each.messages) for each in conversations):
         raise unsupported(run, "trajectory.messages", "has no message of the assistant")
-    return conversation
+    return conversations
 
 
 def run_of_demonstration(
@@ -127,15 +174,15 @@ def _says(message: Message, turn: Turn) -> bool:
     return (message.get("content") or "") == (given.get("content") or "")
 
 
-def _tools(offered: Sequence[list[Json]]) -> tuple[list[Json], bool]:
-    """All tools that were offered, the newest definition of each name; whether they changed."""
+def _tools(offered: Sequence[list[Json]]) -> list[Json]:
+    """All tools that were offered, the newest definition of each name."""
     last = offered[-1]
     if all(tools == last for tools in offered):
-        return last, False
+        return last
     newest: dict[str, Json] = {}
     for tools in offered:
         newest |= {_name(tool): tool for tool in tools}
-    return list(newest.values()), True
+    return list(newest.values())
 
 
 def _name(tool: Json) -> str:

@@ -60,7 +60,7 @@ __all__ = [
     "stream",
 ]
 
-EXPORTS = 1  # counted up when the same export writes other bytes: halves of old ones are refused
+EXPORTS = 2  # counted up when the same export writes other bytes: halves of old ones are refused
 SHARD_SIZE = 10_000  # rows
 
 Format = LineFormat | TableFormat

@@ -1,6 +1,8 @@
 """`huggingface`: a folder that `datasets.load_dataset` reads: Parquet shards, a card, Croissant.
 
-    data/train-00000-of-0000N.parquet    a row per run: its conversation, rewards, what it was
+    data/train-00000-of-0000N.parquet    a row per run: its conversation, rewards, what it was; of
+                                         a run whose calls saw different system messages or tools,
+                                         as after a handoff, a row for each, `part` 0, 1, ...
     README.md                            the card; its front matter names the shards (`configs`)
     croissant.json                       MLCommons' description, with each shard's SHA-256
 
@@ -16,7 +18,7 @@ import orjson
 
 from cray_agents.records import Message, Run
 from cray_agents.runtime import durable
-from cray_agents.runtime.exports.conversation import conversation_of
+from cray_agents.runtime.exports.conversation import conversations_of
 from cray_agents.runtime.exports.counting import losses_of
 from cray_agents.runtime.exports.croissant import croissant
 from cray_agents.runtime.exports.format import Written
@@ -29,6 +31,7 @@ SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6,
 CROISSANT = {"string": "sc:Text", "int64": "cr:Int64", "double": "cr:Float64"}
 ABOUT = {
     "id": "The run's id.",
+    "part": "Which of the run's conversations, from 0: one for each system message and tools.",
     "messages": "The conversation; tool_calls is a JSON text in OpenAI's shape.",
     "tools": "The definitions of the tools offered, a JSON text.",
     "input": "What the agent was asked.",
@@ -71,27 +74,22 @@ def schema() -> Any:
         "tags": pa.list_(text),
         "started": real,
         "seconds": real,
-        **dict.fromkeys(("generation", "attempt", "prompt_tokens", "completion_tokens"), whole),
+        **dict.fromkeys(("part", "generation", "attempt"), whole),
+        **dict.fromkeys(("prompt_tokens", "completion_tokens"), whole),
     }
     return pa.schema([(name, kinds.get(name, text)) for name in ABOUT])
 
 
 def rows_of(run: Run, first: int) -> Written:
-    """A run as a row, and what it leaves out."""
-    told, task, usage = conversation_of(run), run.task, run.usage
+    """A run as a row of each of its conversations, and what they leave out."""
+    task, usage = run.task, run.usage
     losses = ["exact_tokens"] if usage.calls else []
     if run.trajectory.turns:
         losses.append("call_details")
-    if told.others:
-        losses.append("other_calls")
-    if told.tools_changed:
-        losses.append("tools_changed")
     if run.redacted or any(call.redacted for call in run.calls):
         losses.append("redacted")
-    row = {
+    about = {
         "id": run.id,
-        "messages": [_message(message, losses) for message in told.messages],
-        "tools": _json(told.tools),
         "input": run.input,
         "output": _text(run.output),
         "reward": run.reward,
@@ -114,9 +112,15 @@ def rows_of(run: Run, first: int) -> Written:
         "completion_tokens": usage.completion_tokens,
     }
     if task is not None:
-        row |= {"task_id": task.id, "target": _text(task.target), "split": task.split,
-                "metadata": _json(task.metadata)}  # fmt: skip
-    return Written([row], tuple(dict.fromkeys(losses)))
+        about |= {"task_id": task.id, "target": _text(task.target), "split": task.split,
+                  "metadata": _json(task.metadata)}  # fmt: skip
+    rows = []
+    for part, told in enumerate(conversations_of(run)):
+        if told.others:
+            losses.append("other_calls")
+        messages = [_message(message, losses) for message in told.messages]
+        rows.append({**about, "part": part, "messages": messages, "tools": _json(told.tools)})
+    return Written(rows, tuple(dict.fromkeys(losses)))
 
 
 def _message(message: Message, losses: list[str]) -> dict[str, Any]:

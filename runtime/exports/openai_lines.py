@@ -2,26 +2,33 @@
 
 What `openai` writes is what POST /v1/fine_tuning/jobs reads, here (runtime/fine_tuning) and there:
 the conversation up to the assistant's last message. Messages of the history that a run was given,
-which it did not say itself, have the weight 0. Listed in format.py.
+which it did not say itself, have the weight 0. A run whose calls saw different system messages or
+tools, as after a handoff, is a line for each, with its own answers to train on and the others' at
+weight 0. Listed in format.py.
 """
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat import Chat, chat_of
+from cray_agents.runtime.exports.chat import Chat, chats_of
 from cray_agents.runtime.exports.pairs import difference
 from cray_agents.runtime.exports.written import Json, LineFormat, Written, unsupported
 
 
 def _of_run(run: Run) -> Written:
-    chat = chat_of(run)
+    chats = chats_of(run)
+    records = [_record(run, chat) for chat in chats]
+    return Written(records, tuple(sorted({code for chat in chats for code in _losses(chat)})))
+
+
+def _record(run: Run, chat: Chat) -> Json:
     messages = [_weighed(chat, place, m) for place, m in enumerate(chat.until_answer())]
     if all(m.get("weight") == 0 for m in messages if m["role"] == "assistant"):
         raise unsupported(run, "trajectory.messages", "hold no answer of this run to train on")
-    return Written([_offered({"messages": messages}, chat)], _losses(chat))
+    return _offered({"messages": messages}, chat)
 
 
 def _weighed(chat: Chat, place: int, message: Message) -> Message:
     written = _bare(message)
-    if message["role"] == "assistant" and place < chat.history:
+    if place in chat.history:
         written["weight"] = 0
     return written
 

@@ -1,14 +1,15 @@
 """Two runs on the same task as a preference: what both read, and where their model's words part.
 
-Ids of tool calls are made up anew in every run, so they do not count as a difference. Called by
-openai_lines.py and trl.py.
+Ids of tool calls are made up anew in every run, so they do not count as a difference. Of runs whose
+calls saw different system messages or tools, as after a handoff, the first conversations that part
+so are compared. Called by openai_lines.py and trl.py.
 """
 
 from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
-from cray_agents.runtime.exports.chat import Chat, chat_of
+from cray_agents.runtime.exports.chat import Chat, chats_of
 from cray_agents.runtime.exports.written import unsupported
 
 
@@ -26,7 +27,16 @@ def difference(better: Run, worse: Run, *, reasoning: bool) -> Difference:
 
     Raises BadInput for two that no answer of the model parts.
     """
-    one, other = chat_of(better), chat_of(worse)
+    problems: list[BadInput] = []
+    for one, other in zip(chats_of(better), chats_of(worse), strict=False):
+        try:
+            return _difference(better, worse, one, other, reasoning=reasoning)
+        except BadInput as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _difference(better: Run, worse: Run, one: Chat, other: Chat, *, reasoning: bool) -> Difference:
     if one.tools != other.tools:
         raise _apart(better, worse, "were given different tools")
     for chat in (one, other):
@@ -40,7 +50,7 @@ def difference(better: Run, worse: Run, *, reasoning: bool) -> Difference:
     if roles != ("assistant", "assistant"):
         problem = f"first differ in a message that is no answer ({' and '.join(roles)})"
         raise _apart(better, worse, problem)
-    if same < max(one.history, other.history):
+    if same in one.history | other.history:
         raise _apart(better, worse, "first differ in the history they were given")
     if same == 0:
         raise _apart(better, worse, "begin with an answer: there is nothing that both read")

@@ -2,13 +2,15 @@
 
 A call of a tool is a turn of its own whose value is {"name", "arguments"}, its result the turn that
 follows it. There are no ids of calls: of calls made at once, each is told with its result, one
-after another. Listed in format.py.
+after another. A run whose calls saw different system messages or tools, as after a handoff, is a
+record for each, with the ids `<run>.1`, `<run>.2`, ...; answers of others in it are the loss
+`weights`. Listed in format.py.
 """
 
 from collections.abc import Iterator
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat import Chat, chat_of
+from cray_agents.runtime.exports.chat import Chat, chats_of
 from cray_agents.runtime.exports.written import Json, LineFormat, Written, json_text
 
 _FROM = {
@@ -21,13 +23,17 @@ _FROM = {
 
 
 def _of_run(run: Run) -> Written:
-    chat = chat_of(run)
-    chat.messages = chat.until_answer()
-    record: Json = {"id": run.id, "conversations": list(_turns(run, chat))}
-    if chat.tools:
-        functions = [tool["function"] for tool in chat.tools]
-        record["tools"] = json_text(run, "tools", functions)
-    return Written([record], tuple(sorted(chat.losses | _left_out(chat))))
+    records, losses, chats = [], set[str](), chats_of(run)
+    for number, chat in enumerate(chats, 1):
+        chat.messages = chat.until_answer()
+        name = run.id if len(chats) == 1 else f"{run.id}.{number}"
+        record: Json = {"id": name, "conversations": list(_turns(run, chat))}
+        if chat.tools:
+            functions = [tool["function"] for tool in chat.tools]
+            record["tools"] = json_text(run, "tools", functions)
+        records.append(record)
+        losses |= chat.losses | _left_out(chat)
+    return Written(records, tuple(sorted(losses)))
 
 
 def _turns(run: Run, chat: Chat) -> Iterator[Json]:

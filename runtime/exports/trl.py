@@ -3,26 +3,31 @@
 As `datasets.load_dataset("json")` and TRL's trainers read them: `tools` is JSON in a string, or
 null, which the trainers parse; arguments of tool calls are objects and what only calls tools has an
 empty text, as chat templates want them (and as the engine hands them to the template). Reasoning
-stays, as `reasoning_content`. Listed in format.py.
+stays, as `reasoning_content`. A run whose calls saw different system messages or tools, as after a
+handoff, is a row for each, up to its last answer; answers of others in it are the loss `weights`.
+Listed in format.py.
 """
+
+from collections.abc import Callable
 
 import orjson
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat import Chat, chat_of
+from cray_agents.runtime.exports.chat import Chat, chats_of
 from cray_agents.runtime.exports.pairs import difference
 from cray_agents.runtime.exports.written import Json, LineFormat, Written, json_text, unsupported
 
 
 def _of_run(run: Run) -> Written:
-    chat = chat_of(run)
-    messages = _messages(chat)
-    return Written([{"messages": messages, "tools": _tools(run, chat)}], _losses(chat))
+    return _rows(run, lambda chat: {"messages": _messages(chat)})
 
 
 def _completion(run: Run) -> Written:
     """The assistant's last message, and all that was said before it."""
-    chat = chat_of(run)
+    return _rows(run, lambda chat: _asked(run, chat))
+
+
+def _asked(run: Run, chat: Chat) -> Json:
     chat.messages = chat.until_answer()
     messages = _messages(chat)
     if len(messages) < 2 or messages[-2]["role"] == "system":
@@ -30,8 +35,17 @@ def _completion(run: Run) -> Written:
         raise unsupported(run, "trajectory.messages", problem)
     if any(message["role"] == "assistant" for message in messages[:-1]):
         chat.losses.add("earlier_turns")
-    record = {"prompt": messages[:-1], "completion": messages[-1:], "tools": _tools(run, chat)}
-    return Written([record], _losses(chat, len(messages) - 1))
+    return {"prompt": messages[:-1], "completion": messages[-1:]}
+
+
+def _rows(run: Run, of: Callable[[Chat], Json]) -> Written:
+    """A row of each of a run's chats; what is lost of what is learned there."""
+    rows, losses = [], set[str]()
+    for chat in chats_of(run):
+        row = {**of(chat), "tools": _tools(run, chat)}
+        losses.update(_losses(chat, len(row.get("prompt", ()))))
+        rows.append(row)
+    return Written(rows, tuple(sorted(losses)))
 
 
 def _of_pair(better: Run, worse: Run) -> Written:

@@ -7,7 +7,8 @@
     extra_info    struct<index, split, task_id, run_id, agent, loop, generation, model>
 
 verl picks its reward function by data_source, and hands it ground_truth and extra_info. The prompt
-is that of the task's first run. Called by tables.py; pyarrow is imported when one is written.
+is that of the task's first run, as its first call read it. Called by tables.py; pyarrow is imported
+when one is written.
 """
 
 from functools import cache
@@ -16,7 +17,7 @@ from typing import Any
 import orjson
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.conversation import conversation_of
+from cray_agents.runtime.exports.conversation import conversations_of
 from cray_agents.runtime.exports.format import Written
 from cray_agents.runtime.exports.tables import TableFormat
 from cray_agents.runtime.exports.written import unsupported
@@ -47,7 +48,7 @@ def rows_of(run: Run, first: int) -> Written:
     if task is None:
         return Written([], ("no_task",))
     losses = ["answers"]
-    told = conversation_of(run)
+    told = conversations_of(run)[0]
     if told.tools:
         losses.append("tools")
     target = task.target

@@ -54,8 +54,6 @@ LOSSES = MappingProxyType(
         "tool_arguments": "arguments of a tool call that are no JSON object were put into one, as "
         '{"unparsed": ...}',
         "tool_call_ids": "the format has no ids of tool calls: results follow calls in order",
-        "tools_changed": "tools differed between the calls; all are listed, the newest definition "
-        "of each name",
         "message_fields": "fields of messages that the format does not have are left out",
         "text_parts": "texts in several parts became one text",
         "split_turns": "a message with both text and tool calls, or several calls, became several",

@@ -23,7 +23,7 @@ OTEL = FORMATS["otel"].of_run
 IDS = ("traceId", "spanId", "parentSpanId")
 
 #: The conventions' schema of messages: parts by type, with what each must have.
-PARTS = {
+PARTS: dict[str, dict[str, Any]] = {
     "text": {"content": {"type": "string"}},
     "reasoning": {"content": {"type": "string"}},
     "tool_call": {"name": {"type": "string"}},

@@ -58,7 +58,7 @@ def test_of_a_dataset_by_hand() -> None:
         Row(sample([3], 4), "run-2", "task", 0.0, -0.25, "group", "pair", False),
     ]
     [batch] = table_of(rows).to_batches()
-    expected = [
+    expected: list[dict[str, Any]] = [
         {
             "input_ids": [1, 2, 7, 8, 9, 7, 8],
             "labels": [IGNORED, IGNORED, 7, 8, IGNORED, 7, 8],
