@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal, Unpack, cast
 
 from cray_agents import foreign
-from cray_agents.agent_arguments import check_arguments
+from cray_agents.agent_arguments import check_arguments, check_kinds
 from cray_agents.environment import Environment, begin, declared_tools, reply, tear_down
 from cray_agents.errors import BadInput, CrayError, HookError, StoreError
 from cray_agents.events import AgentEvent, Handoff, RunEnded
@@ -104,6 +104,7 @@ class Agent:
     _output: OutputReader = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         object.__setattr__(self, "tools", tuple(as_tool(thing) for thing in self.tools))
         names = [schema["function"]["name"] for schema in self.tool_schemas]
         if twice := [name for name in names if names.count(name) > 1]:

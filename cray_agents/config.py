@@ -55,6 +55,9 @@ class Config(BaseModel):
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
     dtype: str = Field("auto", description="of the served weights; auto: float32 on CPU")
+    max_lora_rank: int = Field(
+        0, ge=0, le=512, description="of adapters loaded beside the served weights; 0: none are"
+    )
     kv_cache_gib: int = Field(1, gt=0, description="GiB of KV cache per replica on CPU")
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")

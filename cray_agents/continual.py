@@ -131,16 +131,11 @@ class Live:
         asked = where.model_dump(exclude_none=True, exclude={"generations", "tags"})
         if where.model is None and where.agent is None:
             asked["model"] = self.rollouts.agent.model
-        tags = set(where.tags)
         least = {"min_reward": ANY, "since": time.time() - self.watch.within}
         rows = self.rollouts.platform.summaries(
-            **{**least, **asked}, tag=min(tags, default=None), order="oldest"
+            **{**least, **asked}, tag=where.tags, order="oldest"
         )
-        return [
-            (row["id"], row["reward"])
-            async for row in rows
-            if counts(row) and tags <= set(row["tags"])
-        ]
+        return [(row["id"], row["reward"]) async for row in rows if counts(row)]
 
     async def _adopt(self, number: int, take: Take) -> None:
         """Make the runs of an update the loop's: those that are not yet."""

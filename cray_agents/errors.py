@@ -16,6 +16,7 @@
     ├── StoreError (OSError)             the shared root cannot be written or read
     │   └── Corrupt                      a file is not what its checksum says
     ├── SwapError (RuntimeError)         new weights did not come up, or could not be proven
+    │   └── Overtaken                    ... because a rollback came first
     └── JobError (RuntimeError)          a training job failed; carries the log's tail
         └── SchedulerError               ... because Slurm or the launcher refused it
 
@@ -161,6 +162,10 @@ class SwapError(CrayError, RuntimeError):
     """New weights did not come up, or their golden probe did not match."""
 
     code = "swap_failed"
+
+
+class Overtaken(SwapError):
+    """A change of weights gave way to a rollback before it touched a replica's weights."""
 
 
 class JobError(CrayError, RuntimeError):

@@ -71,7 +71,8 @@ class Gate:
         replicas = await self._platform.pool()
         self.looked = True
         self._replicas = len(replicas)
-        self._held = {r["version"] for r in replicas if r["state"] == "serving" and r["version"]}
+        serving = [replica for replica in replicas if replica["state"] == "serving"]
+        self._held = {version for replica in serving for version in replica["versions"]}
 
     @asynccontextmanager
     async def passing(self, version: ModelVersion) -> AsyncIterator[None]:
@@ -98,7 +99,7 @@ class Gate:
             return False
         if not self._open:
             return self._replicas > 1 and self._staging and version == self.staying
-        return self._only in (None, version) or self._replicas > 1
+        return self._only in (None, version) or self._replicas > 1 or len(self._held) > 1
 
     def _may_change(self, version: str) -> bool:
         if not self._open or version in self._held or self._only not in (None, version):

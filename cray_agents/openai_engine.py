@@ -1,8 +1,9 @@
 """The ChatEngine over HTTP: a cray-agents gateway, or any other server with OpenAI's API.
 
 It asks for exact tokens where the server can report them, and finds out whether it can. Retries
-(429, 408, 409, 5xx, no connection) are the openai client's own, with its back-off. Called by
-agent.py and platform.py.
+(429, 408, 409, 5xx, no connection) are the openai client's own, with its back-off. That client is
+imported when first used: it takes longer to import than all of ours. Called by agent.py and
+transport.py.
 """
 
 import asyncio
@@ -13,16 +14,18 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-import openai
 import orjson
-from openai import AsyncOpenAI
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.guard import check_real_model
 from cray_agents.records import Run
+
+if TYPE_CHECKING:
+    import openai
+    from openai import AsyncOpenAI
 
 URL = "http://127.0.0.1:8000/v1"
 RETRIES = 4  # after waits of about 0.5, 1, 2 and 4 s: a replica that restarts is back by then
@@ -31,11 +34,6 @@ _EXACT = {"return_token_ids": True, "logprobs": True, "return_samples": True}
 _REJECTED = (400, 422)  # what servers answer to fields they do not know
 
 log = logging.getLogger(__name__)
-
-# What the client's transport raises in mid-stream: httpx under openai 2, httpx2 under openai 3.
-_TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
-    sys.modules[name].HTTPError for name in ("httpx", "httpx2") if name in sys.modules
-)
 
 
 class OpenAIEngine:
@@ -102,6 +100,8 @@ class OpenAIEngine:
         """
         if not await self._is_gateway():
             return
+        import openai
+
         path = f"/trajectories/{quote(run.id, safe='')}/events"
         try:
             await self.client.post(path, cast_to=object, body={"events": [run_event(run)]})
@@ -118,12 +118,14 @@ class OpenAIEngine:
             await client.close()
 
     @property
-    def client(self) -> AsyncOpenAI:
+    def client(self) -> "AsyncOpenAI":
         """The openai client of the running event loop."""
+        import openai
+
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
-            client = AsyncOpenAI(
+            client = openai.AsyncOpenAI(
                 base_url=self.base_url,
                 api_key=self._api_key,
                 max_retries=self._retries,
@@ -161,6 +163,8 @@ class OpenAIEngine:
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """The openai client's errors as ours."""
+        import openai
+
         try:
             yield
         except openai.APITimeoutError as error:
@@ -176,7 +180,7 @@ class OpenAIEngine:
         except openai.APIError as error:  # an error event in mid-stream
             status = int(error.code) if error.code and error.code.isdecimal() else 0
             raise _engine_error(error, status) from error
-        except _TRANSPORT_ERRORS as error:
+        except _transport_errors() as error:
             raise EngineUnavailable(
                 f"{self.base_url} broke off in mid-answer: {type(error).__name__} {error}"
             ) from error
@@ -189,6 +193,8 @@ class OpenAIEngine:
 
     async def _is_gateway(self) -> bool:
         """Asked once, of a route that only a gateway has."""
+        import openai
+
         if self.gateway is None:
             try:
                 client = self.client.with_options(max_retries=0)  # the chat was patient enough
@@ -219,6 +225,12 @@ def run_event(run: Run) -> dict[str, Any]:
     return {"id": f"{run.id}.run", "kind": "run", "body": body}
 
 
-def _engine_error(error: openai.APIError, status: int) -> EngineError:
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """What the client's transport raises in mid-stream: httpx under openai 2, httpx2 under 3."""
+    known = (sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules)
+    return tuple(module.HTTPError for module in known)
+
+
+def _engine_error(error: "openai.APIError", status: int) -> EngineError:
     kind = EngineUnavailable if status in (502, 503, 504) else EngineError
     return kind(error.message, status=status, param=error.param, code=error.code)

@@ -1,7 +1,7 @@
 """The HTTP client of a running platform: what Loop, demo and the CLI do, they do through this.
 
-It speaks with the openai client's own transport, so that a light install needs nothing more. The
-routes are the gateway's (runtime/gateway). Read next: loop.py, its biggest user.
+The routes are the gateway's (runtime/gateway); transport.py carries the requests. Read next:
+loop.py, its biggest user.
 """
 
 import asyncio
@@ -10,23 +10,12 @@ import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import openai
-
-from cray_agents.errors import (
-    AccessDenied,
-    BadInput,
-    CrayError,
-    EngineError,
-    EngineUnavailable,
-    JobError,
-    NotFound,
-    SwapError,
-    TooManyRequests,
-)
+from cray_agents.errors import BadInput, JobError, NotFound
 from cray_agents.openai_engine import OpenAIEngine, run_event
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Reward, Run, digest
 from cray_agents.training import Hyperparameters, JobStatus, Layout, MethodName
+from cray_agents.transport import Transport
 
 URL = "http://127.0.0.1:8000"
 POLL = 0.25  # seconds between looks at a running job
@@ -41,34 +30,34 @@ class Platform:
 
     def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
         self.url = (url or os.environ.get("CRAY_AGENTS_URL") or URL).rstrip("/").removesuffix("/v1")
-        self._engine = OpenAIEngine(self.url, api_key=api_key, exact_tokens=True)
+        self._http = Transport(self.url, api_key)
 
     def engine(self) -> OpenAIEngine:
         """What agents call: the platform's chat completions, with exact tokens."""
-        return self._engine
+        return self._http.engine
 
     async def info(self) -> dict[str, Any]:
         """Engine, trainer and scheduler with their versions, and the home directory."""
-        return await self._get("/platform")
+        return await self._http.get("/platform")
 
     async def pool(self) -> list[dict[str, Any]]:
         """The replicas: version, state, requests in flight, restarts, pid."""
-        return list((await self._get("/pool"))["data"])
+        return list((await self._http.get("/pool"))["data"])
 
     async def record(self, runs: list[Run]) -> None:
         """Store finished runs with their rewards; durable when this returns, twice is once."""
         for run in runs:
-            await self._post(f"/trajectories/{run.id}/events", {"events": [run_event(run)]})
+            await self._http.post(f"/trajectories/{run.id}/events", {"events": [run_event(run)]})
 
     async def run(self, run_id: str) -> Run:
         """One stored run, whole, with its tokens. Raises NotFound."""
-        return Run.model_validate(await self._get(f"/trajectories/{run_id}"))
+        return Run.model_validate(await self._http.get(f"/trajectories/{run_id}"))
 
     async def describe(self, run: Run) -> None:
         """Store a run that is stored already as it is now, such as one that was scored again."""
         event = run_event(run)
         event["id"] = f"{run.id}.run.{digest(event['body'])}"
-        await self._post(f"/trajectories/{run.id}/events", {"events": [event]})
+        await self._http.post(f"/trajectories/{run.id}/events", {"events": [event]})
 
     async def reward(
         self,
@@ -87,41 +76,35 @@ class Platform:
         if not math.isfinite(value):
             raise BadInput(f"{value} is no reward: give a finite number", param="value")
         body = {"value": value, "name": name, "source": who, "turn": turn, "comment": comment}
-        return Reward.model_validate(await self._post(f"/trajectories/{run_id}/rewards", body))
+        return Reward.model_validate(await self._http.post(f"/trajectories/{run_id}/rewards", body))
 
     async def runs(self, *, page: int = 1000, **filters: Any) -> AsyncIterator[Run]:
         """Stored runs without their token lists, read `page` at a time.
 
         The filters are those of GET /v1/trajectories: loop, generation, agent, task, split, model,
-        stop_reason, min_reward, max_reward, error, since, until, tag, text; and order.
+        stop_reason, min_reward, max_reward, error, since, until, text, and tag, which may be a list
+        (runs with all of them); and order.
         """
-        query = {key: value for key, value in filters.items() if value is not None}
-        after = ""
-        while True:
-            asked = {**query, "limit": page, **({"after": after} if after else {})}
-            answer = await self._get("/trajectories", asked)
-            for item in answer["data"]:
-                yield Run.model_validate(item)
-            if not answer["has_more"]:
-                return
-            after = answer["last_id"]
+        async for item in self._stored({**filters, "limit": page}):
+            yield Run.model_validate(item)
 
     async def summaries(self, **filters: Any) -> AsyncIterator[dict[str, Any]]:
         """What the index knows of stored runs, among it their tokens; `filters` as of `runs`."""
-        query = {key: value for key, value in filters.items() if value is not None}
-        after: dict[str, Any] = {}
+        async for row in self._stored({**filters, "view": "summary", "limit": 1000}):
+            yield row
+
+    async def _stored(self, query: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         while True:
-            page = {**query, "view": "summary", "limit": 1000, **after}
-            answer = await self._get("/trajectories", page)
+            answer = await self._http.get("/trajectories", query)
             for row in answer["data"]:
                 yield row
             if not answer["has_more"]:
                 return
-            after = {"after": answer["last_id"]}
+            query = {**query, "after": answer["last_id"]}
 
     async def build_dataset(self, recipe: DatasetRecipe) -> dict[str, Any]:
         """Build the training set, or find it: its id, counts, and what was left out and why."""
-        return await self._post("/datasets", recipe.model_dump(mode="json"))
+        return await self._http.post("/datasets", recipe.model_dump(mode="json"))
 
     async def submit_job(
         self,
@@ -134,6 +117,7 @@ class Platform:
         optimizer_from: str | None = None,
         layout: Layout | None = None,
         evaluate_every: int | None = None,
+        logprob_limit: float | None = None,
     ) -> JobStatus:
         """Start a training job, or find it; see JobSpec. What is None is the platform's to choose.
 
@@ -148,25 +132,26 @@ class Platform:
             "optimizer_from": optimizer_from,
             "layout": layout.model_dump() if layout is not None else None,
             "evaluate_every": evaluate_every,
+            "logprob_limit": logprob_limit,
         }
         given = {name: value for name, value in body.items() if value is not None}
-        return JobStatus.model_validate(await self._post("/jobs", given))
+        return JobStatus.model_validate(await self._http.post("/jobs", given))
 
     async def job(self, job_id: str) -> JobStatus:
         """Where a job stands."""
-        return JobStatus.model_validate(await self._get(f"/jobs/{job_id}"))
+        return JobStatus.model_validate(await self._http.get(f"/jobs/{job_id}"))
 
     async def pause_job(self, job_id: str) -> JobStatus:
         """Let a job save where it stands and stop; `running` until it has. Raises BadInput."""
-        return JobStatus.model_validate(await self._post(f"/jobs/{job_id}/pause", {}))
+        return JobStatus.model_validate(await self._http.post(f"/jobs/{job_id}/pause", {}))
 
     async def resume_job(self, job_id: str) -> JobStatus:
         """Let a paused job go on. Raises BadInput if it is not paused."""
-        return JobStatus.model_validate(await self._post(f"/jobs/{job_id}/resume", {}))
+        return JobStatus.model_validate(await self._http.post(f"/jobs/{job_id}/resume", {}))
 
     async def cancel_job(self, job_id: str) -> JobStatus:
         """End a job for good; one that has ended stays what it is."""
-        return JobStatus.model_validate(await self._post(f"/jobs/{job_id}/cancel", {}))
+        return JobStatus.model_validate(await self._http.post(f"/jobs/{job_id}/cancel", {}))
 
     async def wait_for(self, job: JobStatus, on_progress: Callable[[JobStatus], None]) -> JobStatus:
         """Wait for a job's end, pauses included. Raises JobError with its log's tail."""
@@ -184,21 +169,16 @@ class Platform:
 
     async def job_log(self, job_id: str, tail: int = 20) -> str:
         """The last lines of a job's log."""
-        answer = await self._guard(
-            self._engine.client.get(
-                f"/jobs/{job_id}/logs", cast_to=str, options={"params": {"tail": tail}}
-            )
-        )
-        return str(answer)
+        return await self._http.text(f"/jobs/{job_id}/logs", {"tail": tail})
 
     async def register(self, name: str, checkpoint: str) -> ModelVersion:
         """Make a checkpoint the next version of a name, or find the version it already is."""
-        answer = await self._post(f"/models/{name}/versions", {"checkpoint": checkpoint})
+        answer = await self._http.post(f"/models/{name}/versions", {"checkpoint": checkpoint})
         return ModelVersion.model_validate(answer)
 
     async def versions(self, name: str) -> list[dict[str, Any]]:
         """All versions of a name, oldest first; `promoted` marks the one it stands for."""
-        return list((await self._get(f"/models/{name}/versions"))["data"])
+        return list((await self._http.get(f"/models/{name}/versions"))["data"])
 
     async def version(self, version_id: str) -> ModelVersion:
         """The version that a `name@N` means. Raises NotFound."""
@@ -217,8 +197,8 @@ class Platform:
 
     async def stage(self, version: ModelVersion) -> ProbeReport:
         """Load a version into the pool and prove it. Raises SwapError; the old one then serves."""
-        answer = await self._post(f"/models/{version.name}/versions/{version.number}/stage", {})
-        return ProbeReport.model_validate(answer)
+        path = f"/models/{version.name}/versions/{version.number}/stage"
+        return ProbeReport.model_validate(await self._http.post(path, {}))
 
     async def promote(
         self,
@@ -230,7 +210,7 @@ class Platform:
     ) -> dict[str, Any]:
         """Make the bare name stand for this version; `numbers`: what that was decided by."""
         body = {"version": version.number, "who": who, "reason": reason, "numbers": numbers or {}}
-        return await self._post(f"/models/{version.name}/promote", body)
+        return await self._http.post(f"/models/{version.name}/promote", body)
 
     async def reject(
         self,
@@ -242,7 +222,7 @@ class Platform:
     ) -> dict[str, Any]:
         """Note that a version was found not good enough. Raises BadInput if it is promoted."""
         body = {"version": version.number, "who": who, "reason": reason, "numbers": numbers or {}}
-        return await self._post(f"/models/{version.name}/reject", body)
+        return await self._http.post(f"/models/{version.name}/reject", body)
 
     async def rollback(
         self, name: str, to: int | None = None, *, who: str, reason: str, force: bool = False
@@ -252,15 +232,15 @@ class Platform:
         Raises BadInput when there is none, or when `to` never was promoted, unless forced.
         """
         body = {"to": to, "who": who, "reason": reason, "force": force}
-        return await self._post(f"/models/{name}/rollback", body)
+        return await self._http.post(f"/models/{name}/rollback", body)
 
     async def history(self, name: str) -> list[dict[str, Any]]:
         """What happened to a name, oldest first: kind, version, who, reason, numbers, time."""
-        return list((await self._get(f"/models/{name}/history"))["data"])
+        return list((await self._http.get(f"/models/{name}/history"))["data"])
 
     async def lineage(self, reference: str) -> list[dict[str, Any]]:
         """Where the versions of a name, or `name@N`, come from, and what came of them."""
-        return list((await self._get(f"/models/{reference}/lineage"))["data"])
+        return list((await self._http.get(f"/models/{reference}/lineage"))["data"])
 
     async def canary(
         self, version: ModelVersion, *, who: str = "", reason: str = "", **test: Any
@@ -271,77 +251,36 @@ class Platform:
         where there is but one replica, or a canary runs.
         """
         body = {"version": version.number, "who": who, "reason": reason, **test}
-        return await self._post(f"/models/{version.name}/canary", body)
+        return await self._http.post(f"/models/{version.name}/canary", body)
 
     async def canary_status(self, name: str) -> dict[str, Any]:
         """The canary that runs, and under `seen` what both sides got. Raises NotFound."""
-        return await self._get(f"/models/{name}/canary")
+        return await self._http.get(f"/models/{name}/canary")
 
     async def stop_canary(self, name: str, *, who: str = "", reason: str = "") -> dict[str, Any]:
         """Let the promoted version answer all sessions again. Raises NotFound."""
-        query = {"who": who, "reason": reason}
-        options: Any = {"params": {key: value for key, value in query.items() if value}}
-        path = f"/models/{name}/canary"
-        return await self._guard(self._engine.client.delete(path, cast_to=object, options=options))  # type: ignore[return-value]
+        query = {"who": who or None, "reason": reason or None}
+        return await self._http.delete(f"/models/{name}/canary", query)
 
     async def generations(self, loop: str) -> list[dict[str, Any]]:
         """The finished generations of a loop, in order."""
-        return list((await self._get(f"/loops/{loop}/generations"))["data"])
+        return list((await self._http.get(f"/loops/{loop}/generations"))["data"])
 
     async def finish_generation(self, loop: str, number: int, record: dict[str, Any]) -> None:
         """Write a generation's record, once and for all."""
-        await self._post(f"/loops/{loop}/generations/{number}", record)
+        await self._http.post(f"/loops/{loop}/generations/{number}", record)
 
     async def remember(self, loop: str, entry: str, record: dict[str, Any]) -> bool:
         """Write an entry of a loop's journal, once and for all; False if it was there already."""
-        return bool((await self._post(f"/loops/{loop}/journal/{entry}", record))["created"])
+        return bool((await self._http.post(f"/loops/{loop}/journal/{entry}", record))["created"])
 
     async def recall(self, loop: str, entry: str) -> dict[str, Any] | None:
         """An entry of a loop's journal; None if there is none."""
         try:
-            return await self._get(f"/loops/{loop}/journal/{entry}")
+            return await self._http.get(f"/loops/{loop}/journal/{entry}")
         except NotFound:
             return None
 
     async def close(self) -> None:
         """Close this event loop's connections."""
-        await self._engine.close()
-
-    async def _get(self, path: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
-        options: Any = {"params": query or {}}
-        return await self._guard(self._engine.client.get(path, cast_to=object, options=options))  # type: ignore[return-value]
-
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._guard(self._engine.client.post(path, cast_to=object, body=body))  # type: ignore[return-value]
-
-    async def _guard(self, call: Any) -> object:
-        try:
-            return await call
-        except openai.APIStatusError as error:
-            raise typed(error) from error
-        except openai.APIConnectionError as error:
-            raise EngineUnavailable(
-                f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "
-                "or name another with CRAY_AGENTS_URL"
-            ) from error
-
-
-def typed(error: openai.APIStatusError) -> CrayError:
-    """The gateway's envelope as the error it came from."""
-    body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
-    message = str(body.get("message") or error.message)
-    code = body.get("code")
-    if code == SwapError.code:
-        return SwapError(message)
-    if code == JobError.code:
-        return JobError(message)
-    if error.status_code in (401, 403):
-        return AccessDenied(message, status=error.status_code, code=code)
-    if error.status_code == 429:
-        wait = float(error.response.headers.get("retry-after-ms", 1000)) / 1000
-        return TooManyRequests(message, retry_after=wait)
-    if error.status_code == 404:
-        return NotFound(message, param=body.get("param"), code=code)
-    if error.status_code < 500:
-        return BadInput(message, param=body.get("param"), code=code)
-    return EngineError(message, status=error.status_code)
+        await self._http.engine.close()

@@ -1,6 +1,7 @@
 """Held: a version as a replica holds it, with where its weights are and how it is proven.
 
-pool.py makes one of what it is given; seat.py loads and proves it. Read next: proof.py.
+pool.py makes one of what it is given; seat.py loads and proves it. Read next: proof.py; and
+adapters.py, which loads what is held beside it.
 """
 
 from dataclasses import dataclass
@@ -13,11 +14,17 @@ from cray_agents.runtime.proof import same_shape, was_trained
 
 @dataclass(frozen=True)
 class Held:
-    """A version, where its weights are, and how to prove it."""
+    """A version, where its weights are, how to prove it, and the adapters served over it."""
 
     version: str
     checkpoint: Path
     probe: tuple[ProbePrompt, ...]
+    beside: tuple["Held", ...] = ()
+
+    @property
+    def versions(self) -> list[str]:
+        """All that it answers with."""
+        return [self.version, *(held.version for held in self.beside)]
 
     @classmethod
     def of(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "Held":

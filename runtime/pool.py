@@ -12,9 +12,10 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
+    Iterator,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +23,10 @@ from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import Exchange
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.held import Held
+from cray_agents.runtime.host import Host
+from cray_agents.runtime.occupancy import News
 from cray_agents.runtime.roll import roll, stage
-from cray_agents.runtime.seat import Host, News, Seat
+from cray_agents.runtime.seat import Seat
 
 Wanted = str | Callable[[], str]  # name@N, or what to ask for it each time a replica could serve
 SwapMode = Literal["drain", "keep"]  # what requests in flight do when weights change
@@ -53,6 +56,8 @@ class Pool:
         self._seats = [Seat(host, tolerance, drain_timeout, self._news) for host in hosts]
         self.swap_mode: SwapMode = swap_mode
         self._incumbent = ""  # the version that all replicas were last given
+        self._former = ""  # ... before: what a rollback would want
+        self._candidate = ""  # the version that was staged last
         self._wait_timeout = wait_timeout
         self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -63,7 +68,7 @@ class Pool:
         From then on, a replica that dies is brought back with what it held, until `stop`.
         """
         held = Held.of(checkpoint, version, probe)
-        self._incumbent = version
+        self._incumbent = self._candidate = version
         try:
             async with asyncio.TaskGroup() as group:
                 for seat in self._seats:
@@ -85,6 +90,20 @@ class Pool:
         """A name's meaning has changed: let waiting requests ask for it again."""
         self._news.tell()
 
+    @contextmanager
+    def overtaking(self) -> Iterator[None]:
+        """Meanwhile a change under way ends with Overtaken where it would wait or go on.
+
+        It waits for no request any more and begins with no further replica; one whose weights are
+        being loaded proves them first.
+        """
+        self._news.overtaking += 1
+        self._news.tell()
+        try:
+            yield
+        finally:
+            self._news.overtaking -= 1
+
     @property
     def ready(self) -> bool:
         """Whether a replica can answer now."""
@@ -97,7 +116,7 @@ class Pool:
 
     def serves(self, version: str) -> bool:
         """Whether a replica can answer with that version now."""
-        return any(seat.serving == version for seat in self._seats)
+        return any(version in seat.versions for seat in self._seats)
 
     @property
     def swapping(self) -> bool:
@@ -117,10 +136,10 @@ class Pool:
         deadline = self._deadline()
         while True:
             sent, exchange.samples = False, []
-            async with self._admit(version, deadline) as (seat, held):
-                exchange.version = held.version
+            async with self._admit(version, deadline) as (seat, exchange.version):
                 try:
-                    async with aclosing(seat.engine.answer(exchange)) as pieces:
+                    answer = seat.engine(exchange.version).answer(exchange)
+                    async with aclosing(answer) as pieces:
                         async for piece in pieces:
                             sent = True
                             yield piece
@@ -141,8 +160,9 @@ class Pool:
         """Let one replica hold a candidate, the least busy, while the others serve on.
 
         The last replica that serves the incumbent, or a `needed` version, is never taken. A single
-        replica changes in place. Where the version is the incumbent, the replicas that hold another
-        one go back to it. Raises SwapError: then all is as before.
+        replica changes in place. An adapter over what a replica holds is loaded beside that, and
+        displaces nothing. Where the version is the incumbent, the replicas that hold another one
+        go back to it. Raises SwapError: then all is as before.
         """
         held = Held.of(checkpoint, version, probe)
         return await asyncio.shield(self._spawn(self._stage(held, needed)))
@@ -165,47 +185,56 @@ class Pool:
 
     async def _stage(self, new: Held, needed: Collection[str]) -> ProbeReport:
         async with self._swapping:
+            keep, needed = self.swap_mode == "keep", {self._incumbent, *needed}
             if len(self._seats) == 1 or new.version == self._incumbent:
-                return await roll(self._seats, new, keep=self.swap_mode == "keep")
-            for seat in self._seats:
-                if seat.serving == new.version and seat.report is not None:
-                    return seat.report
-            needed = {self._incumbent, *needed}
-            return await stage(self._seats, new, needed, keep=self.swap_mode == "keep")
+                report = await roll(self._seats, new, keep=keep, needed={self._former, *needed})
+            else:
+                turned = (seat.turn_to(new.version) for seat in self._seats)
+                report = next((report for report in turned if report), None) or await stage(
+                    self._seats, new, needed, former=self._former, keep=keep
+                )
+            self._candidate = new.version
+            await self._tidy(needed)
+            return report
 
     async def _swap(self, new: Held, replicas: Sequence[int] | None) -> ProbeReport:
         async with self._swapping:
             chosen = self._seats if replicas is None else [self._seats[i] for i in replicas]
-            report = await roll(chosen, new, keep=self.swap_mode == "keep")
-            if replicas is None:
-                self._incumbent = new.version
+            needed = {self._incumbent, self._former, self._candidate}
+            report = await roll(chosen, new, keep=self.swap_mode == "keep", needed=needed)
+            if replicas is None and new.version != self._incumbent:
+                self._former, self._incumbent = self._incumbent, new.version
+            await self._tidy()
             return report
 
-    @asynccontextmanager
-    async def _admit(self, version: Wanted, deadline: float) -> AsyncIterator[tuple[Seat, Held]]:
-        seat, held = await self._pick(version, deadline)
-        with seat.occupied():
-            yield seat, held
+    async def _tidy(self, needed: Collection[str] = ()) -> None:
+        """Unload the adapters that nobody will want."""
+        needed = {self._incumbent, self._former, self._candidate, *needed}
+        await asyncio.gather(*(seat.tidy(needed) for seat in self._seats))
 
-    async def _pick(self, version: Wanted, deadline: float) -> tuple[Seat, Held]:
+    @asynccontextmanager
+    async def _admit(self, version: Wanted, deadline: float) -> AsyncIterator[tuple[Seat, str]]:
+        seat, found = await self._pick(version, deadline)
+        with seat.occupancy.occupied(found):
+            yield seat, found
+
+    async def _pick(self, version: Wanted, deadline: float) -> tuple[Seat, str]:
         """The least busy seat that holds the version; nothing happens between choice and return."""
         while True:
             wanted = version if isinstance(version, str) else version()
             fit = [
                 (seat.in_flight, index)
                 for index, seat in enumerate(self._seats)
-                if seat.serving == wanted
+                if wanted in seat.versions
             ]
             if fit:
-                seat = self._seats[min(fit)[1]]
-                if seat.held is not None:
-                    return seat, seat.held
+                return self._seats[min(fit)[1]], wanted
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._news.wait()
             except TimeoutError:
                 states = ", ".join(
-                    f"{seat.held.version if seat.held else 'nothing'} ({seat.state})"
+                    f"{' and '.join(seat.held.versions) if seat.held else 'nothing'} ({seat.state})"
                     for seat in self._seats
                 )
                 raise EngineUnavailable(

@@ -10,6 +10,7 @@ from pathlib import Path
 from cray_agents.errors import Corrupt, SwapError
 from cray_agents.ports import Engine, golden
 from cray_agents.records import ProbePrompt, ProbeReport
+from cray_agents.runtime.checkpoints import ADAPTER
 
 #: Files that a running server has read and cannot read again. Weights are not among them.
 _FIXED = (
@@ -28,7 +29,7 @@ _HARMLESS = ("transformers_version", "_name_or_path")  # in config.json
 async def prove(
     engine: Engine, version: str, probe: list[ProbePrompt], tolerance: float
 ) -> ProbeReport:
-    """Score the probe and compare. Raises EngineError if the engine cannot score it."""
+    """Score the probe and compare. Raises SwapError, EngineError if the engine cannot score it."""
     started = time.perf_counter()
     scores = await engine.score(golden(probe))
     worst = 0.0
@@ -39,13 +40,18 @@ async def prove(
                 f"gave {len(score)}: the probe must hold one for each token but the first"
             )
         worst = max([worst, *(abs(a - b) for a, b in zip(score, prompt.logprobs, strict=True))])
+    if worst > tolerance:
+        raise SwapError(
+            f"logprobs on the probe of {version} differ by {worst:.3g} "
+            f"(tolerance {tolerance:g}): these are not the trainer's weights"
+        )
     return ProbeReport(
         version=version,
         prompts=len(probe),
         tokens=sum(len(prompt.logprobs) for prompt in probe),
         max_logprob_diff=worst,
         tolerance=tolerance,
-        passed=worst <= tolerance,
+        passed=True,
         seconds={"prove": time.perf_counter() - started},
     )
 
@@ -58,6 +64,24 @@ def was_trained(checkpoint: Path) -> bool:
 def weights_of(checkpoint: Path) -> str:
     """The hash of its weights, or its path where no manifest tells it."""
     return str(_object(checkpoint / "manifest.json").get("weights_sha256") or checkpoint)
+
+
+def parent_of(checkpoint: Path) -> str | None:
+    """The hash of the weights that a job trained it from; None where no manifest tells it."""
+    parent = _object(checkpoint / "manifest.json").get("parent_sha256")
+    return str(parent) if parent else None
+
+
+def stored_type(checkpoint: Path) -> str:
+    """What its config.json says its weights are stored as."""
+    config = _object(checkpoint / "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def adapter_rank(checkpoint: Path) -> int:
+    """The rank of the adapter that it holds beside its weights; 0: it holds none."""
+    rank = _object(checkpoint / ADAPTER / "adapter_config.json").get("r")
+    return rank if isinstance(rank, int) else 0
 
 
 def same_shape(one: Path, other: Path) -> bool:

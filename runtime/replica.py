@@ -18,11 +18,15 @@ from importlib import metadata
 from pathlib import Path
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
+from cray_agents.runtime.adapters import SLOTS
+from cray_agents.runtime.checkpoints import ADAPTER
+from cray_agents.runtime.devices import VISIBLE
 from cray_agents.runtime.vllm_engine import VllmEngine
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _PORT_TRIES = 3
 _TAIL = 40  # lines of its log that an error carries
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class EngineSettings:
 
     `threads`: that compute, on CPU; None leaves one core to the API server. Seconds for
     the timeouts (`answer_timeout`: without a byte of an answer), GiB for `kv_cache_gib` (CPU only).
+    `max_lora_rank`: of adapters that are loaded beside the weights; 0: none are.
     """
 
     max_model_len: int = 1024
@@ -43,6 +48,7 @@ class EngineSettings:
     answer_timeout: float = 600.0
     load_timeout: float = 300.0
     threads: int | None = None
+    max_lora_rank: int = 0
 
     @property
     def tolerance(self) -> float:
@@ -63,14 +69,18 @@ def has_gpu_build() -> bool:
 class Replica:
     """One supervised vLLM server. `pid` and `port` are None while it is down.
 
-    Its output is appended to `log`. It dies with this process, however that ends; the kernel ties
-    it to the thread that calls `start`, which therefore must live as long.
+    Its output is appended to `log`; `devices` are the GPUs that it is shown, all by None. It dies
+    with this process, however that ends; the kernel ties it to the thread that calls `start`, which
+    therefore must live as long.
     """
 
-    def __init__(self, model: str, settings: EngineSettings, log: Path) -> None:
+    def __init__(
+        self, model: str, settings: EngineSettings, log: Path, devices: str | None = None
+    ) -> None:
         self.model = model
         self.settings = settings
         self.log = log
+        self.devices = devices
         self.pid: int | None = None
         self.port: int | None = None
         self._engine: VllmEngine | None = None
@@ -84,6 +94,19 @@ class Replica:
         if self._engine is None:
             raise EngineUnavailable(f"the replica of {self.model} is not running")
         return self._engine
+
+    @property
+    def lora_rank(self) -> int:
+        """See `Host.lora_rank`."""
+        return self.settings.max_lora_rank
+
+    async def adapt(self, checkpoint: Path, name: str) -> VllmEngine:
+        """See `Host.adapt`."""
+        return await self.engine.adapt(checkpoint / ADAPTER, name)
+
+    async def release(self, name: str) -> None:
+        """See `Host.release`."""
+        await self.engine.release(name)
 
     async def start(self, checkpoint: Path, version: str) -> None:
         """Load a checkpoint in a fresh process; a former one is ended first.
@@ -140,7 +163,7 @@ class Replica:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(self.settings),
+                env=environment(self.settings, self.devices),
                 start_new_session=True,  # its own process group: Ctrl-C is ours to pass on
             )
         self.pid = self._process.pid
@@ -201,15 +224,32 @@ def command(
         *("--scheduler-cls", "cray_agents.runtime.vllm_scheduler.scheduler"),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         *(() if has_gpu_build() else ("--enforce-eager",)),
+        *_room_for_adapters(settings.max_lora_rank),
         *settings.engine_args,
     ]
 
 
-def environment(settings: EngineSettings) -> dict[str, str]:
+def _room_for_adapters(rank: int) -> tuple[str, ...]:
+    if not rank:
+        return ()
+    fits = next((size for size in _RANKS if size >= rank), rank)  # vLLM refuses what is larger
+    return (
+        *("--enable-lora", "--max-lora-rank", str(fits)),
+        # what a client's abort has not ended yet may bring an unloaded adapter back for a moment
+        *("--max-loras", str(SLOTS), "--max-cpu-loras", str(2 * SLOTS)),
+        # what the trainer adapts; an output layer with room for adapters fails on prompt_logprobs
+        *("--lora-target-modules", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    )
+
+
+def environment(settings: EngineSettings, devices: str | None = None) -> dict[str, str]:
     """What a replica's process finds in its environment: ours, without our own secrets."""
     ours = {key: value for key, value in os.environ.items() if not key.startswith("CRAY_AGENTS_")}
+    if devices is not None:
+        ours[VISIBLE] = devices
     vllm = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.max_lora_rank else "0",  # and adapters
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

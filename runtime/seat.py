@@ -1,21 +1,25 @@
 """Seat: one replica's place in the pool, and how the version it holds is changed or brought back.
 
 pool.py routes requests to seats that are `serving`, roll.py changes several. Whatever a seat serves
-has passed its probe on the very process that serves it.
+has passed its probe on the very process that serves it. Read next: adapters.py, what it serves
+beside its weights.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal
 
-from cray_agents.errors import CrayError, EngineUnavailable, SwapError
+from cray_agents.errors import CrayError, EngineUnavailable, Overtaken, SwapError
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
+from cray_agents.runtime.adapters import Adapters
 from cray_agents.runtime.held import Held
+from cray_agents.runtime.host import Host
+from cray_agents.runtime.occupancy import News, Occupancy
 from cray_agents.runtime.proof import prove
 
 log = logging.getLogger(__name__)
@@ -28,134 +32,92 @@ _BACKOFF = (0.2, 30.0)  # seconds before the first and at most before any restar
 _OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
 
 
-class Host(Protocol):
-    """What keeps an engine alive: `Replica` (a vLLM process) | `Resident` (no process)."""
-
-    @property
-    def engine(self) -> Engine:
-        """Raises EngineUnavailable while it is down."""
-        ...
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def port(self) -> int | None: ...
-
-    async def start(self, checkpoint: Path, version: str) -> None:
-        """Serve a checkpoint from scratch, whatever ran before. Raises EngineError, SetupError."""
-        ...
-
-    async def stop(self) -> None: ...
-
-    async def died(self) -> None:
-        """Return when it has ended without having been asked to."""
-        ...
-
-
-class Resident:
-    """An engine in this process, such as ScriptedEngine: there is no other that could die."""
-
-    pid: int | None = None
-    port: int | None = None
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    async def start(self, checkpoint: Path, version: str) -> None:
-        """Load the checkpoint. Raises what the engine's `load` raises."""
-        await self.engine.load(checkpoint, version)
-
-    async def stop(self) -> None:
-        """Nothing is to be ended."""
-
-    async def died(self) -> None:
-        """Wait for ever."""
-        await asyncio.Event().wait()
-
-
-class News:
-    """Wakes all who wait, each time something changed. Not a Condition: telling never waits."""
-
-    def __init__(self) -> None:
-        self._next = asyncio.Event()
-
-    def tell(self) -> None:
-        self._next.set()
-        self._next = asyncio.Event()
-
-    async def wait(self) -> None:
-        await self._next.wait()
-
-
 class Seat:
-    """One replica's place. `in_flight` counts the pool's requests; `news` is told of changes."""
+    """One replica's place: it `held` weights, and adapters beside them; `news` is told of changes.
+
+    `report` is the proof of the weights.
+    """
 
     def __init__(self, host: Host, tolerance: float, drain_timeout: float, news: News) -> None:
         self.held: Held | None = None
         self.state: State = "down"
-        self.in_flight = 0
         self.restarts = 0
         self.report: ProbeReport | None = None
         self._host = host
         self._tolerance = tolerance
         self._drain_timeout = drain_timeout
         self._news = news
-        self._busy, self._busy_since = 0.0, 0.0
+        self.occupancy = Occupancy(news)
+        self._adapters = Adapters(host, tolerance, self.occupancy, news)
+        self._given = ""  # the version that it was last changed to
         self._error: str | None = None
         self._changing = asyncio.Lock()
         self._lost = asyncio.Event()
 
     @property
-    def engine(self) -> Engine:
-        """Raises EngineUnavailable while it is down."""
-        return self._host.engine
+    def in_flight(self) -> int:
+        """The pool's requests, under whatever version."""
+        return self.occupancy.total
 
     @property
-    def serving(self) -> str | None:
-        """The version that it can answer with now."""
-        return self.held.version if self.held is not None and self.state == "serving" else None
+    def version(self) -> str | None:
+        """The version that it was last changed to, of those that it holds."""
+        if self.held is None:
+            return None
+        return self._given if self._given in self.held.versions else self.held.version
 
     @property
-    def busy_seconds(self) -> float:
-        """Seconds with a request in flight, since the pool was made."""
-        return self._busy + (time.monotonic() - self._busy_since if self.in_flight else 0.0)
+    def versions(self) -> list[str]:
+        """The versions that it can answer with now."""
+        if self.held is None or self.state != "serving":
+            return []
+        return [self.held.version, *self._adapters.versions]
+
+    def engine(self, version: str) -> Engine:
+        """What answers with a version. Raises EngineUnavailable while it is down."""
+        engine = self._host.engine
+        if self.held is not None and version == self.held.version:
+            return engine
+        if (loaded := self._adapters.get(version)) is None:
+            raise EngineUnavailable(f"{version} is not held any more")
+        return loaded.engine
+
+    def turn_to(self, version: str) -> ProbeReport | None:
+        """Let a version that it serves stand for it; returns its proof. None: it does not serve."""
+        if version not in self.versions:
+            return None
+        self._given = version
+        return self._proof(version)
+
+    def _proof(self, version: str | None) -> ProbeReport | None:
+        loaded = self._adapters.get(version or "")
+        return loaded.report if loaded is not None else self.report
+
+    def adapts(self, new: Held) -> bool:
+        """Whether it can load a version as an adapter beside what it serves. Raises SwapError."""
+        held = self.held if self.state == "serving" else None
+        return held is not None and self._adapters.fits(held, new)
 
     def status(self) -> dict[str, Any]:
         """What `/v1/pool` shows; `error` is the last failure of a replica that is not serving."""
+        proof = self._proof(self.version)
         return {
-            "version": self.held.version if self.held else None,
+            "version": self.version,
+            "versions": self.versions,
             "state": self.state,
             "in_flight": self.in_flight,
-            "busy_seconds": self.busy_seconds,
+            "busy_seconds": self.occupancy.busy_seconds,
             "restarts": self.restarts,
             "pid": self._host.pid,
             "port": self._host.port,
-            "probe": self.report.model_dump(mode="json") if self.report else None,
+            "probe": proof.model_dump(mode="json") if proof else None,
             "error": self._error,
         }
-
-    @contextmanager
-    def occupied(self) -> Iterator[None]:
-        """A request is in flight."""
-        if not self.in_flight:
-            self._busy_since = time.monotonic()
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self._busy, self.in_flight = self._ended()
-            if not self.in_flight:
-                self._news.tell()
-
-    def _ended(self) -> tuple[float, int]:
-        left = self.in_flight - 1
-        return self._busy if left else self.busy_seconds, left
 
     async def open(self, held: Held) -> None:
         """Start for the first time. Raises EngineError, SetupError, SwapError."""
         async with self._changing:
-            self.held = held
+            self.held, self._given = held, held.version
             self._set("starting")
             try:
                 self._accept(held, await self._start(held))
@@ -177,20 +139,35 @@ class Seat:
         self._set("down")
         await self._host.stop()
 
-    async def change(self, new: Held, *, keep: bool = False, go_back: bool = True) -> ProbeReport:
+    async def change(
+        self,
+        new: Held,
+        *,
+        keep: bool = False,
+        go_back: bool = True,
+        needed: Collection[str] = (),
+    ) -> ProbeReport:
         """Load, prove, serve: in place, once more, then from scratch. Raises SwapError.
 
         Then it serves what it served before, or, unless it may `go_back`, is left out. Requests in
         flight end first; with `keep` they go on under the new weights, if these fit in place.
+        An adapter over what it holds disturbs none: adapters that are not `needed` make room.
+        Raises Overtaken, with nothing changed, if a rollback waits before weights are loaded.
         """
         async with self._changing:
+            self._news.give_way(new.version)
+            if self.held is not None and self.adapts(new):
+                return await self._add(self.held, new, needed)
             before, old = self.state, None if self.state == "out" else self.held
             in_place = before == "serving" and old is not None and old.fits(new)
             self._set("swapping")
             try:
-                if not (keep and in_place):
-                    await self._drain(before, new)
-                return await self._replace(old, new, in_place, go_back)
+                # under an adapter none goes on: it is nothing without the weights it was made for
+                kept = old.version if old is not None and keep and in_place else None
+                await self._drain(before, new, kept)
+                report = await self._replace(old, new, in_place, go_back)
+                self._given = new.version
+                return report
             finally:
                 if self.state == "swapping":  # cut off: what the replica holds is unknown
                     self._lose("a swap was cut off")
@@ -206,6 +183,28 @@ class Seat:
                 log.error("a replica could not be left out, it serves on: %s. %s", why, error)
             else:
                 await self._put_out(new, why)
+
+    async def _add(self, base: Held, new: Held, needed: Collection[str]) -> ProbeReport:
+        """Serve an adapter beside the weights."""
+        try:
+            await self._adapters.make_room(new, needed, self._drain_timeout)
+            report = await self._adapters.load(new)
+        except Overtaken:
+            raise
+        except (CrayError, OSError) as error:
+            raise SwapError(f"{error}. {', '.join(base.versions)}: served on") from error
+        finally:
+            self.held = replace(base, beside=self._adapters.held)
+        self._given = new.version
+        return report
+
+    async def tidy(self, needed: Collection[str]) -> None:
+        """Unload the adapters that are not `needed` and answer nobody; not during a change."""
+        if self._changing.locked() or self.held is None or self.state != "serving":
+            return
+        async with self._changing:
+            await self._adapters.unload(needed)
+            self.held = replace(self.held, beside=self._adapters.held)
 
     async def keep(self) -> None:
         """Bring the replica back whenever it is lost or left out; runs until cancelled."""
@@ -267,6 +266,7 @@ class Seat:
             self._lose(str(error), failed)
 
     async def _put_out(self, new: Held, why: str) -> None:
+        self._adapters.forget()
         await self._host.stop()
         self.held, self.report = new, None
         log.error("a replica is left out: %s", why)
@@ -280,9 +280,7 @@ class Seat:
     async def _stays_lost(self, seconds: float) -> None:
         """Return after so long, or when a swap has begun to mend it."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self.state in ("down", "out"):
-                    await self._news.wait()
+            await self._news.until(lambda: self.state not in ("down", "out"), seconds)
 
     async def _loss(self) -> None:
         """Return when the process has died, or a change has left it unusable."""
@@ -296,45 +294,55 @@ class Seat:
     async def _reload(self, new: Held) -> ProbeReport:
         """New weights in the place of the old ones, proven."""
         keep = self.in_flight > 0
-        seconds = await self.engine.load(new.checkpoint, new.version, keep=keep)
+        await self._adapters.unload()
+        seconds = await self._host.engine.load(new.checkpoint, new.version, keep=keep)
         return await self._proven(new, seconds)
 
     async def _fresh(self, new: Held) -> ProbeReport:
         """A fresh process with the new weights, proven."""
         started = time.monotonic()
+        self._adapters.forget()
         await self._host.start(new.checkpoint, new.version)
         return await self._proven(new, {"start": time.monotonic() - started})
 
     async def _proven(self, new: Held, seconds: dict[str, float]) -> ProbeReport:
-        report = await prove(self.engine, new.version, list(new.probe), self._tolerance)
-        if not report.passed:
-            raise SwapError(
-                f"logprobs on the probe of {new.version} differ by {report.max_logprob_diff:.3g} "
-                f"(tolerance {self._tolerance:g}): these are not the trainer's weights"
-            )
+        engine = self._host.engine
+        report = await prove(engine, new.version, list(new.probe), self._tolerance)
         started = time.monotonic()
-        await self.engine.resume()
+        await engine.resume()
         seconds = seconds | report.seconds | {"resume": time.monotonic() - started}
+        await self._adapters.restore(new.beside)
         return report.model_copy(update={"seconds": seconds})
 
     def _accept(self, held: Held, report: ProbeReport) -> ProbeReport:
-        self.held, self.report, self._error = held, report, None
+        self.held = replace(held, beside=self._adapters.held)
+        self.report, self._error = report, None
         self._lost.clear()
         self._set("serving")
         return report
 
-    async def _drain(self, before: State, new: Held) -> None:
-        """Wait for the requests in flight. Raises SwapError; then all is as it was before."""
+    async def _drain(self, before: State, new: Held, kept: str | None = None) -> None:
+        """Wait for the requests in flight, but not those under `kept`.
+
+        Raises SwapError; then all is as it was before.
+        """
         try:
-            async with asyncio.timeout(self._drain_timeout):
-                while self.in_flight:
-                    await self._news.wait()
+            await self._news.until(lambda: self._drained(new, kept), self._drain_timeout)
+        except Overtaken:
+            self._set(before)
+            raise
         except TimeoutError:
             self._set(before)
             raise SwapError(
                 f"{self.in_flight} requests were still running after "
                 f"{self._drain_timeout:g} s; {new.version} was not loaded"
             ) from None
+
+    def _drained(self, new: Held, kept: str | None) -> bool:
+        drained = self.in_flight == (self.occupancy.under(kept) if kept else 0)
+        if not drained:
+            self._news.give_way(new.version)
+        return drained
 
     def _set(self, state: State) -> None:
         self.state = state

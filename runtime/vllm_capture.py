@@ -20,6 +20,7 @@ from vllm.v1.engine import output_processor
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
+from cray_agents.runtime.vllm_adapters import unload_for_good
 from cray_agents.runtime.vllm_scheduler import MARK
 
 ASK = b"x-cray-capture"  # request header; its value names the request for ABORT
@@ -79,7 +80,8 @@ class Stamped(RequestState):  # type: ignore[misc]
         super().track_weight_version(weight_version)
         if isinstance(self.logprobs_processor, Keeper):
             sampled = self.logprobs_processor.sampled
-            sampled.versions.append((len(sampled.token_ids), weight_version))
+            # an adapter's name is the label of what it makes of the weights
+            sampled.versions.append((len(sampled.token_ids), self.lora_name or weight_version))
 
 
 class _Processors:
@@ -116,6 +118,7 @@ class Capture:
         self._aborts: dict[str, asyncio.Event] = {}
         output_processor.LogprobsProcessor = _Processors
         output_processor.RequestState = Stamped
+        unload_for_good()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = _asked_name(scope)

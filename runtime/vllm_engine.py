@@ -7,21 +7,22 @@ of the plain softmax, whatever the mode.
 """
 
 import asyncio
+import copy
 import logging
-import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
-from cray_agents.errors import CrayError, EngineError, EngineTimeout, EngineUnavailable, SwapError
+from cray_agents.errors import CrayError, EngineError, EngineUnavailable, SwapError
 from cray_agents.ports import Exchange, Sampled
 from cray_agents.records import Seam
 from cray_agents.runtime.proof import weights_of
+from cray_agents.runtime.vllm_http import Http, refusal
 
 CAPTURE = "x-cray-capture"  # vllm_capture.py, which cannot be imported without vLLM, names the same
 BODY = "x-cray-body"
@@ -32,10 +33,8 @@ PROBE = "cray_agents_probe"  # vllm_scheduler.py names the same
 
 log = logging.getLogger(__name__)
 
-_BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
 _ERROR = b'data: {"error"'
 _ABORT_TIMEOUT = 5.0  # seconds
-_IDLE = 2.0  # seconds; vLLM closes idle connections after 5, and must not be the first to
 
 
 class VllmEngine:
@@ -48,12 +47,14 @@ class VllmEngine:
     def __init__(
         self, url: str, model: str, *, timeout: float = 600.0, load_timeout: float = 300.0
     ) -> None:
-        self.url = url.rstrip("/")
         self.model = model
-        self._name_member = b'"model":' + orjson.dumps(model)
-        self._timeout = timeout
+        self._http = Http(url, timeout)
         self._load_timeout = load_timeout
-        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._http.url
 
     def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
         """See `Engine.answer`; the exchange's path is the route asked for."""
@@ -83,7 +84,7 @@ class VllmEngine:
                     if (at := _error_at(whole)) >= 0:
                         if at:
                             yield whole[:at].replace(*stamp)
-                        raise _refusal(0, orjson.loads(whole[at:].partition(b"\n")[0][6:]))
+                        raise refusal(0, orjson.loads(whole[at:].partition(b"\n")[0][6:]))
                     if whole:
                         yield whole.replace(*stamp)
             except asyncio.CancelledError:
@@ -99,14 +100,15 @@ class VllmEngine:
         if exchange.capture:
             headers[CAPTURE] = exchange.id
         request = {**exchange.request, "model": self.model}
-        return self._answer("POST", exchange.path, request, headers=headers)
+        return self._http.answer("POST", exchange.path, request, headers=headers)
 
     def _stamp(self, exchange: Exchange) -> tuple[bytes, bytes]:
         """What to replace by what, so that an answer names its version.
 
         JSON escapes quotes within strings, so this can only be the member itself.
         """
-        return self._name_member, b'"model":' + orjson.dumps(exchange.version)
+        member = b'"model":'
+        return member + orjson.dumps(self.model), member + orjson.dumps(exchange.version)
 
     async def _abort(self, exchange: Exchange, response: aiohttp.ClientResponse) -> bytes:
         """End a stream, and read what it then still says."""
@@ -176,71 +178,46 @@ class VllmEngine:
         await self._control("/collective_rpc", {"method": "mend"})
         await self._name_weights(checkpoint, version)
 
+    async def adapt(self, adapter: Path, name: str) -> "VllmEngine":
+        """Load an adapter in PEFT's layout beside the weights; returns what answers under it.
+
+        `name` is the label of what they are together, and stamps its tokens as that of weights does
+        theirs. vLLM's cache of prefixes is keyed by it: it must never have been used before.
+        """
+        where = {"lora_name": name, "lora_path": str(adapter)}
+        await self._control("/v1/load_lora_adapter", where)
+        adapted = copy.copy(self)
+        adapted.model = name
+        return adapted
+
+    async def release(self, name: str) -> None:
+        """Unload an adapter, which no request may be in flight under."""
+        await self._control("/v1/unload_lora_adapter", {"lora_name": name})
+
     async def model_root(self) -> str:
         """The directory that the server was started on; EngineUnavailable while it starts."""
-        async with self._answer("GET", "/health", timeout=5.0):
+        async with self._http.answer("GET", "/health", timeout=5.0):
             pass
-        async with self._answer("GET", "/v1/models", timeout=5.0) as response:
+        async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
             answer = orjson.loads(await response.read())
         return str(answer["data"][0]["root"])
 
     async def close(self) -> None:
         """Drop the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with self._answer("POST", path, body) as response:
+        async with self._http.answer("POST", path, body) as response:
             answer: dict[str, Any] = orjson.loads(await response.read())
             return answer
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with self._answer(
+        async with self._http.answer(
             "POST", path, body or {}, self._load_timeout, once=True
         ) as response:
             content = await response.read()
-        answer = orjson.loads(content) if content else {}
+        answer = orjson.loads(content) if content[:1] in (b"{", b"[") else {}
         return answer if isinstance(answer, dict) else {}
-
-    @asynccontextmanager
-    async def _answer(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        timeout: float = 0.0,
-        once: bool = False,
-        headers: dict[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with a good status; whatever goes wrong becomes one of our errors.
-
-        `once` closes the connection afterwards: vLLM drops it after a failed control request, and
-        the `/resume` that has to follow must not die of that.
-        """
-        if self._session is None:  # made here because it belongs to the running loop
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE)
-            self._session = aiohttp.ClientSession(connector=connector)
-        limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self._timeout)
-        content = None if body is None else orjson.dumps(body)
-        sent = {"Content-Type": "application/json", **(headers or {})}
-        if once:
-            sent["Connection"] = "close"
-        try:
-            async with self._session.request(
-                method, self.url + path, data=content, headers=sent, timeout=limit
-            ) as response:
-                if response.status >= 400:
-                    raise _refusal(response.status, await response.read())
-                yield response
-        except TimeoutError as error:  # aiohttp's timeouts are both kinds: ask for this one first
-            raise EngineTimeout(
-                f"{self.url}{path}: nothing came for {limit.sock_read} s"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
-        except asyncio.IncompleteReadError as error:
-            raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
 
 
 def _error_at(events: bytes) -> int:
@@ -287,44 +264,6 @@ def _logprob(at: dict[str, Any] | None, token: int) -> float:
     if value is None or value != value:
         raise EngineError(f"the model gives token {token} no logprob: its weights hold NaN")
     return float(value)
-
-
-def _refusal(status: int, body: bytes | dict[str, Any]) -> EngineError:
-    """vLLM's error, whose `code` is an int and whose shape varies, as one of ours."""
-    if isinstance(body, bytes):
-        try:
-            content = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            content = body.decode(errors="replace")[:500]
-    else:
-        content = body
-    error = content.get("error", content.get("detail")) if isinstance(content, dict) else content
-    if not isinstance(error, dict):
-        error = {"message": str(error or f"status {status}")}
-    message = str(error.get("message") or f"status {status}")
-    status = status or int(error.get("code") or 500)
-    dead = "EngineDead" in str(error.get("type")) + message or "EngineCore" in message
-    if dead and status >= 500:  # a refusal may quote such words from the request
-        return EngineUnavailable(message, status=status)
-    param = _param(error.get("param"), message)
-    return EngineError(message, status=status, param=param, code=_code(status, message))
-
-
-def _param(given: Any, message: str) -> str | None:
-    """The field to blame: some of vLLM's messages alone name it."""
-    if given is not None:
-        return str(given).removeprefix("body.") or None
-    found = _BLAMED.search(message)
-    return found and (found[1] or found[2])
-
-
-def _code(status: int, message: str) -> str | None:
-    """OpenAI's word for it, where it has one."""
-    if "maximum context length" in message or "max_model_len" in message:
-        return "context_length_exceeded"
-    if status == 404:
-        return "model_not_found"
-    return "invalid_value" if 400 <= status < 500 else None
 
 
 class _timed:  # noqa: N801 - reads as a statement: `with _timed(seconds, "load")`

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.host import Resident
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.seat import Resident
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
 
@@ -42,11 +42,13 @@ def platform(
     model: Path | None = None,
     name: str = "m",
     trainer: Trainer | None = None,
+    others: Sequence[ScriptedEngine] = (),
     **scripted: Any,
 ) -> Iterator[Platform]:
     """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts.
 
-    `trainer`: another one than a ScriptedTrainer, which `scripted` is for.
+    `trainer`: another one than a ScriptedTrainer, which `scripted` is for. `others`: of further
+    replicas.
     """
     home = Home(root)
     registry = Registry(home)
@@ -57,7 +59,7 @@ def platform(
     url: list[str] = []
 
     async def serve() -> None:
-        pool = Pool([Resident(engine)])
+        pool = Pool([Resident(each) for each in (engine, *others)])
         services = Services(
             home=home,
             store=Store(home),
@@ -68,7 +70,9 @@ def platform(
         version = registry.resolve(name)
         await pool.start(home.checkpoint(version.checkpoint), version.id, [])
         listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(services), log_level="error", lifespan="off")
+        config = uvicorn.Config(
+            create_app(services), log_config=None, log_level="error", lifespan="off"
+        )
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         url.append(f"http://127.0.0.1:{listener.getsockname()[1]}")

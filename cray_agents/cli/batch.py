@@ -4,9 +4,8 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import openai
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -14,7 +13,11 @@ from cray_agents.cli.running import key, running
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
-from cray_agents.platform import Platform, typed
+from cray_agents.platform import Platform
+from cray_agents.transport import typed
+
+if TYPE_CHECKING:
+    import openai
 
 POLL = 1.0  # seconds between looks at a batch that is waited for
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -140,12 +143,16 @@ class Server:
         info = running(load_config({"home": home}).root) if url is None else None
         self.url = Platform(url or (info["url"] if info else None)).url
         secret = key(info or {}) or "none"
+        import openai
+
         self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=secret)
 
-    def __enter__(self) -> openai.OpenAI:
+    def __enter__(self) -> "openai.OpenAI":
         return self._client
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        import openai
+
         self._client.close()
         if isinstance(error, openai.APIStatusError):
             raise typed(error) from error
@@ -156,7 +163,7 @@ class Server:
             ) from error
 
 
-def follow(client: openai.OpenAI, batch_id: str) -> Any:
+def follow(client: "openai.OpenAI", batch_id: str) -> Any:
     """A batch when it has ended, with a bar on the screen meanwhile."""
     bar = Progress(
         TextColumn("{task.description}"),

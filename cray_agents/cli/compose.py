@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from cray_agents.records import ModelVersion
 from cray_agents.runtime import durable
 from cray_agents.runtime.batches.supervisor import keep as keep_worker
 from cray_agents.runtime.checkpoints import read_manifest
+from cray_agents.runtime.devices import shares
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.auth import is_loopback
@@ -41,9 +42,10 @@ from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.keys import Keys
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.runtime.replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.scheduler.choose import open_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.redaction import Redactor
@@ -147,7 +149,7 @@ async def open_store(config: Config) -> Store:
 
 
 def make_pool(config: Config, name: str, replicas: int) -> Pool:
-    """The replicas, none of them started."""
+    """The replicas, none of them started. Raises SetupError where there are too few GPUs."""
     settings = EngineSettings(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -155,12 +157,16 @@ def make_pool(config: Config, name: str, replicas: int) -> Pool:
         tool_call_parser=config.tool_call_parser,
         engine_args=tuple(config.engine_args),
         kv_cache_gib=config.kv_cache_gib,
+        max_lora_rank=config.max_lora_rank,
         start_timeout=config.start_timeout,
         answer_timeout=config.engine_timeout,
         load_timeout=config.load_timeout,
     )
     logs = config.root.logs
-    hosts = [Replica(name, settings, logs / f"replica-{n}.log") for n in range(replicas)]
+    shown: Sequence[str | None] = [None] * replicas
+    if has_gpu_build():
+        shown = shares(replicas, settings.engine_args, os.environ, len(nvidia_devices()))
+    hosts = [Replica(name, settings, logs / f"replica-{n}.log", its) for n, its in enumerate(shown)]
     return Pool(
         hosts,
         tolerance=settings.tolerance,

@@ -12,7 +12,7 @@ import typer
 
 from cray_agents.cli.screen import HomeOption, JsonOption, show
 from cray_agents.config import Config, load_config
-from cray_agents.errors import ConfigError
+from cray_agents.errors import ConfigError, SetupError
 
 PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
 PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}
@@ -30,7 +30,8 @@ def add_to(app: typer.Typer) -> None:
 def doctor(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Check this machine. Exit code 2 when something needed is missing."""
     config = load_config({"home": home})
-    rows = [*python(), *packages(), *slurm(), *training(config), *machine(config.root.root)]
+    rows = [*python(), *packages(), *slurm(), *sandbox(), *training(config)]
+    rows += machine(config.root.root)
     show(rows, ["check", "state", "found", "to mend it"], as_json=as_json)
     if any(row["state"] == "missing" for row in rows):
         raise typer.Exit(2)
@@ -80,6 +81,16 @@ def slurm() -> list[dict[str, Any]]:
     found = "all programs" if not missing else f"no {', '.join(missing)}"
     mend = f"{SLURM_HINT} (without it, training jobs run as local processes)"
     return [check("slurm", not missing, found, mend, needed=False)]
+
+
+def sandbox() -> list[dict[str, Any]]:
+    """Which layer confines the programs that agents and rewards run; without one they run none."""
+    from cray_agents.tools.sandbox import Sandbox
+
+    try:
+        return [check("sandbox", True, Sandbox().check(), "", needed=False)]
+    except SetupError as error:
+        return [check("sandbox", False, "-", str(error), needed=False)]
 
 
 def training(config: Config) -> list[dict[str, Any]]:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import openai
-
 from cray_agents.cli.job_following import Growing, NewEvents
 from cray_agents.cli.job_text import sentence
 from cray_agents.cli.running import SUBMITTER, client, fetch, owner, running, submitter
@@ -22,10 +20,10 @@ from cray_agents.cli.screen import errors, line
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
-from cray_agents.platform import typed
 from cray_agents.runtime import durable
 from cray_agents.trainers.journal import Journal
 from cray_agents.training import JobSpec, JobStatus
+from cray_agents.transport import typed
 
 if TYPE_CHECKING:
     from cray_agents.runtime.scheduler.local import LocalProcesses
@@ -94,6 +92,8 @@ class PlatformTrainer:
         return JobStatus.model_validate(asyncio.run(self._ask(path, body)))
 
     async def _ask(self, path: str, body: dict[str, Any]) -> object:
+        import openai
+
         platform = client(self._info)
         try:
             return await platform.engine().client.post(path, cast_to=object, body=body)

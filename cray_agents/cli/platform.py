@@ -92,4 +92,5 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
         f"{info['url']}/v1  pid {info['pid']}  engine {info['engine']['name']} "
         f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
     )
-    show(replicas, ["version", "state", "in_flight", "restarts", "pid"], as_json=False)
+    rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]
+    show(rows, ["versions", "state", "in_flight", "restarts", "pid"], as_json=False)

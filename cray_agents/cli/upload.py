@@ -15,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import openai
 import typer
 from rich.progress import (
     BarColumn,
@@ -31,7 +30,10 @@ from cray_agents.cli.running import key, running
 from cray_agents.cli.screen import HomeOption, errors
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.platform import typed
+from cray_agents.transport import typed
+
+if TYPE_CHECKING:
+    import openai
 
 PIECE = 4 << 20  # bytes read and hashed at a time
 PART_BYTES = 64 << 20  # the most that the gateway takes in one part
@@ -60,6 +62,8 @@ def upload(
     part_bytes: Annotated[int, typer.Option(min=1, max=PART_BYTES, hidden=True)] = PART_BYTES,
 ) -> None:
     """Send a file and print its id; what the platform has already is not sent again."""
+    import openai
+
     if not file.is_file():
         raise BadInput(f"{file}: no such file", param="file")
     info = {"url": url} if url else _platform(home)
@@ -86,7 +90,7 @@ def upload(
 class Sending:
     """One file on its way. `sent`: bytes of parts that the platform did not have."""
 
-    client: openai.OpenAI
+    client: "openai.OpenAI"
     file: Path
     part_bytes: int
     parallel: int
@@ -222,6 +226,8 @@ def _bars() -> Progress:
 @contextmanager
 def _answers(url: str) -> Iterator[None]:
     """What the platform answers as our errors."""
+    import openai
+
     try:
         yield
     except openai.APIStatusError as error:

@@ -2,18 +2,21 @@
 
 So the bare name never means weights that nobody serves: the last replica of the old version is
 changed when the name has long meant the new one. One change is under way at a time: two swaps at
-once would each undo the other. Called by routes/models.py; live.py sends sessions to a
-canary and tells here what came of it. Read next: pool.py, registry.py, canary.py.
+once would each undo the other. A rollback waits for none that waits for requests to end: a replica
+that has not yet let go of the old version answers with it at once. Called by routes/models.py;
+live.py sends sessions to a canary and tells here what came of it. Read next: pool.py, registry.py,
+canary.py.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cray_agents.errors import BadInput, CrayError, NotFound, SwapError
+from cray_agents.errors import BadInput, CrayError, NotFound, Overtaken, SwapError
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, ProbePrompt, ProbeReport
 from cray_agents.runtime import checkpoints
@@ -52,6 +55,8 @@ class Promoting:
         self._admission = admission
         self._metrics = metrics
         self._changing = asyncio.Lock()
+        self._line = asyncio.Lock()  # in which all wait but rollbacks
+        self._coming: ModelVersion | None = None  # being proven, to be promoted
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def stage(self, version: ModelVersion) -> ProbeReport:
@@ -60,15 +65,25 @@ class Promoting:
         The version of a running canary is not taken away for it. Raises BadInput where there is no
         other replica to spare.
         """
-        async with self._changing:
-            return await self._stage(version)
+        while True:
+            async with self._line, self._changing:
+                with suppress(Overtaken):  # the rollback is next; then once more
+                    return await self._stage(version)
 
     async def promote(
         self, version: ModelVersion, *, who: str, reason: str, numbers: dict[str, Any] | None = None
     ) -> ModelEvent:
-        """Let the bare name mean a version, and all replicas hold it. Raises SwapError."""
-        async with self._changing:
-            await self._prove(version)
+        """Let the bare name mean a version, and all replicas hold it. Raises SwapError.
+
+        A rollback may take it back before all do; one that comes before the name means the version
+        keeps it from being promoted, which raises Overtaken.
+        """
+        async with self._line, self._changing:
+            self._coming = version
+            try:
+                await self._prove(version)
+            finally:
+                self._coming = None
             await self._end(version.name, who, f"{version.id} is promoted")
             event = await asyncio.to_thread(
                 self._registry.promote,
@@ -79,22 +94,31 @@ class Promoting:
                 numbers=numbers,
             )
             self._tell()
-            await self._swap(version)
+            with suppress(Overtaken):
+                await self._swap(version)
         return event
 
     async def roll_back(
         self, name: str, to: int | None, *, who: str, reason: str, force: bool = False
     ) -> ModelEvent:
-        """Let the bare name mean what it meant before, or `to`. Raises BadInput, SwapError."""
-        async with self._changing:
-            version = self._registry.before(name, to, force=force)
+        """Let the bare name mean what it meant before, or `to`. Raises BadInput, SwapError.
+
+        Before a promotion that is under way: then the name goes on to mean what it means.
+        """
+        coming = self._coming
+        async with self._overtaking():
+            version = self._registry.promoted(name)
+            taken_back = coming is not None and coming.name == name and coming != version
+            if version is None or to is not None or not taken_back:
+                version = self._registry.before(name, to, force=force)
             await self._prove(version)
             await self._end(name, who, f"rolled back to {version.id}")
             event = await asyncio.to_thread(
                 self._registry.roll_back, name, version.number, who=who, reason=reason
             )
             self._tell()
-            await self._swap(version)
+            with suppress(Overtaken):
+                await self._swap(version)
         return event
 
     async def start_canary(
@@ -108,7 +132,7 @@ class Promoting:
                 " the platform with `--replicas 2`, or promote at once and roll back if need be",
                 param="share",
             )
-        async with self._changing:
+        async with self._line, self._changing:
             incumbent = self._registry.promoted(version.name)
             if incumbent is None or incumbent.number == version.number:
                 raise BadInput(
@@ -134,12 +158,13 @@ class Promoting:
 
     async def stop_canary(self, name: str, *, who: str, reason: str) -> ModelEvent:
         """Answer all sessions by the promoted version again. Raises NotFound."""
-        async with self._changing:
+        async with self._line, self._changing:
             event = await self._end(name, who, reason or "ended")
             if event is None:
                 raise NotFound(f"no canary of {name!r} is running", param="name")
             self._tell()
-            await self._restore(name)
+            with suppress(Overtaken):
+                await self._restore(name)
         return event
 
     async def close(self) -> None:
@@ -148,6 +173,16 @@ class Promoting:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.live.close()
+
+    @asynccontextmanager
+    async def _overtaking(self) -> AsyncIterator[None]:
+        """A rollback's turn: the next, and what waits for requests to end gives way to it."""
+        with self._pool.overtaking():
+            await self._changing.acquire()
+        try:
+            yield
+        finally:
+            self._changing.release()
 
     async def _end(self, name: str, who: str, reason: str) -> ModelEvent | None:
         canary = self.live.canary(name)
@@ -239,7 +274,7 @@ class Promoting:
 
     async def _put_back(self, canary: Canary) -> None:
         name = canary.start.name
-        async with self._changing:
+        async with self._line, self._changing:
             if canary.staged or self._registry.canary(name) != canary.start:
                 return
             try:

@@ -1,6 +1,7 @@
 """What the gateway stands on; `cray-agents up` builds it, tests build it with a scripted engine."""
 
 from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +46,10 @@ class Pool(Protocol):
 
     async def swap(self, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> ProbeReport:
         """Let all replicas hold the version, proven by its probe. Raises SwapError."""
+        ...
+
+    def overtaking(self) -> AbstractContextManager[None]:
+        """Meanwhile a change that waits for requests to end gives way, with Overtaken."""
         ...
 
     def wake(self) -> None:

@@ -2,7 +2,8 @@
 
 Each client asks for one stream after the other. A figure is the median of ROUNDS swaps, there and
 back: the longest that a stream stood still between two tokens, that a request waited for its first
-one, and that nobody got any; beside the undisturbed ones, and what a replica spent the time on.
+one, and that nobody got any; beside the undisturbed ones, and what a replica spent the time on. An
+adapter is loaded, proven and promoted beside the weights; each time it is another one.
 """
 
 import asyncio
@@ -23,11 +24,14 @@ from cray_agents.runtime.pool import Pool, SwapMode
 from cray_agents.runtime.replica import EngineSettings, Replica
 from tests.bench.rounds import ROUNDS, row
 from tests.runtime.conftest import make_tiny_model
-from tests.runtime.vllm_pool import CHAT, golden_probe
+from tests.runtime.vllm_pool import CHAT, adapted, golden_probe, manifest_of
 
 STREAMS = 32
 TOKENS = 128
-SCENARIOS: tuple[tuple[int, SwapMode], ...] = ((2, "drain"), (1, "drain"), (1, "keep"))
+SCENARIOS: tuple[tuple[int, SwapMode, int], ...] = (
+    *((2, "drain", 0), (1, "drain", 0), (1, "keep", 0)),
+    (1, "drain", 8),  # the largest rank of an adapter; 0: weights are swapped
+)
 PHASES = ("pause", "load", "prove", "resume")
 ASK: dict[str, Any] = {
     "messages": CHAT,
@@ -101,16 +105,24 @@ async def main(home: Path) -> None:
     for number in (1, 2):
         directory = make_tiny_model(home / f"m{number}", tie=False, seed=number)
         models[f"m@{number}"] = Model(directory, golden_probe(directory))
-    for replicas, mode in SCENARIOS:
-        await _scenario(home, models, replicas, mode)
+    manifest_of(models["m@1"].directory)
+    for number in range(3, 4 + ROUNDS):
+        directory = adapted(home / f"m{number}", models["m@1"].directory, seed=number)
+        models[f"m@{number}"] = Model(directory, golden_probe(directory))
+    for replicas, mode, rank in SCENARIOS:
+        await _scenario(home, models, replicas, mode, rank)
 
 
-async def _scenario(home: Path, models: dict[str, Model], replicas: int, mode: SwapMode) -> None:
-    what = f"swap under {STREAMS} streams, {mode}, {replicas} replica{'s' * (replicas > 1)}"
+async def _scenario(
+    home: Path, models: dict[str, Model], replicas: int, mode: SwapMode, rank: int
+) -> None:
+    how = "an adapter" if rank else mode
+    what = f"swap under {STREAMS} streams, {how}, {replicas} replica{'s' * (replicas > 1)}"
     found: list[dict[str, float]] = []
-    async with _traffic(home, models, replicas, mode) as traffic:
+    async with _traffic(home, models, replicas, mode, rank) as traffic:
         for number in range(ROUNDS + 1):  # the first one is to warm up
-            measured = await _swap(traffic, models, f"m@{2 - number % 2}")
+            version = f"m@{3 + number if rank else 2 - number % 2}"
+            measured = await _swap(traffic, models, version)
             found += [measured] if number else []
     assert not traffic.faults, traffic.faults
     middle = {name: statistics.median(m[name] for m in found) for name in found[0]}
@@ -131,10 +143,10 @@ async def _scenario(home: Path, models: dict[str, Model], replicas: int, mode: S
 
 @asynccontextmanager
 async def _traffic(
-    home: Path, models: dict[str, Model], replicas: int, mode: SwapMode
+    home: Path, models: dict[str, Model], replicas: int, mode: SwapMode, rank: int
 ) -> AsyncIterator[Traffic]:
-    settings = EngineSettings(threads=1)
-    logs = [home / f"{mode}-{number}.log" for number in range(replicas)]
+    settings = EngineSettings(threads=1, max_lora_rank=rank)
+    logs = [home / f"{mode}-{rank}-{number}.log" for number in range(replicas)]
     pool = Pool([Replica("m", settings, log) for log in logs], swap_mode=mode)
     await pool.start(models["m@1"].directory, "m@1", models["m@1"].probe)
     try:
@@ -160,7 +172,8 @@ async def _swap(traffic: Traffic, models: dict[str, Model], version: str) -> dic
     seconds = {"all": time.perf_counter() - begun}
     during = await _watch(traffic, begun)
     for phase in PHASES:
-        seconds[phase] = max(status["probe"]["seconds"][phase] for status in pool.status())
+        spent = [status["probe"]["seconds"].get(phase, 0.0) for status in pool.status()]
+        seconds[phase] = max(spent)
     return seconds | during | {f"{name} before": value for name, value in before.items()}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -17,7 +18,7 @@ TinyModel = Callable[..., Path]
 QUESTION = "What is 47 + 385?"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "47 + 385"}}\n</tool_call>'
 SYSTEM = "Use the tool."
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "calculator",

@@ -22,9 +22,9 @@ from cray_agents.ports import Engine, Exchange, Trainer
 from cray_agents.records import ModelCall
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.host import Host, Resident
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.seat import Host, Resident
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import ScriptedEngine, tool_call
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
@@ -186,7 +186,7 @@ async def served(
     pool = Pool([host or Resident(engine), *others])
     version = registry.resolve("calc")
     await pool.start(home.checkpoint(version.checkpoint), version.id, [])
-    parts = {
+    parts: dict[str, Any] = {
         "platform": {"version": "0.1.0"},
         "code": "code-1",
         "keep_alive": 0.1,
@@ -196,6 +196,7 @@ async def served(
     config = uvicorn.Config(
         create_app(services),
         port=0,
+        log_config=None,
         log_level="warning",
         lifespan="off",
         timeout_keep_alive=75,  # as `up` has it: longer than a client keeps a connection

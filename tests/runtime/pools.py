@@ -10,8 +10,8 @@ from typing import Any
 from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import Exchange
 from cray_agents.records import Manifest, ProbePrompt
+from cray_agents.runtime.host import Resident
 from cray_agents.runtime.pool import Pool, Wanted
-from cray_agents.runtime.seat import Resident
 from cray_agents.scripted import ScriptedEngine
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}]}
@@ -23,6 +23,8 @@ def says_version(request: dict[str, Any], version: str) -> str:
 
 class Mortal(Resident):
     """A Resident that can be made to die, as a process does."""
+
+    engine: ScriptedEngine
 
     def __init__(self, engine: ScriptedEngine) -> None:
         super().__init__(engine)

@@ -182,7 +182,7 @@ def test_lines_that_fail_are_in_the_error_file(tmp_path: Path) -> None:
 
 
 def test_what_says_nothing_of_a_line_is_asked_again(tmp_path: Path) -> None:
-    turns = iter([EngineError("away", status=503), EngineError("broken", status=500), "there"])
+    turns: Any = iter([EngineError("away", status=503), EngineError("broken", status=500), "there"])
     with serving(tmp_path, ScriptedEngine(lambda _: next(turns))) as client:
         batch = client.ended(client.submit(line("a")))
         assert batch.status == "completed"
@@ -231,7 +231,7 @@ def test_what_cannot_be_a_batch_is_refused(tmp_path: Path) -> None:
             "completion_window": "24h",
         }
         other = client.upload(b"{}", purpose="user_data")
-        for wrong, param in [
+        odd: list[tuple[dict[str, Any], str]] = [
             ({"endpoint": "/v1/moderations"}, "endpoint"),
             ({"endpoint": 7}, "endpoint"),
             ({"completion_window": "31d"}, "completion_window"),
@@ -242,9 +242,10 @@ def test_what_cannot_be_a_batch_is_refused(tmp_path: Path) -> None:
             ({"metadata": {"a": "x" * 513}}, "metadata"),
             ({"metadata": "x"}, "metadata"),
             ({"extra_body": {"nonsense": 1}}, "nonsense"),
-        ]:
+        ]
+        for wrong, param in odd:
             with pytest.raises(openai.BadRequestError) as refused:
-                client.batches.create(**{**good, **wrong})
+                client.batches.create(**good | wrong)
             assert refused.value.param == param
         with pytest.raises(openai.NotFoundError):
             client.batches.create(**{**good, "input_file_id": "file-nobody"})

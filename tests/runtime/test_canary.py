@@ -13,7 +13,7 @@ import pytest
 from cray_agents.errors import EngineError
 from cray_agents.runtime.canary import Canary, Side
 from cray_agents.runtime.history import ModelEvent
-from cray_agents.runtime.seat import Resident
+from cray_agents.runtime.host import Resident
 from cray_agents.scripted import ScriptedEngine
 from tests.runtime.gateways import Gateway, Reply, checkpoint, served, until
 

@@ -98,7 +98,7 @@ async def test_no_event_carries_a_reward_that_is_no_number(gateway: Gateway, run
 
 def test_from_python_and_any_openai_client(tmp_path: Path) -> None:
     """And the dataset that is built next is of what was said by then."""
-    replies = [tool_call("add", a=2, b=2), "4", tool_call("add", a=2, b=2), "5"]
+    replies: list[Any] = [tool_call("add", a=2, b=2), "4", tool_call("add", a=2, b=2), "5"]
 
     async def go(site: Platform) -> None:
         agent = Agent(name="a", model="m", tools=[add], engine=site.engine())
@@ -161,5 +161,5 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "reward  0 in all\n" in shown
     for words in (("run_none", "1"), ("run_a", "nan"), ("run_a", "1", "--turn", "3")):
         assert isinstance(cli(*words, home=tmp_path).exception, BadInput | NotFound)
-    for words in (("run_a", "good"), ("run_a",), ("run_a", "1", "--turn", "0")):
-        assert cli(*words, home=tmp_path).exit_code == 2
+    for mistaken in (["run_a", "good"], ["run_a"], ["run_a", "1", "--turn", "0"]):
+        assert cli(*mistaken, home=tmp_path).exit_code == 2

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -59,12 +60,10 @@ async def test_a_streamed_tool_call_is_recorded_whole(tmp_path: Path) -> None:
 
 
 async def test_usage_comes_to_who_asks(gateway: Gateway) -> None:
+    options: Any
     for options in (None, {"include_usage": True}):
         stream = await gateway.client().chat.completions.create(
-            model="calc",
-            messages=says("a b"),
-            stream=True,
-            stream_options=options,  # type: ignore[arg-type]
+            model="calc", messages=says("a b"), stream=True, stream_options=options
         )
         chunks = [chunk async for chunk in stream]
         usage = chunks[-1].usage

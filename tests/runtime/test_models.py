@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cray_agents.cli import main
-from cray_agents.runtime.seat import Resident
+from cray_agents.runtime.host import Resident
 from cray_agents.scripted import ScriptedEngine
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
 from tests.runtime.gateways import Gateway, checkpoint, served

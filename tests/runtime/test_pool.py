@@ -12,7 +12,7 @@ import pytest
 from cray_agents.errors import EngineError, EngineUnavailable, SwapError
 from cray_agents.ports import Exchange
 from cray_agents.records import ProbePrompt
-from cray_agents.runtime.seat import Resident
+from cray_agents.runtime.host import Resident
 from cray_agents.scripted import ScriptedEngine
 from tests.runtime.pools import (
     Mortal,
@@ -109,7 +109,7 @@ async def test_a_mismatch_in_place_is_mended_by_a_fresh_start(tmp_path: Path) ->
             engine.drift = 0.0
             await start(directory, version)
 
-        host.start = clean  # type: ignore[method-assign]
+        host.start = clean  # type: ignore[method-assign, assignment]
         report = await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert report.passed and "start" in report.seconds and host.starts == 2
 
@@ -224,7 +224,16 @@ async def test_status_is_json(tmp_path: Path) -> None:
     async with serving(tmp_path, Resident(ScriptedEngine(says_version))) as pool:
         status = json.loads(json.dumps(pool.status()))[0]
         assert set(status) == {
-            *("version", "state", "in_flight", "busy_seconds", "restarts", "pid", "port"),
+            *(
+                "version",
+                "versions",
+                "state",
+                "in_flight",
+                "busy_seconds",
+                "restarts",
+                "pid",
+                "port",
+            ),
             *("probe", "error"),
         }
 

@@ -14,8 +14,8 @@ from cray_agents.errors import SwapError
 from cray_agents.ports import Exchange
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime import seat
+from cray_agents.runtime.host import Resident
 from cray_agents.runtime.pool import Pool, SwapMode
-from cray_agents.runtime.seat import Resident
 from cray_agents.scripted import ScriptedEngine
 from tests.runtime.gateways import Paced, echo, served
 from tests.runtime.pools import (
@@ -50,7 +50,7 @@ class Broken(Mortal):
             self.engine.drift = 0.0 if version == "m@1" or self.mended else 0.5
             return await load(directory, version, keep=keep)
 
-        self.engine.load = drifting  # type: ignore[method-assign]
+        self.engine.load = drifting  # type: ignore[method-assign, assignment]
 
 
 def held(pool: Pool) -> list[tuple[str, str]]:

@@ -8,11 +8,15 @@ import shutil
 import signal
 import threading
 import urllib.request
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cray_agents.paths import Home
-from cray_agents.runtime.seat import Resident
+from cray_agents.ports import Exchange
+from cray_agents.runtime.host import Resident
 from cray_agents.scripted import ScriptedEngine
 from tests.runtime.gateways import Gateway, checkpoint, served, until
 from tests.scripted_gateway import gateway as gateway_process
@@ -76,7 +80,7 @@ async def test_the_name_is_answered_while_each_replica_changes(tmp_path: Path) -
             assert (await gateway.ask("hi")).text == old
             first.go.set()
             other = engines[1 - engines.index(first)]
-            await until(lambda other=other: other.waiting)
+            await until(partial(getattr, other, "waiting"))
             assert (await gateway.ask("hi")).text == new
             other.go.set()
             await changing
@@ -146,11 +150,100 @@ async def test_changes_at_once_are_done_one_after_the_other(tmp_path: Path) -> N
             *(gateway.call("POST", f"{MODELS}/{act}", json=body) for act, body in changes)
         )
         asking.cancel()
-        assert [status for status, _ in replies[:4]] == [200] * 4
+        for status, reply in replies[:4]:
+            assert status == 200 or "a rollback came first" in reply["error"]["message"]
         happened = await history(gateway)
         assert [number for number, _, _ in happened] == list(range(1, len(happened) + 1))
         now = f"calc@{happened[-1][2]}"
         assert (await gateway.ask("hi")).text == now and held(gateway) == [now] * 3
+
+
+class Holding(Slow):
+    """Holds each stream open until it is told to end; other requests are answered at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = asyncio.Event()
+
+    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().answer(exchange)) as pieces:
+            async for piece in pieces:
+                yield piece
+                if exchange.streams:
+                    await self.end.wait()
+
+
+@asynccontextmanager
+async def streaming(gateway: Gateway, *engines: Holding, streams: int = 1) -> AsyncIterator[None]:
+    """Meanwhile streams are open, longer than any test; then they end, whole."""
+    open_ = [asyncio.create_task(gateway.ask("hi", stream=True)) for _ in range(streams)]
+    await until(lambda: sum(r["in_flight"] for r in gateway.pool.status()) == streams)
+    try:
+        async with asyncio.timeout(60):  # where a change waits for them
+            yield
+    finally:
+        for engine in engines:
+            engine.end.set()
+        for reply in await asyncio.gather(*open_):
+            assert reply.body.endswith(b"data: [DONE]\n\n")
+
+
+def states(gateway: Gateway) -> set[str]:
+    return {replica["state"] for replica in gateway.pool.status()}
+
+
+async def test_a_rollback_does_not_wait_for_a_promotion_that_drains(tmp_path: Path) -> None:
+    engines = [Holding(), Holding()]
+    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+        await register(gateway, tmp_path, b"second")
+        async with streaming(gateway, *engines):
+            promoting = asyncio.create_task(change(gateway, "promote", version=2))
+            await until(lambda: held(gateway) == ["calc@1", "calc@2"])
+            await until(lambda: "swapping" in states(gateway))
+            assert (await gateway.ask("hi")).text == "calc@2"
+            rolled_back = await change(gateway, "rollback", who="me")
+            assert (await gateway.ask("hi")).text == "calc@1" and held(gateway) == ["calc@1"] * 2
+            assert (await promoting)["version"] == 2 and rolled_back["version"] == 1
+            assert await history(gateway) == [
+                (1, "promoted", 1),
+                (2, "promoted", 2),
+                (3, "rolled_back", 1),
+            ]
+
+
+async def test_a_rollback_takes_a_promotion_back_that_has_not_come_so_far(tmp_path: Path) -> None:
+    engine = Holding()
+    async with served(tmp_path, engine) as gateway:
+        await register(gateway, tmp_path, b"second", b"third")
+        await change(gateway, "promote", version=2)
+        async with streaming(gateway, engine):
+            body = {"version": 3}
+            promoting = asyncio.create_task(gateway.call("POST", f"{MODELS}/promote", json=body))
+            await until(lambda: states(gateway) == {"swapping"})
+            assert (await change(gateway, "rollback"))["version"] == 2
+            assert (await gateway.ask("hi")).text == "calc@2"
+            status, refused = await promoting
+            assert status >= 400 and "a rollback came first" in refused["error"]["message"]
+        assert (await change(gateway, "rollback"))["version"] == 1
+        assert [kind for _, kind, _ in await history(gateway)][2:] == ["rolled_back"] * 2
+
+
+async def test_a_candidate_is_staged_after_the_rollback_that_overtook_it(tmp_path: Path) -> None:
+    engines = [Holding(), Holding()]
+    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+        await register(gateway, tmp_path, b"second", b"third")
+        await change(gateway, "promote", version=2)
+        async with streaming(gateway, *engines, streams=2):
+            staging = asyncio.create_task(change(gateway, "versions/3/stage"))
+            await until(lambda: "swapping" in states(gateway))
+            first = [replica["state"] for replica in gateway.pool.status()].index("swapping")
+            engines[1 - first].end.set()
+            await until(lambda: gateway.pool.status()[1 - first]["in_flight"] == 0)
+            rolling_back = asyncio.create_task(change(gateway, "rollback"))
+            await until(lambda: "calc@1" in held(gateway))
+            assert (await gateway.ask("hi")).text == "calc@1" and not staging.done()
+        assert (await rolling_back)["version"] == 1
+        assert (await staging)["passed"] and held(gateway) == ["calc@1", "calc@3"]
 
 
 async def _ask_on(gateway: Gateway) -> None:

@@ -69,7 +69,9 @@ async def test_a_client_reads_a_repeated_stream_as_the_first(tmp_path: Path) -> 
 
 async def test_another_request_under_the_same_key_is_refused(gateway: Gateway) -> None:
     await gateway.ask("hi", headers=KEY, temperature=0.5)
-    for content, fields in (("ho", {}), ("hi", {}), ("hi", {"temperature": 0.5, "stream": True})):
+    others: list[tuple[str, Any]]
+    others = [("ho", {}), ("hi", {}), ("hi", {"temperature": 0.5, "stream": True})]
+    for content, fields in others:
         refused = await gateway.ask(content, headers=KEY, **fields)
         assert (refused.status, refused.code) == (400, "idempotency_key_reused")
     assert (await gateway.ask("hi", headers=KEY, temperature=0.5)).status == 200

@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,8 +46,8 @@ def scheduler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Command]]:
-    def command(script: str, name: str = "", **options: object) -> Command:
+def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Command]:
+    def command(script: str, name: str = "", **options: Any) -> Command:
         return Command(
             name=name or request.node.name.replace("[", ".").replace("]", ""),
             argv=["/bin/bash", "-c", script],
@@ -145,7 +146,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_nothing_outlives_a_killed_owner(kind: str, tmp_path: Path, shell) -> None:
+def test_nothing_outlives_a_killed_owner(kind: Any, tmp_path: Path, shell) -> None:
     need(kind)
     home = tmp_path / "slurm"
     command = shell("setsid sleep 61 & echo up $$; sleep 60", name="job")
@@ -171,7 +172,7 @@ def test_nothing_outlives_a_killed_owner(kind: str, tmp_path: Path, shell) -> No
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_a_killed_supervisor_takes_no_job_into_limbo(kind: str, tmp_path: Path, shell) -> None:
+def test_a_killed_supervisor_takes_no_job_into_limbo(kind: Any, tmp_path: Path, shell) -> None:
     need(kind)
     with open_scheduler(kind, tmp_path / "slurm") as opened:
         command = shell("setsid sleep 61 & echo up $$; sleep 60", name="job")

@@ -182,7 +182,7 @@ def test_an_ended_upload_takes_nothing(client: openai.OpenAI, home: Home) -> Non
         ("expires_after", {"anchor": "created_at", "seconds": 1}),
     ],
 )
-def test_bad_announcements(client: openai.OpenAI, field: str, value: object) -> None:
+def test_bad_announcements(client: openai.OpenAI, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError) as failure:
         begin(client, **{field: value})
     assert str(error(failure.value)[1]).startswith(field)

@@ -172,7 +172,7 @@ async def test_who_leaves_a_stream_aborts_it_and_learns_what_was_sampled() -> No
 
 async def test_a_server_that_is_not_there_or_says_nothing() -> None:
     async with wired(pieces=[CHUNK, b"wait"]) as (engine, wire):
-        engine._timeout = 0.1
+        engine._http.timeout = 0.1
         with pytest.raises(EngineTimeout):
             [piece async for piece in engine.answer(streaming())]
         wire.aborted.set()

@@ -1,6 +1,7 @@
 """A pool around a real vLLM, and what transformers says of the same weights."""
 
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -8,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.ports import Exchange, Sampled
-from cray_agents.records import ProbePrompt, new_id
+from cray_agents.records import Manifest, ProbePrompt, ProbeReport, new_id
+from cray_agents.runtime import checkpoints
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.vllm_engine import VllmEngine
+from cray_agents.trainers.adapter import CONFIG, WEIGHTS, peft_config
+from cray_agents.trainers.publish import hash_files
+from cray_agents.training import Lora
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [300, 20, 21, 22, 4]]
 CHAT: list[dict[str, Any]] = [
@@ -28,6 +33,11 @@ class Serving:
 
     async def swap(self, name: str) -> None:
         await self.pool.swap(self.models[name], name, golden_probe(self.models[name]))
+
+    async def stage(self, name: str) -> ProbeReport:
+        """One whose manifest has a probe."""
+        model = self.models[name]
+        return await self.pool.stage(model, name, checkpoints.read_manifest(model).probe)
 
     async def chat(self, version: str, request: dict[str, Any]) -> tuple[dict[str, Any], Sampled]:
         """The answer, with vLLM's own word on what was sampled, and what was captured."""
@@ -78,6 +88,47 @@ def truth(checkpoint: Path) -> list[list[float]]:
 def golden_probe(checkpoint: Path) -> list[ProbePrompt]:
     scores = truth(checkpoint)
     return [ProbePrompt(token_ids=p, logprobs=s) for p, s in zip(PROMPTS, scores, strict=True)]
+
+
+def manifest_of(checkpoint: Path, parent: Path | None = None) -> Manifest:
+    """Writes it, as a job would that began with `parent`."""
+    files = hash_files(checkpoint)
+    began = None if parent is None else checkpoints.read_manifest(parent).weights_sha256
+    manifest = Manifest(
+        files=files,
+        weights_sha256=checkpoints.weights_sha256(files),
+        parent_sha256=began,
+        job=None if parent is None else "job-1",
+        probe=golden_probe(checkpoint),
+    )
+    (checkpoint / checkpoints.MANIFEST).write_text(manifest.model_dump_json())
+    return manifest
+
+
+def adapted(checkpoint: Path, parent: Path, seed: int, rank: int = 4) -> Path:
+    """What a LoRA job leaves: an adapter of random numbers in PEFT's layout, and both merged."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(parent, checkpoint)
+    weights, tensors = load_file(checkpoint / "model.safetensors"), {}
+    torch.manual_seed(seed)
+    lora = Lora(rank=rank, alpha=2.0 * rank)
+    modules = [n for n in weights if n.endswith("_proj.weight")]
+    for name in modules:
+        out, inner = weights[name].shape
+        a, b = 0.1 * torch.randn(rank, inner), 0.1 * torch.randn(out, rank)
+        weights[name] += lora.alpha / rank * b @ a
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    folder = checkpoint / checkpoints.ADAPTER
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = peft_config(lora, str(parent), {name.split(".")[-2] for name in modules})
+    (folder / CONFIG).write_text(json.dumps(config))
+    manifest_of(checkpoint, parent)
+    return checkpoint
 
 
 def distance(one: list[list[float]], other: list[list[float]]) -> float:

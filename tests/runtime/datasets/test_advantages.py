@@ -95,7 +95,7 @@ def attempt(
     return [*told, *(rewarded(name, value, turn) for turn, value in rewards.items())]
 
 
-GROUP = [  # tokens of each turn; rewards by turn, None: of the run
+GROUP: list[tuple[Any, Any]] = [  # tokens of each turn; rewards by turn, None: of the run
     ([[11], [12, 13], [14]], {0: 0.5, 2: 1.0}),
     ([[21, 22], [23]], {None: 0.25}),
     ([[31], [32], [33, 34]], {1: -1.0, None: 0.75}),

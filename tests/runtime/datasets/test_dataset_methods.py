@@ -188,7 +188,7 @@ async def test_a_pair_is_of_the_best_and_the_worst_that_can_be_used(tmp_path: Pa
 
 async def test_pairs_of_a_task_are_bounded_and_told_once(tmp_path: Path) -> None:
     def pair(name: str, generation: int, tokens: list[int]) -> Any:
-        about = {"task": task("a"), "generation": generation}
+        about: dict[str, Any] = {"task": task("a"), "generation": generation}
         return several(
             run_events(f"{name}-good", [tokens[0]], reward=1, **about),
             run_events(f"{name}-bad", [tokens[1]], reward=0, **about),

@@ -265,7 +265,7 @@ async def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, what: str) ->
 
 
 def test_what_of_a_run_or_demonstration_is_compared() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "first"}]},
         {"role": "assistant", "content": "answer"},

@@ -112,6 +112,6 @@ def test_a_bar_holds_what_its_label_says() -> None:
     assert tally.rows()[:2] == [("0 – 50", 49), ("50 – 100", 50)]
     assert tally.about() == "1,000 values, 1 to 1,000, mean 500.5"
     few = Tally()
-    for value in (0.1, 0.1, 0.30000000000000004, -2.0):
-        few.add(value)
+    for number in (0.1, 0.1, 0.30000000000000004, -2.0):
+        few.add(number)
     assert few.rows() == [("-2", 1), ("0.1", 2), ("0.3", 1)]

@@ -114,9 +114,9 @@ def test_the_most_similar_is_named_and_of_equals_the_first(first: str) -> None:
     for name in sorted(ends, key=lambda name: name != first):
         if name != "less" or first == "less":
             near.add(name, ends[name])
-    answer = near.add("new", tokens)
-    expected = "as much" if first == "as much" else "more"
-    assert answer == (expected, pytest.approx(jaccard(tokens, ends["more"])))
+    name, likeness = near.add("new", tokens)
+    assert name == ("as much" if first == "as much" else "more")
+    assert likeness == pytest.approx(jaccard(tokens, ends["more"]))
 
 
 def test_sets_may_be_equal_where_sequences_are_not() -> None:

@@ -25,8 +25,8 @@ from cray_agents.ports import Exchange, Sampled
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.protocol import Protocol
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.host import Resident
 from cray_agents.runtime.pool import Pool
-from cray_agents.runtime.seat import Resident
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import ScriptedEngine
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
@@ -36,7 +36,7 @@ from tests.scripted_platform import PROBE, bare_model
 ROOT = Path(__file__).parents[3]
 BODY_TIMEOUT = 1.0  # seconds
 TEXT = {"type": "text", "text": "hi"}
-SAID = {
+SAID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]},
     "/v1/responses": {
         "object": "response",

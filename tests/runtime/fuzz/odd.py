@@ -155,8 +155,10 @@ PARAMETERS = (
     "metadata[a]",
     "x",
 )
-GIVEN = ("", "0", "-1", "1", "20", "1001", "9" * 30, "9" * 5000, "1e3", "٣", "nan", "true", "desc")
-GIVEN += ("asc", "batch", "null", "../..", "\0", "x" * 3000, "🎉", "%ff")
+GIVEN = (
+    *("", "0", "-1", "1", "20", "1001", "9" * 30, "9" * 5000, "1e3", "٣", "nan", "true", "desc"),
+    *("asc", "batch", "null", "../..", "\0", "x" * 3000, "🎉", "%ff"),
+)
 QUERIES = ("%", "%ff=%fe", "&&==&", "=", "limit", "?")
 HEADERS = {
     "content-type": TYPES,
@@ -168,8 +170,10 @@ HEADERS = {
     "origin": ("http://127.0.0.1:1", "null", "http://evil.example", "\xff", ""),
     "x-priority": ("batch", "", "\xff"),
 }
-VALUES = ("", " ", "x", "x" * 300, "\xff\xfe\xe9", "..", "a/b", "a" * 9000, "\t", "-1", "null")
-VALUES += ("key-1", "key-2", "run_1")
+VALUES = (
+    *("", " ", "x", "x" * 300, "\xff\xfe\xe9", "..", "a/b", "a" * 9000, "\t", "-1", "null"),
+    *("key-1", "key-2", "run_1"),
+)
 NAMES = (
     "x-run-id",
     "idempotency-key",

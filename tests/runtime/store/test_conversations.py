@@ -139,7 +139,7 @@ async def test_many_with_the_same_opening_at_once_are_kept_apart(tmp_path: Path)
     async def talk(gateway: Gateway, tools: bool) -> tuple[str, list[Any]]:
         messages, runs = list(OPENING), []
         for turn in range(3):
-            fields = {"tools": [TOOL]} if tools else {}
+            fields: dict[str, Any] = {"tools": [TOOL]} if tools else {}
             reply = await gateway.ask(messages, **fields)
             runs.append(reply.run_id)
             follows = [result(reply)] if tools else says(f"and {turn}?")

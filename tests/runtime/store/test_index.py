@@ -76,7 +76,7 @@ def matches(run: RunFacts, query: RunFilter) -> bool:
     return (
         (query.min_reward is None or low >= query.min_reward)
         and (query.max_reward is None or high <= query.max_reward)
-        and (query.error is None or run.error == query.error or (query.error == "*" and run.error))
+        and (query.error in (None, run.error) or (query.error == "*" and bool(run.error)))
         and (query.since is None or run.started >= query.since)
         and (query.until is None or run.started <= query.until)
         and set(query.tags) <= set(run.tags)
@@ -314,7 +314,8 @@ def test_only_the_newest_conversations_are_kept(tmp_path: Path) -> None:
 def test_statistics_by_group(index: Index) -> None:
     facts = []
     for n in range(100):
-        about = {"loop": "school" if n % 4 else None, "seconds": float(n), "started": 86400.0 * n}
+        about: dict[str, Any] = {"loop": "school" if n % 4 else None}
+        about |= {"seconds": float(n), "started": 86400.0 * n}
         facts.append(described(f"d{n}", f"r{n}", **about, error="ToolError" if n < 10 else None))
         facts.append(call(f"c{n}", f"r{n}"))
         if n % 2:

@@ -336,12 +336,12 @@ def test_a_stream_of_several_choices_is_looked_into_by_itself() -> None:
 
 
 def test_other_apis_streams() -> None:
-    responses = [
+    responses: list[dict[str, Any]] = [
         {"type": "response.output_text.delta", "item_id": "m", "output_index": 0, "delta": "jane@"},
         {"type": "response.output_text.delta", "item_id": "m", "output_index": 0, "delta": "x.org"},
         {"type": "response.completed", "response": {"id": "resp_1", "instructions": "by j@x.org"}},
     ]
-    anthropic = [
+    anthropic: list[dict[str, Any]] = [
         {"type": "content_block_delta", "index": 0, "delta": {"partial_json": '{"to": "jane'}},
         {"type": "content_block_delta", "index": 0, "delta": {"partial_json": '@x.org"}'}},
         {"type": "content_block_delta", "index": 1, "delta": {"text": "done"}},

@@ -260,7 +260,7 @@ def test_a_draft_that_reads_back_wrong_is_not_published(
             data[data.index(after.to_bytes(4, "little")) + 20] ^= 1
             draft.write_bytes(data)
 
-    monkeypatch.setattr(drafts.os, "fsync", rot)
+    monkeypatch.setattr(os, "fsync", rot)
     with pytest.raises(Corrupt):
         seal(path)
     assert names(tmp_path) == {"s.jsonl"}
@@ -273,7 +273,7 @@ def test_what_is_compacted_meanwhile_does_not_come_back(
     path = write_open(tmp_path, "s", [line(1)])
     real = drafts.write
 
-    def slow(*arguments: Any, **more: Any) -> drafts.Footer:
+    def slow(*arguments: Any, **more: Any) -> Any:
         footer = real(*arguments, **more)
         monkeypatch.undo()
         seal(path).unlink()
@@ -292,7 +292,7 @@ def test_a_disk_that_is_full_leaves_the_open_segment(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(drafts.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError, match="No space left"):
         seal(path)
     assert names(tmp_path) == {"s.jsonl"}

@@ -338,7 +338,12 @@ async def test_pages_follow_each_other_in_every_order(home: Home) -> None:
     store = Store(home)
     for n in range(25):
         task = {"input": f"q{n % 3}", "id": f"t{n % 3}"}
-        about = {"task": task, "attempt": n % 4, "generation": n % 2, "started": float(n * 7 % 25)}
+        about: dict[str, Any] = {
+            "task": task,
+            "attempt": n % 4,
+            "generation": n % 2,
+            "started": float(n * 7 % 25),
+        }
         await store.append([described(f"r{n:02d}", [], **about)])
     for order in ("id", "newest", "oldest", "task"):
         seen: list[str] = []

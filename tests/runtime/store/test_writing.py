@@ -79,7 +79,11 @@ async def test_an_error_while_indexing_loses_nothing(
 
 async def test_waiters_are_told_before_the_index_is(tmp_path: Path) -> None:
     released = threading.Event()
-    writer = SegmentWriter(tmp_path, "w", lambda group: released.wait(30) and None)
+
+    def index(_: object) -> None:
+        released.wait(30)
+
+    writer = SegmentWriter(tmp_path, "w", index)
     await put(writer, 1)  # although the index is not done yet
     second = asyncio.ensure_future(put(writer, 2))
     await asyncio.sleep(0.05)

@@ -1,0 +1,92 @@
+"""Requests to a platform over HTTP, and its refusals as typed errors. Called by platform.py.
+
+It is the openai client's own transport, so that a light install needs nothing more. That client is
+imported when first used: it takes longer to import than all of ours (as in openai_engine.py).
+"""
+
+from collections.abc import Awaitable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlencode
+
+from cray_agents.errors import (
+    AccessDenied,
+    BadInput,
+    CrayError,
+    EngineError,
+    EngineUnavailable,
+    JobError,
+    NotFound,
+    SwapError,
+    TooManyRequests,
+)
+from cray_agents.openai_engine import OpenAIEngine
+
+if TYPE_CHECKING:
+    import openai
+
+
+class Transport:
+    """A platform's routes under /v1. All raise EngineUnavailable, and what `typed` makes."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url
+        self.engine = OpenAIEngine(url, api_key=api_key, exact_tokens=True)
+
+    async def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON that a GET answers; a query's list is sent as that name several times."""
+        return await self._json(self.engine.client.get(_asked(path, query), cast_to=object))
+
+    async def text(self, path: str, query: Mapping[str, Any] | None = None) -> str:
+        """The text that a GET answers."""
+        return str(await self._sent(self.engine.client.get(_asked(path, query), cast_to=str)))
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The JSON that a POST answers."""
+        return await self._json(self.engine.client.post(path, cast_to=object, body=body))
+
+    async def delete(self, path: str, query: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON that a DELETE answers."""
+        return await self._json(self.engine.client.delete(_asked(path, query), cast_to=object))
+
+    async def _json(self, request: Awaitable[object]) -> dict[str, Any]:
+        return cast("dict[str, Any]", await self._sent(request))
+
+    async def _sent(self, request: Awaitable[object]) -> object:
+        import openai
+
+        try:
+            return await request
+        except openai.APIStatusError as error:
+            raise typed(error) from error
+        except openai.APIConnectionError as error:
+            raise EngineUnavailable(
+                f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "
+                "or name another with CRAY_AGENTS_URL"
+            ) from error
+
+
+def _asked(path: str, query: Mapping[str, Any] | None) -> str:
+    """The path with its query. The client's own way of sending a list is `tag[]`."""
+    given = {name: value for name, value in (query or {}).items() if value is not None}
+    return f"{path}?{urlencode(given, doseq=True)}" if given else path
+
+
+def typed(error: "openai.APIStatusError") -> CrayError:
+    """The gateway's envelope as the error it came from."""
+    body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
+    message = str(body.get("message") or error.message)
+    code = body.get("code")
+    if code == SwapError.code:
+        return SwapError(message)
+    if code == JobError.code:
+        return JobError(message)
+    if error.status_code in (401, 403):
+        return AccessDenied(message, status=error.status_code, code=code)
+    if error.status_code == 429:
+        wait = float(error.response.headers.get("retry-after-ms", 1000)) / 1000
+        return TooManyRequests(message, retry_after=wait)
+    if error.status_code == 404:
+        return NotFound(message, param=body.get("param"), code=code)
+    if error.status_code < 500:
+        return BadInput(message, param=body.get("param"), code=code)
+    return EngineError(message, status=error.status_code)

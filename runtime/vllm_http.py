@@ -1,0 +1,111 @@
+"""A vLLM server's HTTP: one connection pool, and every failure as one of our errors.
+
+vllm_engine.py says with it what the `Engine` port says; an adapter's engine shares it with the
+weights' own.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+
+from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
+
+_BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
+_IDLE = 2.0  # seconds; vLLM closes idle connections after 5, and must not be the first to
+
+
+class Http:
+    """A server at `url`. `timeout`: seconds without a byte from it before EngineTimeout."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @asynccontextmanager
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float = 0.0,
+        once: bool = False,
+        headers: dict[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response with a good status. Raises EngineError, EngineTimeout, EngineUnavailable.
+
+        `once` closes the connection afterwards: vLLM drops it after a failed control request, and
+        the `/resume` that has to follow must not die of that.
+        """
+        if self._session is None:  # made here because it belongs to the running loop
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE)
+            self._session = aiohttp.ClientSession(connector=connector)
+        limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)
+        content = None if body is None else orjson.dumps(body)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        if once:
+            sent["Connection"] = "close"
+        try:
+            async with self._session.request(
+                method, self.url + path, data=content, headers=sent, timeout=limit
+            ) as response:
+                if response.status >= 400:
+                    raise refusal(response.status, await response.read())
+                yield response
+        except TimeoutError as error:  # aiohttp's timeouts are both kinds: ask for this one first
+            raise EngineTimeout(
+                f"{self.url}{path}: nothing came for {limit.sock_read} s"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
+        except asyncio.IncompleteReadError as error:
+            raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
+
+
+def refusal(status: int, body: bytes | dict[str, Any]) -> EngineError:
+    """vLLM's error, whose `code` is an int and whose shape varies, as one of ours."""
+    if isinstance(body, bytes):
+        try:
+            content = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            content = body.decode(errors="replace")[:500]
+    else:
+        content = body
+    error = content.get("error", content.get("detail")) if isinstance(content, dict) else content
+    if not isinstance(error, dict):
+        error = {"message": str(error or f"status {status}")}
+    message = str(error.get("message") or f"status {status}")
+    status = status or int(error.get("code") or 500)
+    dead = "EngineDead" in str(error.get("type")) + message or "EngineCore" in message
+    if dead and status >= 500:  # a refusal may quote such words from the request
+        return EngineUnavailable(message, status=status)
+    param = _param(error.get("param"), message)
+    return EngineError(message, status=status, param=param, code=_code(status, message))
+
+
+def _param(given: Any, message: str) -> str | None:
+    """The field to blame: some of vLLM's messages alone name it."""
+    if given is not None:
+        return str(given).removeprefix("body.") or None
+    found = _BLAMED.search(message)
+    return found and (found[1] or found[2])
+
+
+def _code(status: int, message: str) -> str | None:
+    """OpenAI's word for it, where it has one."""
+    if "maximum context length" in message or "max_model_len" in message:
+        return "context_length_exceeded"
+    if status == 404:
+        return "model_not_found"
+    return "invalid_value" if 400 <= status < 500 else None

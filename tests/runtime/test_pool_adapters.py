@@ -1,0 +1,164 @@
+"""Which adapters a pool holds, for how long, and what it does without them; scripted engines."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import SwapError
+from cray_agents.runtime import checkpoints
+from cray_agents.runtime.host import Resident
+from cray_agents.runtime.pool import Pool
+from cray_agents.scripted import ScriptedEngine
+from tests.runtime.pools import Mortal, ask, checkpoint, probe, says_version, serving, until
+
+
+def adapter(folder: Path, number: int, *, parent: int = 1, rank: int = 4) -> Path:
+    """A checkpoint as `checkpoint` makes them, that a LoRA job left."""
+    directory = checkpoint(folder, number)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(manifest | {"parent_sha256": str(parent)}))
+    (directory / checkpoints.ADAPTER).mkdir(exist_ok=True)
+    (directory / checkpoints.ADAPTER / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    return directory
+
+
+def host(script: Any = says_version) -> Resident:
+    return Resident(ScriptedEngine(script), lora_rank=8)
+
+
+def held(pool: Pool) -> list[list[str]]:
+    return [status["versions"] for status in pool.status()]
+
+
+class Held:
+    """A script whose answers to some versions wait for `go`."""
+
+    def __init__(self, *versions: str) -> None:
+        self.versions, self.go = versions, asyncio.Event()
+
+    async def __call__(self, request: dict[str, Any], version: str) -> str:
+        if version in self.versions:
+            await self.go.wait()
+        return version
+
+
+async def test_an_adapter_is_staged_beside_requests_in_flight(tmp_path: Path) -> None:
+    script = Held("m@1")
+    async with serving(tmp_path, host(script)) as pool:
+        busy = asyncio.create_task(ask(pool, "m@1"))
+        await until(lambda: pool.status()[0]["in_flight"] == 1)
+        report = await pool.stage(adapter(tmp_path, 2), "m@2", probe(2))
+        assert report.passed and held(pool) == [["m@1", "m@2"]] and not busy.done()
+        assert await ask(pool, "m@2") == "m@2"
+        script.go.set()
+        assert await busy == "m@1"
+
+
+async def test_of_two_replicas_one_gets_the_candidate_and_a_promotion_gives_it_to_both(
+    tmp_path: Path,
+) -> None:
+    hosts = [host(), host()]
+    async with serving(tmp_path, *hosts) as pool:
+        await pool.stage(adapter(tmp_path, 2), "m@2", probe(2))
+        assert sorted(held(pool)) == [["m@1"], ["m@1", "m@2"]]
+        assert sorted(status["version"] for status in pool.status()) == ["m@1", "m@2"]
+        await pool.swap(adapter(tmp_path, 2), "m@2", probe(2))
+        assert held(pool) == [["m@1", "m@2"]] * 2
+        loaded = [list(host.engine.loaded) for host in hosts]  # type: ignore[attr-defined]
+        await pool.swap(checkpoint(tmp_path, 1), "m@1", probe(1))
+        assert [status["version"] for status in pool.status()] == ["m@1", "m@1"]
+        await pool.swap(adapter(tmp_path, 2), "m@2", probe(2))
+        assert [host.engine.loaded for host in hosts] == loaded  # type: ignore[attr-defined]
+
+
+async def test_the_incumbent_the_last_good_one_and_what_is_needed_stay(tmp_path: Path) -> None:
+    async with serving(tmp_path, host()) as pool:
+        for number in (2, 3):
+            await pool.swap(adapter(tmp_path, number), f"m@{number}", probe(number))
+        await pool.stage(adapter(tmp_path, 4), "m@4", probe(4))
+        await pool.stage(adapter(tmp_path, 5), "m@5", probe(5), needed=["m@4"])
+        assert held(pool) == [["m@1", "m@2", "m@3", "m@4", "m@5"]]
+        await pool.stage(adapter(tmp_path, 6), "m@6", probe(6))
+        assert held(pool) == [["m@1", "m@2", "m@3", "m@6"]]
+
+
+async def test_an_adapter_stays_as_long_as_it_answers_and_takes_a_place(tmp_path: Path) -> None:
+    busy = [f"m@{number}" for number in (2, 3, 4, 5)]
+    script = Held(*busy)
+    async with serving(tmp_path, host(script), drain_timeout=0.1) as pool:
+        asked = []
+        for number, version in enumerate(busy, 2):
+            await pool.stage(adapter(tmp_path, number), version, probe(number))
+            asked.append(asyncio.create_task(ask(pool, version)))
+            await asyncio.sleep(0)  # it is in flight
+        assert pool.status()[0]["in_flight"] == 4
+        with pytest.raises(SwapError, match="no room for the adapter of m@6: m@2, m@3, m@4, m@5"):
+            await pool.stage(adapter(tmp_path, 6), "m@6", probe(6))
+        script.go.set()
+        assert await asyncio.gather(*asked) == busy
+        await pool.stage(adapter(tmp_path, 6), "m@6", probe(6))
+        assert held(pool) == [["m@1", "m@6"]]
+
+
+async def test_an_adapter_that_is_not_proven_changes_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path, host()) as pool:
+        await pool.stage(adapter(tmp_path, 2), "m@2", probe(2))
+        wrong = [probe(3)[0].model_copy(update={"logprobs": [-1.0, -2.5]})]
+        with pytest.raises(SwapError, match=r"differ by 2\.5.*differ by 2\.5.*m@1, m@2: served on"):
+            await pool.stage(adapter(tmp_path, 3), "m@3", wrong)
+        assert held(pool) == [["m@1", "m@2"]] and pool.status()[0]["state"] == "serving"
+
+
+async def test_weights_change_when_no_request_is_under_an_adapter(tmp_path: Path) -> None:
+    script = Held("m@1", "m@2")
+    async with serving(tmp_path, host(script), swap_mode="keep") as pool:
+        await pool.stage(adapter(tmp_path, 2), "m@2", probe(2))
+        kept, ends = (asyncio.create_task(ask(pool, version)) for version in ("m@1", "m@2"))
+        await until(lambda: pool.status()[0]["in_flight"] == 2)
+        swap = asyncio.create_task(pool.swap(checkpoint(tmp_path, 3), "m@3", probe(3)))
+        await until(lambda: pool.status()[0]["state"] == "swapping")
+        assert not swap.done()
+        script.versions = ("m@1",)
+        script.go.set()
+        assert await ends == "m@2" and (await swap).passed and held(pool) == [["m@3"]]
+        await kept
+
+
+async def test_a_revived_replica_has_its_adapters_but_for_what_cannot_be_proven(
+    tmp_path: Path,
+) -> None:
+    replica = Mortal(ScriptedEngine(says_version))
+    replica.lora_rank = 8
+    async with serving(tmp_path, replica) as pool:
+        await pool.swap(adapter(tmp_path, 2), "m@2", probe(2))
+        await pool.stage(adapter(tmp_path, 3), "m@3", probe(3))
+        manifest = tmp_path / "c3" / "manifest.json"
+        manifest.write_text(manifest.read_text().replace("-5.0", "-5.5"))
+        replica.die()
+        await until(lambda: pool.status()[0]["restarts"] == 1 and pool.ready)
+        assert held(pool) == [["m@1", "m@2"]]
+        assert await ask(pool, "m@2") == "m@2"
+
+
+@pytest.mark.parametrize("why", ["parent", "rank", "stored", "shape", "off"])
+async def test_what_is_no_adapter_over_what_is_held_is_loaded_merged(
+    tmp_path: Path, why: str
+) -> None:
+    replica = host()
+    directory = adapter(
+        tmp_path, 2, parent=7 if why == "parent" else 1, rank=9 if why == "rank" else 4
+    )
+    if why == "off":
+        replica.lora_rank = 0
+    configs: dict[str, dict[str, Any]] = {
+        "stored": {"dtype": "bfloat16"},  # rounded when they were merged: the probe tells
+        "shape": {"hidden_size": 8},
+    }
+    for folder in [directory, *([checkpoint(tmp_path, 1)] if why == "stored" else [])]:
+        (folder / "config.json").write_text(json.dumps(configs.get(why, {})))
+    async with serving(tmp_path, replica) as pool:
+        await pool.stage(directory, "m@2", probe(2))
+        assert held(pool) == [["m@2"]]
