@@ -17,10 +17,10 @@ from starlette.routing import Route
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.host import Resident
 from cray_agents.runtime.keys import Keys
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.seat import Resident
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import ScriptedEngine
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
@@ -90,7 +90,7 @@ async def site_at(directory: Path, *more: Route, **options: Any) -> AsyncIterato
     )
     app = create_app(services)
     app.router.routes.extend(more)
-    config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off")
+    config = uvicorn.Config(app, port=0, log_config=None, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone

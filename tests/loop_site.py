@@ -2,6 +2,7 @@
 
     python -m tests.loop_site gateway HOME PORT       a platform with a scripted engine and trainer
     python -m tests.loop_site loop URL KIND OUT       a loop on it; writes its generations as JSON
+    python -m tests.loop_site users URL               what a loop that watches lives on
 
 What a run says follows from its id, and whether it succeeds from its task, attempt and version:
 two loops can be compared run by run, whatever happened to one of them.
@@ -9,10 +10,13 @@ two loops can be compared run by run, whatever happened to one of them.
 
 import json
 import os
+import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvloop
 
 from cray_agents import Agent, Loop, PromotionTest, ScriptedEngine, Task, TaskSet, reward
@@ -20,6 +24,7 @@ from cray_agents.context import RunContext
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
 from cray_agents.hooks import Hooks
+from cray_agents.hours import Watch
 from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
 from cray_agents.platform import Platform
@@ -27,9 +32,9 @@ from cray_agents.records import Run, digest
 from cray_agents.runtime.checkpoints import read_manifest
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.host import Resident
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.seat import Resident
 from cray_agents.runtime.store import Store
 from cray_agents.training import Hyperparameters
 from tests.scripted_platform import bare_model
@@ -41,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rft": {},
     "grpo": {"method": "grpo", "attempts": 3, "resample": 0.5},
     "async": {"method": "grpo", "attempts": 3, "staleness": 1},
+    "watch": {"method": "kto", "watch": Watch(runs=8, most=8, poll=0.05)},
 }
 GENERATIONS = 3
 
@@ -113,9 +119,43 @@ async def serve(home: Home, port: int) -> None:
     await uvicorn.Server(config).serve()
 
 
+def live(url: str) -> None:
+    """Users ask, and judge: as much as an update takes, once the one before has ended.
+
+    A platform that is away is asked again, and samples no answer a second time.
+    """
+    with httpx.Client(base_url=url, timeout=20) as client:
+
+        def told(method: str, path: str, **options: Any) -> Any:
+            while True:
+                try:
+                    reply = client.request(method, f"/v1/{path}", **options)
+                except httpx.TransportError:
+                    pass
+                else:
+                    if reply.status_code < 500:
+                        return reply.raise_for_status().json()
+                time.sleep(0.05)
+
+        for update in range(1, GENERATIONS + 1):
+            values = [0.0, 1.0] * 4
+            random.Random(update).shuffle(values)
+            for number, value in enumerate(values):
+                run = f"live{update}x{number}"
+                asked = {"model": "m", "messages": [{"role": "user", "content": f"say {run}"}]}
+                headers = {"X-Run-Id": run, "Idempotency-Key": run}
+                told("POST", "chat/completions", json=asked, headers=headers)
+                told("POST", f"trajectories/{run}/rewards", json={"value": value})
+            while len(told("GET", "loops/loop/generations")["data"]) <= update:
+                time.sleep(0.05)
+
+
 def main() -> None:
-    """One of the two processes."""
+    """One of the processes."""
     die_with_parent(int(os.environ["TEST_PARENT"]))
+    if sys.argv[1] == "users":
+        live(sys.argv[2])
+        return
     if sys.argv[1] == "gateway":
         uvloop.run(serve(Home(Path(sys.argv[2])), int(sys.argv[3])))
         return

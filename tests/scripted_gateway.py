@@ -24,9 +24,9 @@ from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.host import Resident
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.seat import Resident
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
 from tests.scripted_platform import PROBE, bare_model
@@ -72,7 +72,9 @@ async def serve(home: Home, port: int, hold: float) -> None:
     await pool.start(home.checkpoint(version.checkpoint), version.id, [])
     with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-        config = uvicorn.Config(create_app(services), log_level="error", lifespan="off")
+        config = uvicorn.Config(
+            create_app(services), log_config=None, log_level="error", lifespan="off"
+        )
         await uvicorn.Server(config).serve(sockets=[listener])
     await pool.stop()
     await services.store.close()

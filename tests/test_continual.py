@@ -26,11 +26,12 @@ from cray_agents.paths import Home
 from cray_agents.recipes import RunFilter, RunQuery
 from cray_agents.records import Run, StopReason
 from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.host import Resident
 from cray_agents.runtime.registry import Registry
-from cray_agents.runtime.seat import Resident
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
 from cray_agents.training import Hyperparameters
+from cray_agents.transport import Transport
 from tests.runtime.gateways import served
 from tests.scripted_platform import PROBE, platform
 
@@ -78,7 +79,7 @@ class Users:
 
     def ask(self, number: int, **more: Any) -> str:
         """Ask; returns the run's id."""
-        said = [{"role": "user", "content": f"say {number}"}]
+        said: list[Any] = [{"role": "user", "content": f"say {number}"}]
         answered = self.client.chat.completions.with_raw_response.create(
             model=more.pop("model", "m"), messages=said, **more
         )
@@ -304,19 +305,19 @@ class Killed(BaseException):
     pass
 
 
-class Dying(Platform):
+class Dying(Transport):
     """Dies before or after its `fatal`-th word to the platform."""
 
     def __init__(self, url: str, fatal: int, *, after: bool) -> None:
-        super().__init__(url)
+        super().__init__(url, None)
         self.said, self.fatal, self.after = 0, fatal, after
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         self.said += 1
         last = self.said == self.fatal
         if last and not self.after:
             raise Killed
-        answered = await super()._post(path, body)
+        answered = await super().post(path, body)
         if last:
             raise Killed
         return answered
@@ -344,7 +345,8 @@ def test_a_kill_trains_on_no_run_twice_and_skips_none(tmp_path: Path, after: boo
                 fatal = 1
                 while True:
                     last = fatal if name == "killed" else 0
-                    dying = Dying(where.url, last, after=after)
+                    dying = Platform(where.url)
+                    dying._http = Dying(where.url, last, after=after)
                     try:
                         done = list(make_loop(dying, tasks=few).run(update))
                         break

@@ -206,7 +206,7 @@ async def test_what_is_damaged_is_never_promoted_and_what_is_better_is(site: Sit
 async def test_a_rollback_is_served_by_the_process_that_is_there(site: Site) -> None:
     gateway, changes = site.gateway, "/v1/models/calc"
     await gateway.call("POST", f"{changes}/promote", json={"version": 1})
-    asked = {"temperature": 0, "max_tokens": WORDS}
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": WORDS}
     told = [{"role": "system", "content": "Talk."}]
     found = gateway.store.stream(RunQuery(split="holdout"))
     bad = next(run for run in found if run.model == "calc@2" and run.reward == 0)

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.megatron]
 GENERATIONS = 2
 TASKS = 32  # a generation
 JOBS = GENERATIONS + 1  # and the warm-up's
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))  # at most: a run may end before
 KEYS = {
     "generation", "holdout_success", "holdout_tasks", "test_success", "test_tasks", "runs",
     "accepted_runs", "trained_tokens", "loss_first", "loss_last", "probe_max_logprob_diff",
@@ -158,13 +159,13 @@ def victim(demo: int, kind: str) -> int | None:
     return random.choice(found) if found else None
 
 
-@pytest.mark.timeout(1500)  # five restarts of everything, on whatever machine
+@pytest.mark.timeout(1500)  # restarts of everything, on whatever machine
 @pytest.mark.parametrize("seed", os.environ.get("CRAY_TEST_SEEDS", "7").split(","))
 def test_kills_at_random_moments(tmp_path: Path, seed: str) -> None:
     """kill -9 of demo, vLLM and job; the same command goes on, and nothing is done twice."""
     draw = random.Random(int(seed))
     home = tmp_path / "home"
-    kinds = ["demo", "vllm", "job", "demo", "job"]
+    kinds = ["demo", "vllm", "job", "demo", "job"][:KILLS]
     process = start(home)
     for kind in kinds:
         time.sleep(draw.uniform(5, 25))

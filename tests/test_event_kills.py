@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Sender:
                     return orjson.loads(response.read())
             except urllib.error.HTTPError as error:
                 assert error.code == 503, error.read()
-            except OSError:  # killed: again
+            except (OSError, IncompleteRead):  # killed: again
                 assert time.monotonic() < self.deadline, "no gateway answers"
                 time.sleep(0.02)
 

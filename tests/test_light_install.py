@@ -53,6 +53,12 @@ def test_what_is_there_can_be_looked_at(tmp_path: Path) -> None:
     assert ended == ["ended: 0"] * 4 + ["ended: 1"]  # nothing runs here
 
 
+def test_commands_that_only_look_import_no_client(tmp_path: Path) -> None:
+    code = commands("--help", "models list", "runs list", "jobs list", "status")
+    done = light(code + "\nprint('openai' in sys.modules)", tmp_path)
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("False", "")
+
+
 def test_a_platform_says_what_it_lacks(tmp_path: Path) -> None:
     done = light(commands("up --model ."), tmp_path)
     assert "ended: 2" in done.stdout

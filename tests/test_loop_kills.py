@@ -20,8 +20,10 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.recipes import RunQuery
+from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
+from tests.loop_site import KINDS
 
 ROOT = Path(__file__).parents[1]
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
@@ -31,7 +33,7 @@ LOOPS = 0.7  # of the kills are of the loop, the others of the platform
 
 @dataclass
 class Site:
-    """A platform and a loop on it, as processes."""
+    """A platform and a loop on it, as processes; users too, where the loop watches them."""
 
     root: Path
     kind: str
@@ -53,6 +55,7 @@ class Site:
         words = {
             "gateway": ["gateway", str(self.root / "home"), str(self.port)],
             "loop": ["loop", url, self.kind, str(self.out)],
+            "users": ["users", url],
         }[name]
         with (self.root / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -64,6 +67,10 @@ class Site:
             )
         if name == "gateway":
             self.wait_until_it_listens()
+
+    def start_all(self) -> None:
+        for name in ("gateway", *(["users"] if self.kind == "watch" else []), "loop"):
+            self.start(name)
 
     def wait_until_it_listens(self) -> None:
         while True:
@@ -96,8 +103,10 @@ class Site:
         scored = Counter(run.id.split("-")[0] for run in runs if run.reward is not None)
         rewards = {run.id.split("-")[0]: run.reward for run in runs if run.reward is not None}
         events = Registry(home).history("m")
+        generations = json.loads(self.out.read_text())
         return {
-            "generations": json.loads(self.out.read_text()),
+            "generations": generations,
+            "trained on": [trained_on(home, each["dataset"]) for each in generations[1:]],
             "twice": [name for name, times in scored.items() if times > 1],
             "runs": rewards,
             "jobs": sorted(path.name for path in home.jobs.iterdir()),
@@ -107,13 +116,17 @@ class Site:
         }
 
 
+def trained_on(home: Home, dataset: str) -> list[str]:
+    lines = dataset_runs(home, dataset)
+    return sorted(line["run"].split("-")[0] for line in lines if line["accepted"])
+
+
 def calm(root: Path, kind: str) -> tuple[dict[str, Any], float]:
     """What an undisturbed loop leaves, and the seconds that it took."""
     site = Site(root, kind)
     try:
-        site.start("gateway")
+        site.start_all()
         begun = time.monotonic()
-        site.start("loop")
         site.processes["loop"].wait()
         site.check("loop")
         return site.state(), time.monotonic() - begun
@@ -138,8 +151,7 @@ class Campaign:
         while not found or self.kills.total() < enough:
             site = Site(self.root / str(len(found)), self.kind)
             try:
-                site.start("gateway")
-                site.start("loop")
+                site.start_all()
                 while self.kills.total() < enough and self._killed(site):
                     pass
                 self._see_through(site)
@@ -172,13 +184,13 @@ class Campaign:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", ["rft", "grpo", "async"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(3600)
 def test_a_killed_loop_ends_as_a_calm_one(tmp_path: Path, kind: str, seed: int) -> None:
     expected, seconds = calm(tmp_path / "calm", kind)
     (tmp_path / "killed").mkdir()
     campaign = Campaign(tmp_path / "killed", kind, random.Random(f"{seed} {kind}"), seconds / 2)
-    states = campaign.run(-(-KILLS // 3))
+    states = campaign.run(-(-KILLS // len(KINDS)))
     kills = campaign.kills
     print(
         f"\n{kind}, seed {seed}: {kills.total()} kills {dict(kills)} "
@@ -187,3 +199,6 @@ def test_a_killed_loop_ends_as_a_calm_one(tmp_path: Path, kind: str, seed: int) 
     for state in states:
         assert state["twice"] == []
         assert state == expected
+    if kind == "watch":  # the others may go back to earlier generations' runs
+        used = [run for runs in expected["trained on"] for run in runs]
+        assert used and len(used) == len(set(used))

@@ -116,7 +116,7 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
         Command(hosts[0], "sealer", [["-m", "tests.store_keeper", "{root}"]]),
         Command(hosts[1], "builder", builds),
     ]
-    everybody = [*writers, *keepers]
+    everybody: list[Writer | Command] = [*writers, *keepers]
     kills = Counter[str]()
     try:
         for _ in range(KILLS):

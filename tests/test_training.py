@@ -25,13 +25,13 @@ from cray_agents.records import ProbeReport, Run
 from cray_agents.rollouts import Rollouts, Wanted
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.trainers.seed_model import ModelShape, make_seed_model
-from cray_agents.training import JobStatus, Layout, Lora, Policy
+from cray_agents.training import JobStatus, Layout, Lora, MethodName, Policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.slurm, pytest.mark.megatron]
 
 TASKS, ATTEMPTS = 8, 6
 STEPS = 3
-METHODS = ("grpo", "dpo", "kto")
+METHODS: tuple[MethodName, ...] = ("grpo", "dpo", "kto")
 QUESTIONS = [f"Say something about the number {n * 37}." for n in range(TASKS)]
 PEAKED = ModelShape(init_std=0.15)  # so that tokens differ in probability
 HYPER = Hyperparameters(steps=STEPS, batch_size=12, learning_rate=5e-4)
@@ -87,7 +87,8 @@ class Site:
                     method=method,
                     **JOBS[method],
                 )
-            for method, job in self.jobs.items():
+            for method in METHODS:
+                job = self.jobs[method]
                 self.jobs[method] = await platform.wait_for(job, lambda status: None)
         finally:
             await platform.close()

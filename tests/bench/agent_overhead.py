@@ -29,7 +29,7 @@ TURNS = 10
 async def main(home: Path) -> None:
     """A row for each framework: µs a turn beyond the bare loop, and ratios to its time."""
     script = ROOT / "requirements" / "environment.sh"
-    await asyncio.to_thread(subprocess.run, [script, "foreign"], check=True)
+    await asyncio.to_thread(subprocess.run, [str(script), "foreign"], check=True)
     with _server() as url:
         for name, venv in (
             ("cray-agents", ".venv"),
@@ -42,7 +42,7 @@ async def main(home: Path) -> None:
 
 
 def _measured(python: Path, name: str, url: str) -> dict[str, list[list[float]]]:
-    command = [python, HERE / "agent_clients.py", name, url, str(ROUNDS), str(TURNS)]
+    command = [str(python), str(HERE / "agent_clients.py"), name, url, str(ROUNDS), str(TURNS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -62,7 +62,7 @@ def _figure(measured: dict[str, list[list[float]]]) -> str:
 
 @contextmanager
 def _server() -> Iterator[str]:
-    command = [sys.executable, HERE / "agent_server.py", str(TURNS)]
+    command = [sys.executable, str(HERE / "agent_server.py"), str(TURNS)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import openai
 from openai.types import Batch
@@ -21,7 +22,7 @@ LINE = (
     '{"custom_id":"line-%d","method":"POST","url":"/v1/chat/completions","body":{"model":"m",'
     '"messages":[{"role":"user","content":"What is %d + 385? Answer with the number alone."}]}}\n'
 )
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 
 
 async def main(home: Path) -> None:

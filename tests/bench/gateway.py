@@ -77,7 +77,7 @@ def latencies(http: aiohttp.ClientSession, urls: dict[str, str], body: dict[str,
 async def against_vllm(home: Path) -> None:
     """Throughput and latency through the gateway and through LiteLLM, against vLLM itself."""
     script = ROOT / "requirements" / "environment.sh"
-    await asyncio.to_thread(subprocess.run, [script, "litellm"], check=True)
+    await asyncio.to_thread(subprocess.run, [str(script), "litellm"], check=True)
     load(BOOK).make_model(home / "model")
     with ExitStack() as stack:
         platform = stack.enter_context(

@@ -16,7 +16,7 @@ ROW = re.compile(r"^(\w+) +(loss|margin) +([\d.]+) +([\d.]+)  (\S+)$", re.MULTIL
 
 
 def run(folder: Path) -> tuple[str, str]:
-    argv = [sys.executable, FILE, folder]
+    argv = [sys.executable, str(FILE), str(folder)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, done.stderr

@@ -70,7 +70,7 @@ def test_each_run_has_a_shop_of_its_own() -> None:
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:
-    argv = [sys.executable, FILE, "--quick"]
+    argv = [sys.executable, str(FILE), "--quick"]
     done = subprocess.run(
         argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )

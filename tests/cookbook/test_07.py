@@ -81,7 +81,7 @@ def test_a_better_writer_is_promoted(tmp_path: Path) -> None:
 
 
 def test_quick() -> None:
-    argv = [sys.executable, FILE, "--quick"]
+    argv = [sys.executable, str(FILE), "--quick"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

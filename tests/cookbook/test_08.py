@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_foreign_agent_is_trained_as_it_is(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = [ROOT / "requirements" / "environment.sh", "foreign"]
+    script = [str(ROOT / "requirements" / "environment.sh"), "foreign"]
     subprocess.run(script, check=True, capture_output=True, timeout=600)
     size = replace(recipe.book.QUICK, per_generation=24, evaluated=36, steps=1)
     engine = ScriptedEngine(say)

@@ -20,7 +20,7 @@ COMMANDS = [line.strip() for line in TEXT.splitlines() if line.startswith("    c
 
 
 def test_dry_run(tmp_path: Path) -> None:
-    argv = [sys.executable, FILE, tmp_path]
+    argv = [sys.executable, str(FILE), str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     config = load_config(directory=tmp_path)

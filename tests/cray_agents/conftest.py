@@ -59,7 +59,9 @@ class Server:
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
-    config = uvicorn.Config(server.app(), port=0, log_level="error", lifespan="off")
+    config = uvicorn.Config(
+        server.app(), port=0, log_config=None, log_level="error", lifespan="off"
+    )
     web = uvicorn.Server(config)
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"

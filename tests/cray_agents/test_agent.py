@@ -526,7 +526,7 @@ async def test_stream_sync_also_beside_a_loop():
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "It is four."
     assert isinstance(events[-1], RunEnded) and events[-1].run.output == "It is four."
     with pytest.raises(BadInput, match="input is a int"):
-        next(a.stream_sync(7))
+        next(a.stream_sync(7))  # type: ignore[arg-type]
 
 
 def test_a_sync_stream_left_early_is_cancelled_and_recorded():
@@ -623,11 +623,26 @@ def test_ctrl_c_in_run_sync_records_the_run():
         ({"instructions": 3}, "instructions=3: give a text or a function"),
         ({"hooks": Hooks()}, "give a list of Hooks"),
         ({"hooks": [print]}, "give a list of Hooks"),
+        ({"hooks": 3}, "hooks=3: give a list of Hooks"),
+        ({"handoffs": ["x"]}, r"handoffs=\['x'\]: give a list of agents, as in"),
+        ({"handoffs": Agent(name="b")}, "handoffs=Agent.*: give a list of agents"),
+        ({"max_turns": "3"}, "max_turns='3': give a whole number"),
+        ({"max_turns": True}, "max_turns=True: give a whole number"),
+        ({"timeout": "1m"}, "timeout='1m': give a number or None"),
+        ({"tools": print}, "tools=<built-in function print>: give a list of functions"),
+        ({"tools": None}, "tools=None: give a list of functions"),
+        ({"sampling": [1]}, r"sampling=\[1\]: give a dict"),
+        ({"name": 7}, "name=7: give a text"),
+        ({"model": None}, "model=None: give a text"),
+        ({"engine": "http://x"}, "engine='http://x': give an engine"),
+        ({"recorder": 3}, "recorder=3: give an async function"),
+        ({"on_limit": ["stop"]}, "on_limit=.*: must be 'stop' or 'answer'"),
     ],
 )
 def test_bad_agents(options, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match=message) as told:
         Agent(**{"name": "a", **options})
+    assert told.value.param in {*options, "tools", "model"}
 
 
 @pytest.mark.parametrize(

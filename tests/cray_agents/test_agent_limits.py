@@ -214,6 +214,6 @@ async def test_parallel_tool_calls(parallel):
 
 async def test_an_unknown_option_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'runid'"):
-        await agent(script("ok")).run("go", runid="x")
+        await agent(script("ok")).run("go", runid="x")  # type: ignore[call-arg]
     ended = [event async for event in agent(script("ok")).stream("go", tags=["x"])][-1]
     assert isinstance(ended, RunEnded) and ended.run.tags == ["x"]

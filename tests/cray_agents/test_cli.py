@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cray_agents.tools.sandbox import Sandbox, layers
 from tests.cray_agents.command_line import cli
 
 
@@ -99,15 +100,20 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert json.loads(status.stdout)["running"] is False
 
 
-def test_doctor(tmp_path: Path) -> None:
+def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = cli("doctor", "--json", cwd=tmp_path)
     rows = {row["check"]: row for row in json.loads(done.stdout)}
     assert rows["vllm"]["state"] == rows["megatron"]["state"] == "ok"
     assert done.returncode == (2 if any(r["state"] == "missing" for r in rows.values()) else 0)
+    for tried in (layers.best, layers.problem):  # once in a process
+        monkeypatch.setattr(layers, tried.__name__, tried.__wrapped__)
     without = cli("doctor", "--json", cwd=tmp_path, PATH="/nowhere")
     slurm = next(row for row in json.loads(without.stdout) if row["check"] == "slurm")
     assert slurm["state"] == "absent"
     assert "apt-get install" in slurm["to mend it"]
+    sandbox = next(row for row in json.loads(without.stdout) if row["check"] == "sandbox")
+    assert sandbox["state"] == "absent" and "apt-get install bubblewrap" in sandbox["to mend it"]
+    assert rows["sandbox"]["found"] == Sandbox().check()
 
 
 def test_doctor_says_what_the_trainer_would_use(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -64,9 +65,11 @@ def trial(
             return decision
 
 
-def promoted(tries: int, *versions: Success, **options: object) -> int:
-    test = PromotionTest(guard="level", **options)  # type: ignore[arg-type]
-    return sum(trial(seed, *versions, test).verdict == "promote" for seed in range(tries))
+def promoted(tries: int, incumbent: Success, candidate: Success, **options: Any) -> int:
+    test = PromotionTest(guard="level", **options)
+    return sum(
+        trial(seed, incumbent, candidate, test).verdict == "promote" for seed in range(tries)
+    )
 
 
 def always(success: float) -> Success:

@@ -61,7 +61,7 @@ async def test_a_run_is_replayed_exactly(tmp_path: Path, recorded: bool, replaye
     path = tmp_path / "tests" / "answers.jsonl"
     real = ScriptedEngine(SCRIPT)
     # with a limit of tokens, a stream is asked for its usage too
-    limit = {"max_total_tokens": 10_000}
+    limit: dict[str, Any] = {"max_total_tokens": 10_000}
     first = await ask(RecordingEngine(real, path), stream=recorded, **limit)
     assert first.output == "It is 4, I think." and len(path.read_text().splitlines()) == 2
     assert "X-Run-Id" not in path.read_text()

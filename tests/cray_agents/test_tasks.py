@@ -96,7 +96,7 @@ def test_bad_arguments():
     with pytest.raises(BadInput, match="together at most 1"):
         TaskSet.from_list(["a"], holdout=0.7, test=0.4)
     with pytest.raises(BadInput, match="no split 'dev'"):
-        TaskSet.from_list(["a"]).split("dev")
+        TaskSet.from_list(["a"]).split("dev")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="task 1: the same task id"):
         TaskSet([Task(input="a"), Task(input="a")])
     with pytest.raises(BadInput, match="no option 'holdot'; there are holdout, test, on_leak, inp"):

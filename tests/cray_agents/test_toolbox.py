@@ -246,7 +246,7 @@ async def test_a_result_that_is_no_data():
         (lambda: tool(retries=-1), "retries=-1"),
         (lambda: as_tool(lambda x: x), "cannot be called '<lambda>'"),
         (lambda: as_tool(print), "cannot be given by name"),
-        (lambda: as_tool(7), "7 is not a tool"),
+        (lambda: as_tool(7), "7 is not a tool"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_tools(make, message):
@@ -459,12 +459,13 @@ def test_what_cannot_be_a_tool_is_said():
 
     def unread(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
-    for thing, message in [
+    things: list[tuple[Any, str]] = [
         (Desk.sell_some, "is a class's method"),
         (lock, "no model can fill in"),
         (two, "two RunContext parameters"),
         (unread, "Nowhere"),
-    ]:
+    ]
+    for thing, message in things:
         with pytest.raises(BadInput, match=message):
             as_tool(thing)
     with pytest.raises(BadInput, match="mark the method in its class"):

@@ -89,7 +89,7 @@ async def ask(agent: Agent, stream: bool) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_failures_are_counted_and_many_are_told_once(stream, caplog):
-    script = [tool_call("calculator", expression="1"), "1", *[HERMES] * 4]
+    script: list[Any] = [tool_call("calculator", expression="1"), "1", *[HERMES] * 4]
     agent = Agent("a", tools=[calculator], engine=ScriptedEngine(script))
     with caplog.at_level(logging.WARNING, "cray_agents.unparsed"):
         runs = [await ask(agent, stream) for _ in range(3)]

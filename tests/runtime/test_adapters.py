@@ -59,9 +59,11 @@ async def serving(
     models["m@5"] = adapted(folder / "m5", models["m@2"], seed=5)
     models["m@6"] = adapted(folder / "m6", models["m@5"], seed=6, rank=9)
     pool = Pool([Replica("m", EngineSettings(max_lora_rank=8), log)])
-    await pool.start(base, "m@1", golden_probe(base))
-    yield Serving(pool, models)
-    await pool.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # trl, where it is imported, sets ERROR
+        await pool.start(base, "m@1", golden_probe(base))
+        yield Serving(pool, models)
+        await pool.stop()
 
 
 def loads(log: Path) -> list[str]:

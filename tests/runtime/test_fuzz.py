@@ -55,6 +55,7 @@ NO_FIELD = {
     "origin_not_allowed",
     "empty_dataset",
     "corrupt",
+    "swap_failed",
 }
 DOORS = {door.path for door in (chat.CHAT, completions.COMPLETIONS, messages.MESSAGES)}
 DOORS.add(responses.RESPONSES.path)

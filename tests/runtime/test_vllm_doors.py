@@ -32,7 +32,7 @@ COMPACT = (
     "--structured-outputs-config",
     '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )
-SAY_ALL = {"return_token_ids": True, "logprobs": True}
+SAY_ALL: dict[str, Any] = {"return_token_ids": True, "logprobs": True}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -432,9 +432,8 @@ async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(door: Gateway,
         while await running(door):  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(0.05)
     if path == CHAT:  # what was told of is what came
-        whole = await door.ask(
-            USER, **{k: v for k, v in body.items() if k not in ("model", "stream")}
-        )
+        fields: Any = {k: v for k, v in body.items() if k not in ("model", "stream")}
+        whole = await door.ask(USER, **fields)
         (rest,) = door.calls(whole.run_id)
         assert rest.token_ids[: len(call.token_ids)] == call.token_ids
         kept = rest.logprobs[: len(call.logprobs)]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ class Terminal:
 
 
 def test_on_a_terminal() -> None:
-    questions = [
+    questions: list[dict[str, Any]] = [
         {"question": "Which \x1b[31mcolour?", "choices": ["red", "Blue"]},
         {"question": "And why?"},
     ]
@@ -101,7 +102,7 @@ def test_without_a_terminal() -> None:
     assert done.stdout.startswith('ANSWER "nobody can be asked: there is no terminal.')
 
 
-async def ask(via: object, **arguments: object) -> ToolCall:
+async def ask(via: Any, **arguments: object) -> ToolCall:
     tool = ask_human_tool(via=via, name="boss")
     asked = {"id": "c", "function": {"name": "boss", "arguments": json.dumps(arguments)}}
     return await perform({"boss": tool}, asked)

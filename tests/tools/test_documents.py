@@ -78,8 +78,8 @@ def test_what_was_read_is_not_read_again(folder: Path) -> None:
     assert Documents(folder).refresh() == 3
     database = next((host_cache() / "documents").glob("*.sqlite"))
     assert not database.is_relative_to(folder)
-    with (folder / "holidays.txt").open("r+b") as file:
-        file.write(b"Nobody")
+    with (folder / "holidays.txt").open("r+b") as opened:
+        opened.write(b"Nobody")
     os.utime(folder / "holidays.txt", (1e9, 1e9))  # nothing tells that it changed
     assert paths(Documents(folder).search("everybody")) == ["holidays.txt"]
     for file in (host_cache() / "documents").iterdir():

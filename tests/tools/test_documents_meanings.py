@@ -36,8 +36,17 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     make_seed_model(place / "model", seed=1, corpus=list(TEXTS.values()))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-    argv += ["--port", port, "--model", str(place / "model"), "--served-model-name", "minds"]
+    argv = [sys.executable, "-m", "cray_agents.runtime.vllm_server", str(os.getpid())]
+    argv += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--model",
+        str(place / "model"),
+        "--served-model-name",
+        "minds",
+    ]
     argv += ["--runner", "pooling", "--max-model-len", "512", "--max-num-seqs", "8"]
     argv += ["--dtype", "float32", "--enforce-eager"]
     url = f"http://127.0.0.1:{port}"

@@ -21,10 +21,21 @@ today.</p><ul><li>one<li>two <a href="/more?x=1">more</a></ul><table><tr><td>a<t
 <!-- hidden --><a href="javascript:x()">go</a></body></html>"""
 
 
+class Site(http.server.ThreadingHTTPServer):
+    """What was asked of it, and whether who read a drip hung up."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.seen: list[tuple[str, str]] = []
+        self.ended = threading.Event()
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
+    server: Site
+
     def do_GET(self) -> None:
         self.server.seen.append((self.path, self.headers["Host"]))
-        host = f"127.0.0.1:{self.server.server_address[1]}"
+        host = f"127.0.0.1:{self.server.server_port}"
         match self.path.partition("?")[0]:
             case "/page":
                 self.say("text/html", PAGE)
@@ -84,9 +95,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def site() -> Iterator[http.server.ThreadingHTTPServer]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen, server.ended = [], threading.Event()
+def site() -> Iterator[Site]:
+    server = Site()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -96,7 +106,7 @@ def site() -> Iterator[http.server.ThreadingHTTPServer]:
 
 
 @pytest.fixture
-def base(site: http.server.ThreadingHTTPServer) -> str:
+def base(site: Site) -> str:
     return f"127.0.0.1:{site.server_address[1]}"
 
 
@@ -140,9 +150,7 @@ def test_what_is_told(base: str, path: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_loopback_is_not_reached_unless_it_is_allowed(
-    site: http.server.ThreadingHTTPServer, base: str
-) -> None:
+def test_loopback_is_not_reached_unless_it_is_allowed(site: Site, base: str) -> None:
     port = site.server_address[1]
     fetch = fetch_tool(allow=["*.localhost:*", "localhost:*", "127.0.0.1:*", "[::1]:*", "0:*",
                               "2130706433:*", "[::ffff:127.0.0.1]:*"])  # fmt: skip
@@ -206,9 +214,7 @@ def test_the_allow_list(url: str, fits: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ["/drip", "/drip?body"])
-def test_a_server_that_drips_is_cut_off(
-    site: http.server.ThreadingHTTPServer, base: str, path: str
-) -> None:
+def test_a_server_that_drips_is_cut_off(site: Site, base: str, path: str) -> None:
     fetch = fetch_tool(allow=[base], private=LOOPBACK, timeout=0.3)
     with pytest.raises(ToolError, match="did not answer in time"):
         fetch(f"http://{base}{path}")
@@ -242,10 +248,9 @@ def test_tls_is_checked_against_the_name(tmp_path, base: str) -> None:
     )  # fmt: skip
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen = []
+    server = Site()
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    server.handle_error = lambda *_: None
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     port = server.server_address[1]

@@ -259,14 +259,14 @@ def command(file: Path, *words: str) -> list[str]:
 async def test_an_agent_as_a_server(agent_file: Path) -> None:
     news: list[str | None] = []
 
-    async def progress(step: float, total: float | None, message: str | None) -> None:
+    async def hear(progress: float, total: float | None, message: str | None) -> None:
         news.append(message)
 
     parameters = StdioServerParameters(command=sys.executable, args=command(agent_file))
     async with Client(parameters) as client:
         (tool,) = (await client.list_tools()).tools
         assert (tool.name, tool.description) == ("ask_calc_bot", "Knows sums.")
-        result = await client.call_tool(tool.name, {"question": "2+2?"}, progress_callback=progress)
+        result = await client.call_tool(tool.name, {"question": "2+2?"}, progress_callback=hear)
         assert [block.text for block in result.content] == ["It is 4."]
         said = result.structured_content
         assert (said["output"], said["stop_reason"]) == ("It is 4.", "completed")
@@ -316,7 +316,7 @@ def test_an_agent_as_a_server_over_http_for_another_agent(agent_file: Path) -> N
     try:
         line = next(line for line in process.stderr if line.startswith("MCP server:"))
         with McpTools(url=line.split()[-1]) as server:
-            script = [tool_call("ask_calc_bot", question="2+2?"), "done"]
+            script: list[Any] = [tool_call("ask_calc_bot", question="2+2?"), "done"]
             agent = Agent(name="a", tools=server.tools, engine=ScriptedEngine(script))
             (call,) = agent.run_sync("go").trajectory.turns[0].tool_calls
             assert call.result["output"] == "It is 4."

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,11 @@ async def test_a_call_that_is_cancelled_does_not_answer_the_next() -> None:
 
 
 async def test_an_agent_has_its_own_and_leaves_nothing() -> None:
-    script = [tool_call("python", code="x = 40"), tool_call("python", code="x + 2"), "done"]
+    script: list[Any] = [
+        tool_call("python", code="x = 40"),
+        tool_call("python", code="x + 2"),
+        "done",
+    ]
     made: list[PythonSession] = []
     pids: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ async def test_a_folder_of_the_runs_own() -> None:
             await super().teardown()
 
     commands = ["cat notes/in; echo mine > notes/out", "cat notes/*"]
-    script = [*(tool_call("shell", command=command) for command in commands), "done"]
+    script: list[Any] = [*(tool_call("shell", command=command) for command in commands), "done"]
     agent = Agent(name="a", environment=Given, engine=ScriptedEngine(script * 2))
     for name in ("one", "two"):
         run = await agent.run(name)

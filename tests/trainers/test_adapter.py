@@ -72,9 +72,7 @@ def test_of_folders_only_the_adapters_is_taken_in(tmp_path: Path, name: str) -> 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-async def test_vllm_loads_the_adapter_into_a_running_server(
-    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -106,12 +104,7 @@ async def test_vllm_loads_the_adapter_into_a_running_server(
         finally:
             await engine.close()
 
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    # vLLM gives the output layer a place for adapters too, and that fails on prompt_logprobs
-    adapted = ("--lora-target-modules", "qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    enabled = ("--enable-lora", "--max-lora-rank", "8", *adapted)
-    settings = EngineSettings(engine_args=enabled)
-    replica = Replica("m", settings, tmp_path / "replica.log")
+    replica = Replica("m", EngineSettings(max_lora_rank=8), tmp_path / "replica.log")
     await replica.start(parent, "m@1")
     try:
         url = f"http://127.0.0.1:{replica.port}"

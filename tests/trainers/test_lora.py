@@ -40,8 +40,8 @@ def started(spec: JobSpec, rank: int, store: Any) -> Any:
 
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     model, hyper = read_architecture(Path(spec.parent)), spec.hyperparameters
-    options = {"on_cpu": True, "recompute": spec.recompute}
-    return Training(model, spec.layout, hyper, Path(spec.parent), **options)
+    folder = Path(spec.parent)
+    return Training(model, spec.layout, hyper, folder, on_cpu=True, recompute=spec.recompute)
 
 
 def write(training: Any, folder: Path) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def measure(
         measured.norms.append(report.grad_norm)
         if step == 0:
             put_together(training.parts)
-            found = exported(training.inner, model, of=lambda parameter: parameter.main_grad)
+            found = exported(training.inner, model, of=attrgetter("main_grad"))
             gradients = {name: tensor.clone().contiguous() for name, tensor in found}
             save_file(gradients, out / "gradients" / f"{rank}.safetensors")
     text = json.dumps({**vars(measured), "folder": str(out)})
