@@ -11,7 +11,7 @@ demo: setup
 	@.venv/bin/cray-agents demo $(ARGS)
 
 test: setup
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .
