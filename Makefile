@@ -1,5 +1,6 @@
 # make demo    set up, then watch an agent train itself
-# make test    set up, then run all tests       make lint    ruff and mypy
+# make test    set up, then run all tests, two files at a time; some, in turn: ARGS="-n 0 -k name"
+# make lint    ruff and mypy
 # make bench   set up, then measure             make soak    set up, then long fault campaigns
 PY := .venv/bin/python
 
