@@ -14,7 +14,7 @@ and `--control shuffled-rewards` permutes the rewards among a generation's runs:
 changes. `--seed N` is another model, other tasks, other data.
 GRPO takes small steps and many generations, and begins where the model already succeeds now and
 then at every kind of question: it is shown more demonstrations first. Seen with seed 311, on which
-this was tuned: 0.56 of the held-out tasks before, 0.70, 0.85 and 0.92 after 4, 8 and 12 generations.
+this was tuned: 0.56 of the held-out tasks before; 0.70, 0.85, 0.92 after 4, 8, 12 generations.
 
 The task: two-number arithmetic, "What is 47 + 385?". The agent must call the calculator with the
 right expression and then answer with the result and nothing else. Both operands of a level-L
