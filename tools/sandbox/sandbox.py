@@ -88,8 +88,8 @@ class Sandbox:
         for name in ("seconds", "memory_mb", "processes", "disk_mb", "output_chars"):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name}={getattr(self, name)!r}: must be above 0", param=name)
-        if missing := self._missing():
-            raise BadInput(missing, param=missing.partition(":")[0])
+        for name, path in self._missing():
+            raise BadInput(f"{name}: there is no {path}", param=name)
         if self.layer == "none" and not self.unsandboxed:
             raise BadInput("layer='none' needs unsandboxed=True", param="layer")
 
@@ -172,8 +172,8 @@ class Sandbox:
         and errors are those of `run`.
         """
         layer = await asyncio.to_thread(self.check)
-        if missing := self._missing():  # it was there when this sandbox was made
-            raise SetupError(f"the sandbox did not start: {missing}")
+        for name, path in self._missing():  # it was there when this sandbox was made
+            raise SetupError(f"the sandbox did not start: {name}: there is no {path}")
         base = Path(tempfile.mkdtemp(prefix="cray-sandbox-")).resolve()
         try:
             cell = self._cell(base, workdir)
@@ -187,12 +187,11 @@ class Sandbox:
         finally:
             await asyncio.shield(remove(base))
 
-    def _missing(self) -> str | None:
-        for name in ("readable", "writable"):
-            for path in getattr(self, name):
-                if not Path(path).exists():
-                    return f"{name}: there is no {path}"
-        return None
+    def _missing(self) -> list[tuple[str, str | Path]]:
+        given = {"readable": self.readable, "writable": self.writable}
+        return [
+            (name, at) for name, paths in given.items() for at in paths if not Path(at).exists()
+        ]
 
     def _cell(self, base: Path, workdir: str | Path | None) -> layers.Cell:
         temp = base / "temp"
