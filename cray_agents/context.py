@@ -17,7 +17,8 @@ class RunContext:
 
     `messages` is the conversation so far, system message first: read it, do not change it. `turn`
     counts model calls from 0. `environment` is the run's own, if its agent has one. `engine` and
-    `model` are what the run asks; `agent` is who speaks, also after a handoff.
+    `model` are what the run asks, with the sampling `seed` if it was given one; `agent` is who
+    speaks, also after a handoff.
     """
 
     run_id: str
@@ -31,6 +32,7 @@ class RunContext:
     rewards: list[Reward] = field(default_factory=list)
     engine: ChatEngine | None = None
     model: str = ""
+    seed: int | None = None
     children: int = 0
 
     def reward(self, value: float, name: str = "step") -> None:
@@ -43,7 +45,8 @@ class RunContext:
         given = Reward(name=name, value=total, source="environment", turn=self.turn)
         self.rewards[:] = [*(r for r in self.rewards if r not in same), given]
 
-    def child_id(self) -> str:
-        """A run id for a sub-agent's run: the same again when this run is done again."""
+    def child(self) -> dict[str, Any]:
+        """Id and seed of a sub-agent's run: the same again when this run is done again."""
         self.children += 1
-        return f"run_{digest([self.run_id, self.children], 24)}"
+        made = digest([self.run_id, self.children], 24)
+        return {"run_id": f"run_{made}", "seed": None if self.seed is None else int(made[:7], 16)}

@@ -125,7 +125,7 @@ class Judge:
         def report(done: int) -> None:
             self.clock.report(phase, there + done, there + len(wanted), version.id)
 
-        return await self.rollouts.run(wanted, version, 0.0, report, seeded=True)
+        return await self.rollouts.run(wanted, version, 0.0, report, paired=True)
 
     async def _incumbent(self, version: ModelVersion, number: int) -> dict[str, float]:
         """The incumbent's rewards on all tasks that the decision may need, by task."""

@@ -74,6 +74,10 @@ class Loop:
         budget: stop when it is used up.
         concurrency: runs at a time.
         temperature: of the training runs; held-out and test runs are greedy.
+        seeded: each training run has a sampling seed of its own, made of its id: a loop that was
+            killed and goes on ends like one that was not, as far as the engine's arithmetic is the
+            same whatever else is in its batch. Engines draw for each such request by itself;
+            without it for all at once, which large batches on a GPU may be quicker with.
         watch: trains on live traffic in the place of runs of its own: continual.py.
         changed: `accept` goes on although the settings are not those that the loop began with.
         platform: where to run; default: the one at $CRAY_AGENTS_URL.
@@ -108,6 +112,7 @@ class Loop:
     concurrency: int = 64
     temperature: float = 1.0
     seed: int = 0
+    seeded: bool = True
     control: Control | None = None
     watch: Watch | None = None
     changed: Literal["refuse", "accept"] = "refuse"

@@ -40,7 +40,15 @@ class Parts:
         gate = Gate(loop.where)
 
         def rollouts() -> Rollouts:  # one each: what waits at the gate must not take all places
-            return Rollouts(loop.where, gate, loop.agent, loop.name, loop.rewards, loop.concurrency)
+            return Rollouts(
+                loop.where,
+                gate,
+                loop.agent,
+                loop.name,
+                loop.rewards,
+                loop.concurrency,
+                loop.seeded,
+            )
 
         collector = Collector(
             rollouts(),

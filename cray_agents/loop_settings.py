@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: What may differ from one invocation to the next: where and how far it runs, not what it learns.
 FREE = {"agent", "tasks", "rewards", "method", "name", "hyperparameters", "demonstrations",
         "curriculum", "promotion", "attempts", "tasks_per_generation", "evaluate_every", "target",
-        "patience", "budget", "concurrency", "watch", "changed", "platform",
+        "patience", "budget", "concurrency", "seeded", "watch", "changed", "platform",
         "on_progress"}  # fmt: skip
 
 

@@ -42,7 +42,8 @@ class RunOptions(TypedDict, total=False):
     context: anything, for tools and hooks: they find it as RunContext.given.
     session: a conversation to go on from, and to add this run to; or
     history: the messages of earlier runs to go on from.
-    model, seed: of all model calls, in place of the agent's.
+    model: of all model calls, in place of the agent's.
+    seed: of the sampling: the n-th model call, from 0, has seed + n.
     run_id: names the run; default: a fresh name.
     tags: the run is found again by them.
     loop, generation, attempt: what the run is for, in a loop.
@@ -64,7 +65,7 @@ class RunOptions(TypedDict, total=False):
 class Progress:
     """A run that goes on: what was said and done so far. Raises BadInput for an unfit id.
 
-    `asked` are the request fields that this run sets itself, such as model and seed; `earlier` is
+    `model` is asked in the place of the persona's, where this run says so; `earlier` is
     what was said before it; `labels` are more fields of the Run. `request` is what the present
     persona's requests have in common, `tools` what it may call: its own, and the environment's;
     `hooks` are the run's and the persona's. `half_told`: a part of the present answer was streamed
@@ -72,7 +73,7 @@ class Progress:
     """
 
     context: RunContext
-    asked: Mapping[str, Any]
+    model: str | None
     earlier: list[Message]
     labels: dict[str, Any]
     session: Session | None = None
@@ -121,7 +122,9 @@ class Progress:
         self.hooks = [*self.run_hooks, *others]
         self.context.agent = persona.name
         self.tools = {**persona.tools, **self.environment_tools}
-        self.request = {**persona.request, **self.asked}
+        self.request = {**persona.request}
+        if self.model is not None:
+            self.request["model"] = self.model
         if present is not None:  # a handoff
             self.request["model"] = pinned(persona.request["model"], present)
         if self.tools:
@@ -138,6 +141,8 @@ class Progress:
         tool calls to it too.
         """
         request = {**self.request, "messages": [*self.messages]}
+        if self.context.seed is not None:  # the same for every call would draw alike in each
+            request["seed"] = self.context.seed + len(self.turns)
         if final and self.tools:
             request["tool_choice"] = "none"
         output = self.persona.output
@@ -241,11 +246,12 @@ def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> P
         input=text,
         task=given if isinstance(given, Task) else None,
         given=options.get("context"),
+        seed=options.get("seed"),
         messages=[{"role": "user", "content": text}],
     )
     return Progress(
         context=context,
-        asked={key: options[key] for key in ("model", "seed") if options.get(key) is not None},
+        model=options.get("model"),
         earlier=spoken(history),
         labels={"agent": agent, "tags": tags, **purpose},
         session=session,

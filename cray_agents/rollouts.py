@@ -65,7 +65,10 @@ class Going:
 
 @dataclass
 class Rollouts:
-    """Carries out runs for one loop, `concurrency` at a time, in the order in which they came."""
+    """Carries out runs for one loop, `concurrency` at a time, in the order in which they came.
+
+    `seeded`: what a run samples follows from its id, so that one that is done again is the same.
+    """
 
     platform: Platform
     gate: Gate
@@ -73,6 +76,7 @@ class Rollouts:
     loop: str
     rewards: Sequence[RewardFunction]
     concurrency: int
+    seeded: bool = True
     going: dict[str, Going] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,20 +104,20 @@ class Rollouts:
         on_done: Callable[[int], None],
         *,
         close_at: float = 1.0,
-        seeded: bool = False,
+        paired: bool = False,
     ) -> list[Run]:
         """The wanted runs, in order: those on record, and the others executed now.
 
         `on_done` is told how many are there. With a `close_at` below 1 those that are not there
-        when the rule of this module closes the set are left out. `seeded`: the same task and
-        attempt has the same sampling seed, whatever the version. Raises what recording raises:
-        StoreError, EngineUnavailable.
+        when the rule of this module closes the set are left out. `paired`: a task and attempt has
+        the same sampling seed under every version. Raises what recording raises: StoreError,
+        EngineUnavailable.
         """
         self._raise_lost()
         if not wanted:
             return []
         known = await self._known(wanted, version)
-        started = [self._start(item, version, temperature, known, seeded) for item in wanted]
+        started = [self._start(item, version, temperature, known, paired) for item in wanted]
         try:
             await self._until_closed(started, on_done, close_at)
         except BaseException:
@@ -144,6 +148,12 @@ class Rollouts:
         """The id of a run."""
         return "run_" + digest([self.loop, item.scope, item.task.id, item.attempt], 24)
 
+    def _seed(self, item: Wanted, paired: bool) -> int | None:
+        if not (self.seeded or paired):
+            return None
+        made_of = [item.task.id, item.attempt] if paired else [self.name(item)]
+        return int(digest(made_of, 7), 16)
+
     def _raise_lost(self) -> None:
         """Raise what a run in the background raised, such as a StoreError."""
         for each in self._left:
@@ -163,7 +173,7 @@ class Rollouts:
         version: ModelVersion,
         temperature: float,
         known: dict[str, Run],
-        seeded: bool,
+        paired: bool,
     ) -> Going:
         run_id = self.name(item)
         if run_id in self.going:
@@ -175,7 +185,7 @@ class Rollouts:
                 await self._places.acquire()
                 going.begun = time.monotonic()
                 try:
-                    return await self._one(agent, version, item, going, known, seeded)
+                    return await self._one(agent, version, item, going, known, paired)
                 finally:
                     if not going.left_behind:
                         self._places.release()
@@ -214,10 +224,10 @@ class Rollouts:
         item: Wanted,
         going: Going,
         known: dict[str, Run],
-        seeded: bool,
+        paired: bool,
     ) -> Run:
         """A scored run. One that the infrastructure failed is kept, and tried again beside it."""
-        seed = int(digest([item.task.id, item.attempt], 7), 16) if seeded else None
+        seed = self._seed(item, paired)
         again = [f"{going.run_id}-retry{number}" for number in range(1, RETRIES + 1)]
         for name in [going.run_id, *again]:
             if (found := known.get(name)) is None:

@@ -26,10 +26,10 @@ def asking_tool(agent: "Agent", name: str | None, description: str | None) -> To
     async def ask(input: str, context: RunContext) -> Any:  # noqa: A002
         run = await beside(context.engine, agent).run(
             input,
-            run_id=context.child_id(),
             model=pinned(agent.model, context.model),
             context=context.given,
             tags=[f"parent:{context.run_id}"],
+            **context.child(),
         )
         if run.output is None and run.error is not None:
             raise ToolError(f"{agent.name} came to no answer: {run.error.message}")

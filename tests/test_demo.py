@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import pytest
 from cray_agents.lifeline import alive
 from cray_agents.paths import Home
 from cray_agents.recipes import RunQuery
+from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.store import Store
 
@@ -28,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.megatron]
 
 GENERATIONS = 2
 TASKS = 32  # a generation
+CLOCKS = {"seconds", "wall", "idle_share", "trainer_seconds", "job_id", "probe_max_logprob_diff"}
 JOBS = GENERATIONS + 1  # and the warm-up's
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))  # at most: a run may end before
 KEYS = {
@@ -87,6 +91,31 @@ def check(home: Path, result: dict[str, Any]) -> None:
     assert len(versions) == JOBS + 1  # and the untrained one
     assert (home / "report" / "report.png").stat().st_size > 10_000
     assert "<svg" in (home / "report" / "report.html").read_text()
+
+
+def left_behind(home: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """All that a demo comes to, but for what depends on the clock: to the token, to the bit."""
+    where = Home(home)
+    runs = [run for run in Store(where).runs(RunQuery()) if run.task and run.error is None]
+    return {
+        "generations": [
+            {name: value for name, value in generation.items() if name not in CLOCKS}
+            for generation in result["generations"]
+        ],
+        "runs": {run.id: (run.reward, [call.token_ids for call in run.calls]) for run in runs},
+        "trained on": {
+            path.name: sorted(
+                (line["run"], line["accepted"]) for line in dataset_runs(where, path.name)
+            )
+            for path in where.datasets.glob("[!.]*")
+        },
+        "weights": {
+            version.id: sha256(
+                (where.checkpoint(version.checkpoint) / "model.safetensors").read_bytes()
+            ).hexdigest()
+            for version in Registry(where).versions("calc")
+        },
+    }
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +190,10 @@ def victim(demo: int, kind: str) -> int | None:
 
 @pytest.mark.timeout(1500)  # restarts of everything, on whatever machine
 @pytest.mark.parametrize("seed", os.environ.get("CRAY_TEST_SEEDS", "7").split(","))
-def test_kills_at_random_moments(tmp_path: Path, seed: str) -> None:
-    """kill -9 of demo, vLLM and job; the same command goes on, and nothing is done twice."""
+def test_kills_at_random_moments(
+    undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path, seed: str
+) -> None:
+    """kill -9 of demo, vLLM and job; the same command goes on, and ends as if nothing had been."""
     draw = random.Random(int(seed))
     home = tmp_path / "home"
     kinds = ["demo", "vllm", "job", "demo", "job"][:KILLS]
@@ -185,4 +216,6 @@ def test_kills_at_random_moments(tmp_path: Path, seed: str) -> None:
                 assert time.monotonic() < deadline, f"outlived the demo: {left}"
                 time.sleep(0.1)
             process = start(home)
-    check(home, finish(home, process))
+    result = finish(home, process)
+    check(home, result)
+    assert left_behind(home, result) == left_behind(*undisturbed)

@@ -94,6 +94,21 @@ def test_promotes_what_is_better_and_nothing_else(tmp_path: Path) -> None:
     assert all(call.token_ids for run in runs for call in run.calls)
 
 
+@pytest.mark.parametrize("seeded", [True, False])
+def test_training_runs_have_seeds_of_their_own(tmp_path: Path, seeded: bool) -> None:
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        list(make_loop(platform=where, seeded=seeded, attempts=2).run(2))
+    runs = stored_runs(tmp_path)
+    seeds = [run.calls[0].sampling.get("seed") for run in runs if run.generation is not None]
+    assert len(seeds) == 2 * 60
+    assert len(set(seeds)) == (len(seeds) if seeded else 1) and (None in seeds) != seeded
+    paired: dict[str, set[int]] = {}  # of held-out tasks: both versions have the same
+    for run in runs:
+        if run.task and run.task.split == "holdout":
+            paired.setdefault(run.task.id, set()).add(run.calls[0].sampling["seed"])
+    assert len(paired) == 40 and all(len(each) == 1 for each in paired.values())
+
+
 def test_training_never_sees_a_held_out_task(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         done = list(make_loop(platform=where).run(2))

@@ -85,7 +85,8 @@ async def test_a_tool_call_and_an_answer():
     assert bytes(second.call.prompt_token_ids) == canonical(second.call.messages)
     assert first.call.run_id == second.call.run_id == "run_1"
     assert len(first.call.messages) == 2 and len(second.call.messages) == 4
-    assert first.call.sampling == {"seed": 7} and second.call.finish_reason == "stop"
+    assert first.call.sampling == {"seed": 7} and second.call.sampling == {"seed": 8}
+    assert second.call.finish_reason == "stop"
     assert run.usage.calls == 2 and run.usage.completion_tokens == len(first.call.token_ids) + 3
     headers = [request["extra_headers"] for request in engine.requests]
     assert [h["X-Run-Id"] for h in headers] == ["run_1"] * 2

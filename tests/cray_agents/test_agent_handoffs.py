@@ -57,6 +57,13 @@ async def test_an_agent_as_a_tool_has_runs_of_its_own():
     assert [request["model"] for request in engine.requests] == ["calc@7"] * 4
     again = await outer.run("go", context={"user": "Ada"}, model="calc@7", run_id="parent")
     assert again.id == "parent" and kept[2].id == child.id
+    assert all("seed" not in request for request in engine.requests)
+    for _ in range(2):
+        await outer.run("go", context={"user": "Ada"}, run_id="parent", seed=7)
+    seeds = [request["seed"] for request in engine.requests[8:]]
+    mine, theirs, more, last = seeds[:4]
+    assert (mine, last, more) == (7, 8, theirs + 1) and theirs not in (6, 7, 8)
+    assert seeds[4:] == seeds[:4]
 
 
 async def test_a_sub_agent_of_another_model_and_engine():
