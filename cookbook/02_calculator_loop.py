@@ -63,7 +63,7 @@ class Size:
 Method = Literal["rft", "grpo"]
 FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.96)
 QUICK = Size(240, 24, 48, 32, 12, 2, None)
-FULL_GRPO = Size(15_000, 204, 336, 384, 6, 40, 0.94, evaluate_every=4)
+FULL_GRPO = Size(15_000, 204, 336, 384, 10, 40, 0.94, evaluate_every=4)
 QUICK_GRPO = replace(QUICK, per_generation=8, steps=4)
 
 agent = Agent(
@@ -221,7 +221,7 @@ def comparison(seed: int, steps: int) -> dict[str, Any]:
     return {
         "method": "grpo",
         "attempts": 8,
-        "patience": 4,
+        "patience": 3,
         "curriculum": Curriculum(key="kind", revisit=0.5),
         "hyperparameters": Hyperparameters(
             steps=steps,
@@ -258,7 +258,7 @@ def warm_up(loop: Loop, quick: bool = False) -> None:
     usual = imitating(loop.seed, (QUICK if quick else FULL).steps)
     first = usual.model_copy(update={"steps": 100 if quick else 200})
     then = usual.model_copy(update={"steps": 40})
-    plan = WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=20)
+    plan = WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=40)
     if loop.stages[0].method == "grpo":
         plan = replace(plan, demonstrations=160, more=16, band=(0.5, 0.65))
     run_warm_up(loop, replace(plan, band=(0.0, 1.0)) if quick else plan)
