@@ -260,7 +260,7 @@ def warm_up(loop: Loop, quick: bool = False) -> None:
     then = usual.model_copy(update={"steps": 40})
     plan = WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=40)
     if loop.stages[0].method == "grpo":
-        plan = replace(plan, demonstrations=160, more=16, band=(0.5, 0.65))
+        plan = replace(plan, demonstrations=160, more=16, band=(0.5, 0.75))
     run_warm_up(loop, replace(plan, band=(0.0, 1.0)) if quick else plan)
 
 

@@ -6,12 +6,10 @@ imported when first used: it takes longer to import than all of ours. Called by 
 transport.py.
 """
 
-import asyncio
 import functools
 import logging
 import os
 import sys
-import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from urllib.parse import quote, urlsplit
 
 import orjson
 
+from cray_agents.connections import Connections
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.guard import check_real_model
 from cray_agents.records import Run
@@ -68,14 +67,12 @@ class OpenAIEngine:
         self._api_key = api_key or os.environ.get("CRAY_AGENTS_API_KEY") or "none"
         self._retries = retries
         self._timeout = timeout
-        # Connections belong to the event loop that opened them, so there is a client per loop.
-        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.connections = Connections(self._new_client)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request. Raises EngineError and its kinds, after retries."""
-        raw = await self._send(request, stream=False)
+        with self.connections.one() as client:
+            raw = await self._send(client, request, stream=False)
         try:
             completion = orjson.loads(raw.content)
         except orjson.JSONDecodeError as error:
@@ -87,11 +84,12 @@ class OpenAIEngine:
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Answer as chunks. Raises as `chat` does; once chunks came, nothing is retried."""
-        raw = await self._send(request, stream=True)
-        with self._errors():
-            async with raw.parse() as chunks:
-                async for chunk in chunks:
-                    yield chunk.to_dict(mode="json")
+        with self.connections.one() as client:
+            raw = await self._send(client, request, stream=True)
+            with self._errors():
+                async with raw.parse() as chunks:
+                    async for chunk in chunks:
+                        yield chunk.to_dict(mode="json")
 
     async def record(self, run: Run) -> None:
         """Post how a run ended to the gateway, which has its calls already.
@@ -104,7 +102,8 @@ class OpenAIEngine:
 
         path = f"/trajectories/{quote(run.id, safe='')}/events"
         try:
-            await self.client.post(path, cast_to=object, body={"events": [run_event(run)]})
+            with self.connections.one() as client:
+                await client.post(path, cast_to=object, body={"events": [run_event(run)]})
         except openai.OpenAIError as error:
             raise StoreError(
                 f"run {run.id} ended ({run.stop_reason}) but {self.base_url} did not take its "
@@ -113,48 +112,39 @@ class OpenAIEngine:
 
     async def close(self) -> None:
         """Close this event loop's connections; the next request opens new ones."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.close()
+        await self.connections.close()
 
-    @property
-    def client(self) -> "AsyncOpenAI":
-        """The openai client of the running event loop."""
+    def _new_client(self) -> "AsyncOpenAI":
         import openai
 
-        loop = asyncio.get_running_loop()
-        client = self._clients.get(loop)
-        if client is None:
-            client = openai.AsyncOpenAI(
-                base_url=self.base_url,
-                api_key=self._api_key,
-                max_retries=self._retries,
-                timeout=self._timeout or openai.NOT_GIVEN,
-            )
-            self._clients[loop] = client
-        return client
+        return openai.AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=self._api_key,
+            max_retries=self._retries,
+            timeout=self._timeout or openai.NOT_GIVEN,
+        )
 
-    async def _send(self, request: dict[str, Any], *, stream: bool) -> Any:
+    async def _send(self, client: "AsyncOpenAI", request: dict[str, Any], *, stream: bool) -> Any:
         """Send with exact tokens where they may be had; the raw response of the openai client."""
         check_real_model(self.base_url)
         if self.exact_tokens is False:
-            return await self._create(request, stream=stream)
+            return await self._create(client, request, stream=stream)
         try:
-            return await self._create({**_EXACT, **request}, stream=stream)
+            return await self._create(client, {**_EXACT, **request}, stream=stream)
         except EngineError as error:
             if self.exact_tokens or error.status not in _REJECTED:
                 raise
-            raw = await self._create(request, stream=stream)
+            raw = await self._create(client, request, stream=stream)
         log.info("%s takes no %s: no exact tokens", self.base_url, ", ".join(_EXACT))
         self.exact_tokens = False
         return raw
 
-    async def _create(self, request: dict[str, Any], *, stream: bool) -> Any:
+    async def _create(self, client: "AsyncOpenAI", request: dict[str, Any], *, stream: bool) -> Any:
         # The whole body goes through extra_body: it takes fields that OpenAI has not (top_k), and
         # spares the client's walk over all messages, which grows with the conversation.
         body = {key: value for key, value in request.items() if key != "extra_headers"}
         options: dict[str, Any] = {"extra_headers": request.get("extra_headers")}
-        create: Any = self.client.chat.completions.with_raw_response.create
+        create: Any = client.chat.completions.with_raw_response.create
         with self._errors():
             return await create(
                 model=body["model"], messages=[], stream=stream, extra_body=body, **options
@@ -197,8 +187,9 @@ class OpenAIEngine:
 
         if self.gateway is None:
             try:
-                client = self.client.with_options(max_retries=0)  # the chat was patient enough
-                await client.get("/platform", cast_to=object)
+                with self.connections.one() as client:
+                    once = client.with_options(max_retries=0)  # the chat was patient enough
+                    await once.get("/platform", cast_to=object)
                 self.gateway = True
             except openai.APIStatusError as error:
                 if error.status_code < 500:

@@ -4,7 +4,7 @@ It is the openai client's own transport, so that a light install needs nothing m
 imported when first used: it takes longer to import than all of ours (as in openai_engine.py).
 """
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
@@ -24,6 +24,8 @@ from cray_agents.openai_engine import OpenAIEngine
 if TYPE_CHECKING:
     import openai
 
+    Request = Callable[[openai.AsyncOpenAI], Awaitable[object]]
+
 
 class Transport:
     """A platform's routes under /v1. All raise EngineUnavailable, and what `typed` makes."""
@@ -34,28 +36,29 @@ class Transport:
 
     async def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The JSON that a GET answers; a query's list is sent as that name several times."""
-        return await self._json(self.engine.client.get(_asked(path, query), cast_to=object))
+        return await self._json(lambda c: c.get(_asked(path, query), cast_to=object))
 
     async def text(self, path: str, query: Mapping[str, Any] | None = None) -> str:
         """The text that a GET answers."""
-        return str(await self._sent(self.engine.client.get(_asked(path, query), cast_to=str)))
+        return str(await self._sent(lambda c: c.get(_asked(path, query), cast_to=str)))
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON that a POST answers."""
-        return await self._json(self.engine.client.post(path, cast_to=object, body=body))
+        return await self._json(lambda c: c.post(path, cast_to=object, body=body))
 
     async def delete(self, path: str, query: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON that a DELETE answers."""
-        return await self._json(self.engine.client.delete(_asked(path, query), cast_to=object))
+        return await self._json(lambda c: c.delete(_asked(path, query), cast_to=object))
 
-    async def _json(self, request: Awaitable[object]) -> dict[str, Any]:
+    async def _json(self, request: "Request") -> dict[str, Any]:
         return cast("dict[str, Any]", await self._sent(request))
 
-    async def _sent(self, request: Awaitable[object]) -> object:
+    async def _sent(self, request: "Request") -> object:
         import openai
 
         try:
-            return await request
+            with self.engine.connections.one() as client:
+                return await request(client)
         except openai.APIStatusError as error:
             raise typed(error) from error
         except openai.APIConnectionError as error:

@@ -96,7 +96,8 @@ class PlatformTrainer:
 
         platform = client(self._info)
         try:
-            return await platform.engine().client.post(path, cast_to=object, body=body)
+            with platform.engine().connections.one() as http:
+                return await http.post(path, cast_to=object, body=body)
         except openai.APIStatusError as error:
             raise typed(error) from error
         finally:

@@ -25,6 +25,7 @@ class Server:
         self.gateway = True
         self.record_status = 200
         self.requests: list[dict[str, Any]] = []
+        self.ports: list[int] = []  # of the clients' ends
         self.run_ids: list[str | None] = []
         self.events: list[dict[str, Any]] = []
         self.url = ""
@@ -32,6 +33,7 @@ class Server:
     async def chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
+        self.ports.append(request.client.port if request.client else 0)
         self.run_ids.append(request.headers.get("x-run-id"))
         reply = self.answer(body)
         if hasattr(reply, "__await__"):

@@ -1,6 +1,7 @@
 """The engine over HTTP, against a real server on loopback that misbehaves as told."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cray_agents import Agent, OpenAIEngine
+from cray_agents.connections import WIDTH
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.events import RunEnded, TextDelta
 from cray_agents.tools.calculator import calculator
@@ -281,3 +283,33 @@ def test_one_engine_in_many_loops(server, monkeypatch):
         assert agent.run_sync("hi").output == "ok"
         assert asyncio.run(agent.run("hi")).output == "ok"
     assert len(server.events) == 6
+
+
+async def test_few_share_a_connection_and_many_have_clients_of_few_connections_each(server):
+    server.answer = lambda body: answer()
+    engine = OpenAIEngine(server.url)
+    for _ in range(5):
+        await engine.chat(ASK)
+    assert len(set(server.ports)) == 1
+
+    together = asyncio.Event()
+
+    async def when_all_are_there(body: dict[str, Any]) -> dict[str, Any]:
+        if len(server.requests) == 5 + 3 * WIDTH:
+            together.set()
+        async with asyncio.timeout(20):
+            await together.wait()
+        return answer()
+
+    server.answer = when_all_are_there
+    with contextlib.ExitStack() as held:
+        clients = [held.enter_context(engine.connections.one()) for _ in range(2 * WIDTH)]
+        assert len(set(map(id, clients))) == 2
+    await asyncio.gather(*(engine.chat(ASK) for _ in range(3 * WIDTH)))
+    assert len(set(server.ports[5:])) == 3 * WIDTH and server.ports[0] in server.ports[5:]
+    with engine.connections.one() as client:
+        assert client is clients[0], "none of them is counted any more"
+    await engine.close()
+    with engine.connections.one() as client:
+        assert client is not clients[0]
+    await engine.close()

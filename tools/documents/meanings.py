@@ -102,9 +102,8 @@ class Meanings:
         import openai
 
         try:
-            answer = await self._engine.client.embeddings.create(
-                model=self._asked.model, input=texts
-            )
+            with self._engine.connections.one() as client:
+                answer = await client.embeddings.create(model=self._asked.model, input=texts)
         except openai.OpenAIError as error:
             raise EngineError(
                 f"{self._engine.base_url} gave no embeddings of {self._asked.model!r}: {error}"

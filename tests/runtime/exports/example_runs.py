@@ -5,6 +5,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from cray_agents import Agent, ScriptedEngine, Task, tool
 from cray_agents.errors import CrayError, EngineError, ToolError
 from cray_agents.openai_engine import OpenAIEngine
@@ -92,7 +94,7 @@ SCRIPTS: dict[str, list[Any]] = {
 }
 
 
-#: Attempts at the task of another run: the same input, told apart by the seed.
+#: Attempts at the task of another run: the same input, told apart by the seed: ten for each.
 ATTEMPTS = {"calc": 0, "wrong": 1, "lazy": 2}
 
 
@@ -102,8 +104,9 @@ def said(request: dict[str, Any]) -> Any:
     asked = [m for m in messages if m["role"] == "user" and "|" in m["content"]][-1]["content"]
     name = asked.split("|")[1]
     number = sum(message["role"] == "assistant" for message in messages) - (name == "history")
-    attempts = {seed: attempt for attempt, seed in ATTEMPTS.items()} if name == "calc" else {}
-    return SCRIPTS[attempts.get(request.get("seed"), name)][number]
+    if name == "calc" and (seed := request.get("seed")) is not None:
+        name = next(name for name, attempt in ATTEMPTS.items() if attempt == seed // 10)
+    return SCRIPTS[name][number]
 
 
 async def _record(url: str) -> None:
@@ -130,7 +133,7 @@ async def _record(url: str) -> None:
             loop="l",
             generation=1,
             attempt=ATTEMPTS.get(name),
-            seed=ATTEMPTS.get(name),
+            seed=10 * ATTEMPTS[name] if name in ATTEMPTS else None,
         )
         with contextlib.suppress(CrayError, TimeoutError):
             await asyncio.wait_for(work, 3.0 if name == "stopped" else None)
@@ -145,8 +148,9 @@ async def _told(engine: OpenAIEngine) -> None:
     messages: list[Any] = [{"role": "user", "content": "|calc"}]
     tools: Any = [calculator_schema()]
     headers = {"X-Run-Id": "run-told"}
+    client = openai.AsyncOpenAI(base_url=engine.base_url, api_key="none")
     for _ in range(2):
-        answer = await engine.client.chat.completions.create(
+        answer = await client.chat.completions.create(
             model="m", messages=messages, tools=tools, extra_headers=headers
         )
         message = answer.choices[0].message.model_dump(exclude_none=True)
@@ -154,7 +158,7 @@ async def _told(engine: OpenAIEngine) -> None:
         for call in message.get("tool_calls") or ():
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": "432"})
     asked: Any = [{"role": "user", "content": "|lazy"}]
-    await engine.client.chat.completions.create(
+    await client.chat.completions.create(
         model="m", messages=asked, n=3, extra_headers={"X-Run-Id": "run-many"}
     )
 

@@ -23,12 +23,12 @@ SORT, BILL = "You sort.", "You bill."
 
 
 def reply(request: dict[str, Any]) -> Any:
-    """The first agent hands over; the second calculates, and answers with its run's seed."""
+    """The first agent hands over; the second calculates, and answers with a tenth of its seed."""
     system, last = request["messages"][0]["content"], request["messages"][-1]
     if system == SORT:
         return {"id": "h", "name": "transfer_to_bill", "arguments": {}}
     if last["content"] == "2":
-        return f"answer {request.get('seed')}"
+        return f"answer {request['seed'] // 10}"
     return {"id": "c", "name": "calculator", "arguments": {"expression": "1 + 1"}}
 
 
@@ -42,7 +42,7 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
         bill = Agent(name="bill", instructions=BILL, tools=[calculator], model="m")
         sort = Agent(name="sort", instructions=SORT, handoffs=[bill], model="m", engine=engine)
         for seed in (1, 2):
-            await sort.run(Task(input="How much?", target="2"), run_id=f"r{seed}", seed=seed)
+            await sort.run(Task(input="How much?", target="2"), run_id=f"r{seed}", seed=10 * seed)
         await engine.close()
 
     with platform(root, ScriptedEngine(reply)) as where:
