@@ -10,7 +10,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ MOST = 64  # clients
 
 
 @dataclass
-class _Open:
-    """What one event loop has: connections belong to the loop that opened them."""
+class _Client:
+    """A client, and how many requests it has now."""
 
-    clients: list["AsyncOpenAI"] = field(default_factory=list)
+    client: "AsyncOpenAI"
     busy: int = 0
 
 
@@ -33,25 +33,30 @@ class Connections:
 
     def __init__(self, make: Callable[[], "AsyncOpenAI"]) -> None:
         self._make = make
-        self._open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Open] = (
+        # connections belong to the event loop that opened them
+        self._open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Client]] = (
             weakref.WeakKeyDictionary()
         )
 
     @contextmanager
     def one(self) -> Iterator["AsyncOpenAI"]:
         """A client for one request, until that has ended."""
-        here = self._open.setdefault(asyncio.get_running_loop(), _Open())
-        number = min(here.busy // WIDTH, MOST - 1)
-        while len(here.clients) <= number:
-            here.clients.append(self._make())
-        here.busy += 1
+        chosen = self._chosen(self._open.setdefault(asyncio.get_running_loop(), []))
+        chosen.busy += 1
         try:
-            yield here.clients[number]
+            yield chosen.client
         finally:
-            here.busy -= 1
+            chosen.busy -= 1
+
+    def _chosen(self, here: list[_Client]) -> _Client:
+        """The first that has room; a new one; the least busy."""
+        free = next((one for one in here if one.busy < WIDTH), None)
+        if free is None and len(here) < MOST:
+            free = _Client(self._make())
+            here.append(free)
+        return free or min(here, key=lambda one: one.busy)
 
     async def close(self) -> None:
         """Close this event loop's clients; the next request opens new ones."""
-        here = self._open.pop(asyncio.get_running_loop(), _Open())
-        for client in here.clients:
-            await client.close()
+        for one in self._open.pop(asyncio.get_running_loop(), []):
+            await one.client.close()

@@ -19,6 +19,7 @@ from cray_agents.tools.calculator import calculator
 from tests.bench import (
     agent_overhead,
     batches,
+    crowd,
     gateway,
     loop_async,
     sandbox,
@@ -81,6 +82,7 @@ async def agent(home: Path) -> None:
 ALL = {
     "agent": agent,
     "agent_overhead": agent_overhead.main,
+    "crowd": crowd.main,
     "store": store,
     "scripted": gateway.alone,
     "gateway": gateway.against_vllm,

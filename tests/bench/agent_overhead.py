@@ -30,7 +30,7 @@ async def main(home: Path) -> None:
     """A row for each framework: µs a turn beyond the bare loop, and ratios to its time."""
     script = ROOT / "requirements" / "environment.sh"
     await asyncio.to_thread(subprocess.run, [str(script), "foreign"], check=True)
-    with _server() as url:
+    with scripted_server() as url:
         for name, venv in (
             ("cray-agents", ".venv"),
             ("cray-agents, loop alone", ".venv"),
@@ -61,7 +61,8 @@ def _figure(measured: dict[str, list[list[float]]]) -> str:
 
 
 @contextmanager
-def _server() -> Iterator[str]:
+def scripted_server() -> Iterator[str]:
+    """The URL of agent_server.py, in a process of its own."""
     command = [sys.executable, str(HERE / "agent_server.py"), str(TURNS)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
