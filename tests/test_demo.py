@@ -196,7 +196,7 @@ def test_kills_at_random_moments(
     """kill -9 of demo, vLLM and job; the same command goes on, and ends as if nothing had been."""
     draw = random.Random(int(seed))
     home = tmp_path / "home"
-    kinds = ["demo", "vllm", "job", "demo", "job"][:KILLS]
+    kinds, killed = ["demo", "vllm", "job", "demo", "job"][:KILLS], list[str]()
     process = start(home)
     for kind in kinds:
         time.sleep(draw.uniform(5, 25))
@@ -209,6 +209,7 @@ def test_kills_at_random_moments(
         assert pid is not None
         family = [process.pid, *children(process.pid)]
         os.kill(pid, signal.SIGKILL)
+        killed.append(kind)
         if kind == "demo":
             process.wait()
             deadline = time.monotonic() + 60
@@ -217,5 +218,6 @@ def test_kills_at_random_moments(
                 time.sleep(0.1)
             process = start(home)
     result = finish(home, process)
+    print(f"\nseed {seed}: killed {', '.join(killed)}")
     check(home, result)
     assert left_behind(home, result) == left_behind(*undisturbed)
