@@ -13,7 +13,7 @@ to see that it runs. Two ways to learn from runs stand side by side:
 and `--control shuffled-rewards` permutes the rewards among a generation's runs: nothing else
 changes. `--seed N` is another model, other tasks, other data.
 GRPO takes small steps and many generations, and begins where the model already succeeds now and
-then at every kind of question: it is shown more demonstrations first. What was seen is in README.md.
+then at every kind of question: it is shown more demonstrations first. README.md has what was seen.
 
 The task: two-number arithmetic, "What is 47 + 385?". The agent must call the calculator with the
 right expression and then answer with the result and nothing else. Both operands of a level-L
