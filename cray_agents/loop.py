@@ -74,10 +74,9 @@ class Loop:
         budget: stop when it is used up.
         concurrency: runs at a time.
         temperature: of the training runs; held-out and test runs are greedy.
-        seeded: each training run has a sampling seed of its own, made of its id: a loop that was
-            killed and goes on ends like one that was not, as far as the engine's arithmetic is the
-            same whatever else is in its batch. Engines draw for each such request by itself;
-            without it for all at once, which large batches on a GPU may be quicker with.
+        seeded: each training run has a sampling seed made of its id: a loop that was killed ends as
+            one that was not, as far as a sample does not depend on what else is in its batch. The
+            engine then draws for each request by itself, which is work in large batches on a GPU.
         watch: trains on live traffic in the place of runs of its own: continual.py.
         changed: `accept` goes on although the settings are not those that the loop began with.
         platform: where to run; default: the one at $CRAY_AGENTS_URL.
