@@ -11,8 +11,8 @@ what the code is written for.
     pip install 'cray-agents[gpu]'
     hf download Qwen/Qwen3-8B --local-dir /shared/models/Qwen3-8B
 
-2. Beside your agent, `cray-agents.toml`: see CONFIG below. An unknown key is an error. Slurm's own
-settings (partition, account) are taken from sbatch's variables: export SBATCH_PARTITION=gpu.
+2. Beside your agent, `cray-agents.toml`: see CONFIG below. An unknown key is an error. What your
+Slurm asks for (partition, account) is `slurm_options`; sbatch's variables are not looked at.
 
 3. Does it fit, how long, how much? Nothing is read but the model's config.json:
 
@@ -20,19 +20,23 @@ settings (partition, account) are taken from sbatch's variables: export SBATCH_P
     cray-agents doctor
 
 4. On a node with GPUs for serving (`salloc --gpus=2`, or one of your own), the platform. It serves
-there, with tensor parallelism over its GPUs (`engine_args`), and trains by jobs on other nodes:
+there, with tensor parallelism over its GPUs (`engine_args`), and trains by jobs on other nodes.
+Where other nodes can reach it, it asks for a key; your own commands find theirs on the shared root:
 
+    cray-agents keys create me
     cray-agents up --model /shared/models/Qwen3-8B --name coder --scheduler slurm --detach
 
-5. The loop, an agent's file; and what to look at meanwhile, from any node. If the loop or the
-platform dies, the same commands go on where they stopped:
+5. The loop, an agent's file; and what to look at meanwhile, from any node that reaches the
+platform's by its name. If the loop or the platform dies, the same commands go on where they
+stopped; after a platform whose node is gone, they say which file to remove first:
 
     cray-agents loop cookbook/07_code_writer.py --generations 20
     cray-agents status
     cray-agents jobs list
     cray-agents models lineage coder
 
-6. A promotion that you regret is taken back within seconds; what runs is ended by `down`:
+6. A promotion that you regret is taken back within seconds; what runs is ended by `down`, on the
+platform's node:
 
     cray-agents models rollback coder --reason "too terse"
     cray-agents down
@@ -64,7 +68,9 @@ from cray_agents.training import Hyperparameters, JobSpec, Lora
 
 CONFIG = """\
 home = "{home}"  # the shared root: all nodes see it
+host = "0.0.0.0"                  # other nodes reach the platform; default: its own alone
 scheduler = "slurm"
+slurm_options = ["--partition=gpu", "--account=me"]
 train_nodes = 2                   # of a job that names no layout; `plan` says which one it gets
 train_gpus = "on"
 train_gpu = "H100"

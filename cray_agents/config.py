@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cray_agents.errors import ConfigError
 from cray_agents.paths import Home
@@ -20,6 +20,30 @@ FILE = "cray-agents.toml"
 PREFIX = "CRAY_AGENTS_"
 # read where they are used: where a platform is, where a host keeps its index, a test's guard
 _ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS"}
+#: Of sbatch's options those that decide what a job is, and how it is found again and read.
+SLURM_OWN = (
+    "array",
+    "chdir",
+    "clusters",
+    "cpus-per-task",
+    "error",
+    "export",
+    "gpus-per-node",
+    "job-name",
+    "no-requeue",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "parsable",
+    "requeue",
+    "signal",
+    "test-only",
+    "time",
+    "wait",
+    "wrap",
+)
 
 
 class Config(BaseModel):
@@ -51,6 +75,10 @@ class Config(BaseModel):
     )
     train_minutes: int | None = Field(
         None, gt=0, description="after which Slurm ends a job that then goes on in a new one"
+    )
+    slurm_options: list[str] = Field(
+        default_factory=list,
+        description="more options for a site's sbatch, such as --partition=gpu, --account=me",
     )
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
@@ -85,6 +113,22 @@ class Config(BaseModel):
     redact_patterns: dict[str, str] = Field(
         default_factory=dict, description="own regular expressions for that, by name"
     )
+
+    @field_validator("slurm_options")
+    @classmethod
+    def _not_the_schedulers(cls, options: list[str]) -> list[str]:
+        for option in options:
+            name = option.removeprefix("--").partition("=")[0]
+            if not option.startswith("--") or not name:
+                raise ValueError(f"{option!r} is no option: write it as --partition=gpu")
+            # sbatch takes the first letters of an option for it
+            if own := next((own for own in SLURM_OWN if own.startswith(name)), None):
+                raise ValueError(
+                    f"{option!r} cannot be given, --{own} is the platform's own: what a job takes "
+                    "is set by train_nodes, train_ranks, train_gpus, train_cpus_per_rank and "
+                    "train_minutes"
+                )
+        return options
 
     @property
     def root(self) -> Home:
@@ -126,7 +170,7 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
 
 def _from_environment(key: str, value: str) -> Any:
     """A variable's value as the file would have it: lists by spaces, a table as JSON."""
-    if key in ("engine_args", "redact"):
+    if key in ("engine_args", "redact", "slurm_options"):
         return value.split()
     if key == "redact_patterns":
         try:

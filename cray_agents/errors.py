@@ -11,11 +11,13 @@
     │   ├── EngineTimeout (TimeoutError)     ... or not in time
     │   └── EngineUnavailable (ConnectionError)  ... or not at all
     ├── ToolError (RuntimeError)         a tool failed; told to the model, never ends a run
+    ├── SubagentError (RuntimeError)     the infrastructure failed a sub-agent's run
     ├── HookError (RuntimeError)         a hook, an environment or an instructions function failed
     ├── RewardError (RuntimeError)       a reward function failed; the run has no such reward
     ├── StoreError (OSError)             the shared root cannot be written or read
     │   └── Corrupt                      a file is not what its checksum says
     ├── SwapError (RuntimeError)         new weights did not come up, or could not be proven
+    │   ├── PoolBusy                     ... because no replica could be had; later one may
     │   └── Overtaken                    ... because a rollback came first
     └── JobError (RuntimeError)          a training job failed; carries the log's tail
         └── SchedulerError               ... because Slurm or the launcher refused it
@@ -134,6 +136,12 @@ class ToolError(CrayError, RuntimeError):
     code = "tool_error"
 
 
+class SubagentError(CrayError, RuntimeError):
+    """The infrastructure failed the run of a sub-agent: the run that asked it ends with this."""
+
+    code = "subagent_error"
+
+
 class HookError(CrayError, RuntimeError):
     """A hook, an environment or an instructions function failed: the run ends with this error."""
 
@@ -162,6 +170,12 @@ class SwapError(CrayError, RuntimeError):
     """New weights did not come up, or their golden probe did not match."""
 
     code = "swap_failed"
+
+
+class PoolBusy(SwapError):
+    """No replica could be had for new weights: nothing is said of them. Ask again later."""
+
+    code = "pool_busy"
 
 
 class Overtaken(SwapError):

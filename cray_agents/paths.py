@@ -8,6 +8,7 @@
       jobs/<id>/                       spec.json, events.jsonl, status.json, log.txt,
                                        attempts/<n>, megatron/step-<n>/ (resume points)
       checkpoints/<id>/                immutable: a Hugging Face directory, manifest.json (last)
+      checkpoints/<id>.pruned          the record of one that `models prune` deleted
       models/<name>/<n>.json           versions, append-only
       models/<name>/history/<n>.json   what happened to the name, append-only: promotions,
                                        rollbacks, rejections, canaries; its first part may lie in

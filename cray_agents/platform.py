@@ -24,8 +24,8 @@ POLL = 0.25  # seconds between looks at a running job
 class Platform:
     """A platform at `url` (default: $CRAY_AGENTS_URL, else http://127.0.0.1:8000).
 
-    Every call raises EngineUnavailable when nobody answers there, and otherwise the typed error
-    the gateway's envelope names.
+    Every call raises EngineUnavailable when nobody answers there, EngineTimeout when the answer
+    takes too long, and otherwise the typed error the gateway's envelope names.
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
@@ -198,7 +198,7 @@ class Platform:
     async def stage(self, version: ModelVersion) -> ProbeReport:
         """Load a version into the pool and prove it. Raises SwapError; the old one then serves."""
         path = f"/models/{version.name}/versions/{version.number}/stage"
-        return ProbeReport.model_validate(await self._http.post(path, {}))
+        return ProbeReport.model_validate(await self._http.post(path, {}, patient=True))
 
     async def promote(
         self,
@@ -210,7 +210,7 @@ class Platform:
     ) -> dict[str, Any]:
         """Make the bare name stand for this version; `numbers`: what that was decided by."""
         body = {"version": version.number, "who": who, "reason": reason, "numbers": numbers or {}}
-        return await self._http.post(f"/models/{version.name}/promote", body)
+        return await self._http.post(f"/models/{version.name}/promote", body, patient=True)
 
     async def reject(
         self,
@@ -229,10 +229,12 @@ class Platform:
     ) -> dict[str, Any]:
         """Make a name stand for what it stood for before, or for its version `to` again.
 
-        Raises BadInput when there is none, or when `to` never was promoted, unless forced.
+        Raises BadInput when there is none, or when `to` never was promoted, unless forced. It is
+        asked once: asked again, it would go back further.
         """
         body = {"to": to, "who": who, "reason": reason, "force": force}
-        return await self._http.post(f"/models/{name}/rollback", body)
+        once = f"look at `cray-agents models history {name}` before you ask again"
+        return await self._http.post(f"/models/{name}/rollback", body, patient=True, once=once)
 
     async def history(self, name: str) -> list[dict[str, Any]]:
         """What happened to a name, oldest first: kind, version, who, reason, numbers, time."""
@@ -250,8 +252,10 @@ class Platform:
         `test`: share, promote_after, alpha, error_margin, reward_margin, low, high. Raises BadInput
         where there is but one replica, or a canary runs.
         """
+        path = f"/models/{version.name}/canary"
         body = {"version": version.number, "who": who, "reason": reason, **test}
-        return await self._http.post(f"/models/{version.name}/canary", body)
+        once = f"look at `cray-agents models canary {version.name}` before you ask again"
+        return await self._http.post(path, body, patient=True, once=once)
 
     async def canary_status(self, name: str) -> dict[str, Any]:
         """The canary that runs, and under `seen` what both sides got. Raises NotFound."""
@@ -260,7 +264,7 @@ class Platform:
     async def stop_canary(self, name: str, *, who: str = "", reason: str = "") -> dict[str, Any]:
         """Let the promoted version answer all sessions again. Raises NotFound."""
         query = {"who": who or None, "reason": reason or None}
-        return await self._http.delete(f"/models/{name}/canary", query)
+        return await self._http.delete(f"/models/{name}/canary", query, patient=True)
 
     async def generations(self, loop: str) -> list[dict[str, Any]]:
         """The finished generations of a loop, in order."""

@@ -150,10 +150,10 @@ class JobSpec(StrictRecord):
     KL compare with; None: the parent. `optimizer_from` names the job whose optimizer state goes on.
 
     How the job is run, and not what it is: the layout; `save_every` steps a resume point, of which
-    the last `keep` stay; `evaluate_every` steps the loss on the dataset's validation split, if it
-    has one (None: before the first step and at the end); `recompute` activations; `logprob_limit`,
-    by how much the trainer's log-probabilities may differ from the engine's (None: 0.01 in
-    float32, 0.5 in bfloat16).
+    the last `keep` stay, and one when it has succeeded; `evaluate_every` steps the loss on the
+    dataset's validation split, if it has one (None: before the first step and at the end);
+    `recompute` activations; `logprob_limit`, by how much the trainer's log-probabilities may differ
+    from the engine's (None: 0.01 in float32, 0.5 in bfloat16).
     """
 
     method: MethodName = "sft"

@@ -13,9 +13,11 @@ from cray_agents.errors import (
     BadInput,
     CrayError,
     EngineError,
+    EngineTimeout,
     EngineUnavailable,
     JobError,
     NotFound,
+    PoolBusy,
     SwapError,
     TooManyRequests,
 )
@@ -26,9 +28,16 @@ if TYPE_CHECKING:
 
     Request = Callable[[openai.AsyncOpenAI], Awaitable[object]]
 
+CONNECT_SECONDS = 5.0
+#: What the client's transport raises, under whatever name it is installed, before a request is out.
+_NOT_SENT = {"ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol"}
+
 
 class Transport:
-    """A platform's routes under /v1. All raise EngineUnavailable, and what `typed` makes."""
+    """A platform's routes under /v1.
+
+    All raise EngineUnavailable, EngineTimeout, and what `typed` makes.
+    """
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url
@@ -42,18 +51,32 @@ class Transport:
         """The text that a GET answers."""
         return str(await self._sent(lambda c: c.get(_asked(path, query), cast_to=str)))
 
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON that a POST answers."""
-        return await self._json(lambda c: c.post(path, cast_to=object, body=body))
+    async def post(
+        self, path: str, body: dict[str, Any], *, patient: bool = False, once: str = ""
+    ) -> dict[str, Any]:
+        """The JSON that a POST answers.
 
-    async def delete(self, path: str, query: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON that a DELETE answers."""
-        return await self._json(lambda c: c.delete(_asked(path, query), cast_to=object))
+        patient: the answer may take any time. once: it is not sent again, as done twice would be
+        too much; what to do when its answer is lost.
+        """
+        options = _options(patient=patient, once=bool(once))
+        return await self._json(
+            lambda c: c.post(path, cast_to=object, body=body, options=options), once
+        )
 
-    async def _json(self, request: "Request") -> dict[str, Any]:
-        return cast("dict[str, Any]", await self._sent(request))
+    async def delete(
+        self, path: str, query: Mapping[str, Any], *, patient: bool = False
+    ) -> dict[str, Any]:
+        """The JSON that a DELETE answers; `patient` as for `post`."""
+        options = _options(patient=patient)
+        return await self._json(
+            lambda c: c.delete(_asked(path, query), cast_to=object, options=options)
+        )
 
-    async def _sent(self, request: "Request") -> object:
+    async def _json(self, request: "Request", once: str = "") -> dict[str, Any]:
+        return cast("dict[str, Any]", await self._sent(request, once))
+
+    async def _sent(self, request: "Request", once: str = "") -> object:
         import openai
 
         try:
@@ -62,10 +85,33 @@ class Transport:
         except openai.APIStatusError as error:
             raise typed(error) from error
         except openai.APIConnectionError as error:
-            raise EngineUnavailable(
+            raise self._unanswered(error, once) from error
+
+    def _unanswered(self, error: "openai.APIConnectionError", once: str) -> EngineError:
+        """Nobody was there, or somebody was and the answer was lost."""
+        import openai
+
+        if type(error.__cause__).__name__ in _NOT_SENT:
+            return EngineUnavailable(
                 f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "
                 "or name another with CRAY_AGENTS_URL"
-            ) from error
+            )
+        then = f": {once}" if once else ""
+        if isinstance(error, openai.APITimeoutError):
+            return EngineTimeout(f"the platform at {self.url} did not answer in time{then}")
+        return EngineUnavailable(f"the platform at {self.url} broke off before it answered{then}")
+
+
+def _options(*, patient: bool, once: bool = False) -> "openai.RequestOptions":
+    """The client's options for one request."""
+    import openai
+
+    options: openai.RequestOptions = {}
+    if patient:
+        options["timeout"] = openai.Timeout(None, connect=CONNECT_SECONDS)
+    if once:
+        options["max_retries"] = 0
+    return options
 
 
 def _asked(path: str, query: Mapping[str, Any] | None) -> str:
@@ -79,6 +125,8 @@ def typed(error: "openai.APIStatusError") -> CrayError:
     body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
     message = str(body.get("message") or error.message)
     code = body.get("code")
+    if code == PoolBusy.code:
+        return PoolBusy(message)
     if code == SwapError.code:
         return SwapError(message)
     if code == JobError.code:

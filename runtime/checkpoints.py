@@ -3,21 +3,27 @@
 A checkpoint is a Hugging Face directory with `manifest.json` beside the weights, published last;
 one that LoRA made also has `adapter/` in PEFT's layout, which does the same over the parent. The
 registry takes them in; the pool and the trainer read them. Only safetensors come in: a pickle can
-run code when it is loaded.
+run code when it is loaded. Of one that pruning.py has removed `<id>.pruned` tells in its place.
 """
 
 import shutil
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import orjson
+from pydantic import Field
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
-from cray_agents.records import Manifest, digest
+from cray_agents.records import Manifest, Record, digest
 from cray_agents.runtime import durable
+from cray_agents.runtime.removing import OLD, remove
 
 MANIFEST = "manifest.json"
 ADAPTER = "adapter"
+ASIDE = ".aside_"  # in the name of a whole checkpoint that pruning.py is about to remove
+DRAFT_SECONDS = 86400.0  # after which a draft that nobody touched is a dead process's
 # what a Hugging Face directory needs to be served and trained; code and pickles stay outside
 SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md"}
 
@@ -31,9 +37,55 @@ def weights_sha256(files: dict[str, str]) -> str:
     return digest(weights, 64)
 
 
+class Pruned(Record):
+    """What stays of a checkpoint that was removed, and since when."""
+
+    manifest: Manifest
+    time: float = Field(default_factory=time.time)
+
+
+def pruned_file(directory: Path) -> Path:
+    """Where that stands, beside the directory's place."""
+    return directory.with_name(f"{directory.name}.pruned")
+
+
+def record_of(directory: Path) -> Manifest:
+    """A checkpoint's manifest, also of one that was pruned. Raises NotFound, Corrupt."""
+    try:
+        return read_manifest(directory)
+    except NotFound:
+        if (pruned := _pruned(directory)) is None:
+            raise
+        return pruned.manifest
+
+
+def refuse_pruned(directory: Path) -> None:
+    """Raises NotFound, code `pruned`, where a checkpoint is no more. Corrupt."""
+    if not directory.is_dir() and (pruned := _pruned(directory)) is not None:
+        since = datetime.fromtimestamp(pruned.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        raise NotFound(
+            f"the weights of {directory.name} were removed by `cray-agents models prune` ({since}):"
+            " its records stay, but it can be neither served nor trained from; take another"
+            " version, `cray-agents models list` shows which have their weights",
+            param="checkpoint",
+            code="pruned",
+        )
+
+
+def _pruned(directory: Path) -> Pruned | None:
+    path = pruned_file(directory)
+    try:
+        return Pruned.model_validate(orjson.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise Corrupt(f"{path} cannot be read: {error}") from error
+
+
 def config_sha256(directory: Path) -> str:
     """What names the weights that a job starts from at random: its config.json. Raises NotFound."""
     path = directory / "config.json"
+    refuse_pruned(directory)
     if not path.is_file():
         raise NotFound(f"{directory} has no config.json: it is no model directory", param="parent")
     return durable.sha256_file(path)
@@ -45,6 +97,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return Manifest.model_validate(orjson.loads(path.read_bytes()))
     except FileNotFoundError as error:
+        refuse_pruned(directory)
         raise NotFound(
             f"{directory} has no {MANIFEST}: it is not a checkpoint", param="checkpoint"
         ) from error
@@ -119,3 +172,28 @@ def _copy(source: Path, target: Path, manifest: Manifest) -> None:
     finally:
         if draft.exists():
             shutil.rmtree(draft)
+
+
+def left_over(home: Home) -> list[Path]:
+    """What killed processes left half-written or half-deleted: nobody has touched it for a day.
+
+    Imports and exports write there; what is half-deleted is so at once.
+    """
+    folder, now = home.checkpoint("x").parent, time.time()
+    hidden = [path for path in folder.glob(".*") if path.is_dir() and ASIDE not in path.name]
+    return [
+        path for path in hidden if OLD in path.name or now - _touched(path, now) > DRAFT_SECONDS
+    ]
+
+
+def sweep(home: Home) -> int:
+    """Delete that; returns the bytes that this gave back."""
+    return sum(remove(path) for path in left_over(home))
+
+
+def _touched(folder: Path, now: float) -> float:
+    """When something in a folder was changed last; now, if it is just vanishing."""
+    try:
+        return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+    except FileNotFoundError:
+        return now

@@ -77,7 +77,7 @@ def _everything(registry: Registry, first: str) -> dict[str, tuple[ModelVersion,
 def _manifest(home: Home, version: ModelVersion) -> Manifest:
     """A version's manifest; of weights that were removed, what the version itself tells."""
     try:
-        return checkpoints.read_manifest(home.checkpoint(version.checkpoint))
+        return checkpoints.record_of(home.checkpoint(version.checkpoint))
     except NotFound:
         return Manifest(files={}, weights_sha256=version.weights_sha256, job=version.job)
 

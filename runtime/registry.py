@@ -221,6 +221,8 @@ class Registry:
         if NAME.fullmatch(reference) and self.home.checkpoint(reference).is_dir():
             return self.home.checkpoint(reference)
         path = Path(reference)
+        if NAME.fullmatch(path.name) and path.parent in (Path(), self.home.checkpoint("x").parent):
+            checkpoints.refuse_pruned(self.home.checkpoint(path.name))
         if path.is_absolute() and _is_directory(path):
             return path
         if NAME.fullmatch(reference.partition("@")[0]):
@@ -245,6 +247,8 @@ class Registry:
             found = already(model)
             if found is not None:
                 return found
+            if kind in ("promoted", "rolled_back", "canary_started"):
+                checkpoints.refuse_pruned(self.home.checkpoint(model.versions[number].checkpoint))
             event = ModelEvent(
                 name=name,
                 number=max(model.events, default=0) + 1,

@@ -20,6 +20,7 @@ from pathlib import Path
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
+from cray_agents.runtime.removing import keep_newest
 from cray_agents.trainers.agreement import sampled_by_parent
 from cray_agents.trainers.data.fitting import check_samples, check_temperature, check_tokenizer
 from cray_agents.trainers.data.samples import Samples, read_samples
@@ -236,6 +237,7 @@ def _succeed(journal: Journal, spec: JobSpec) -> None:
         )
     )
     journal.event("succeeded", checkpoint=spec.id)
+    keep_newest(journal.folder / "megatron", 1)  # a later job's `optimizer_from` needs no other
     print(f"finished: checkpoint {spec.id}", flush=True)
 
 

@@ -43,6 +43,7 @@ from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.records import canonical
 from cray_agents.runtime import durable
+from cray_agents.runtime.removing import resume_points
 from cray_agents.training import JobSpec, JobStatus
 
 TAIL_BYTES = 8192
@@ -193,9 +194,14 @@ class Journal:
     @property
     def resume_points(self) -> list[Path]:
         """Where it could go on from, newest first."""
-        return sorted((self.folder / "megatron").glob("step-*"), reverse=True)
+        return resume_points(self.folder / "megatron")
 
     # ---- how it ended
+    @property
+    def ended(self) -> bool:
+        """Whether it succeeded, failed or was cancelled; nothing is read for it."""
+        return (self.folder / "status.json").exists() or self.cancelled
+
     def status(self) -> JobStatus | None:
         """The final status; None while there is none."""
         path = self.folder / "status.json"

@@ -1,8 +1,9 @@
 """Training jobs over a scheduler: submit once, watch, start again what died, pause, cancel.
 
 The platform process holds one `MegatronTrainer`. It keeps no state: a job's folder says everything,
-so a restarted platform goes on watching. A spec without a layout gets one before it is written
-down (spreading.py). The work itself is job.py, in processes of its own.
+so a restarted platform goes on watching. keeping.py asks after the jobs that no client asks after.
+A spec without a layout gets one before it is written down (spreading.py). The work itself is
+job.py, in processes of its own.
 """
 
 import hashlib
@@ -57,7 +58,7 @@ class MegatronTrainer:
     ) -> None:
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
-        self._writing = threading.Lock()
+        self._starting = threading.Lock()  # jobs, in whichever way
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Start the job, or find it; an ended job is returned as it is.
@@ -65,12 +66,10 @@ class MegatronTrainer:
         Raises SchedulerError; BadInput and NotFound if no layout can be chosen for it.
         """
         journal = Journal(self.home, spec.id)
-        with self._writing:
-            new = not journal.exists
-            if new:
+        with self._starting:
+            if not journal.exists:
                 self._write_down(journal, spec)
-        if new:
-            self._hand_over(journal, Handover())
+                self._hand_over(journal, Handover())
         return self.status(spec.id)
 
     def _write_down(self, journal: Journal, spec: JobSpec) -> None:
@@ -89,20 +88,31 @@ class MegatronTrainer:
         """Where it stands; starts it again if its process died. Raises NotFound."""
         journal = Journal(self.home, job_id)
         spec = journal.spec()
+        found = self._look(journal, spec)
+        if isinstance(found, JobStatus):
+            return found
+        with self._starting:  # whoever looked at the same time may have started it again
+            found = self._look(journal, spec)
+            return found if isinstance(found, JobStatus) else self._go_on(journal, spec, found)
+
+    def _look(self, journal: Journal, spec: JobSpec) -> JobStatus | CommandStatus:
+        """Where a job stands, or how its command ended when the job itself has not."""
         if journal.cancelled:
             return self._describe(journal, spec, "cancelled")
         if (ended := self._ended(journal)) is not None:
             return ended
-        command = self.scheduler.status(job_id)
+        command = self.scheduler.status(journal.job_id)
         if command.state == "queued" and journal.paused:
-            self.scheduler.cancel(job_id)  # it has no process yet that could see the pause
+            self.scheduler.cancel(journal.job_id)  # no process of it yet could see the pause
             return self._describe(journal, spec, "paused")
         if command.state in ("queued", "running"):
             return self._describe(journal, spec, command.state)
         if (ended := self._ended(journal)) is not None:  # it ended between the two looks
             return ended
-        if journal.paused:
-            return self._describe(journal, spec, "paused")
+        return self._describe(journal, spec, "paused") if journal.paused else command
+
+    def _go_on(self, journal: Journal, spec: JobSpec, command: CommandStatus) -> JobStatus:
+        """Start a job again whose command ended before its time."""
         if handover(journal).resumed:
             self._hand_over(journal, Handover(step=journal.step))
             return self._describe(journal, spec, "queued")
@@ -143,9 +153,10 @@ class MegatronTrainer:
         if not journal.paused or journal.cancelled or self._ended(journal) is not None:
             message = f"{job_id} is {self.status(job_id).state}, not paused"
             raise BadInput(message, param="job_id", code="job_not_paused")
-        note = handover(journal).model_copy(update={"resumed": True})
-        durable.replace_file(journal.folder / "scheduler.json", note.model_dump_json().encode())
-        journal.resume()
+        with self._starting:
+            note = handover(journal).model_copy(update={"resumed": True})
+            durable.replace_file(journal.folder / "scheduler.json", note.model_dump_json().encode())
+            journal.resume()
         return self.status(job_id)
 
     # ---- restarts

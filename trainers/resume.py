@@ -21,7 +21,8 @@ import torch
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.runtime import durable
-from cray_agents.trainers.saving import POINT, SEAL, points
+from cray_agents.runtime.removing import resume_points
+from cray_agents.trainers.saving import POINT, SEAL
 from cray_agents.trainers.state import NUMBERS, Box, Part, allocate_moments, owned, parts_of
 from cray_agents.trainers.train import Training
 
@@ -56,7 +57,7 @@ def choose(folder: Path) -> tuple[Path | None, list[str]]:
     Called by one process, before the ranks start.
     """
     problems: list[str] = []
-    for point in points(folder):
+    for point in resume_points(folder):
         try:
             verify(point)
         except Corrupt as problem:
@@ -71,11 +72,12 @@ def choose(folder: Path) -> tuple[Path | None, list[str]]:
 
 def last_of(folder: Path, job_id: str) -> Path:
     """The newest resume point of another job, for its optimizer. Raises NotFound or Corrupt."""
-    found = points(folder)
+    found = resume_points(folder)
     if not found:
         raise NotFound(
-            f"optimizer_from={job_id!r}: that job has no resume point in {folder}; start without"
-            " optimizer_from, or name a finished job of this home",
+            f"optimizer_from={job_id!r}: that job has no resume point in {folder} (it has none yet,"
+            " or `models prune` removed them); start without optimizer_from, or name a finished job"
+            " of this home",
             param="optimizer_from",
         )
     verify(found[0])

@@ -34,6 +34,7 @@ from torch.distributed import distributed_c10d
 from cray_agents.errors import JobError, StoreError
 from cray_agents.records import canonical
 from cray_agents.runtime import durable
+from cray_agents.runtime.removing import keep_newest
 from cray_agents.trainers.state import NUMBERS, Piece, adam_steps, owned, parts_of
 from cray_agents.trainers.train import Training
 
@@ -167,19 +168,11 @@ class Saver:
         if not may or not durable.publish_directory(draft, self._folder / name_of(step)):
             shutil.rmtree(draft, ignore_errors=True)
             return False
-        for old in points(self._folder)[self._keep :]:
-            aside = old.with_name(f".{old.name}.old")  # half-removed, it must not look like a point
-            old.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+        keep_newest(self._folder, self._keep)
         return True
 
     def _key(self, step: int, rank: int) -> str:
         return f"resume-point/{self._attempt}/{step}/{rank}"
-
-
-def points(folder: Path) -> list[Path]:
-    """The published resume points in a job's megatron/ folder, newest first."""
-    return sorted(folder.glob("step-*"), reverse=True) if folder.exists() else []
 
 
 def _describe(piece: Piece) -> dict[str, Any]:

@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import gc
 import importlib.metadata
-import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -23,16 +21,16 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from cray_agents.cli.claiming import address, claim, give_back, listen
 from cray_agents.cli.doctor import distribution_version
-from cray_agents.cli.running import owner, submitter
+from cray_agents.cli.first_version import first_version
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
-from cray_agents.errors import BadInput, ConfigError, NotFound, SetupError, StoreError
+from cray_agents.errors import ConfigError, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
-from cray_agents.runtime import durable
 from cray_agents.runtime.batches.supervisor import keep as keep_worker
-from cray_agents.runtime.checkpoints import read_manifest
+from cray_agents.runtime.checkpoints import read_manifest, sweep
 from cray_agents.runtime.devices import shares
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.runtime.gateway.app import create_app
@@ -43,13 +41,14 @@ from cray_agents.runtime.keys import Keys
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.replica import EngineSettings, Replica, has_gpu_build
-from cray_agents.runtime.scheduler.choose import open_scheduler
+from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.runtime.store.upkeep import keep_up
+from cray_agents.trainers.keeping import keep_going
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.resources import Resources, resources_of
 
@@ -64,11 +63,13 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
     make_root(home)
     check_access(config)
     resources = resources_of(config)
-    with listen(config.host, config.port) as listener:
+    with listen(config.host, config.port) as listener, contextlib.ExitStack() as ending:
         token = claim(home, listener, name)
+        ending.callback(give_back, home, token)
+        sweep(home)
         registry = Registry(home)
         version = first_version(registry, model, name)
-        with contextlib.closing(open_scheduler(config.scheduler, home.slurm)) as scheduler:
+        with contextlib.closing(configured_scheduler(config)) as scheduler:
             say(f"scheduler: {scheduler.reason}")
             say(f"trainer: {resources}")
             trainer = MegatronTrainer(home, scheduler, resources)
@@ -121,17 +122,19 @@ async def run(
     log = home.logs / "batch-worker.log"
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
     upkeep = asyncio.create_task(keep_up(store))
+    jobs = asyncio.create_task(keep_going(home, trainer))
     await services.fine_tuning.start()
     try:
         say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
         await stopped(serving, starting, server)
     finally:
-        home.platform.unlink(missing_ok=True)
+        give_back(home, token)  # a command that looks now finds none
         server.should_exit = True
         starting.cancel()
         batches.cancel()
         upkeep.cancel()
-        await asyncio.gather(serving, starting, batches, upkeep, return_exceptions=True)
+        jobs.cancel()
+        await asyncio.gather(serving, starting, batches, upkeep, jobs, return_exceptions=True)
         await services.close()
         await pool.stop()
         await store.close()
@@ -256,44 +259,6 @@ def check_access(config: Config) -> None:
         )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises SetupError when the port is taken."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise SetupError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another port with --port "
-            "(0 picks a free one), or end what uses it"
-        ) from error
-    listener.listen(2048)
-    return listener
-
-
-def first_version(registry: Registry, model: Path | None, name: str) -> ModelVersion:
-    """What to serve at first: the version the name means already, else the given model.
-
-    Raises BadInput when there is neither.
-    """
-    with contextlib.suppress(NotFound):
-        promoted = registry.promoted(name)
-        if promoted is not None:
-            return promoted
-    if model is None:
-        known = ", ".join(registry.names()) or "none"
-        raise BadInput(
-            f"no version of {name!r} is promoted on {registry.home.root} (names there: {known}): "
-            "give a Hugging Face checkpoint directory with --model",
-            param="model",
-        )
-    checkpoint, manifest = registry.import_checkpoint(model.expanduser().absolute())
-    version = registry.register(name, checkpoint, manifest)
-    registry.promote(name, version.number, who="up", reason=f"first model, from {model}")
-    return version
-
-
 def about(
     config: Config, scheduler: Slurm | LocalProcesses, resources: Resources
 ) -> dict[str, Any]:
@@ -306,42 +271,6 @@ def about(
         "trainer": {"name": "megatron-core", "version": megatron, "uses": str(resources)},
         "scheduler": {"name": scheduler.name, "reason": scheduler.reason},
     }
-
-
-def claim(home: Home, listener: socket.socket, name: str) -> str:
-    """Say in the root where its platform is. Raises SetupError when it has one.
-
-    Returns the platform's own key. It stands in that file, which only its user can read, so that
-    this user's commands need no other.
-    """
-    other = owner(home)
-    if other is not None:
-        raise SetupError(
-            f"a platform runs on {home.root} already (pid {other['pid']}, {other['url']}): "
-            "use it, end it with `cray-agents down`, or choose another root with --home"
-        )
-    if (pid := submitter(home)) is not None:
-        raise SetupError(
-            f"`jobs submit` (pid {pid}) trains on {home.root}: wait for its end, or choose another"
-            " root with --home"
-        )
-    token = f"sk-platform-{secrets.token_urlsafe(32)}"
-    info = {
-        "url": address(listener),
-        "pid": os.getpid(),
-        "name": name,
-        "started": time.time(),
-        "token": token,
-    }
-    durable.replace_file(home.platform, json.dumps(info).encode(), 0o600)
-    return token
-
-
-def address(listener: socket.socket) -> str:
-    """The gateway's URL, as this host reaches it."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def say(text: str) -> None:

@@ -121,7 +121,7 @@ def _on_platform(home: Home, trainer: PlatformTrainer, spec: JobSpec, *, detach:
 
 def _here(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
     """Train it with a scheduler of our own; one of this host ends with this command."""
-    from cray_agents.runtime.scheduler.choose import open_scheduler, site_cluster
+    from cray_agents.runtime.scheduler.choose import configured_scheduler, site_cluster
 
     home = config.root
     only: contextlib.AbstractContextManager[None]
@@ -135,7 +135,7 @@ def _here(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
         )
     else:
         only = _alone(home)
-    with only, contextlib.closing(open_scheduler(config.scheduler, home.slurm)) as scheduler:
+    with only, contextlib.closing(configured_scheduler(config)) as scheduler:
         trainer = _trainer(config, scheduler)
         with _terminated_as_interrupted():
             following, status = _begin(home, trainer, spec)

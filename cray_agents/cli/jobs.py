@@ -80,7 +80,7 @@ def job_logs(
     if rank is not None and rank >= spec.layout.world:
         there = f"its ranks are 0 to {spec.layout.world - 1}"
         raise BadInput(f"{journal.job_id} has no rank {rank}; {there}", param="rank")
-    if follow and not has_ended(journal) and owner(where) is None:
+    if follow and not has_ended(journal) and not kept_going(where):
         errors.print(f"no platform runs on {where.root}: a job that dies is not started again")
     for item in told(journal, log, tail, events=rank is None, follow=follow):
         if isinstance(item, str):
@@ -160,6 +160,14 @@ async def ask(
         return await what(platform, named)
     finally:
         await platform.close()
+
+
+def kept_going(home: Home) -> bool:
+    """Whether a platform starts again what dies; one that is out of reach is taken to."""
+    try:
+        return owner(home) is not None
+    except SetupError:
+        return True
 
 
 def tell_state(job: JobStatus) -> None:

@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.tree import Tree
 
+from cray_agents.cli.pruning import prune
 from cray_agents.cli.running import client, running
 from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
 from cray_agents.config import load_config
@@ -25,8 +26,9 @@ from cray_agents.records import ModelVersion
 
 models = typer.Typer(
     no_args_is_help=True,
-    help="Model versions: list, show, history, lineage, promote, rollback, reject, canary.",
+    help="Model versions: list, show, history, lineage, promote, rollback, reject, canary, prune.",
 )
+models.command("prune")(prune)
 
 Name = Annotated[str, typer.Argument(help="A model's name.")]
 Version = Annotated[str, typer.Argument(help="name@N")]
@@ -47,7 +49,8 @@ def list_models(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     registry = Registry(root(home))
     rows = [row for name in registry.names() for row in version_rows(registry, name)]
-    show(rows, ["id", "promoted", "last", "job", "when", "checkpoint"], as_json=as_json)
+    columns = ["id", "promoted", "last", "weights", "job", "when", "checkpoint"]
+    show(rows, columns, as_json=as_json)
 
 
 @models.command("show")
@@ -55,13 +58,16 @@ def show_model(
     version: NameOrVersion, home: HomeOption = None, as_json: JsonOption = False
 ) -> None:
     """Show one version: where it came from, its metrics and its files."""
+    from cray_agents.runtime.checkpoints import record_of
     from cray_agents.runtime.registry import Registry
 
     where = root(home)
     found = Registry(where).resolve(version)
-    manifest = json.loads((where.checkpoint(found.checkpoint) / "manifest.json").read_text())
+    directory = where.checkpoint(found.checkpoint)
+    manifest = record_of(directory).model_dump(mode="json")
     probe = manifest.pop("probe")
-    record = found.model_dump() | {"id": found.id, "manifest": manifest, "probes": len(probe)}
+    known = {"id": found.id, "weights": directory.is_dir(), "probes": len(probe)}
+    record = found.model_dump() | known | {"manifest": manifest}
     print(json.dumps(record, indent=2)) if as_json else console.print_json(data=record)
 
 
@@ -243,6 +249,7 @@ def version_rows(registry: Any, name: str) -> list[dict[str, Any]]:
             "id": version.id,
             "promoted": promoted is not None and version.number == promoted.number,
             "last": last.get(version.number),
+            "weights": registry.home.checkpoint(version.checkpoint).is_dir(),
             "when": when(version.created),
         }
         for version in versions

@@ -88,8 +88,9 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(info | {"replicas": replicas}, indent=2))
         return
+    where = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
     console.print(
-        f"{info['url']}/v1  pid {info['pid']}  engine {info['engine']['name']} "
+        f"{info['url']}/v1  {where}  engine {info['engine']['name']} "
         f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
     )
     rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]

@@ -1,16 +1,17 @@
 """The platform of a shared root as a process: find it, start it, wait for it, end it.
 
 A command that needs a platform uses the one that runs on its root, or starts one that lives as long
-as the command does: `serving`, and `local_platform` for Python. Used by all of cli/.
+as the command does: `serving`, and `local_platform` for Python. One that another host runs is used
+where it can be reached; claiming.py writes down where that is. Used by all of cli/.
 """
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from cray_agents.errors import SetupError
 from cray_agents.lifeline import alive
 from cray_agents.paths import Home
 from cray_agents.platform import Platform
+from cray_agents.runtime.scheduler.supervised import boot_id
 
 SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` without a platform
 START_SECONDS = 30.0  # until the gateway answers; the engine behind it may take longer
@@ -30,9 +32,10 @@ STOP_SECONDS = 20.0
 
 
 def owner(home: Home) -> dict[str, Any] | None:
-    """The living process that claimed this root: its url, pid, name and token. It may be starting.
+    """The living platform that claimed this root: its url, host, pid, name and token.
 
-    Raises SetupError when it is another user's.
+    One of this host may be starting; one of another has answered, and its pid is None. Raises
+    SetupError when it is another user's, or another host's and cannot be reached from here.
     """
     try:
         info: dict[str, Any] = json.loads(home.platform.read_text())
@@ -43,7 +46,32 @@ def owner(home: Home) -> dict[str, Any] | None:
             f"the platform on {home.root} is another user's ({home.platform} cannot be read): reach"
             " it with CRAY_AGENTS_URL and CRAY_AGENTS_API_KEY, or choose another root with --home"
         ) from error
-    return info if _lives(info["pid"]) else None
+    if info.get("host", socket.gethostname()) != socket.gethostname():
+        return _reached(home, info)
+    rebooted = info.get("boot", boot_id()) != boot_id()
+    return info if not rebooted and _lives(info["pid"]) else None
+
+
+def _reached(home: Home, info: dict[str, Any]) -> dict[str, Any]:
+    """The platform of another host, if it answers. Raises SetupError, as it may well live."""
+    host, url = info["host"], info["elsewhere"] or os.environ.get("CRAY_AGENTS_URL")
+    gone = f"If that host is gone, or nothing of it runs there any more, remove {home.platform}"
+    if url is None:
+        raise SetupError(
+            f"the platform on {home.root} is on host {host} and listens at {info['url']}, where "
+            "only that host reaches it: run this there; or name a forwarded port (ssh -L) with "
+            'CRAY_AGENTS_URL; or start it anew with host = "0.0.0.0" and an API key. '
+            f"{gone}"
+        )
+    info |= {"url": url.rstrip("/").removesuffix("/v1"), "pid": None}
+    try:
+        fetch(info, "/v1/platform", secret=info["token"])  # nobody else's takes this key
+    except OSError as error:
+        raise SetupError(
+            f"the platform on {home.root} is on host {host} and does not answer at {url} "
+            f"({error}): look there, or in {home.logs / 'platform.log'}. {gone}"
+        ) from error
+    return info
 
 
 def submitter(home: Home) -> int | None:
@@ -85,10 +113,12 @@ def client(info: dict[str, Any]) -> Platform:
     return Platform(info["url"], api_key=key(info))
 
 
-def fetch(info: dict[str, Any], path: str, timeout: float = 5.0) -> dict[str, Any]:
-    """GET some JSON from the platform. Raises OSError."""
+def fetch(
+    info: dict[str, Any], path: str, timeout: float = 5.0, secret: str | None = None
+) -> dict[str, Any]:
+    """GET some JSON from the platform; `secret`: by this key. Raises OSError."""
     request = urllib.request.Request(info["url"] + path)
-    if secret := key(info):
+    if secret := secret or key(info):
         request.add_header("Authorization", f"Bearer {secret}")
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         body: dict[str, Any] = json.load(answer)
@@ -135,7 +165,7 @@ def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, 
             try:
                 fetch(info, "/health/ready")
                 return info
-            except urllib.error.HTTPError:
+            except OSError:  # not yet, or it is ending
                 time.sleep(0.3)
     return wait_until_live(home, process)
 
@@ -171,8 +201,10 @@ def local_platform(
         yield client(info)
 
 
-def stop(pid: int) -> None:
-    """Ask a platform to end, then make it."""
+def stop(pid: int | None) -> None:
+    """Ask a platform to end, then make it. Raises SetupError when it is another host's."""
+    if pid is None:
+        raise SetupError("this platform is another host's: end it there, with `cray-agents down`")
     for signum in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + STOP_SECONDS
         try:

@@ -1,44 +1,57 @@
 """Which scheduler this machine has: a site's Slurm, a private one, or local processes.
 
-The platform calls `open_scheduler` once at its start and closes what it gets at its end.
+The platform calls `configured_scheduler` once at its start and closes what it gets at its end.
 Read next: slurm.py, private_cluster.py, local.py.
 """
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from cray_agents.config import Config
 from cray_agents.errors import SetupError
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.store.index import identity_of
 
 SchedulerKind = Literal["auto", "slurm", "local"]
 
 
+def configured_scheduler(config: Config) -> Slurm | LocalProcesses:
+    """Open the scheduler that a configuration asks for. Raises SetupError."""
+    home = config.root
+    options, root = config.slurm_options, identity_of(home)
+    return open_scheduler(config.scheduler, home.slurm, options=options, root=root)
+
+
 def open_scheduler(
-    kind: SchedulerKind, directory: Path, *, options: tuple[str, ...] = ()
+    kind: SchedulerKind, directory: Path, *, options: Sequence[str] = (), root: str = ""
 ) -> Slurm | LocalProcesses:
     """Open the scheduler to use; its `reason` says why it is this one.
 
     kind: `auto` takes a site's Slurm if one answers, else a private cluster if Slurm is installed
     and comes up, else local processes; `slurm` is the same without the last.
     directory: `Home.slurm`. options: for a site's sbatch, such as `("--partition=gpu",)`.
+    root: the shared root's id, which keeps its jobs apart from another root's at a site.
     Raises SetupError if there is no Slurm and it was demanded.
     """
+    unused = "; slurm_options are a site's and not used" if options else ""
     if kind == "local":
-        return LocalProcesses(directory, reason="local processes, as asked for")
+        return LocalProcesses(directory, reason=f"local processes, as asked for{unused}")
     if site := site_cluster():
-        return Slurm(directory, options=options, reason=f"the Slurm cluster {site} answers")
+        reason = f"the Slurm cluster {site} answers"
+        return Slurm(directory, options=options, root=root, reason=reason)
     cluster = PrivateCluster(directory)
     try:
         cluster.start()
     except SetupError as error:
         if kind == "slurm":
             raise
-        return LocalProcesses(directory, reason=f"local processes: {error}")
-    return Slurm(directory, cluster, reason="a private Slurm cluster of this host")
+        return LocalProcesses(directory, reason=f"local processes: {error}{unused}")
+    return Slurm(directory, cluster, reason=f"a private Slurm cluster of this host{unused}")
 
 
 def site_cluster() -> str | None:
@@ -66,4 +79,11 @@ def answers(*argv: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-__all__ = ["INSTALL_LINE", "SchedulerKind", "missing_programs", "open_scheduler", "site_cluster"]
+__all__ = [
+    "INSTALL_LINE",
+    "SchedulerKind",
+    "configured_scheduler",
+    "missing_programs",
+    "open_scheduler",
+    "site_cluster",
+]

@@ -1,16 +1,19 @@
 """Commands as Slurm jobs: a site's cluster, or a private one of this host.
 
 `MegatronTrainer` calls it through `ports.Scheduler`; `choose.py` opens it. It speaks to Slurm by
-the text interfaces that are the same in 22.05 to 26.05: sbatch, squeue, scontrol, scancel. A
-command's name is its job's name, so that a job is found again after any crash on either side.
+the text interfaces that are the same in 22.05 to 26.05: sbatch, squeue, scontrol, scancel. A job
+is named by its command and its shared root, so that it is found again after any crash on either
+side, and never taken for the same job of another root.
 Read next: batch_script.py, what a job runs; private_cluster.py.
 """
 
+import hashlib
 import os
 import re
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -69,7 +72,8 @@ class Slurm:
     """A Scheduler over a Slurm cluster; `close` stops the cluster too if it is a private one.
 
     directory: on the shared root, for claims and exit codes. options: what the site asks for,
-    such as `("--partition=gpu", "--account=me")`.
+    such as `("--partition=gpu", "--account=me")`. root: the shared root's id, where others may have
+    jobs of the same names.
     """
 
     name = "slurm"
@@ -79,13 +83,15 @@ class Slurm:
         directory: Path,
         cluster: PrivateCluster | None = None,
         *,
-        options: tuple[str, ...] = (),
+        options: Sequence[str] = (),
+        root: str = "",
         reason: str = "",
     ) -> None:
         self.reason = reason
         self.cluster = cluster
         self._ledger = directory.resolve() / "ledger"
         self._options = options
+        self._suffix = f".{hashlib.sha256(root.encode()).hexdigest()[:8]}" if root else ""
         self._closed = False
         self._next_help = 0.0
         self._lock = threading.RLock()
@@ -116,7 +122,8 @@ class Slurm:
             raise SchedulerError(f"{command.name!r} is no job's name: it must match {NAME.pattern}")
         ledger = self._ledger / command.name
         lock = self.cluster.directory / "run" / f"{command.name}.lock" if self.cluster else None
-        script = batch_script(command, ledger, lock)
+        named = command.model_copy(update={"name": self.job_name(command.name)})
+        script = batch_script(named, ledger, lock)
         with self._lock:
             ledger.mkdir(parents=True, exist_ok=True)
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -137,14 +144,14 @@ class Slurm:
 
     def status(self, name: str) -> CommandStatus:
         """The newest job of that name. Raises SchedulerError if no controller answers."""
-        jobs = self._jobs().get(name)
+        jobs = self._jobs().get(self.job_name(name))
         if not jobs:
             return self._from_ledger(name)
         job = max(jobs, key=lambda job: job.id)
         if job.state in ("queued", "running"):
             return CommandStatus(state=job.state, id=str(job.id), reason=job.reason)
         code = self._exit_code(job)
-        if job.state == "cancelled" and self.cluster and not self._we_cancelled(job):
+        if job.state == "cancelled" and self.cluster and not self._we_cancelled(name, job):
             # A controller killed before it saved a job's start cancels it when it is back.
             lost = self._from_ledger(name)
             if lost.id == str(job.id) and lost.exit_code == 0:
@@ -167,13 +174,17 @@ class Slurm:
                 self._call("scancel", *ids)
                 self._queue_time = float("-inf")
 
+    def job_name(self, name: str) -> str:
+        """What Slurm knows a command by."""
+        return name + self._suffix
+
     def _live(self, name: str) -> list[Job]:
         """The pending and running jobs of a name, as of now."""
-        jobs = self._jobs(fresh=True).get(name, [])
+        jobs = self._jobs(fresh=True).get(self.job_name(name), [])
         return sorted((job for job in jobs if not ended(job)), key=lambda job: job.id)
 
     def _jobs(self, *, fresh: bool = False) -> dict[str, list[Job]]:
-        """All jobs of this user by name: one squeue for all who ask within a moment."""
+        """All jobs of this user by Slurm's name: one squeue for all who ask within a moment."""
         with self._lock:
             if fresh or time.monotonic() - self._queue_time > QUEUE_SECONDS:
                 columns = SEPARATOR.join(("%A", "%T", "%r", "%j"))
@@ -204,8 +215,8 @@ class Slurm:
             self._exits[key] = None if code == 0 and job.state != "succeeded" else code
         return self._exits[key]
 
-    def _we_cancelled(self, job: Job) -> bool:
-        return (self._ledger / job.name / f"{job.id}.cancelled").exists()
+    def _we_cancelled(self, name: str, job: Job) -> bool:
+        return (self._ledger / name / f"{job.id}.cancelled").exists()
 
     def _from_ledger(self, name: str) -> CommandStatus:
         """What the jobs' own files say of a name that Slurm has forgotten."""

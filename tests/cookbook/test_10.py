@@ -25,6 +25,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     config = load_config(directory=tmp_path)
     assert (config.scheduler, config.train_gpu, config.train_nodes) == ("slurm", "H100", 2)
+    assert config.slurm_options == ["--partition=gpu", "--account=me"]
     assert "LoRA of rank 32" in done.stdout and "all weights of a qwen3 model" in done.stdout
     assert "A job would take 16 ranks on 2 nodes of 8 x H100 (79 GiB)" in done.stdout
     [folder] = config.root.jobs.iterdir()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli import compose, running
+from cray_agents.cli import claiming, compose, running
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, SetupError
 from cray_agents.paths import Home
@@ -92,8 +92,8 @@ def test_only_its_user_reads_the_platforms_own_key(
     monkeypatch.setattr(durable, "os", Watched())
     before = os.umask(0)
     try:
-        with compose.listen("127.0.0.1", 0) as listener:
-            token = compose.claim(Home(tmp_path), listener, "m")
+        with claiming.listen("127.0.0.1", 0) as listener:
+            token = claiming.claim(Home(tmp_path), listener, "m")
     finally:
         os.umask(before)
     info = json.loads((tmp_path / "platform.json").read_text())
@@ -117,6 +117,6 @@ def test_another_users_platform_is_named() -> None:
 
 def test_addresses(tmp_path: Path) -> None:
     for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")):
-        with compose.listen(host, 0) as listener:
+        with claiming.listen(host, 0) as listener:
             port = listener.getsockname()[1]
-            assert compose.address(listener) == f"http://{shown}:{port}"
+            assert claiming.address(listener) == f"http://{shown}:{port}"

@@ -34,6 +34,23 @@ def test_a_bad_value_is_named(tmp_path: Path, text: str) -> None:
         load_config({}, tmp_path)
 
 
+def test_slurms_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cray-agents.toml").write_text('slurm_options = ["--qos=low"]')
+    assert load_config({}, tmp_path).slurm_options == ["--qos=low"]
+    monkeypatch.setenv("CRAY_AGENTS_SLURM_OPTIONS", "--partition=gpu --account=me")
+    assert load_config({}, tmp_path).slurm_options == ["--partition=gpu", "--account=me"]
+    for wrong, said in (
+        ("-p gpu", "no option: write it as --partition=gpu"),
+        ("--partition gpu", "'gpu' is no option"),
+        ("--nodes=3", "--nodes is the platform's own"),
+        ("--job-n=x", "--job-name is the platform's own"),
+        ("--time=60", "train_minutes"),
+    ):
+        monkeypatch.setenv("CRAY_AGENTS_SLURM_OPTIONS", wrong)
+        with pytest.raises(ConfigError, match=said):
+            load_config({}, tmp_path)
+
+
 def test_where_a_platform_is_belongs_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,19 @@
 """Platform, the HTTP client, at a real gateway over a scripted engine and trainer."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
 
 from cray_agents import Hyperparameters, Platform, Run, StopReason
+from cray_agents.errors import EngineTimeout, EngineUnavailable
+from cray_agents.runtime.host import Resident
+from cray_agents.scripted import ScriptedEngine
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from tests.runtime.gateways import served
+from tests.runtime.gateways import Gateway, checkpoint, echo, served
 
 
 def tagged(name: str, *tags: str) -> Run:
@@ -43,3 +52,90 @@ async def test_a_job_is_submitted_as_it_was_asked_for(tmp_path: Path) -> None:
         assert isinstance(trainer, ScriptedTrainer)
         spec = trainer.submitted[-1]
         assert (spec.evaluate_every, spec.logprob_limit) == (5, 0.25)
+
+
+@asynccontextmanager
+async def behind(gateway: Gateway, *, lost: int = 0, pause: float = 0.0) -> AsyncIterator[Platform]:
+    """A client of the gateway whose first `lost` answers never come, and others `pause` late."""
+    left = lost
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal left
+        to = urlsplit(gateway.url)
+        there, back = await asyncio.open_connection(to.hostname, to.port)
+        asking = asyncio.create_task(copied(reader, back))
+        while piece := await there.read(1 << 16):
+            await asyncio.sleep(pause)
+            if left:
+                left -= 1
+                break
+            writer.write(piece)
+        asking.cancel()
+        back.close()
+        writer.close()
+
+    async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+        writer.write_eof()
+
+    async with await asyncio.start_server(pass_on, "127.0.0.1", 0) as server:
+        platform = Platform(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        yield platform
+        await platform.close()
+
+
+async def with_versions(gateway: Gateway, folder: Path, count: int) -> None:
+    """calc@1 to calc@count, each promoted after the other."""
+    for number in range(2, count + 1):
+        made = {"checkpoint": str(checkpoint(folder / f"v{number}", bytes([number])))}
+        await gateway.call("POST", "/v1/models/calc/versions", json=made)
+        await gateway.call("POST", "/v1/models/calc/promote", json={"version": number})
+
+
+async def test_a_rollback_whose_answer_is_lost_is_not_asked_twice(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        await with_versions(gateway, tmp_path, 3)
+        async with behind(gateway, lost=1) as platform:
+            with pytest.raises(EngineUnavailable, match="models history calc` before you ask"):
+                await platform.rollback("calc", who="me", reason="worse")
+            kinds = [event["kind"] for event in await platform.history("calc")]
+            assert kinds == ["promoted", "promoted", "promoted", "rolled_back"]
+            promoted = await platform.promoted("calc")
+            assert promoted is not None and promoted.number == 2
+        async with behind(gateway, lost=1) as platform:  # what may be done twice is asked again
+            again = await platform.promote(promoted, who="me", reason="sure")
+            assert again["version"] == 2
+
+
+async def test_a_canary_whose_answer_is_lost_is_not_asked_twice(tmp_path: Path) -> None:
+    other = Resident(ScriptedEngine(echo))
+    async with served(tmp_path, others=[other]) as gateway:
+        await with_versions(gateway, tmp_path, 2)
+        first = await Platform(gateway.url).version("calc@1")
+        async with behind(gateway, lost=1) as platform:
+            with pytest.raises(EngineUnavailable, match="models canary calc` before you ask"):
+                await platform.canary(first, share=0.5)
+            assert (await platform.canary_status("calc"))["version"] == 1
+
+
+async def test_a_change_of_weights_may_take_any_time(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        await with_versions(gateway, tmp_path, 2)
+        first = await Platform(gateway.url).version("calc@1")
+        async with behind(gateway, pause=0.5) as platform:
+            engine = platform.engine()
+            engine._timeout, engine._retries = 0.2, 0
+            await platform.stage(first)
+            await platform.promote(first, who="me", reason="")
+            await platform.rollback("calc", 2, who="me", reason="")
+            with pytest.raises(EngineTimeout, match="did not answer in time"):
+                await platform.versions("calc")
+
+
+async def test_nobody_there_is_told_as_that() -> None:
+    platform = Platform("http://127.0.0.1:9")
+    platform.engine()._retries = 0
+    with pytest.raises(EngineUnavailable, match=r"no platform answers at .* start one"):
+        await platform.rollback("calc", who="me", reason="")
+    await platform.close()

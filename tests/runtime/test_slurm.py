@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from cray_agents.config import SLURM_OWN, Config
 from cray_agents.errors import SchedulerError, SetupError
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler import programs
 from cray_agents.runtime.scheduler.batch_script import batch_script
-from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
+from cray_agents.runtime.scheduler.choose import (
+    configured_scheduler,
+    missing_programs,
+    open_scheduler,
+)
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
@@ -119,6 +124,23 @@ def test_the_batch_script_is_golden() -> None:
         batch_script(wanted.model_copy(update={"ranks": 3}), Path("/l"))
     with pytest.raises(SchedulerError, match="environment"):
         batch_script(wanted.model_copy(update={"environment": {"A;B": "1"}}), Path("/l"))
+
+
+def test_what_the_script_sets_is_no_sites_to_set() -> None:
+    options = [line[10:] for line in GOLDEN.splitlines() if line.startswith("#SBATCH --")]
+    assert {option.partition("=")[0] for option in options} <= set(SLURM_OWN)
+
+
+def test_the_same_job_of_two_roots_has_two_names(tmp_path: Path) -> None:
+    names = {Slurm(tmp_path, root=root).job_name("job-1") for root in ("root_a", "root_b", "")}
+    assert len(names) == 3 and "job-1" in names
+    assert Slurm(tmp_path / "elsewhere", root="root_a").job_name("job-1") in names
+
+
+def test_options_that_nobody_takes_are_told(tmp_path: Path) -> None:
+    asked = {"home": tmp_path, "scheduler": "local", "slurm_options": ["--partition=gpu"]}
+    with configured_scheduler(Config.model_validate(asked)) as local:
+        assert "slurm_options are a site's and not used" in local.reason
 
 
 def test_the_script_passes_sigterm_on_and_refuses_a_second_start(tmp_path: Path) -> None:
@@ -230,6 +252,34 @@ def test_auto_takes_a_site_then_a_private_cluster_then_processes(
         assert "slurmctld did not come up" in local.reason
     with pytest.raises(SetupError, match="CLUSTER NAME MISMATCH"):
         open_scheduler("slurm", home)
+
+
+@slurm
+def test_two_roots_at_a_site_keep_to_their_own_jobs(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_scheduler("slurm", home) as private:
+        assert isinstance(private, Slurm)
+        assert private.cluster
+        monkeypatch.setenv("SLURM_CONF", str(private.cluster.configuration))
+
+        def opened(root: str, partition: str = "all") -> Slurm | LocalProcesses:
+            asked = {"home": tmp_path / root, "slurm_options": [f"--partition={partition}"]}
+            return configured_scheduler(Config.model_validate(asked))
+
+        with opened("one") as one, opened("two") as two, opened("one", "none") as wrong:
+            with pytest.raises(SchedulerError, match="partition"):
+                wrong.submit(command(home, "true", "other"))
+            first = one.submit(command(home, "sleep 60"))
+            assert two.status("job").state == "unknown"
+            assert two.submit(command(home, "exit 3")) != first
+            assert end_of(two).exit_code == 3
+            two.cancel("job")
+            assert one.status("job").state in ("queued", "running")
+            with opened("one") as again:  # of the same root, after a crash
+                assert again.submit(command(home, "true")) == first
+            one.cancel("job")
+            assert end_of(one).state == "cancelled"
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,18 +93,18 @@ def test_a_corrupt_resume_point_is_named_and_the_one_before_used(
 ) -> None:
     lab.dataset()
     spec = undisturbed[1].journal.spec()
-    job = lab.run(spec)
-    for path in (job.journal.folder / "status.json", job.journal.home.checkpoint(spec.id)):
-        path.unlink() if path.is_file() else shutil.rmtree(path)
+    job = lab.start(spec)
+    job.wait_for_step(4)
+    assert job.kill(signal.SIGTERM) == 75
     points = sorted((job.journal.folder / "megatron").glob("step-*"))
-    assert [p.name for p in points] == ["step-00000006", "step-00000008"]
+    assert len(points) == 2
     data = points[-1] / "rank-00000.bin"
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     resumed = lab.run(spec)
     assert f"{points[-1].name}: {data.name}" in resumed.log
-    assert "starts at step 6" in resumed.log
+    assert f"starts at step {int(points[0].name[5:])}" in resumed.log
     assert resumed.losses == undisturbed[1].losses
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from cray_agents.paths import Home
+from cray_agents.records import Manifest
+from cray_agents.trainers import job
 from cray_agents.trainers.journal import TAIL_BYTES, Journal, measures
 from cray_agents.trainers.megatron_trainer import read_status
 from cray_agents.training import Hyperparameters, JobSpec, JobStatus
@@ -88,3 +90,17 @@ def test_the_status_has_the_newest_steps_measures(journal: Journal) -> None:
     assert (running.step, running.metrics, running.trained_tokens) == (2, expected, 20)
     journal.write_status(JobStatus(id=name, state="failed", step=2, error="why"))
     assert read_status(home, name).metrics == expected
+
+
+def test_a_job_that_succeeds_keeps_its_newest_resume_point(journal: Journal) -> None:
+    for name in ("step-00000050", "step-00000100"):
+        (journal.folder / "megatron" / name).mkdir(parents=True)
+        (journal.folder / "megatron" / name / "rank-00000.bin").write_bytes(b"moments")
+    metrics = {"loss_first": 2.0, "loss_last": 1.0, "trained_tokens": 5, "seconds": 1.0}
+    told = Manifest(files={}, weights_sha256="0" * 64, metrics=metrics)
+    folder = journal.home.checkpoint(journal.job_id)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(told.model_dump_json())
+    assert job.run(journal) == 0
+    assert journal.ended and read_status(journal.home, journal.job_id).state == "succeeded"
+    assert [path.name for path in (journal.folder / "megatron").iterdir()] == ["step-00000100"]

@@ -1,0 +1,418 @@
+"""`models prune`: what nobody needs goes, what somebody needs stays, and so do all records."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import NotFound
+from cray_agents.generation import Generation
+from cray_agents.paths import Home
+from cray_agents.records import canonical
+from cray_agents.runtime import checkpoints, durable
+from cray_agents.runtime.host import Resident
+from cray_agents.runtime.lineage import lineage_of
+from cray_agents.runtime.pruning import Found, prune, set_aside
+from cray_agents.runtime.registry import Registry
+from cray_agents.scripted import ScriptedEngine
+from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.training import Hyperparameters, JobSpec, JobStatus
+from tests.cray_agents.command_line import cli
+from tests.loop_site import KINDS, echo, shape, site_loop
+from tests.runtime.gateways import checkpoint, served
+from tests.scripted_platform import PROBE, platform
+
+# a prune that is killed when it has set aside what it wants to delete
+KILLED = """
+import os, sys
+from pathlib import Path
+from cray_agents.paths import Home
+from cray_agents.runtime import pruning
+pruning.time.sleep = lambda seconds: os.kill(os.getpid(), 9)
+pruning.prune(Home(Path(sys.argv[1])), keep=1)
+"""
+
+
+class Site:
+    """A shared root whose versions are made by a job each, in a row: calc@2 from calc@1, ..."""
+
+    def __init__(self, directory: Path) -> None:
+        self.home, self.directory = Home(directory / "home"), directory
+        self.registry = Registry(self.home)
+        self.trainer = ScriptedTrainer(self.home, probe=PROBE)
+        base = checkpoint(directory / "base")
+        self.registry.register("calc", *self.registry.import_checkpoint(base))
+        self.registry.promote("calc", 1)
+
+    def spec(self, parent: int, dataset: str, **more: Any) -> JobSpec:
+        version = self.registry.resolve(f"calc@{parent}")
+        return JobSpec(
+            dataset=dataset,
+            parent=str(self.home.checkpoint(version.checkpoint)),
+            parent_sha256=version.weights_sha256,
+            hyperparameters=Hyperparameters(steps=2),
+            **more,
+        )
+
+    def make(self, parent: int, step: int | None = None, loop: str = "l", **more: Any) -> int:
+        """The next version; `step` of a loop, if one is given."""
+        dataset = f"ds-{len(self.registry.versions('calc'))}"
+        self.home.dataset(dataset).mkdir(parents=True)
+        about = {"loop": loop, "step": step} if step is not None else {}
+        (self.home.dataset(dataset) / "manifest.json").write_text(json.dumps(about))
+        job = self.trainer.submit(self.spec(parent, dataset, **more))
+        folder = self.home.job(job.id) / "megatron" / "step-00000002"
+        folder.mkdir(parents=True)
+        (folder / "rank-00000.bin").write_bytes(b"moments")
+        made = self.registry.register(
+            "calc", *self.registry.import_checkpoint(job.checkpoint or "")
+        )
+        return made.number
+
+    def generation(self, number: int, version: int, loop: str = "l", **more: Any) -> None:
+        told = Generation(
+            generation=number, holdout_success=0, holdout_tasks=0, version=f"calc@{version}", **more
+        )
+        path = self.home.loop(loop) / "generations" / f"{number}.json"
+        durable.create_file(path, canonical(told.model_dump(mode="json")))
+
+    def folder(self, number: int) -> Path:
+        return self.home.checkpoint(self.registry.resolve(f"calc@{number}").checkpoint)
+
+    def prune(self, **options: Any) -> Found:
+        return prune(self.home, **{"keep": 1, "grace": 0.0} | options)
+
+    @property
+    def left(self) -> list[int]:
+        """The versions whose weights are there."""
+        numbers = [version.number for version in self.registry.versions("calc")]
+        return [number for number in numbers if (self.folder(number) / "manifest.json").exists()]
+
+    @property
+    def points(self) -> list[int]:
+        """The versions whose jobs have a resume point."""
+        found = []
+        for version in self.registry.versions("calc"):
+            folder = self.home.job(version.job or "none") / "megatron"
+            found += [version.number for _ in folder.glob("step-*")]
+        return found
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def row(site: Site, count: int) -> None:
+    """So many versions in a row, of which nothing but their making is known."""
+    for number in range(1, count):
+        site.make(number)
+
+
+def test_what_is_neither_promoted_nor_the_newest_goes(site: Site) -> None:
+    row(site, 6)
+    for number in (2, 4):
+        site.registry.promote("calc", number)
+    site.registry.reject("calc", 5, who="loop l")
+    untouched = site.left, site.points
+    told = site.prune(dry_run=True)
+    assert (site.left, site.points) == untouched == ([1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6])
+    done = site.prune()
+    assert done.weights.keys() == told.weights.keys() == {"calc@1", "calc@3", "calc@5"}
+    assert done.weights == told.weights and done.points == told.points
+    assert done.bytes == told.bytes > 0
+    assert done.kept == {
+        "calc@4": "promoted",
+        "calc@2": "was promoted before",
+        "calc@6": "the newest",
+    }
+    assert site.left == site.points == [2, 4, 6]
+    assert site.prune().bytes == 0
+    assert not list(site.folder(1).parent.glob(".*"))
+
+
+def test_keep_says_how_far_back_a_rollback_may_go(site: Site) -> None:
+    row(site, 6)
+    for number in (2, 3, 4):
+        site.registry.promote("calc", number)
+    site.registry.roll_back("calc", 3)
+    assert site.prune(keep=2).kept.keys() == {"calc@2", "calc@3", "calc@4", "calc@1", "calc@6"}
+    assert site.prune(keep=1).weights.keys() == {"calc@1"}  # 4 served before 3, 2 before that
+    assert site.registry.before("calc").id == "calc@2" and 2 in site.left
+
+
+def test_records_of_what_was_pruned_stay(site: Site) -> None:
+    row(site, 4)
+    site.registry.reject("calc", 2, who="loop l", reason="worse")
+    before = {one["id"]: one["parent"] for one in lineage_of(site.registry, "calc")}
+    site.prune()
+    assert site.left == [1, 4]
+    assert {one["id"]: one["parent"] for one in lineage_of(site.registry, "calc")} == before
+    assert [event.version for event in site.registry.history("calc")] == [1, 2]
+    record = checkpoints.record_of(site.folder(2))
+    assert (record.job, record.metrics["steps"]) == (site.registry.resolve("calc@2").job, 2)
+    for use in (checkpoints.read_manifest, checkpoints.verify, checkpoints.config_sha256):
+        with pytest.raises(NotFound, match="removed by `cray-agents models prune`") as refused:
+            use(site.folder(2))
+        assert refused.value.code == "pruned"
+
+
+def test_what_was_pruned_can_be_taken_in_again(site: Site) -> None:
+    row(site, 3)
+    site.registry.promote("calc", 2)
+    site.registry.promote("calc", 3)
+    site.prune()
+    assert site.left == [2, 3]
+    again = site.registry.import_checkpoint(site.directory / "base")
+    assert site.registry.register("calc", *again).number == 1
+    assert site.left == [1, 2, 3]
+
+
+def test_what_jobs_and_replicas_need_stays(site: Site) -> None:
+    row(site, 7)
+    later = ScriptedTrainer(site.home, held=True)
+    source = site.registry.resolve("calc@4").job
+    for number, more in ((2, {}), (3, {"optimizer_from": source})):
+        later.submit(site.spec(number, f"later-{number}", **more))
+    done = site.prune(held=lambda: ["calc@5", "calc@9", "other@1"])
+    assert site.left == [1, 2, 3, 5, 7]
+    assert site.points == [2, 3, 4, 5, 7]  # of 4 the optimizer goes on
+    assert done.kept["calc@5"] == "a replica holds it"
+    assert done.kept["calc@2"].endswith("which has not ended")
+    for folder in site.home.jobs.iterdir():
+        if not (folder / "status.json").exists():
+            later.cancel(folder.name)
+    site.prune()
+    assert (site.left, site.points) == ([1, 7], [7])
+
+
+def test_a_canary_and_what_an_adapter_is_over_stay(site: Site) -> None:
+    row(site, 3)
+    base = site.registry.import_checkpoint(checkpoint(site.directory / "another", b"other"))
+    assert site.registry.register("calc", *base).number == 4
+    site.make(4)
+    site.make(1)
+    (site.folder(5) / checkpoints.ADAPTER).mkdir()
+    site.registry.promote("calc", 5)
+    site.registry.start_canary("calc", 2, who="me", reason="", numbers={})
+    done = site.prune()
+    assert site.left == [1, 2, 4, 5, 6]
+    assert done.kept["calc@2"] == "its canary runs"
+    assert done.kept["calc@4"] == "calc@5 is an adapter over it"
+
+
+def test_a_loop_finds_what_it_goes_on_from(site: Site) -> None:
+    """Candidates that were passed on unpromoted, a generation that is under way, two loops."""
+    site.generation(0, 1)
+    for step in (1, 2, 3):
+        number = site.make(step, step)
+        site.generation(step, number, promoted=False, onward=f"calc@{number}")
+    candidate = site.make(4, 4)  # its generation has no record yet
+    newest = site.make(1, None)
+    assert (candidate, newest) == (5, 6)
+    done = site.prune()
+    assert (site.left, site.points) == ([1, 4, 5, 6], [4, 5, 6])
+    assert done.kept["calc@4"] == "loop l goes on from it"
+    assert done.kept["calc@5"] == "generation 4 of loop l has not ended"
+    site.generation(4, candidate, promoted=False)  # rejected: it goes on from the promoted one
+    site.prune()
+    assert site.left == [1, 6]
+
+
+def test_a_loop_that_samples_from_older_versions_finds_them(site: Site) -> None:
+    site.generation(0, 1)
+    for step in (1, 2, 3, 4):
+        number = site.make(step, step)
+        site.generation(step, number, promoted=False, onward=f"calc@{number}")
+    path = site.home.loop("l") / "journal" / "settings-1.json"
+    durable.create_file(path, canonical({"staleness": 2}))
+    site.prune()
+    assert site.left == [1, 3, 4, 5]
+
+
+def test_one_name_is_pruned_alone(site: Site) -> None:
+    row(site, 4)
+    for number in (1, 2, 3):
+        version = site.registry.resolve(f"calc@{number}")
+        manifest = checkpoints.read_manifest(site.folder(number))
+        if number == 2:
+            site.registry.register("other", version.checkpoint, manifest)
+    assert site.prune(name="other").weights == {}
+    assert site.left == [1, 2, 3, 4]
+    done = site.prune(name="calc")
+    assert done.weights.keys() == {"calc@3"} and site.left == [1, 2, 4]
+    assert done.kept["calc@2"] == "the same checkpoint as other@1"
+    with pytest.raises(NotFound, match="nobody"):
+        site.prune(name="nobody")
+
+
+def test_what_is_chosen_meanwhile_comes_back(site: Site) -> None:
+    """Between setting aside and deleting, a replica has come to hold calc@2."""
+    row(site, 4)
+    looks: list[int] = []
+
+    def held() -> list[str]:
+        looks.append(len(site.left))
+        return ["calc@2"] if len(looks) == 2 else []
+
+    done = site.prune(held=held)
+    assert looks == [4, 2]
+    assert site.left == [1, 2, 4] and done.weights.keys() == {"calc@3"}
+    assert checkpoints.verify(site.folder(2)).job is not None
+    assert not checkpoints.pruned_file(site.folder(2)).exists()
+
+
+def test_a_killed_prune_is_finished_by_the_next(site: Site) -> None:
+    row(site, 5)
+    argv = [sys.executable, "-c", KILLED, str(site.home.root)]
+    assert subprocess.run(argv, check=False).returncode == -signal.SIGKILL
+    assert site.left == [1, 5] and len(set_aside(site.home)) == 3
+    with pytest.raises(NotFound, match="models prune"):
+        checkpoints.read_manifest(site.folder(3))
+    done = site.prune(held=lambda: ["calc@3"])  # as of a swap that was under way
+    assert site.left == [1, 3, 5] and not set_aside(site.home)
+    assert len(done.drafts) == 2 and done.bytes > 0
+    checkpoints.verify(site.folder(3))
+
+
+def test_drafts_of_dead_processes_are_swept(site: Site) -> None:
+    folder = site.folder(1).parent
+    for name in (".hf-1.draft_old", ".hf-2.draft_young", ".job-3.1", ".x.aside_y", ".x.old_y"):
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_bytes(b"half")
+    ago = time.time() - 2 * checkpoints.DRAFT_SECONDS
+    for name in (".hf-1.draft_old", ".job-3.1", ".x.aside_y"):
+        for path in (folder / name / "model.safetensors", folder / name):
+            os.utime(path, (ago, ago))
+    assert checkpoints.sweep(site.home) == 3 * len(b"half")
+    assert sorted(p.name for p in folder.glob(".*")) == [".hf-2.draft_young", ".x.aside_y"]
+    assert site.prune().drafts.keys() == {".x.aside_y"}
+    assert site.left == [1]
+
+
+def test_jobs_that_failed_or_were_cancelled_keep_no_resume_points(site: Site) -> None:
+    trainer = ScriptedTrainer(site.home, failures={0: "no luck"})
+    failed = trainer.submit(site.spec(1, "a"))
+    held = ScriptedTrainer(site.home, held=True)
+    cancelled, going = (held.submit(site.spec(1, dataset)) for dataset in ("b", "c"))
+    held.cancel(cancelled.id)
+    for job in (failed, cancelled, going):
+        for name in ("step-00000001", "step-00000002", ".step-00000003.1"):
+            point = site.home.job(job.id) / "megatron" / name
+            point.mkdir(parents=True)
+            (point / "rank-00000.bin").write_bytes(b"moments")
+    assert site.prune().points == {failed.id: 21, cancelled.id: 21}
+    assert len(list((site.home.job(going.id) / "megatron").iterdir())) == 3
+
+
+class Pointed(ScriptedTrainer):
+    """Leaves a resume point of each job, and finds that which its optimizer goes on from."""
+
+    def submit(self, spec: JobSpec) -> JobStatus:
+        if spec.optimizer_from is not None:
+            assert list((self.home.job(spec.optimizer_from) / "megatron").glob("step-*")), spec
+        (self.home.job(spec.id) / "megatron" / "step-00000001").mkdir(parents=True, exist_ok=True)
+        return super().submit(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rft", "async"])
+def test_a_loop_beside_which_it_is_pruned_all_the_while_ends_the_same(
+    tmp_path: Path, kind: str
+) -> None:
+    """Its versions, its optimizers and, in the asynchronous one, what it still samples from."""
+
+    def run(root: Path, *, pruned: bool) -> tuple[list[Any], list[Found]]:
+        over, found = threading.Event(), list[Found]()
+
+        def work(url: str) -> None:
+            def held() -> list[str]:
+                with urllib.request.urlopen(f"{url}/v1/pool") as answer:
+                    return [v for r in json.load(answer)["data"] for v in r["versions"]]
+
+            while not over.is_set():
+                found.append(prune(Home(root), keep=1, held=held, grace=0.1))
+
+        trainer = Pointed(Home(root), {"trained_tokens": 5, "seconds": 1.0}, PROBE)
+        with platform(root, ScriptedEngine(echo), trainer=trainer) as where:
+            thread = threading.Thread(target=work, args=(where.url,))
+            if pruned:
+                thread.start()
+            try:
+                loop = site_loop(platform=where, **KINDS[kind])
+                return shape(list(loop.run(4))), found
+            finally:
+                over.set()
+                if pruned:
+                    thread.join()
+
+    undisturbed, _ = run(tmp_path / "undisturbed", pruned=False)
+    disturbed, found = run(tmp_path / "pruned", pruned=True)
+    assert disturbed == undisturbed
+    assert any(each.weights for each in found) and any(each.points for each in found)
+
+
+@pytest.fixture
+def claimed(tmp_path: Path) -> Iterator[Callable[[str], None]]:
+    """Writes down where the platform of the home is, under the pid of a process that lives."""
+    argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+
+        def write(url: str) -> None:
+            info = {"url": url, "name": "calc", "started": 0.0, "pid": process.pid}
+            Home(tmp_path / "home").platform.write_text(json.dumps(info))
+
+        yield write
+
+
+async def test_the_command_beside_a_platform(
+    tmp_path: Path, claimed: Callable[[str], None]
+) -> None:
+    site = Site(tmp_path)
+    row(site, 5)
+    engines = [ScriptedEngine(lambda request, version: version) for _ in range(2)]
+
+    async def models(*words: str) -> subprocess.CompletedProcess[str]:
+        home = str(site.home.root)
+        return await asyncio.to_thread(partial(cli, "models", *words, "--home", home, cwd=tmp_path))
+
+    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+        claimed(gateway.url)
+        assert (await gateway.call("POST", "/v1/models/calc/versions/3/stage"))[0] == 200
+        dry = json.loads((await models("prune", "calc", "--dry-run", "--json")).stdout)
+        assert dry["weights"].keys() == {"calc@2", "calc@4"} and dry["dry_run"]
+        assert dry["kept"]["calc@3"] == "a replica holds it"
+        said = await models("prune", "calc")
+        assert said.returncode == 0 and "calc@3 stays: a replica holds it" in said.stdout
+        assert "given back" in said.stdout and site.left == [1, 3, 5]
+        told = "removed by `cray-agents models prune`"
+        for path, body in (
+            ("calc/versions/2/stage", {}),
+            ("calc/promote", {"version": 2}),
+            ("calc/rollback", {"to": 2, "force": True}),
+        ):
+            status, refused = await gateway.call("POST", f"/v1/models/{path}", json=body)
+            assert status == 404 and told in refused["error"]["message"], path
+        site.home.dataset("ds").mkdir()
+        job = {"dataset": "ds", "parent": "calc@2", "hyperparameters": {"steps": 1}}
+        status, refused = await gateway.call("POST", "/v1/jobs", json=job)
+        assert (status, refused["error"]["param"]) == (404, "parent")
+        assert told in refused["error"]["message"]
+        assert (await gateway.ask("hi")).text == "calc@1"
+        rows = json.loads((await models("list", "--json")).stdout)
+        assert [row["id"] for row in rows if not row["weights"]] == ["calc@2", "calc@4"]
+        shown = json.loads((await models("show", "calc@2", "--json")).stdout)
+        assert shown["manifest"]["metrics"]["steps"] == 2 and not shown["weights"]
+    said = await models("prune")
+    assert said.returncode == 2 and "try again in a moment" in " ".join(said.stderr.split())
