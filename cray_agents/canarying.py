@@ -42,7 +42,7 @@ class Canarying:
                 await self._begin(candidate, who, number)
                 await self._watch(candidate.name)
                 ended = await self._ended(candidate)
-        promoted = ended["kind"] == "promoted" or ended["reason"].endswith("is promoted")
+        promoted = ended["kind"] == "promoted" or ended["reason"] == f"{candidate.id} is promoted"
         decision = _decision(ended, promoted)
         told: Any = {"who": who, "reason": decision.reason, "numbers": ended["numbers"]}
         if not promoted:

@@ -12,7 +12,14 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cray_agents.errors import Corrupt, CrayError, EngineError, EngineUnavailable, SwapError
+from cray_agents.errors import (
+    Corrupt,
+    CrayError,
+    EngineError,
+    EngineUnavailable,
+    PoolBusy,
+    SwapError,
+)
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.held import Held
@@ -117,7 +124,7 @@ class Adapters:
     async def make_room(self, new: Held, kept: Collection[str], seconds: float) -> None:
         """Let one more be loaded: unload all but `kept`, once no request needs them.
 
-        Raises SwapError when there is no room after so long; Overtaken.
+        Raises PoolBusy when there is no room after so long; Overtaken.
         """
 
         def idle() -> bool:
@@ -128,7 +135,7 @@ class Adapters:
             try:
                 await self._news.until(idle, seconds)
             except TimeoutError:
-                raise SwapError(
+                raise PoolBusy(
                     f"there is no room for the adapter of {new.version}: {', '.join(self._loaded)} "
                     f"are loaded, and each is needed or was answering requests for {seconds:g} s"
                 ) from None

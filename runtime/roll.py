@@ -6,7 +6,7 @@ Called by pool.py, which lets one change at a time begin. Read next: seat.py, ho
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from cray_agents.errors import Overtaken, SwapError
+from cray_agents.errors import Overtaken, PoolBusy, SwapError
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.held import Held
 from cray_agents.runtime.seat import Seat
@@ -35,7 +35,8 @@ async def roll(
         except SwapError as error:
             failed.append((seat, error))
     if not reports:
-        raise failed[0][1]
+        errors = [error for _, error in failed]
+        raise next((error for error in errors if not isinstance(error, PoolBusy)), errors[0])
     for seat, why in failed:
         if seat.state != "out":  # it went back when nobody had proven the new version yet
             await seat.leave_out(new, str(why))
@@ -50,7 +51,7 @@ async def stage(
     Where it is an adapter over what seats hold, any of them will do, and of the adapters there
     `former` stays too.
     Where one that served nothing cannot prove it, that seat is to blame, and the next is asked.
-    Raises SwapError, also when there is none to spare.
+    Raises SwapError; PoolBusy when there is none to spare.
     """
     over = sorted(
         (seat for seat in seats if seat.adapts(new)),
@@ -61,7 +62,7 @@ async def stage(
     left = list(seats)
     free = spare(left, needed)
     if not free:
-        raise SwapError(
+        raise PoolBusy(
             f"no replica can be spared: each is the only one that serves one of "
             f"{', '.join(sorted(needed))}. Start the platform with more --replicas, or end the "
             "canary first"

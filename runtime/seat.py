@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from cray_agents.errors import CrayError, EngineUnavailable, Overtaken, SwapError
+from cray_agents.errors import CrayError, EngineUnavailable, Overtaken, PoolBusy, SwapError
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.adapters import Adapters
@@ -189,7 +189,7 @@ class Seat:
         try:
             await self._adapters.make_room(new, needed, self._drain_timeout)
             report = await self._adapters.load(new)
-        except Overtaken:
+        except (Overtaken, PoolBusy):
             raise
         except (CrayError, OSError) as error:
             raise SwapError(f"{error}. {', '.join(base.versions)}: served on") from error
@@ -324,7 +324,7 @@ class Seat:
     async def _drain(self, before: State, new: Held, kept: str | None = None) -> None:
         """Wait for the requests in flight, but not those under `kept`.
 
-        Raises SwapError; then all is as it was before.
+        Raises PoolBusy; then all is as it was before.
         """
         try:
             await self._news.until(lambda: self._drained(new, kept), self._drain_timeout)
@@ -333,7 +333,7 @@ class Seat:
             raise
         except TimeoutError:
             self._set(before)
-            raise SwapError(
+            raise PoolBusy(
                 f"{self.in_flight} requests were still running after "
                 f"{self._drain_timeout:g} s; {new.version} was not loaded"
             ) from None

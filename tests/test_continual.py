@@ -32,7 +32,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
 from cray_agents.training import Hyperparameters
 from cray_agents.transport import Transport
-from tests.runtime.gateways import served
+from tests.runtime.gateways import checkpoint, served, until
 from tests.scripted_platform import PROBE, platform
 
 POLL = 0.02
@@ -312,12 +312,14 @@ class Dying(Transport):
         super().__init__(url, None)
         self.said, self.fatal, self.after = 0, fatal, after
 
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: dict[str, Any], *, patient: bool = False, once: str = ""
+    ) -> dict[str, Any]:
         self.said += 1
         last = self.said == self.fatal
         if last and not self.after:
             raise Killed
-        answered = await super().post(path, body)
+        answered = await super().post(path, body, patient=patient, once=once)
         if last:
             raise Killed
         return answered
@@ -412,6 +414,28 @@ async def test_a_canary_judges_where_nothing_is_held_out(
         now = await where.promoted("calc")
         assert now is not None
         assert now.number == (2 if better else 1)
+        await where.close()
+
+
+async def test_who_promotes_another_version_has_the_last_word(tmp_path: Path) -> None:
+    others = [Resident(ScriptedEngine(said_by))]
+    trainer = partial(ScriptedTrainer, probe=PROBE)
+    async with served(tmp_path, ScriptedEngine(said_by), others=others, trainer=trainer) as gateway:
+        where = Platform(gateway.url)
+        for session in range(8):
+            reply = await gateway.ask(f"hi {session}", headers={"X-Session-Id": str(session)})
+            await where.reward(reply.run_id, float(session % 2))
+        loop = live_traffic(where=where, watch=Watch(runs=4, poll=POLL, canary_sessions=8000))
+        watching = asyncio.create_task(updates(loop, 1))
+        registry = gateway.services.registry
+        await until(lambda: registry.canary("calc") is not None)
+        other = await where.register("calc", str(checkpoint(tmp_path / "other", b"other")))
+        await where.promote(other, who="me", reason="I know better")
+        (_, update) = await watching
+        assert (update.version, update.promoted) == ("calc@2", False)
+        assert registry.resolve("calc") == other
+        last = registry.history("calc")[-1]
+        assert (last.version, last.kind) == (2, "rejected")
         await where.close()
 
 

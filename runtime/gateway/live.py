@@ -142,7 +142,8 @@ class Live:
         return "control" if incumbent is not None and versions == {incumbent.id} else None
 
     def _judge(self, canary: Canary) -> None:
-        if canary.decided is None:
+        current = self._canaries.get(canary.start.name) is canary
+        if current and canary.decided is None:
             verdict, reason = canary.verdict()
             if verdict != "continue":
                 canary.decided = verdict

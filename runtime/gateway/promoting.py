@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # services.py makes this
 log = logging.getLogger(__name__)
 
 BY_ITSELF = "canary"  # who ends or promotes a canary when its test does
+JUDGED_AGAIN = 60.0  # seconds after a verdict that could not be carried out
 
 
 class Promoting:
@@ -57,6 +58,7 @@ class Promoting:
         self._changing = asyncio.Lock()
         self._line = asyncio.Lock()  # in which all wait but rollbacks
         self._coming: ModelVersion | None = None  # being proven, to be promoted
+        self._cut_off = False  # whether a rollback came before all replicas held what was promoted
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def stage(self, version: ModelVersion) -> ProbeReport:
@@ -79,46 +81,32 @@ class Promoting:
         keeps it from being promoted, which raises Overtaken.
         """
         async with self._line, self._changing:
-            self._coming = version
-            try:
-                await self._prove(version)
-            finally:
-                self._coming = None
-            await self._end(version.name, who, f"{version.id} is promoted")
-            event = await asyncio.to_thread(
-                self._registry.promote,
-                version.name,
-                version.number,
-                who=who,
-                reason=reason,
-                numbers=numbers,
-            )
-            self._tell()
-            with suppress(Overtaken):
-                await self._swap(version)
-        return event
+            return await self._promote(version, who, reason, numbers)
 
     async def roll_back(
         self, name: str, to: int | None, *, who: str, reason: str, force: bool = False
     ) -> ModelEvent:
         """Let the bare name mean what it meant before, or `to`. Raises BadInput, SwapError.
 
-        Before a promotion that is under way: then the name goes on to mean what it means.
+        Before a promotion that is under way: then the name goes on to mean what it means. Where it
+        is refused, or fails, what gave way to it goes on.
         """
         coming = self._coming
+        self._back(name, to, force, coming)  # what is refused overtakes nothing
         async with self._overtaking():
-            version = self._registry.promoted(name)
-            taken_back = coming is not None and coming.name == name and coming != version
-            if version is None or to is not None or not taken_back:
-                version = self._registry.before(name, to, force=force)
-            await self._prove(version)
-            await self._end(name, who, f"rolled back to {version.id}")
-            event = await asyncio.to_thread(
-                self._registry.roll_back, name, version.number, who=who, reason=reason
-            )
+            try:
+                version = self._back(name, to, force, coming)
+                await self._prove(version)
+                await self._end(name, who, f"rolled back to {version.id}")
+                event = await asyncio.to_thread(
+                    self._registry.roll_back, name, version.number, who=who, reason=reason
+                )
+            except BaseException:
+                if self._cut_off:
+                    self._spawn(self._go_on(name))
+                raise
             self._tell()
-            with suppress(Overtaken):
-                await self._swap(version)
+            await self._spread(version)
         return event
 
     async def start_canary(
@@ -159,12 +147,9 @@ class Promoting:
     async def stop_canary(self, name: str, *, who: str, reason: str) -> ModelEvent:
         """Answer all sessions by the promoted version again. Raises NotFound."""
         async with self._line, self._changing:
-            event = await self._end(name, who, reason or "ended")
-            if event is None:
-                raise NotFound(f"no canary of {name!r} is running", param="name")
-            self._tell()
-            with suppress(Overtaken):
-                await self._restore(name)
+            event = await self._stop_canary(name, who, reason or "ended")
+        if event is None:
+            raise NotFound(f"no canary of {name!r} is running", param="name")
         return event
 
     async def close(self) -> None:
@@ -184,6 +169,62 @@ class Promoting:
         finally:
             self._changing.release()
 
+    async def _promote(
+        self, version: ModelVersion, who: str, reason: str, numbers: dict[str, Any] | None
+    ) -> ModelEvent:
+        self._coming = version
+        try:
+            await self._prove(version)
+        finally:
+            self._coming = None
+        await self._end(version.name, who, f"{version.id} is promoted")
+        event = await asyncio.to_thread(
+            self._registry.promote,
+            version.name,
+            version.number,
+            who=who,
+            reason=reason,
+            numbers=numbers,
+        )
+        self._tell()
+        await self._spread(version)
+        return event
+
+    def _back(
+        self, name: str, to: int | None, force: bool, coming: ModelVersion | None
+    ) -> ModelVersion:
+        """Where a rollback goes. Raises BadInput, NotFound."""
+        version = self._registry.promoted(name)
+        taken_back = coming is not None and coming.name == name and coming != version
+        if version is None or to is not None or not taken_back:
+            return self._registry.before(name, to, force=force)
+        return version
+
+    async def _spread(self, version: ModelVersion) -> None:
+        """Let all replicas hold the promoted version, unless a rollback comes first."""
+        self._cut_off = True
+        with suppress(Overtaken):
+            await self._swap(version)
+            self._cut_off = False
+
+    async def _go_on(self, name: str) -> None:
+        """Do what a rollback cut off that came to nothing."""
+        try:
+            async with self._line, self._changing:
+                version = self._registry.promoted(name)
+                if self._cut_off and version is not None and self._registry.canary(name) is None:
+                    await self._spread(version)
+        except CrayError as error:
+            log.error("%s is not on every replica: %s", name, error)
+
+    async def _stop_canary(self, name: str, who: str, reason: str) -> ModelEvent | None:
+        event = await self._end(name, who, reason)
+        if event is not None:
+            self._tell()
+            with suppress(Overtaken):
+                await self._restore(name)
+        return event
+
     async def _end(self, name: str, who: str, reason: str) -> ModelEvent | None:
         canary = self.live.canary(name)
         numbers = canary.numbers() if canary is not None else {}
@@ -201,11 +242,14 @@ class Promoting:
 
     async def _stage(self, version: ModelVersion) -> ProbeReport:
         canary = self._registry.canary(version.name)
-        if canary is not None and version == self._registry.promoted(version.name):
+        promoted = self._registry.promoted(version.name)
+        if canary is not None and version == promoted:
             for replica in self._pool.status():  # it is served, and the canary's replica stays
                 if replica["version"] == version.id and replica["probe"]:
                     return ProbeReport.model_validate(replica["probe"])
-        needed = [f"{canary.name}@{canary.version}"] if canary is not None else []
+        needed = [promoted.id] if promoted is not None else []
+        if canary is not None:
+            needed.append(f"{canary.name}@{canary.version}")
         directory, probe = await self._proof_of(version)
         return await self._timed(
             version, self._pool.stage(directory, version.id, probe, needed=needed)
@@ -295,17 +339,19 @@ class Promoting:
     async def _carry_out(self, canary: Canary, verdict: Verdict, reason: str) -> None:
         name = canary.start.name
         try:
-            if verdict == "promote":
-                version = self._registry.resolve(canary.version)
-                numbers = canary.numbers()
-                await self.promote(version, who=BY_ITSELF, reason=reason, numbers=numbers)
-                return
-            log.error("the canary %s is rolled back: %s", canary.version, reason)
-            await self.stop_canary(name, who=BY_ITSELF, reason=f"rolled back: {reason}")
-        except NotFound:  # somebody else has ended it
-            return
+            async with self._line, self._changing:
+                if self._registry.canary(name) != canary.start:
+                    return  # somebody else has ended it
+                if verdict == "promote":
+                    version = self._registry.resolve(canary.version)
+                    await self._promote(version, BY_ITSELF, reason, canary.numbers())
+                else:
+                    log.error("the canary %s is rolled back: %s", canary.version, reason)
+                    await self._stop_canary(name, BY_ITSELF, f"rolled back: {reason}")
         except CrayError as error:
             log.error("after the canary %s (%s): %s", canary.version, reason, error)
+            await asyncio.sleep(JUDGED_AGAIN)
+            canary.decided = None  # it goes on, and so does its judgement
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

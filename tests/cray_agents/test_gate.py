@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from cray_agents import Platform, ScriptedEngine
 from cray_agents.gate import Gate, Passing
@@ -82,6 +83,30 @@ async def replicas(where: Platform) -> list[dict[str, Any]]:
         return await where.pool()
     finally:
         await where.close()
+
+
+def test_a_candidate_waits_for_a_canary_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cray_agents.gate.BUSY_SECONDS", 0.05)
+    with platform(tmp_path, Watched(), others=[Watched()]) as where:
+        list(site_loop(platform=where).run(2))
+
+        async def work() -> None:
+            told = asyncio.Queue[str]()
+            gate, promoted = Gate(where, told.put_nowait), await where.promoted("m")
+            assert promoted is not None
+            other, new = [v for v in await where.versions("m") if not v["promoted"]]
+            await where.canary(ModelVersion.model_validate(other))
+            candidate = ModelVersion.model_validate(new)
+            staging = asyncio.create_task(gate.stage(candidate))
+            assert "end the canary first" in await asyncio.wait_for(told.get(), 20)
+            await where.stop_canary("m")
+            assert (await asyncio.wait_for(staging, 20)).passed
+            assert held(await where.pool()) == sorted([promoted.id, candidate.id])
+            await where.close()
+
+        asyncio.run(work())
 
 
 def test_calls_of_the_incumbent_pass_while_a_candidate_is_loaded(tmp_path: Path) -> None:

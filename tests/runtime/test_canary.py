@@ -249,7 +249,7 @@ async def test_what_cannot_be_a_canary(tmp_path: Path, script: Script) -> None:
         third = {"checkpoint": str(checkpoint(tmp_path / "third", b"third"))}
         await gateway.call("POST", "/v1/models/calc/versions", json=third)
         status, refused = await gateway.call("POST", "/v1/models/calc/versions/3/stage", json={})
-        assert (status, refused["error"]["code"]) == (409, "swap_failed")
+        assert (status, refused["error"]["code"]) == (409, "pool_busy")
         assert held(gateway) == ["calc@1", "calc@2"]
 
 

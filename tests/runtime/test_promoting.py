@@ -8,11 +8,13 @@ import shutil
 import signal
 import threading
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from cray_agents.paths import Home
 from cray_agents.ports import Exchange
@@ -240,10 +242,76 @@ async def test_a_candidate_is_staged_after_the_rollback_that_overtook_it(tmp_pat
             engines[1 - first].end.set()
             await until(lambda: gateway.pool.status()[1 - first]["in_flight"] == 0)
             rolling_back = asyncio.create_task(change(gateway, "rollback"))
-            await until(lambda: "calc@1" in held(gateway))
+            await until(lambda: gateway.services.registry.resolve("calc").number == 1)
             assert (await gateway.ask("hi")).text == "calc@1" and not staging.done()
         assert (await rolling_back)["version"] == 1
         assert (await staging)["passed"] and held(gateway) == ["calc@1", "calc@3"]
+
+
+@pytest.mark.parametrize("to", [99, 3])
+async def test_a_rollback_that_comes_to_nothing_stops_no_promotion(tmp_path: Path, to: int) -> None:
+    engines = [Holding(), Holding()]
+    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+        await register(gateway, tmp_path, b"second", b"third")
+        async with streaming(gateway, *engines):
+            promoting = asyncio.create_task(change(gateway, "promote", version=2))
+            await until(lambda: held(gateway) == ["calc@1", "calc@2"])
+            await until(lambda: "swapping" in states(gateway))
+            gone = gateway.services.registry.resolve("calc@3").checkpoint
+            shutil.rmtree(gateway.services.home.checkpoint(gone))
+            body = {"to": to, "force": True}
+            status, _ = await gateway.call("POST", f"{MODELS}/rollback", json=body)
+            assert status >= 400
+        assert (await promoting)["version"] == 2
+        await until(lambda: held(gateway) == ["calc@2", "calc@2"])
+        assert [kind for _, kind, _ in await history(gateway)] == ["promoted", "promoted"]
+
+
+@asynccontextmanager
+async def almost_promoted(
+    gateway: Gateway, version: int, engines: Sequence[Holding]
+) -> AsyncIterator[None]:
+    """Meanwhile a canary waits for the one session that will let it be promoted, in flight."""
+    body = {"version": version, "share": 0.5, "promote_after": 2}
+    await change(gateway, "canary", **body)
+    canary = gateway.services.promoting.live.canary("calc")
+    assert canary is not None
+    ours = [session for session in map(str, range(100)) if canary.draws(session)]
+    assert (await gateway.ask("hi", headers={"X-Session-Id": ours[0]})).text == canary.version
+    last = {"X-Session-Id": ours[1]}
+    stream = asyncio.create_task(gateway.ask("hi", stream=True, headers=last))
+    await until(lambda: sum(r["in_flight"] for r in gateway.pool.status()) == 1)
+    yield
+    for engine in engines:
+        engine.end.set()
+    assert (await stream).body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_canary_that_was_stopped_is_not_promoted(tmp_path: Path) -> None:
+    engines = [Holding(), Holding()]
+    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+        await register(gateway, tmp_path, b"second")
+        async with almost_promoted(gateway, 2, engines):
+            stopping = asyncio.create_task(gateway.call("DELETE", f"{MODELS}/canary"))
+            await until(lambda: gateway.services.registry.canary("calc") is None)
+        assert (await stopping)[0] == 200
+        await until(lambda: held(gateway) == ["calc@1", "calc@1"])
+        kinds = [kind for _, kind, _ in await history(gateway)]
+        assert kinds == ["promoted", "canary_started", "canary_ended"]
+
+
+async def test_a_canary_does_not_undo_a_rollback_that_was_first(tmp_path: Path) -> None:
+    engines = [Holding(), Holding()]
+    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+        await register(gateway, tmp_path, b"second", b"third")
+        await change(gateway, "promote", version=2)
+        async with almost_promoted(gateway, 3, engines):
+            rolling_back = asyncio.create_task(change(gateway, "rollback"))
+            await until(lambda: "swapping" in states(gateway))
+        assert (await rolling_back)["version"] == 1
+        assert (await gateway.ask("hi")).text == "calc@1" and held(gateway) == ["calc@1"] * 2
+        kinds = [kind for _, kind, _ in await history(gateway)]
+        assert kinds[2:] == ["canary_started", "canary_ended", "rolled_back"]
 
 
 async def _ask_on(gateway: Gateway) -> None:

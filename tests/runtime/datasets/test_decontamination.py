@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, Corrupt
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe, Decontamination
 from cray_agents.records import Event, Run
@@ -226,6 +226,26 @@ async def test_the_inputs_of_held_out_tasks_are_held(tmp_path: Path) -> None:
     assert [texts.match(text) for text in ("1 + 1", "free", "9 + 9")] == [None] * 3
     assert Held.of(store, home, recipe_of(loop=None)).match("9+9") is not None
     assert len(Held.of(store, home, recipe_of(holdout=False))) == 0
+    await store.close()
+
+
+async def test_what_a_loop_wrote_down_is_held(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    store = Store(home)
+    for loop, text in (("calc", "7 + 8"), ("other", "9 + 9")):
+        journal = home.loop(loop) / "journal"
+        journal.mkdir(parents=True)
+        (journal / "settings-1.json").write_text("{}")
+        entry = {"inputs": [["test task t", text]]}
+        (journal / "held-0123.json").write_text(json.dumps(entry))
+    assert Held.of(store, home, recipe_of()).match("7+8") == ("test task t", "7 + 8", 1.0, "equal")
+    assert Held.of(store, home, recipe_of()).match("9+9") is None
+    assert Held.of(store, home, recipe_of(loop=None)).match("9+9") is not None
+    assert len(Held.of(store, home, recipe_of(holdout=False))) == 0
+    assert len(Held.of(store, home, recipe_of(loop="../loops/calc"))) == 0
+    (home.loop("calc") / "journal" / "held-4567.json").write_text('{"inputs": [["lost"')
+    with pytest.raises(Corrupt, match="held-4567"):
+        Held.of(store, home, recipe_of())
     await store.close()
 
 
