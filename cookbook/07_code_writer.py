@@ -67,7 +67,7 @@ def files(run: Run) -> dict[str, str]:
     """What lies beside the tests' program: the code, and the tests."""
     assert run.task is not None
     return {
-        "solution.py": code_of(run.output or ""),
+        "solution.py": code_of(run.output),
         "tests.json": json.dumps(run.task.metadata["tests"]),
     }
 

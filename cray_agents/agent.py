@@ -8,6 +8,7 @@ through ports.ChatEngine. Read next: turns.py (ask and act), progress.py (a run 
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +29,7 @@ from cray_agents.sessions import is_answered, spoken
 from cray_agents.subagents import asking_tool, beside, handoff_tool
 from cray_agents.toolbox import Tool, as_tool
 from cray_agents.turns import act, ask
-from cray_agents.unparsed import ParserCounts, ToolCalls, with_tool_calls
+from cray_agents.unparsed import Learned, ParserCounts, ToolCalls, with_tool_calls
 
 Recorder = Callable[[Run], Awaitable[None]]
 Emit = Callable[[AgentEvent], None]
@@ -102,6 +103,7 @@ class Agent:
     hooks: Sequence[Hooks] = ()
     recorder: Recorder | Literal["auto"] | None = "auto"
     _output: OutputReader = field(init=False, repr=False)
+    _learned: Learned = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -113,10 +115,24 @@ class Agent:
             )
         check_arguments(self)
         object.__setattr__(self, "_output", OutputReader(self.output_type, self.json_schema))
+        object.__setattr__(self, "_learned", Learned())
 
     def override(self, **changes: Any) -> "Agent":
-        """A copy with other arguments: `agent.override(model="calc@3", temperature=0.0)`."""
-        return replace(self, **changes)
+        """A copy with other arguments: `agent.override(model="calc@3", temperature=0.0)`.
+
+        What was found out about the model's server (`parser`, what it takes) is shared with it,
+        unless it has another engine, base_url or name of model.
+        """
+        copy = replace(self, **changes)
+        if copy._asked == self._asked:
+            object.__setattr__(copy, "_learned", self._learned)
+        return copy
+
+    def through(self, engine: ChatEngine) -> "Agent":
+        """A copy that asks by way of this engine; `override`, where the server may be the same."""
+        copy = replace(self, engine=engine)
+        object.__setattr__(copy, "_learned", self._learned.at(engine))
+        return copy
 
     def as_tool(self, name: str | None = None, description: str | None = None) -> Tool:
         """This agent as another's tool: each call is a run of its own, tagged `parent:<run id>`."""
@@ -130,7 +146,11 @@ class Agent:
     @property
     def parser(self) -> ParserCounts | None:
         """How many tool calls the server understood, and how many not; with `auto` alone."""
-        return getattr(self._persona.engine, "parser", None)
+        return self._learned.parser if self.tool_calls == "auto" else None
+
+    @property
+    def _asked(self) -> tuple[int, str | None, str]:
+        return id(self.engine), self.base_url, self.model.partition("@")[0]
 
     async def run(
         self,
@@ -192,6 +212,7 @@ class Agent:
 
     async def _limited(self, progress: Progress) -> tuple[Any, RunError | None]:
         """What the conversation came to, and what ended it; raises what no run may swallow."""
+        begun = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 return await self._converse(progress), None
@@ -201,7 +222,7 @@ class Agent:
             if not limit.expired():
                 raise
             progress.stop(StopReason.timeout)
-            return None, progress.never_began()
+            return None, progress.never_began() or await self._excuse(begun)
 
     async def _converse(self, progress: Progress) -> Any:
         """Until the model answers without asking for tools; returns its answer as output_type."""
@@ -282,6 +303,11 @@ class Agent:
             run = progress.context.run_id
             log.error("run %s (%s) is not recorded: %s", run, progress.reason, unkept)
 
+    async def _excuse(self, begun: float) -> RunError | None:
+        """What the engine says took the time of a run that had too little; None: the run itself."""
+        excuse = getattr(self._engine, "excuse", None)
+        return None if excuse is None else await excuse(begun)
+
     @property
     def _record(self) -> Recorder | None:
         if self.recorder == "auto":
@@ -311,15 +337,18 @@ class Agent:
         limits = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {key: value for key, value in limits.items() if value is not None}
         one = {} if self.parallel_tool_calls else {"parallel_tool_calls": False}
+        learned = self._learned.at(self._engine)
+        object.__setattr__(self, "_learned", learned)
         return Persona(
             name=self.name,
             instructions=self.instructions,
-            engine=with_tool_calls(self._engine, self.tool_calls),
+            engine=with_tool_calls(self._engine, self.tool_calls, learned),
             request={"model": self.model, **self.sampling, **given, **one},
             tools={tool.name: tool for tool in self._tools},
             in_order=not self.parallel_tool_calls,
             hooks=self.hooks,
             output=self._output,
+            learned=learned,
             handoffs={
                 name: beside(self._engine, agent)._persona
                 for name, agent in self._transfers.items()

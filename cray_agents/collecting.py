@@ -3,8 +3,9 @@
 Each round's draw is written into the loop's journal before its first run begins, so that a
 restarted loop goes on with the same tasks, whatever has come in since. Where a method learns from
 how the attempts at a task differ, tasks whose attempts were all rewarded alike are replaced by new
-ones, round by round, within a budget. Called by loop.py; the runs are rollouts.py's, the choice is
-curriculum.py's.
+ones, round by round, within a budget. When the rounds are over, that is written down too: a
+training set may be made of the runs then, and those that the infrastructure failed stay as they
+are. Called by loop.py; the runs are rollouts.py's, the choice is curriculum.py's.
 """
 
 import asyncio
@@ -112,6 +113,7 @@ class Collector:
         if self.close_at < 1 and 1 < number == len(done):
             await self._carry_on(number - 1, done)
         runs, alike, resampled = await self._rounds(number, stage, version, len(known) - 1)
+        await self.rollouts.platform.remember(self.rollouts.loop, f"collected-{number}", {})
         tokens = sum(row["sampled_tokens"] for row in await self._rows(number))
         return Collected(runs, alike, resampled, 0, tokens, version.id)
 
@@ -136,13 +138,20 @@ class Collector:
         alike = resampled = 0
         count = stage.tasks_per_generation
         left = int(self.resample * count * stage.attempts)
+        loop = self.rollouts.loop
+        settled = await self.rollouts.platform.recall(loop, f"collected-{number}") is not None
         for turn in range(ROUNDS):
             tasks = await self._drawn(number, turn, count, settled)
             resampled += len(tasks) if turn else 0
             wanted = _wanted(tasks, number, turn, stage.attempts)
             report = self._reporter(number, version, len(runs), len(wanted))
             new = await self.rollouts.run(
-                wanted, version, self.temperature, report, close_at=self.close_at
+                wanted,
+                version,
+                self.temperature,
+                report,
+                close_at=self.close_at,
+                settled=settled,
             )
             runs += new
             if stage.method not in COMPARING:

@@ -9,7 +9,7 @@ tried before are drawn by the same weight, of their own success. Called by colle
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from cray_agents.records import Task
@@ -29,13 +29,23 @@ class Outcome(NamedTuple):
 class Curriculum:
     """How to draw tasks. `key=None`: all tasks are one group.
 
-    `revisit`: the share of a draw that goes to tasks tried before while there are unseen ones.
+    `revisit`: the share of a draw that goes to tasks tried before while there are unseen ones. A
+    reward of `low` is no success and one of `high` a whole one: see `over`.
     """
 
     key: str | None = None
     hard: float = 0.1
     floor: float = 0.02
     revisit: float = 0.0
+    low: float = field(default=0.0, init=False)
+    high: float = field(default=1.0, init=False)
+
+    def over(self, low: float, high: float) -> "Curriculum":
+        """The same for rewards in this range: a loop gives that of its promotion test."""
+        copy = replace(self)
+        object.__setattr__(copy, "low", low)
+        object.__setattr__(copy, "high", high)
+        return copy
 
     def group(self, task: Task) -> Any:
         """The group a task belongs to."""
@@ -57,7 +67,7 @@ class Curriculum:
             seen = defaultdict(list)
             for outcome in outcomes:
                 if outcome.task in groups:
-                    seen[groups[outcome.task]].append(_bounded(outcome.reward))
+                    seen[groups[outcome.task]].append(self._success(outcome.reward))
             found |= {group: sum(values) / len(values) for group, values in seen.items()}
         return found
 
@@ -87,7 +97,7 @@ class Curriculum:
             pools[self.group(task)].append(task)
         groups = {task.id: group for group, pool in pools.items() for task in pool}
         success = self.success(groups, generations)
-        own = _attempts(generations)
+        own = self._attempts(generations)
         tried = own.keys() | taken
         for group, pool in pools.items():
             self._order(pool, own, tried, success.get(group, 0.5), generator)
@@ -133,17 +143,15 @@ class Curriculum:
         more = [task for task in pool if task.id not in names][: count - len(names)]
         return [*unseen, *again, *more]
 
+    def _attempts(self, generations: Iterable[Iterable[Outcome]]) -> dict[str, list[float]]:
+        """The success of each attempt at a task in the newest generation that tried it."""
+        found: dict[str, list[float]] = {}
+        for outcomes in generations:
+            seen = defaultdict(list)
+            for outcome in outcomes:
+                seen[outcome.task].append(self._success(outcome.reward))
+            found |= seen
+        return found
 
-def _attempts(generations: Iterable[Iterable[Outcome]]) -> dict[str, list[float]]:
-    """The rewards at each task in the newest generation that tried it."""
-    found: dict[str, list[float]] = {}
-    for outcomes in generations:
-        seen = defaultdict(list)
-        for outcome in outcomes:
-            seen[outcome.task].append(_bounded(outcome.reward))
-        found |= seen
-    return found
-
-
-def _bounded(reward: float) -> float:
-    return min(1.0, max(0.0, reward))
+    def _success(self, reward: float) -> float:
+        return min(1.0, max(0.0, (reward - self.low) / (self.high - self.low)))

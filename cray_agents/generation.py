@@ -24,6 +24,8 @@ class Generation(Record):
     - `holdout_success` is the mean reward over `holdout_tasks` tasks: all that decide, or those up
       to the decision; 0 tasks: it was not evaluated, and the success is the promoted version's.
       `evidence` against "it is not better", and `wins`, `losses`, `ties` of the pairs behind it.
+      `unscored` of these count with the worst reward, as the candidate could not be scored; beside
+      them `unpaired` and `failed_pairs` were left out (see promotion.Gaps).
     - `zero_variance_groups`: tasks whose attempts were all rewarded alike; `resampled`: tasks drawn
       in their place.
     - `stopped`: why the loop ended with this generation, if it did so by itself.
@@ -62,6 +64,9 @@ class Generation(Record):
     wins: int | None = None
     losses: int | None = None
     ties: int | None = None
+    unscored: int = 0
+    unpaired: int = 0
+    failed_pairs: int = 0
     note: str = ""
     stopped: str | None = None
 
@@ -85,6 +90,11 @@ def promoted_by(done: Sequence[Generation]) -> str:
 def onward_of(done: Sequence[Generation]) -> str:
     """The version that a loop goes on from: it is trained further, and sampled from."""
     return done[-1].onward or promoted_by(done)
+
+
+def decisions_in(done: Sequence[Generation]) -> int:
+    """How many candidates were decided on, not only passed on."""
+    return sum(generation.evidence is not None for generation in done)
 
 
 def standing_of(done: Sequence[Generation]) -> float:

@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cray_agents.errors import HookError
 from cray_agents.gate import Gate
+from cray_agents.generation import Generation, decisions_in
 from cray_agents.platform import Platform
 from cray_agents.promotion import (
+    WHOLE,
     Decision,
+    Gaps,
     Pair,
     PromotionTest,
     decide,
@@ -23,7 +27,7 @@ from cray_agents.promotion import (
     tag_of,
 )
 from cray_agents.records import ModelVersion, ProbeReport, Run, Split, Task
-from cray_agents.rollouts import Rollouts, Wanted, success
+from cray_agents.rollouts import Rollouts, Wanted, failed_by_infrastructure, success
 from cray_agents.tasks import TaskSet
 from cray_agents.timing import Clock
 
@@ -59,6 +63,9 @@ class Verdict:
             "wins": decision.wins,
             "losses": decision.losses,
             "ties": decision.ties,
+            "unscored": decision.gaps.unscored,
+            "unpaired": decision.gaps.unpaired,
+            "failed_pairs": decision.gaps.failed,
             "note": decision.reason if self.promoted else f"rejected: {decision.reason}",
             "probe_max_logprob_diff": self.proof.max_logprob_diff,
         }
@@ -82,12 +89,13 @@ class Judge:
         While it is evaluated, rollouts of other versions wait at the gate, where there is but one
         replica. Raises SwapError if it is not proven; the pool has then put back what it held.
         """
+        guarding = await self._probes()
         with self.clock.phase("evaluate holdout"):
-            theirs = await self._incumbent(incumbent, number)
+            theirs = await self._incumbent(incumbent, guarding)
         self.clock.report("swap", note=candidate.id)
         async with self.gate.only(candidate) as proof:
             with self.clock.phase("evaluate holdout"):
-                decision, runs = await self._compare(candidate, theirs, number)
+                decision, runs = await self._compare(candidate, theirs, guarding, number)
             who, numbers = f"loop {self.rollouts.loop}", decision.model_dump(mode="json")
             if decision.verdict == "promote":
                 with self.clock.phase("promote", candidate.id):
@@ -127,33 +135,34 @@ class Judge:
 
         return await self.rollouts.run(wanted, version, 0.0, report, paired=True)
 
-    async def _incumbent(self, version: ModelVersion, number: int) -> dict[str, float]:
-        """The incumbent's rewards on all tasks that the decision may need, by task."""
-        holdout = self.tasks.split("holdout")
-        tasks = [*measured(holdout, self.test), *probes(holdout, number, self.test)]
-        return _rewards(await self._answers(version, tasks, "evaluate holdout"))
+    async def _probes(self) -> list[Task]:
+        """The hidden tasks of the decision that is next, by those on record."""
+        records = await self.platform.generations(self.rollouts.loop)
+        earlier = decisions_in([Generation.model_validate(record) for record in records])
+        return probes(self.tasks.split("holdout"), earlier, self.test)
+
+    async def _incumbent(self, version: ModelVersion, guarding: list[Task]) -> dict[str, Run]:
+        """The incumbent's runs on all tasks that the decision may need, by task."""
+        tasks = [*measured(self.tasks.split("holdout"), self.test), *guarding]
+        return _by_task(await self._answers(version, tasks, "evaluate holdout"))
 
     async def _compare(
-        self, candidate: ModelVersion, theirs: dict[str, float], number: int
+        self, candidate: ModelVersion, theirs: dict[str, Run], guarding: list[Task], number: int
     ) -> tuple[Decision, list[Run]]:
         """Whether a candidate is better, and its runs so far: all that decide, if it is."""
-        holdout = self.tasks.split("holdout")
-        order = measured(holdout, self.test)
+        order = measured(self.tasks.split("holdout"), self.test)
         random.Random(f"{self.rollouts.loop}/{self.seed}/{number}").shuffle(order)
-        hidden: list[Pair] = []
         runs: list[Run] = []
         while True:
             batch = order[len(runs) : len(runs) + self.test.batch]
             runs += await self._answers(candidate, batch, "evaluate holdout", len(runs))
-            pairs, exhausted = self._pairs(order, theirs, runs), len(runs) == len(order)
-            planned = plan(order, self.test)
-            decision = decide(pairs, self.test, planned=planned, exhausted=exhausted)
-            if decision.verdict == "promote" and (guarding := probes(holdout, number, self.test)):
+            pairs, gaps = self._pairs(order, theirs, runs)
+            look: Any = {"planned": plan(order, self.test), "exhausted": len(runs) == len(order)}
+            decision = decide(pairs, self.test, gaps=gaps, **look)
+            if decision.verdict == "promote" and guarding:
                 ours = await self._answers(candidate, guarding, "evaluate probes")
-                hidden = self._pairs(guarding, theirs, ours)
-                decision = decide(
-                    pairs, self.test, planned=planned, exhausted=exhausted, hidden=hidden
-                )
+                hidden, more = self._pairs(guarding, theirs, ours)
+                decision = decide(pairs, self.test, hidden=hidden, gaps=gaps + more, **look)
             if decision.verdict != "continue":
                 break
         if decision.verdict == "promote":  # what comes next is compared with all of them
@@ -162,21 +171,35 @@ class Judge:
         return decision, runs
 
     def _pairs(
-        self, tasks: Sequence[Task], theirs: dict[str, float], runs: Sequence[Run]
-    ) -> list[Pair]:
-        """Those tasks that both have a reward for."""
-        ours = _rewards(runs)
-        return [
-            Pair(
-                task=task.id,
-                incumbent=theirs[task.id],
-                candidate=ours[task.id],
-                tag=tag_of(task, self.test),
-            )
-            for task in tasks
-            if task.id in theirs and task.id in ours
-        ]
+        self, tasks: Sequence[Task], theirs: dict[str, Run], runs: Sequence[Run]
+    ) -> tuple[list[Pair], Gaps]:
+        """Those tasks that both were tried at, as promotion.py has it."""
+        ours, pairs, gaps = _by_task(runs), list[Pair](), WHOLE
+        for task in tasks:
+            if (mine := ours.get(task.id)) is None:
+                continue
+            other = theirs[task.id]
+            if _let_down(mine) or _let_down(other):
+                gaps += Gaps(failed=1)
+            elif other.reward is None:
+                gaps += Gaps(unpaired=1)
+            else:
+                gaps += Gaps(unscored=int(mine.reward is None))
+                reward = self.test.low if mine.reward is None else mine.reward
+                tag = tag_of(task, self.test)
+                pair = Pair(task=task.id, incumbent=other.reward, candidate=reward, tag=tag)
+                pairs.append(pair)
+        return pairs, gaps
 
 
-def _rewards(runs: Sequence[Run]) -> dict[str, float]:
-    return {run.task.id: run.reward for run in runs if run.task and run.reward is not None}
+def _by_task(runs: Sequence[Run]) -> dict[str, Run]:
+    return {run.task.id: run for run in runs if run.task}
+
+
+def _let_down(run: Run) -> bool:
+    """Whether the run says nothing of its version; a hook of ours failed on what that version did.
+
+    As a reward function that fails does, and for the same reason it may not be the way out.
+    """
+    hooked = run.error is not None and run.error.type == HookError.__name__
+    return failed_by_infrastructure(run) and not hooked

@@ -8,14 +8,15 @@ modules: schedule.py (methods), collecting.py (runs), training_sets.py, judging.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cray_agents.agent import Agent
 from cray_agents.curriculum import Curriculum
-from cray_agents.errors import BadInput, JobError, SwapError
+from cray_agents.errors import BadInput, EngineUnavailable, JobError, SwapError
 from cray_agents.generation import Generation, Progress, onward_of, promoted_by, standing_of
+from cray_agents.held_out import hold_out
 from cray_agents.hours import Watch
 from cray_agents.loop_parts import Parts
 from cray_agents.loop_settings import check, settings_of, settle
@@ -24,7 +25,7 @@ from cray_agents.promotion import PromotionTest
 from cray_agents.records import Message, ModelVersion, ProbeReport, Run, Split
 from cray_agents.rewards import RewardFunction
 from cray_agents.rollouts import success
-from cray_agents.schedule import COMPARING, TRAINED_BY, Method, Stage, planned, stage_of
+from cray_agents.schedule import COMPARING, TRAINED_BY, Method, Stage, ended, planned, stage_of
 from cray_agents.stopping import Budget, why_stopped
 from cray_agents.tasks import TaskSet
 from cray_agents.timing import Clock
@@ -128,7 +129,7 @@ class Loop:
         self._clock = Clock(lambda progress: self.on_progress(progress))
         self._parts: Parts | None = None
 
-    def run(self, generations: int = 5) -> Iterator[Generation]:
+    def run(self, generations: int = 5) -> Generator[Generation, None, None]:
         """Go on until `generations` are done or the loop stops itself; yields each as it ends.
 
         Generations that a previous call finished are yielded too, at once. Raises what the
@@ -153,12 +154,18 @@ class Loop:
         done = [Generation.model_validate(r) for r in await self.where.generations(self.name)]
         for generation in done:
             yield generation
+        reachable = True
         try:
             while len(done) <= generations and not self._why_stopped(done):
                 done.append(await self._generate(done, generations))
                 yield done[-1]
+        except (asyncio.CancelledError, EngineUnavailable):
+            reachable = False  # it is to end at once, or there is nobody to ask
+            raise
         finally:
             await self._now().stop()
+            if reachable:
+                await self._now().leave(self.agent.model)
 
     async def _generate(self, done: list[Generation], generations: int) -> Generation:
         """The next generation; it is on record when this returns."""
@@ -214,7 +221,7 @@ class Loop:
             "loss_last": job.loss_last,
             "version": candidate.id,
         }
-        return made.model_copy(update=trained | await self._judge(candidate, done))
+        return made.model_copy(update=trained | await self._judge(candidate, done, generations))
 
     # ---- the steps
 
@@ -245,6 +252,7 @@ class Loop:
             seen = [await collector.outcomes(n) for n in window(self, stage, number)]
             rewards = {outcome.run: outcome.reward for outcomes in seen for outcome in outcomes}
         with self._clock.phase("dataset", ""):
+            await hold_out(self.where, self.name, self.tasks)
             return await self.where.build_dataset(recipe_of(self, stage, number, rewards))
 
     async def train(
@@ -267,11 +275,13 @@ class Loop:
             )
             return await self.where.wait_for(job, report)
 
-    async def _judge(self, candidate: ModelVersion, done: list[Generation]) -> dict[str, Any]:
+    async def _judge(
+        self, candidate: ModelVersion, done: list[Generation], last: int
+    ) -> dict[str, Any]:
         """Prove a candidate; evaluate it, and promote it if it is better; say what goes on."""
         stage, incumbent = stage_of(self.stages, len(done)), promoted_by(done)
         try:
-            if not stage.evaluates(len(done)):
+            if not stage.evaluates(len(done), last):
                 proof = await self.stage(candidate)
                 told = {"probe_max_logprob_diff": proof.max_logprob_diff}
                 return told | {"holdout_success": standing_of(done), "onward": candidate.id}
@@ -316,7 +326,8 @@ class Loop:
         return self._parts
 
     def _why_stopped(self, done: Sequence[Generation]) -> str | None:
-        return why_stopped(done, self.target, self.patience, self.budget)
+        why = why_stopped(done, self.target, self.patience, self.budget)
+        return why or ended(self.stages, len(done) - 1)
 
     def _without_update(
         self, made: Generation, done: list[Generation], error: BadInput | JobError

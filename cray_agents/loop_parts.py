@@ -1,12 +1,14 @@
 """The parts of a loop that live while it runs, wired together. Called by loop.py."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cray_agents.canarying import Canarying
 from cray_agents.collecting import Collected, Collector
 from cray_agents.continual import Live
+from cray_agents.errors import CrayError
 from cray_agents.gate import Gate
 from cray_agents.generation import Generation
 from cray_agents.judging import Judge, Verdict
@@ -18,6 +20,8 @@ from cray_agents.training_sets import least_reward
 
 if TYPE_CHECKING:
     from cray_agents.loop import Loop
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Parts:
     @classmethod
     def of(cls, loop: "Loop", clock: Clock) -> "Parts":
         """New ones, for the event loop that runs now."""
-        gate = Gate(loop.where)
+        gate = Gate(loop.where, lambda why: clock.report("swap", note=f"waits: {why}"))
 
         def rollouts() -> Rollouts:  # one each: what waits at the gate must not take all places
             return Rollouts(
@@ -55,7 +59,7 @@ class Parts:
             clock,
             loop.tasks,
             loop.stages,
-            loop.curriculum,
+            loop.curriculum.over(loop.promotion.low, loop.promotion.high),
             loop.temperature,
             loop.seed,
             loop.resample,
@@ -84,10 +88,14 @@ class Parts:
         return await self.live.take(done) if self.live is not None else done
 
     async def collect(self, done: list[Generation], last: int) -> Collected:
-        """The next generation's runs. See Collector.next."""
+        """The next generation's runs; of those ahead no more than the schedule has.
+
+        See Collector.next.
+        """
         if self.live is not None:
             return await self.live.collected(len(done))
-        return await self.collector.next(done, last)
+        end = self.collector.stages[-1].last
+        return await self.collector.next(done, last if end is None else min(last, end))
 
     async def decide(
         self, candidate: ModelVersion, incumbent: ModelVersion, number: int
@@ -100,3 +108,12 @@ class Parts:
         """Cancel what goes on in the background."""
         await self.collector.stop()
         await self.collector.rollouts.stop()
+
+    async def leave(self, model: str) -> None:
+        """Let the pool serve what the name means, not what was tried last."""
+        try:
+            version = await self.judge.platform.promoted(model)
+            if version is not None:
+                await self.judge.platform.stage(version)
+        except CrayError as error:
+            log.warning("the promoted version of %s may not be served now: %s", model, error)

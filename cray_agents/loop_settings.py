@@ -6,18 +6,29 @@ settings are entries of the loop's journal, `settings-1` first; a later one is o
 `changed="accept"`. Called by loop.py.
 """
 
+import math
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
+from cray_agents.agent import Agent
 from cray_agents.errors import BadInput
 from cray_agents.platform import Platform
-from cray_agents.records import digest
+from cray_agents.records import canonical, digest
+from cray_agents.rewards import Options
+from cray_agents.subagents import handoff_tool
+from cray_agents.toolbox import Tool
 from cray_agents.training import Policy
 
 if TYPE_CHECKING:
     from cray_agents.loop import Loop
 
+#: What of an agent is recorded as it is. The loop says how warm its own runs are.
+LIMITS = ("max_turns", "max_total_tokens", "on_limit", "max_tokens", "tool_calls", "retries",
+          "parallel_tool_calls", "json_schema", "output_retries")  # fmt: skip
 #: What may differ from one invocation to the next: where and how far it runs, not what it learns.
 FREE = {"agent", "tasks", "rewards", "method", "name", "hyperparameters", "demonstrations",
         "curriculum", "promotion", "attempts", "tasks_per_generation", "evaluate_every", "target",
@@ -95,25 +106,24 @@ def _check_grpo(loop: "Loop") -> None:
 
 def settings_of(loop: "Loop") -> dict[str, Any]:
     """The settings, as they are recorded; what is long by its hash."""
-    agent = loop.agent
-    instructions = agent.instructions if isinstance(agent.instructions, str) else "a function"
     plain = {f.name: getattr(loop, f.name) for f in fields(loop) if f.name not in FREE}
     return {
         **plain,
-        "agent": {
-            "name": agent.name,
-            "model": agent.model,
-            "instructions": instructions,
-            "tools": _fingerprint(agent.tool_schemas),
-        },
+        "agent": _agent(loop.agent),
         "tasks": _fingerprint([task.model_dump(mode="json") for task in loop.tasks]),
         "rewards": [getattr(function, "__name__", repr(function)) for function in loop.rewards],
+        "reward_weights": [
+            getattr(function, "__reward_options__", Options()).weight for function in loop.rewards
+        ],
         "stages": {
             str(stage.first): {**asdict(stage), "hyperparameters": _hyper(stage.hyperparameters)}
+            | ({"last": None} if stage is loop.stages[-1] else {})  # how far it runs
             for stage in loop.stages
         },
         "demonstrations": _fingerprint([list(pair) for pair in loop.demonstrations]),
-        "curriculum": asdict(loop.curriculum),
+        "curriculum": {
+            f.name: getattr(loop.curriculum, f.name) for f in fields(loop.curriculum) if f.init
+        },
         "promotion": loop.promotion.model_dump(mode="json"),
     }
 
@@ -152,6 +162,41 @@ def differences(known: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str,
         else:
             found.append((name, old, new))
     return found
+
+
+def _agent(agent: Agent) -> dict[str, Any]:
+    """What an agent is made of, and those that it calls or hands over to, by their tools' names.
+
+    Which of these there are is in `tools`. What has keys of the user's own is a text: of an object
+    only the fields that an older record has are compared.
+    """
+    others = {tool.name: _asked_by(tool.function) for tool in agent.tools if isinstance(tool, Tool)}
+    others |= {handoff_tool(other).name: other for other in agent.handoffs}
+    instructions = agent.instructions if isinstance(agent.instructions, str) else "a function"
+    return {
+        "name": agent.name,
+        "model": agent.model,
+        "instructions": instructions,
+        "tools": _fingerprint(agent.tool_schemas),
+        **{name: getattr(agent, name) for name in LIMITS},
+        "timeout": None if agent.timeout == math.inf else agent.timeout,
+        "sampling": canonical(dict(agent.sampling)).decode(),
+        "output_type": _fingerprint(TypeAdapter(agent.output_type).json_schema()),
+        "agents": {
+            name: {**_agent(other), "temperature": other.temperature}
+            for name, other in others.items()
+            if other is not None
+        },
+    }
+
+
+def _asked_by(function: Any) -> Agent | None:
+    """The agent that a function made by Agent.as_tool asks."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # nothing is in it yet
+            if isinstance(cell.cell_contents, Agent):
+                return cell.cell_contents
+    return None
 
 
 def _hyper(hyperparameters: Any) -> dict[str, Any]:

@@ -25,8 +25,8 @@ class OutputReader:
     """Reads answers as `type_`: str as it is, int, float and bool from the bare text, others
     (pydantic models, lists, ...) from JSON.
 
-    `constrain`: ask the server to hold answers to the type's JSON schema; once it refused that, it
-    is not asked again. Raises BadInput for a type that pydantic cannot read from JSON.
+    `constrain`: ask the server to hold answers to the type's JSON schema. Raises BadInput for a
+    type that pydantic cannot read from JSON.
     """
 
     def __init__(self, type_: Any, constrain: bool = True) -> None:

@@ -16,6 +16,7 @@ from cray_agents.output import OutputReader
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Message
 from cray_agents.toolbox import Tool
+from cray_agents.unparsed import Learned
 
 #: A text, or a function of nothing or of the run's context, sync or async, that returns one.
 Instructions = (
@@ -28,8 +29,8 @@ class Persona:
     """A model with its instructions, tools and output type.
 
     `request` is what its requests have in common, but for tools and messages. `in_order`: its tool
-    calls are carried out one by one. `handoffs` says by the name of a tool who takes over when that
-    tool is called.
+    calls are carried out one by one. `learned` is what is known of the engine's server. `handoffs`
+    says by the name of a tool who takes over when that tool is called.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Persona:
     in_order: bool
     hooks: Sequence[Hooks]
     output: OutputReader
+    learned: Learned
     handoffs: Mapping[str, "Persona"]
 
     async def system(self, context: RunContext) -> list[Message]:

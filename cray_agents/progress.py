@@ -146,7 +146,8 @@ class Progress:
         if final and self.tools:
             request["tool_choice"] = "none"
         output = self.persona.output
-        if output.constrain and output.schema is not None and (final or not self.tools):
+        constrain = output.constrain and self.persona.learned.schemas
+        if constrain and output.schema is not None and (final or not self.tools):
             request["response_format"] = output.schema
         return request
 

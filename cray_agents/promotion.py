@@ -22,6 +22,11 @@ without having failed yet, its tasks are waited for; if at their end it stands b
 its standard error, that is a rejection too. The tasks are taken as draws from those that the agent
 will meet.
 
+A run of the candidate that could not be scored counts with the least reward: what makes a reward
+function fail must not pay. Where it is the incumbent's, or the infrastructure failed one of both,
+the pair is left out; when more than MISSING of the planned ones failed so, nothing is judged, and
+that is a rejection.
+
 Called by judging.py for loop.py. Read next: betting.py, how the gamblers stake.
 """
 
@@ -40,6 +45,7 @@ Verdict = Literal["promote", "reject", "continue"]
 
 FEW = 20  # held-out tasks below which none is set aside
 SEEN = 16  # tasks of a guarded tag that are waited for
+MISSING = 0.1  # share of the planned pairs that the infrastructure may fail
 HIDDEN = "hidden probes"  # the name of their guard
 
 
@@ -56,7 +62,7 @@ class PromotionTest(StrictRecord):
         tolerance, guard_alpha: a candidate that is nowhere worse by more than the tolerance is
             rejected by all guards together with at most this probability.
         hidden: share of the held-out tasks that never decide, and are only a guard.
-        rotation: into how many parts these are divided; each generation uses one.
+        rotation: into how many parts these are divided; each decision uses the next one.
         low, high: the least and the greatest reward of a run.
     """
 
@@ -87,6 +93,39 @@ class Pair(Record):
     incumbent: float
     candidate: float
     tag: str | None = None
+
+
+class Gaps(Record):
+    """How many of the pairs are not what they should be.
+
+    `unscored`: the candidate's run could not be scored, and counts with the least reward.
+    `unpaired`: the incumbent's could not be; left out. `failed`: the infrastructure failed one of
+    both; left out.
+    """
+
+    unscored: int = 0
+    unpaired: int = 0
+    failed: int = 0
+
+    def __add__(self, other: "Gaps") -> "Gaps":
+        return Gaps(
+            unscored=self.unscored + other.unscored,
+            unpaired=self.unpaired + other.unpaired,
+            failed=self.failed + other.failed,
+        )
+
+    @property
+    def told(self) -> str:
+        """In words; "" if there are none."""
+        told = {
+            "could not be scored and count as the worst": self.unscored,
+            "are left out, for the incumbent has no reward": self.unpaired,
+            "are left out, for the infrastructure failed them": self.failed,
+        }
+        return "; ".join(f"{count} {what}" for what, count in told.items() if count)
+
+
+WHOLE = Gaps()
 
 
 class Guard(Record):
@@ -120,6 +159,7 @@ class Decision(Record):
     candidate: float
     difference: float
     guards: list[Guard] = Field(default_factory=list)
+    gaps: Gaps = WHOLE
 
 
 def decide(
@@ -129,13 +169,14 @@ def decide(
     planned: Mapping[str | None, int],
     exhausted: bool,
     hidden: Sequence[Pair] = (),
+    gaps: Gaps = WHOLE,
 ) -> Decision:
     """What the pairs say, in the order in which they were evaluated.
 
     `planned`: how many pairs of each tag there can be (see `plan`), the same at each look.
-    `exhausted`: no more will come. `hidden`: pairs of this generation's probes; wanted once the
-    others promote, when the same is asked again with them. Raises BadInput for a reward that is
-    outside `low` to `high`.
+    `exhausted`: no more will come. `hidden`: pairs of this decision's probes; wanted once the
+    others promote, when the same is asked again with them. `gaps`: of the pairs of both. Raises
+    BadInput for a reward that is outside `low` to `high`.
     """
     differences = [_difference(pair, test) for pair in pairs]
     total = sum(planned.values())
@@ -147,9 +188,11 @@ def decide(
         futile.add(-d)
     guards = _guards(pairs, differences, test, planned, hidden)
     verdict, reason = _verdict(wealth, futile, guards, test, planned, exhausted)
+    if gaps.failed > MISSING * total:
+        verdict, reason = "reject", f"not judged: of {total} pairs too many are missing"
     return Decision(
         verdict=verdict,
-        reason=reason,
+        reason="; ".join(filter(None, [reason, gaps.told])),
         evidence=wealth.wealth,
         limit=goal,
         tasks=len(pairs),
@@ -161,6 +204,7 @@ def decide(
         candidate=_mean([pair.candidate for pair in pairs]),
         difference=_mean(differences),
         guards=guards,
+        gaps=gaps,
     )
 
 
@@ -258,13 +302,14 @@ def measured(tasks: Sequence[Task], test: PromotionTest) -> list[Task]:
     return [task for task in tasks if not _set_aside(task, tasks, test)]
 
 
-def probes(tasks: Sequence[Task], generation: int, test: PromotionTest) -> list[Task]:
-    """The held-out tasks that this generation's decision is guarded with; never to be reported.
+def probes(tasks: Sequence[Task], earlier: int, test: PromotionTest) -> list[Task]:
+    """The held-out tasks that a decision is guarded with; never to be reported.
 
-    Set aside by a hash of the task's id, and divided by another: the same for the same id, whatever
-    other tasks there are. None of fewer than FEW tasks.
+    `earlier`: how many decisions there were before. Set aside by a hash of the task's id, and
+    divided by another: the same for the same id, whatever other tasks there are. None of fewer than
+    FEW tasks.
     """
-    part = generation % test.rotation
+    part = earlier % test.rotation
     return [
         task
         for task in tasks

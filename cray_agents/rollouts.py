@@ -1,8 +1,10 @@
 """Runs of an agent on many tasks: scored, stored once each, and never run again when stored.
 
 A run's id is derived from what it is for (loop, scope, task, attempt), so a restarted loop finds
-what a killed one did. Model calls go through the gate (gate.py). Called by collecting.py (training
-runs) and judging.py (held-out ones).
+what a killed one did. One that the infrastructure failed stays on record, and is tried again under
+the same id with `-retry<n>`: RETRIES times, and as often again whenever it is asked for again,
+unless its set was settled. Model calls go through the gate (gate.py). Called by collecting.py
+(training runs) and judging.py (held-out ones).
 
 The rule that closes a set of runs early (`close_at` below 1), so that slow tools do not hold up the
 others: all have begun, that share of them has ended, and each that still goes on has taken more
@@ -14,16 +16,18 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from cray_agents.agent import Agent
+from cray_agents.errors import EngineUnavailable
 from cray_agents.gate import Gate, Passing
 from cray_agents.platform import Platform
-from cray_agents.records import ModelVersion, Run, RunError, Split, StopReason, Task, digest
+from cray_agents.records import ModelVersion, Run, Split, Task, digest
 from cray_agents.rewards import RewardFunction, restored, score, unscored
 
 RETRIES = 2  # of a run that the infrastructure failed, or of a reward that failed
+BACKOFF = 0.5  # seconds before a run is tried again; before the next time, four times as many
 STRAGGLES = 3.0
 
 
@@ -56,6 +60,10 @@ class Going:
             return self.task.result().seconds - held
         return time.monotonic() - (self.begun or 0.0) - held
 
+    def attempt(self, number: int) -> str:
+        """The id that it runs under for the first time (0), or again."""
+        return f"{self.run_id}-retry{number}" if number else self.run_id
+
     def leave_behind(self) -> None:
         """Let others have its place: what it waits for is not the engine."""
         if self.begun is not None and not self.left_behind and not self.task.done():
@@ -80,6 +88,7 @@ class Rollouts:
     going: dict[str, Going] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._agent = self.agent.through(self.platform.engine())
         self._places = asyncio.Semaphore(self.concurrency)
         self._left: list[Going] = []  # those that go on in the background
         self._begun = set[str]()
@@ -105,19 +114,24 @@ class Rollouts:
         *,
         close_at: float = 1.0,
         paired: bool = False,
+        settled: bool = False,
     ) -> list[Run]:
         """The wanted runs, in order: those on record, and the others executed now.
 
         `on_done` is told how many are there. With a `close_at` below 1 those that are not there
         when the rule of this module closes the set are left out. `paired`: a task and attempt has
-        the same sampling seed under every version. Raises what recording raises: StoreError,
-        EngineUnavailable.
+        the same sampling seed under every version. `settled`: a run on record that the
+        infrastructure failed stays as it is. Raises what recording raises: StoreError,
+        EngineUnavailable; that too where the infrastructure failed each of the runs, and none on
+        record of their generation or version went well.
         """
         self._raise_lost()
         if not wanted:
             return []
         known = await self._known(wanted, version)
-        started = [self._start(item, version, temperature, known, paired) for item in wanted]
+        started = [
+            self._start(item, version, temperature, known, paired, settled) for item in wanted
+        ]
         try:
             await self._until_closed(started, on_done, close_at)
         except BaseException:
@@ -126,7 +140,9 @@ class Rollouts:
         self._left += [each for each in started if not each.task.done()]
         for each in started:
             each.leave_behind()
-        return [each.task.result() for each in started if each.task.done()]
+        runs = [each.task.result() for each in started if each.task.done()]
+        check_some_went_well(runs, known.values())
+        return runs
 
     def resume(
         self,
@@ -138,7 +154,7 @@ class Rollouts:
         """Do runs in the background that nobody waits for: those that were cut off by a kill."""
         for item in wanted:
             if (name := self.name(item)) not in known and name not in self._begun:
-                self._left.append(self._start(item, version, temperature, {}, False))
+                self._left.append(self._start(item, version, temperature, {}))
 
     async def stop(self) -> None:
         """Cancel what still goes on; it is as if it had never begun."""
@@ -173,19 +189,20 @@ class Rollouts:
         version: ModelVersion,
         temperature: float,
         known: dict[str, Run],
-        paired: bool,
+        paired: bool = False,
+        settled: bool = False,
     ) -> Going:
         run_id = self.name(item)
         if run_id in self.going:
             return self.going[run_id]
-        agent = self.agent.override(model=version.id, temperature=temperature, recorder=None)
+        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
 
         async def one() -> Run:
             try:
                 await self._places.acquire()
                 going.begun = time.monotonic()
                 try:
-                    return await self._one(agent, version, item, going, known, paired)
+                    return await self._one(agent, version, item, going, known, paired, settled)
                 finally:
                     if not going.left_behind:
                         self._places.release()
@@ -225,38 +242,34 @@ class Rollouts:
         going: Going,
         known: dict[str, Run],
         paired: bool,
+        settled: bool,
     ) -> Run:
         """A scored run. One that the infrastructure failed is kept, and tried again beside it."""
+        tried: list[Run] = []
+        while (found := known.get(going.attempt(len(tried)))) is not None:
+            tried.append(found)
+        if tried and unscored(tried[-1]):
+            whole = await self.platform.run(tried[-1].id)  # with its tokens
+            return await self._scored(restored(whole, agent.output_type), again=True)
+        if tried and (settled or not failed_by_infrastructure(tried[-1])):
+            return tried[-1]
         seed = self._seed(item, paired)
-        again = [f"{going.run_id}-retry{number}" for number in range(1, RETRIES + 1)]
-        for name in [going.run_id, *again]:
-            if (found := known.get(name)) is None:
-                going.engine = Passing(self.platform.engine(), self.gate, version)
-                found = await self._attempt(agent, going.engine, item, name, seed)
-            run = found
-            if name in known and unscored(run):
-                whole = await self.platform.run(run.id)  # with its tokens
-                run = await self._scored(restored(whole, agent.output_type), again=True)
-            if not failed_by_infrastructure(run):
+        waits = [BACKOFF * 4**number for number in range(RETRIES)]
+        for wait in waits if tried else [0.0, *waits]:
+            await asyncio.sleep(wait)
+            going.engine = Passing(self.platform.engine(), self.gate, version)
+            run = await agent.through(going.engine).run(
+                item.task,
+                run_id=going.attempt(len(tried)),
+                loop=self.loop,
+                generation=item.generation,
+                attempt=item.attempt,
+                seed=seed,
+            )
+            tried.append(await self._scored(run))
+            if not failed_by_infrastructure(tried[-1]):
                 break
-        return run
-
-    async def _attempt(
-        self, agent: Agent, engine: Passing, item: Wanted, run_id: str, seed: int | None
-    ) -> Run:
-        run = await agent.override(engine=engine).run(
-            item.task,
-            run_id=run_id,
-            loop=self.loop,
-            generation=item.generation,
-            attempt=item.attempt,
-            seed=seed,
-        )
-        if run.stop_reason == StopReason.timeout and engine.held > 0:
-            message = f"its time was up, {engine.held:.1f} s of which it was held back for a swap"
-            held = RunError(type="HeldBack", message=message, infrastructure=True)
-            run = run.model_copy(update={"error": held})
-        return await self._scored(run)
+        return tried[-1]
 
     async def _scored(self, run: Run, *, again: bool = False) -> Run:
         """The run with its rewards, on record. Where a reward fails, it alone is tried again.
@@ -293,6 +306,17 @@ async def cancelled(started: Sequence[Going]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_some_went_well(runs: Sequence[Run], known: Iterable[Run]) -> None:
+    """Raise EngineUnavailable where the infrastructure failed all: nothing can be told by them."""
+    if not runs or not all(map(failed_by_infrastructure, [*runs, *known])):
+        return
+    first = next(run.error for run in runs if run.error is not None)
+    raise EngineUnavailable(
+        f"the infrastructure failed all of {len(runs)} runs, the first with {first.type}: "
+        f"{first.message}. When that is mended, the same command goes on"
+    )
 
 
 def failed_by_infrastructure(run: Run) -> bool:

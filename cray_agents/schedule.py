@@ -3,7 +3,8 @@
     Loop(..., method="grpo")                                              one stage, to the end
     Loop(..., method=[Stage("rft", generations=2), Stage("grpo", attempts=8)])
 
-A stage says what it changes; all else is the loop's. The last one goes on. Called by loop.py.
+A stage says what it changes; all else is the loop's. The last one goes on, unless it says for how
+many generations: then the loop ends with them. Called by loop.py.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Stage:
         attempts: runs per task and generation; grpo and dpo compare them, and want at least two.
         tasks_per_generation: how many train tasks a generation draws.
         evaluate_every: each so manieth generation is evaluated on held-out tasks, and the last one
-            of a stage; those in between are proven, and passed on.
+            of a stage or of a call of run; those in between are proven, and passed on.
         parent: what the next generation samples from and trains on. `promoted`: the promoted
             version. `latest`: the last candidate, unless its evaluation found it worse; what is
             promoted stays the same (and waits to be served, where one replica takes turns).
@@ -72,9 +73,12 @@ class Planned:
         """Whether its generations run the agent on train tasks."""
         return self.method != "sft"
 
-    def evaluates(self, number: int) -> bool:
-        """Whether a generation's candidate is evaluated, and may be promoted."""
-        return number == self.last or (number - self.first + 1) % self.evaluate_every == 0
+    def evaluates(self, number: int, asked: int) -> bool:
+        """Whether a generation's candidate is evaluated, and may be promoted.
+
+        `asked`: the last generation that is wanted now; none is left unjudged at the end.
+        """
+        return number in (self.last, asked) or (number - self.first + 1) % self.evaluate_every == 0
 
 
 def planned(method: Method | Sequence[Stage], default: Stage) -> list[Planned]:
@@ -95,8 +99,6 @@ def planned(method: Method | Sequence[Stage], default: Stage) -> list[Planned]:
             raise BadInput(message, param="method")
         filled = _filled(stage, default, where)
         last = None if stage.generations is None else first + stage.generations - 1
-        if place == len(stages) - 1:
-            last = None
         found.append(_checked(filled, first, last, where))
         first = (last or 0) + 1
     return found
@@ -105,6 +107,12 @@ def planned(method: Method | Sequence[Stage], default: Stage) -> list[Planned]:
 def stage_of(stages: Sequence[Planned], number: int) -> Planned:
     """The stage that a generation is in."""
     return next(stage for stage in stages if stage.last is None or number <= stage.last)
+
+
+def ended(stages: Sequence[Planned], number: int) -> str | None:
+    """Why nothing comes after a generation, in words, if the schedule ends with it."""
+    last = stages[-1].last
+    return None if last is None or number < last else f"schedule: all {last} generations are done"
 
 
 def _filled(stage: Stage, default: Stage, where: str) -> Stage:

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from cray_agents.context import RunContext
-from cray_agents.errors import BadInput, ToolError
+from cray_agents.errors import BadInput, StoreError, SubagentError, ToolError
 from cray_agents.persona import pinned
 from cray_agents.ports import ChatEngine
 from cray_agents.toolbox import NAME, Tool, as_tool, tool
@@ -20,17 +20,24 @@ def asking_tool(agent: "Agent", name: str | None, description: str | None) -> To
     """A tool that runs the agent on an input, and answers with its output.
 
     Its run is a run of its own, with the tag `parent:<run id>`. It asks the parent's engine unless
-    it has its own, and the version that the parent is pinned to if it asks the same model.
+    it has its own, and the version that the parent is pinned to if it asks the same model. Where
+    the infrastructure fails it, the parent's run ends too, with a SubagentError.
     """
 
     async def ask(input: str, context: RunContext) -> Any:  # noqa: A002
-        run = await beside(context.engine, agent).run(
-            input,
-            model=pinned(agent.model, context.model),
-            context=context.given,
-            tags=[f"parent:{context.run_id}"],
-            **context.child(),
-        )
+        try:
+            run = await beside(context.engine, agent).run(
+                input,
+                model=pinned(agent.model, context.model),
+                context=context.given,
+                tags=[f"parent:{context.run_id}"],
+                **context.child(),
+            )
+        except StoreError as error:
+            raise SubagentError(f"a run of {agent.name} could not be recorded: {error}") from error
+        if run.error is not None and run.error.infrastructure:
+            why = f"{run.error.type}: {run.error.message}"
+            raise SubagentError(f"{agent.name} was failed by the infrastructure: {why}")
         if run.output is None and run.error is not None:
             raise ToolError(f"{agent.name} came to no answer: {run.error.message}")
         if run.output is None:
@@ -55,7 +62,7 @@ def handoff_tool(agent: "Agent") -> Tool:
 def beside(engine: ChatEngine | None, agent: "Agent") -> "Agent":
     """The agent, asking this engine unless it has one of its own."""
     own = agent.engine is not None or agent.base_url is not None
-    return agent if own or engine is None else agent.override(engine=engine)
+    return agent if own or engine is None else agent.through(engine)
 
 
 def named(agent: "Agent", name: str | None = None) -> str:

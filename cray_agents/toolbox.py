@@ -2,7 +2,8 @@
 
 The schema comes from the signature and the docstring (signatures.py). Whatever goes wrong in a call
 (arguments that do not validate, a refusal, an exception, a timeout, an unknown name) becomes a
-short text for the model and stands in ToolCall.error; it never ends a run. Called by agent.py.
+short text for the model and stands in ToolCall.error; it never ends a run, but for what PASSING
+lists. Called by turns.py.
 """
 
 import difflib
@@ -21,7 +22,13 @@ from pydantic_core import from_json, to_json
 
 from cray_agents import foreign
 from cray_agents.context import RunContext
-from cray_agents.errors import BadInput, RealModelCall, ReplayMismatch, ToolError
+from cray_agents.errors import (
+    BadInput,
+    RealModelCall,
+    ReplayMismatch,
+    SubagentError,
+    ToolError,
+)
 from cray_agents.records import ToolCall
 from cray_agents.signatures import read_docstring, read_signature, untitled
 
@@ -32,6 +39,8 @@ Approve = Callable[[ToolCall, RunContext], bool | str | Awaitable[bool | str]]
 TIMEOUT = 60.0  # seconds, of a tool that names none
 MAX_CHARS = 20_000  # of a result, that a model is shown: about 5,000 tokens
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+#: What ends the run: a sub-agent's was failed by the infrastructure, or a test forbids the call.
+PASSING = (SubagentError, RealModelCall, ReplayMismatch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +69,10 @@ class Tool:
     async def call(
         self, arguments: str, context: RunContext | None = None, *, call_id: str = ""
     ) -> Any:
-        """Validate a JSON object of arguments, have the call approved, call. Raises ToolError."""
+        """Validate a JSON object of arguments, have the call approved, call.
+
+        Raises ToolError, and what PASSING lists.
+        """
         values = self._validated(arguments)
         if name := self.context_parameter:
             default = inspect.signature(self.function).parameters[name].default
@@ -82,7 +94,7 @@ class Tool:
             return await attempts(foreign.call, bound, self.timeout)
         except foreign.Overdue:
             raise ToolError(f"{self.name} did not answer within {self.timeout:g} s") from None
-        except (ToolError, RealModelCall, ReplayMismatch):  # the last two are a test's, not a run's
+        except (ToolError, *PASSING):
             raise
         except Exception as error:
             raise ToolError(f"{self.name} failed: {type(error).__name__}: {error}") from error
@@ -263,7 +275,7 @@ async def _approved(approve: Approve, asked: ToolCall, context: RunContext) -> N
 
 def _may_pass(error: BaseException) -> bool:
     """Whether to call a tool again after this; a run's own end, a CancelledError, is no failure."""
-    final = (ToolError, foreign.Overdue, RealModelCall, ReplayMismatch)
+    final = (ToolError, foreign.Overdue, *PASSING)
     return isinstance(error, Exception) and not isinstance(error, final)
 
 

@@ -94,7 +94,7 @@ async def _call(progress: Progress, request: dict[str, Any]) -> ModelCall:
             raise
         plain = {name: value for name, value in request.items() if name != "response_format"}
         call = await _sent(progress, plain)
-        output.constrain = False
+        progress.persona.learned.schemas = False
         return call
 
 

@@ -1,16 +1,16 @@
 """Tool calls that a model wrote and its server did not understand: found, counted, told.
 
 A server without the right tool-call parser hands them over as plain text, and the run ends with
-that text as its answer, which looks like a bad model. `Agent(tool_calls="auto")` counts them in its
-engine's `parser`, warns when there are many, and changes to constrained calls by itself when the
-server refuses tools outright. Called by agent.py. Read next: constrained.py.
+that text as its answer, which looks like a bad model. `Agent(tool_calls="auto")` counts them in
+`parser`, warns when there are many, and changes to constrained calls by itself when the server
+refuses tools outright. Called by agent.py. Read next: constrained.py.
 """
 
 import json
 import logging
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cray_agents.completions import Assembly, first_choice, tidy
@@ -117,27 +117,50 @@ def parser_counts(calls: Iterable[ModelCall]) -> ParserCounts:
     return counts
 
 
-def with_tool_calls(engine: ChatEngine, mode: ToolCalls) -> ChatEngine:
+@dataclass
+class Learned:
+    """What runs have found out about the `server` of their model; an agent's copies share it.
+
+    `warned`: whether its parser was complained of; `tools`, `schemas`: whether it takes tools, and
+    a JSON schema for an answer.
+    """
+
+    server: Any = None
+    parser: ParserCounts = field(default_factory=ParserCounts)
+    warned: bool = False
+    tools: bool = True
+    schemas: bool = True
+
+    def at(self, engine: ChatEngine) -> "Learned":
+        """This, if it is of the engine's server or of none yet; else a new one."""
+        server = getattr(engine, "base_url", engine)
+        if self.server is None:
+            self.server = server
+        return self if self.server == server else Learned(server)
+
+
+def with_tool_calls(
+    engine: ChatEngine, mode: ToolCalls, learned: Learned | None = None
+) -> ChatEngine:
     """The engine for an agent's `tool_calls`; see Agent."""
     if mode == "constrained":
         return ConstrainedEngine(engine)
-    return AutoEngine(engine) if mode == "auto" else engine
+    return AutoEngine(engine, learned) if mode == "auto" else engine
 
 
 class AutoEngine:
-    """An engine whose tool calls are counted in `parser`, and constrained once it refuses tools."""
+    """An engine whose tool calls are counted, and constrained once its server refuses tools."""
 
-    def __init__(self, engine: ChatEngine) -> None:
+    def __init__(self, engine: ChatEngine, learned: Learned | None = None) -> None:
         self.engine = engine
         self.record = getattr(engine, "record", None)
-        self.parser = ParserCounts()
-        self.constrained: ConstrainedEngine | None = None
-        self._warned = False
+        self.learned = learned or Learned()
+        self._constrained = ConstrainedEngine(engine)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """See ChatEngine."""
-        if self.constrained is not None:
-            return await self.constrained.chat(request)
+        if not self.learned.tools:
+            return await self._constrained.chat(request)
         try:
             completion = await self.engine.chat(request)
         except EngineError as error:
@@ -147,8 +170,9 @@ class AutoEngine:
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """See ChatEngine."""
-        engine, assembly = self.constrained or self.engine, Assembly()
-        counted, begun = self.constrained is None and bool(request.get("tools")), False
+        native, assembly = self.learned.tools, Assembly()
+        engine = self.engine if native else self._constrained
+        counted, begun = native and bool(request.get("tools")), False
         try:
             async for chunk in engine.stream(request):
                 begun = True
@@ -169,10 +193,10 @@ class AutoEngine:
         refused = error.status in (400, 404, 422, 501) and "tool" in str(error).lower()
         if not refused or not request.get("tools"):
             raise error
-        if self.constrained is None:
+        if self.learned.tools:
             log.warning("the model server takes no tools, so calls are constrained: %s", error)
-            self.constrained = ConstrainedEngine(self.engine)
-        return self.constrained
+            self.learned.tools = False
+        return self._constrained
 
     def _see(self, completion: Mapping[str, Any], request: Mapping[str, Any]) -> None:
         if not request.get("tools"):
@@ -181,12 +205,13 @@ class AutoEngine:
             message = tidy(first_choice(completion)["message"])
         except (EngineError, AttributeError, KeyError, TypeError):
             return  # the agent, who reads it next, says what is wrong with it
-        counts, missed = self.parser, self.parser.see(message, request["tools"])
-        if missed is None or self._warned or counts.failures < WARN_AFTER:
+        learned, counts = self.learned, self.learned.parser
+        missed = counts.see(message, request["tools"])
+        if missed is None or learned.warned or counts.failures < WARN_AFTER:
             return
         if counts.failed < WARN_FROM:
             return
-        self._warned = True
+        learned.warned = True
         log.warning(
             "%d of %d tool calls of model %s were not understood by its server and became plain "
             "text, the last: %.200r. Serve it with its own parser (vLLM: --tool-call-parser), or "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cray_agents.errors import JobError
 from cray_agents.generation import Progress
+from cray_agents.held_out import hold_out
 from cray_agents.loop import Loop
 from cray_agents.platform import Platform
 from cray_agents.recipes import DatasetRecipe
@@ -95,6 +96,7 @@ async def _promote(platform: Platform, version: ModelVersion, reason: str) -> No
 
 
 async def _dataset(platform: Platform, loop: Loop, count: int) -> str:
+    await hold_out(platform, loop.name, loop.tasks)
     recipe = DatasetRecipe(
         loop=loop.name,
         generations=[],  # demonstrations alone, however many runs there are by now

@@ -37,7 +37,7 @@ def bare_model(directory: Path) -> Path:
 @contextmanager
 def platform(
     root: Path,
-    engine: ScriptedEngine,
+    engine: ScriptedEngine | Resident,
     *,
     model: Path | None = None,
     name: str = "m",
@@ -47,10 +47,11 @@ def platform(
 ) -> Iterator[Platform]:
     """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts.
 
-    `trainer`: another one than a ScriptedTrainer, which `scripted` is for. `others`: of further
-    replicas.
+    `engine` may come with a host of its own. `trainer`: another one than a ScriptedTrainer, which
+    `scripted` is for. `others`: of further replicas.
     """
     home = Home(root)
+    host = engine if isinstance(engine, Resident) else Resident(engine)
     registry = Registry(home)
     if not registry.names():
         checkpoint, manifest = registry.import_checkpoint(model or bare_model(root / "first"))
@@ -59,7 +60,7 @@ def platform(
     url: list[str] = []
 
     async def serve() -> None:
-        pool = Pool([Resident(each) for each in (engine, *others)])
+        pool = Pool([host, *(Resident(each) for each in others)])
         services = Services(
             home=home,
             store=Store(home),

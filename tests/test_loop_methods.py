@@ -1,5 +1,6 @@
 """What each method trains on and how: recipes, jobs, stages, what is drawn and drawn again."""
 
+import asyncio
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from cray_agents import PromotionTest, ScriptedEngine, Stage
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
+from cray_agents.platform import Platform
 from cray_agents.recipes import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
@@ -55,12 +57,13 @@ def test_grpo_trains_on_its_own_generation_and_goes_on_from_the_latest(tmp_path:
     assert [job.hyperparameters.seed for job in jobs] == [6, 7, 8, 9]
     assert [job.optimizer_from for job in jobs] == [None, first.id, second.id, third.id]
     assert [g.sampled_from for g in done[1:]] == ["m@1", "m@2", "m@3", "m@4"]
-    # only the third was evaluated, against m@1, and it is better; those before were passed on
+    # the third was evaluated, against m@1, and it is better; those before were passed on. The last
+    # one is judged, too
     assert [(g.promoted, g.onward, g.holdout_tasks > 0) for g in done[1:]] == [
         (False, "m@2", False),
         (False, "m@3", False),
         (True, None, True),
-        (False, "m@5", False),
+        (False, "m@5", True),
     ]
     assert done[1].holdout_success == done[0].holdout_success
     for generation in done[1:]:
@@ -70,6 +73,25 @@ def test_grpo_trains_on_its_own_generation_and_goes_on_from_the_latest(tmp_path:
         assert used(tmp_path, generation) == expected
         assert generation.zero_variance_groups == 12 - len(mixed)
         assert generation.tokens == sum(call.usage.completion_tokens for call in runs.values())
+
+
+def test_a_loop_leaves_the_promoted_version_serving(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        loop = site_loop(method="grpo", attempts=2, evaluate_every=3, platform=where)
+        steps = loop.run(4)
+        assert [next(steps).onward for _ in range(2)] == [None, "m@2"]
+        assert held(where) == ["m@2"]
+        steps.close()
+        assert held(where) == ["m@1"]
+
+
+def held(where: Platform) -> list[str]:
+    async def pool() -> list[str]:
+        replicas = await where.pool()
+        await where.close()
+        return [replica["version"] for replica in replicas]
+
+    return asyncio.run(pool())
 
 
 def test_groups_without_variance_are_replaced_within_the_budget(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Budget, ScriptedEngine, reward
+from cray_agents import Agent, Budget, ScriptedEngine, Stage, reward
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
+from cray_agents.loop_settings import differences, settings_of
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.stopping import why_stopped
@@ -52,6 +53,54 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
     journal = Home(tmp_path).loop("loop") / "journal"
     seeds = [json.loads((journal / f"settings-{n}.json").read_text())["seed"] for n in (1, 2)]
     assert seeds == [0, 3]
+
+
+def asks(**changes: Any) -> Agent:
+    """An agent with one that it asks, and one that takes over."""
+    helper = Agent(name="helper", instructions=changes.pop("helps", "Help."))
+    next_one = Agent(name="next", temperature=changes.pop("warm", 0.0))
+    given: dict[str, Any] = {"tools": [helper.as_tool()], "handoffs": [next_one]}
+    return Agent(name="a", model="m", **given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"max_turns": 9}, "max_turns"),
+        ({"max_tokens": 9}, "max_tokens"),
+        ({"max_total_tokens": 9}, "max_total_tokens"),
+        ({"timeout": 9.5}, "timeout"),
+        ({"on_limit": "answer"}, "on_limit"),
+        ({"tool_calls": "native"}, "tool_calls"),
+        ({"retries": 1}, "retries"),
+        ({"sampling": {"top_p": 0.5}}, "sampling"),
+        ({"output_type": int}, "output_type"),
+        ({"helps": "Do not."}, "agents.helper.instructions"),
+        ({"warm": 0.5}, "agents.transfer_to_next.temperature"),
+        ({"handoffs": []}, "tools"),
+    ],
+)
+def test_another_agent_is_another_setting(changes: dict[str, Any], told: str) -> None:
+    known = json.loads(json.dumps(settings_of(site_loop(agent=asks()))))
+    assert differences(known, settings_of(site_loop(agent=asks(timeout=float("inf"))))) == []
+    found = differences(known, settings_of(site_loop(agent=asks(**changes))))
+    assert [name for name, _, _ in found] == [f"agent.{told}"]
+    for name in (*known["agent"], "reward_weights"):  # as it was recorded once
+        if name not in ("name", "model", "instructions", "tools"):
+            known.pop(name, None)
+            known["agent"].pop(name, None)
+    older = differences(known, settings_of(site_loop(agent=asks(**changes))))
+    assert older == (found if told == "tools" else [])
+
+
+def test_the_weights_of_rewards_and_not_the_length_of_the_last_stage_are_settings() -> None:
+    def of(weight: float, last: int | None) -> dict[str, Any]:
+        half = reward(weight=weight)(lambda run: 1.0)
+        return settings_of(site_loop(rewards=[half], method=[Stage("rft", last)]))
+
+    known = json.loads(json.dumps(of(0.5, 2)))
+    assert differences(known, of(0.5, 3)) == differences(known, of(0.5, None)) == []
+    assert differences(known, of(1.0, 2)) == [("reward_weights", [0.5], [1.0])]
 
 
 def test_where_and_how_far_it_runs_may_change(tmp_path: Path) -> None:

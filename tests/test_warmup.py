@@ -10,6 +10,7 @@ from cray_agents import Agent, Loop, ScriptedEngine, Task, TaskSet, reward
 from cray_agents.errors import JobError
 from cray_agents.paths import Home
 from cray_agents.records import Run
+from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry import Registry
 from cray_agents.trainers.seed_model import make_seed_model
 from cray_agents.training import Hyperparameters, JobSpec
@@ -78,6 +79,15 @@ def test_goes_on_with_more_until_the_band_and_is_found_done(tmp_path: Path, mode
         assert len(script.requests) == asked
     assert len(specs(tmp_path)) == 3 + 1
     assert len({spec.dataset for spec in specs(tmp_path)}) == 3 + 1
+
+
+def test_what_is_held_out_is_not_shown_even_at_first(tmp_path: Path, model: Path) -> None:
+    taken: list[Any] = [(talk(n), {}) for n in (0, 15, 1, 2)]
+    with platform(tmp_path, engine({"m@2": 3}), model=model) as where:
+        warm_up(make_loop(platform=where, demonstrations=taken), PLAN)
+    (job,) = specs(tmp_path)
+    lines = dataset_runs(Home(tmp_path), job.dataset)
+    assert [line["reason"] for line in lines] == [None, "contaminated", None, None]
 
 
 def test_a_later_promotion_stays(tmp_path: Path, model: Path) -> None:

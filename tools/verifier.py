@@ -91,10 +91,13 @@ def verifier(
     return reward(weight=weight, name=name, timeout=None)(verify)
 
 
-def code_of(text: str) -> str:
-    """The last fenced block of a text, as models write code; all of it if there is none."""
-    blocks: list[str] = _FENCED.findall(text)
-    return blocks[-1] if blocks else text
+def code_of(text: str | None) -> str:
+    """The last fenced block of a text, as models write code; all of it if there is none.
+
+    Of None, the output of a run that came to no answer, it is "".
+    """
+    blocks: list[str] = _FENCED.findall(text or "")
+    return blocks[-1] if blocks else text or ""
 
 
 def _status(outcome: Outcome, name: str) -> float:

@@ -1,7 +1,8 @@
 """The texts that must not be in a training set, and whether a text is one of them, or nearly one.
 
-`Held.of` gathers them, as recipes.Decontamination says which: the inputs of held-out tasks, and
-given files (held_files.py). Nothing is estimated: words (cray_agents/words.py) are compared, and
+`Held.of` gathers them, as recipes.Decontamination says which: the inputs of held-out tasks, from
+the journals of loops (cray_agents/held_out.py) and from runs, and given files (held_files.py).
+Nothing is estimated: words (cray_agents/words.py) are compared, and
 sets of word 5-grams through an index of their hashes. Called by the builder, once a task. splits.py
 of cray_agents holds a TaskSet's splits apart by the same rule, without numpy.
 """
@@ -11,10 +12,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
+from cray_agents.errors import Corrupt
+from cray_agents.held_out import ENTRY, HeldOut
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe, RunQuery
 from cray_agents.records import Message, Run
+from cray_agents.runtime.datasets.checking import LOOP
 from cray_agents.runtime.datasets.held_files import texts_of_file
 from cray_agents.runtime.datasets.shingles import Shingles, shared, shingles
 from cray_agents.runtime.files import Files
@@ -233,11 +238,24 @@ def head(text: str) -> str:
 def _gathered(store: Store, home: Home, recipe: DatasetRecipe) -> Iterator[HeldText]:
     what = recipe.decontamination
     if what.holdout:
+        yield from _of_journal(home, recipe.loop)
         for split in ("holdout", "test"):
             yield from _of_split(store, recipe.loop, split)
     files = Files(home)
     for name in what.files:
         yield from (HeldText(source, text) for source, text in texts_of_file(files, name))
+
+
+def _of_journal(home: Home, loop: str | None) -> Iterator[HeldText]:
+    """What loops, or the one that is named, keep to judge by, whether or not it was run yet."""
+    if loop is not None and not LOOP.fullmatch(loop):
+        return
+    for path in sorted(home.loop("").glob(f"{loop or '*'}/journal/{ENTRY}*.json")):
+        try:
+            entry = HeldOut.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise Corrupt(f"{path} cannot be read: {error}") from error
+        yield from (HeldText(source, text) for source, text in entry.inputs)
 
 
 def _of_split(store: Store, loop: str | None, split: str) -> Iterator[HeldText]:

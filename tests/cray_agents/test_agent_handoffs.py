@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from cray_agents import Agent, Environment, Hooks, Run, RunContext, ScriptedEngine, tool
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, EngineUnavailable, StoreError
 from cray_agents.events import Handoff
 from cray_agents.records import ToolCall
 from cray_agents.tools.calculator import calculator
@@ -86,6 +86,27 @@ async def test_a_sub_agent_without_an_answer_is_a_failed_tool():
     engine = script(asks(("inner", {"input": "x"})), "x", "sorry")
     run = await agent(engine, tools=[wrong.as_tool()]).run("go")
     assert "The answer is not of type int" in run.trajectory.turns[0].tool_calls[0].error
+
+
+async def test_what_the_infrastructure_does_to_a_sub_agent_ends_the_run_that_asked_it():
+    inner = Agent(name="inner")
+    engine = script(asks(("inner", {"input": "x"})), EngineUnavailable("it is gone"), "sorry")
+    run = await agent(engine, tools=[inner.as_tool()]).run("go")
+    assert (run.stop_reason, run.output, len(engine.requests)) == ("error", None, 2)
+    assert run.error is not None and run.error.infrastructure
+    assert run.error.type == "SubagentError"
+    assert run.error.message == (
+        "inner was failed by the infrastructure: EngineUnavailable: it is gone"
+    )
+
+    async def full(run: Run) -> None:
+        raise StoreError("the disk is full")
+
+    kept = Agent(name="inner", recorder=full)
+    engine = script(asks(("inner", {"input": "x"})), "deep", "sorry")
+    run = await agent(engine, tools=[kept.as_tool()]).run("go")
+    assert run.error is not None and run.error.infrastructure
+    assert "the disk is full" in run.error.message
 
 
 def test_an_agent_that_cannot_be_named():

@@ -31,6 +31,13 @@ def test_most_from_where_the_outcome_is_open() -> None:
     assert chosen["b"] > chosen["c"] > chosen["a"] > 0
 
 
+def test_success_is_where_a_reward_lies_in_its_range() -> None:
+    curriculum = Curriculum("kind").over(1, 5)
+    rewards = [Outcome("r", task.id, 1.0 + 4 * (n % 2)) for n, task in enumerate(TASKS[:10])]
+    assert curriculum.success(GROUPS, [rewards]) == {"a": 0.5}
+    assert Curriculum("kind").success(GROUPS, [rewards]) == {"a": 1.0}
+
+
 def test_a_kind_that_was_not_tried_keeps_its_rate() -> None:
     curriculum = Curriculum("kind")
     known = curriculum.success(GROUPS, [generation(a=0.2, b=0.5), generation(b=1.0)])

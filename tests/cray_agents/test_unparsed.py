@@ -105,6 +105,52 @@ async def test_failures_are_counted_and_many_are_told_once(stream, caplog):
     assert counted == agent.parser
 
 
+async def test_copies_of_an_agent_share_what_was_found_out(caplog):
+    engine = ScriptedEngine([HERMES] * 5)
+    agent = Agent("a", model="m", tools=[calculator], engine=engine)
+    with caplog.at_level(logging.WARNING, "cray_agents.unparsed"):
+        for number in range(4):
+            await agent.override(model=f"m@{number}", recorder=None).run("go")
+    assert agent.parser is not None and agent.parser.failures == 4
+    assert len(caplog.records) == 1
+    through = agent.through(engine)
+    assert through.parser is agent.parser
+    other = ScriptedEngine([HERMES])
+    for anew in (
+        agent.override(engine=other),
+        agent.through(other),
+        agent.override(base_url="http://127.0.0.1:1"),
+        agent.override(model="another"),
+    ):
+        assert anew.parser is not None and anew.parser.failures == 0
+    await agent.override(engine=other).run("go")
+    assert agent.parser.failures == 4
+
+
+async def test_what_a_server_refuses_is_not_asked_of_it_again_by_a_copy():
+    def says(request: dict[str, Any]) -> Any:
+        if request.get("tools"):
+            return EngineError("it takes no tools", status=400)
+        return '{"answer": "42"}'
+
+    engine = ScriptedEngine(says)
+    agent = Agent("a", tools=[calculator], engine=engine)
+    runs = [await agent.override(temperature=heat).run("go") for heat in (0.1, 0.2)]
+    assert [run.output for run in runs] == ["42", "42"]
+    assert [bool(request.get("tools")) for request in engine.requests] == [True, False, False]
+
+    def lists(request: dict[str, Any]) -> Any:
+        refused = EngineError("no response_format here", status=400)
+        return refused if "response_format" in request else "[42]"
+
+    engine = ScriptedEngine(lists)
+    agent = Agent("a", output_type=list[int], engine=engine)
+    runs = [await agent.override(temperature=heat).run("go") for heat in (0.1, 0.2)]
+    assert [run.output for run in runs] == [[42], [42]]
+    asked = ["response_format" in request for request in engine.requests]
+    assert asked == [True, False, False]
+
+
 async def test_few_among_many_are_no_cause_for_alarm(caplog):
     script: list[Any] = [tool_call("calculator", expression="1"), "1"] * 40 + [HERMES] * 4
     agent = Agent("a", tools=[calculator], engine=ScriptedEngine(script))
@@ -155,7 +201,7 @@ async def test_other_errors_stay_what_they_are(error, stream):
     engine = AutoEngine(ScriptedEngine([error, "x"]))
     run = await ask(Agent("a", tools=[calculator], engine=engine), stream)
     assert run.error is not None and run.error.message == str(error)
-    assert engine.constrained is None
+    assert engine.learned.tools
 
 
 def test_the_modes():

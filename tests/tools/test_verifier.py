@@ -48,6 +48,11 @@ async def test_unit_tests_on_code(code: str, expected: float) -> None:
     assert await value(TESTS, code, files=solution, sandbox=Sandbox(seconds=2)) == expected
 
 
+async def test_no_answer_is_no_code() -> None:
+    assert code_of(None) == ""
+    assert await value(TESTS, None, files=solution) == 0.0
+
+
 async def test_source_may_say_how_much() -> None:
     assert await value("import json\nreward = json.load(open('run.json'))['output'] / 4", 1) == 0.25
     assert await value("reward = len(open('output.txt').read()) == 4", "four") == 1.0

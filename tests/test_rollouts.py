@@ -1,0 +1,295 @@
+"""Runs of a loop: whose fault it is that one failed, and what is done again."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents import Agent, Platform, PromotionTest, ScriptedEngine, Task, rollouts
+from cray_agents.errors import EngineUnavailable, SwapError
+from cray_agents.gate import Gate, Passing
+from cray_agents.generation import Generation, Progress
+from cray_agents.paths import Home
+from cray_agents.recipes import RunQuery
+from cray_agents.records import ModelVersion, Run
+from cray_agents.rollouts import Rollouts, Wanted
+from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.store import Store
+from cray_agents.scripted import tool_call
+from tests.loop_site import shape, site_loop, some_tasks
+from tests.runtime.pools import Mortal
+from tests.scripted_platform import platform
+
+TARGET = "yes"
+HERMES = '<tool_call>\n{"name": "ask", "arguments": {"input": "?"}}\n</tool_call>'
+
+
+def right(run: Run) -> float:
+    return float(run.output == TARGET)
+
+
+def said_to(request: dict[str, Any]) -> str:
+    return str(request["messages"][-1]["content"])
+
+
+def wanted(*inputs: str) -> list[Wanted]:
+    return [Wanted(Task(input=text, target=TARGET), "g1", generation=1) for text in inputs]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "BACKOFF", 0.02)
+
+
+@asynccontextmanager
+async def opened(where: Platform) -> AsyncIterator[tuple[Gate, ModelVersion]]:
+    """A gate that has looked, and the version that is served."""
+    gate, version = Gate(where), await where.promoted("m")
+    assert version is not None
+    await gate.look()
+    try:
+        yield gate, version
+    finally:
+        await where.close()
+
+
+async def carried_out(
+    where: Platform, agent: Agent, *inputs: str, settled: bool = False
+) -> list[Run]:
+    """The runs of a loop that begins anew each time."""
+    async with opened(where) as (gate, version):
+        found = Rollouts(where, gate, agent, "loop", [right], concurrency=1)
+        return await found.run(wanted(*inputs), version, 1.0, lambda done: None, settled=settled)
+
+
+def stored(root: Path, **query: Any) -> list[Run]:
+    return Store(Home(root)).runs(RunQuery(**query))
+
+
+# ---- whose fault it is
+
+
+async def test_a_run_that_is_too_slow_by_itself_has_its_reward(tmp_path: Path) -> None:
+    async def says(request: dict[str, Any]) -> str:
+        if said_to(request) == "slowly":
+            await asyncio.sleep(2)
+        return TARGET
+
+    with platform(tmp_path, ScriptedEngine(says)) as where:
+        agent = Agent("a", model="m", timeout=0.5)
+        slow, quick = await carried_out(where, agent, "slowly", "at once")
+    assert (slow.stop_reason, slow.error, slow.reward) == ("timeout", None, 0.0)
+    assert (quick.stop_reason, quick.reward) == ("completed", 1.0)
+    assert len(stored(tmp_path, loop="loop")) == 2
+
+
+class Slow(Mortal):
+    """Takes so many seconds to come back."""
+
+    seconds = 0.0
+
+    async def start(self, checkpoint: Path, version: str) -> None:
+        if self.starts:
+            await asyncio.sleep(self.seconds)
+        await super().start(checkpoint, version)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "why"), [(0.7, "no replica serves m@1"), (0.0, "m@1 was restarted")]
+)
+async def test_a_replica_that_restarts_is_not_the_agents_fault(
+    tmp_path: Path, seconds: float, why: str
+) -> None:
+    async def says(request: dict[str, Any]) -> Any:
+        if host.starts == 1:
+            host.die()
+            return EngineUnavailable("it died")
+        if host.starts == 2 and len(engine.requests) == 2 and not seconds:
+            await asyncio.sleep(2)
+        return TARGET
+
+    engine = ScriptedEngine(says)
+    host = Slow(engine)
+    host.seconds = seconds
+    with platform(tmp_path, host) as where:
+        (run,) = await carried_out(where, Agent("a", model="m", timeout=0.8), "go")
+    assert run.reward == 1.0
+    failed = [each for each in stored(tmp_path, loop="loop") if each.reward is None]
+    assert failed
+    for each in failed:
+        assert each.stop_reason == "timeout" and each.error is not None
+        assert each.error.infrastructure and why in each.error.message
+
+
+async def test_a_sub_agent_that_is_held_back_is_not_at_fault(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(lambda request: TARGET)) as where:
+        async with opened(where) as (gate, version):
+            gate._only = "m@2"  # as while a candidate is evaluated
+            passing = Passing(where.engine(), gate, version)
+            child = Agent("child", model=version.id, timeout=0.2)
+            held = await child.through(passing).run("go")
+            gate._only = None
+            assert (await child.through(passing).run("go")).output == TARGET
+    assert held.error is not None and held.error.infrastructure
+    assert (held.stop_reason, held.error.type) == ("timeout", "HeldBack")
+
+
+def asks_another(request: dict[str, Any]) -> Any:
+    """The one that is instructed asks the other, and says what that says."""
+    last = request["messages"][-1]
+    if request["messages"][0]["role"] != "system":
+        return TARGET
+    return last["content"] if last["role"] == "tool" else tool_call("other", input="what?")
+
+
+def test_runs_of_sub_agents_are_on_record_and_not_the_loops_own(tmp_path: Path) -> None:
+    other = Agent("other", model="m")
+    agent = Agent("a", "Ask the other.", model="m", tools=[other.as_tool()])
+    with platform(tmp_path, ScriptedEngine(asks_another)) as where:
+        loop = site_loop(platform=where, agent=agent, rewards=[right], tasks=some_tasks(8, 12, 0),
+                         tasks_per_generation=8, promotion=PromotionTest(hidden=0))  # fmt: skip
+        _, first = list(loop.run(1))
+    parents = {run.id: run for run in stored(tmp_path, loop="loop")}
+    children = [run for run in stored(tmp_path) if run.agent == "other"]
+    assert len(children) == len(parents) and first.runs == 8
+    for child in children:
+        assert (child.loop, child.generation, child.task, child.reward) == (None, None, None, None)
+        (tag,) = child.tags
+        parent = parents[tag.removeprefix("parent:")]
+        assert (child.model, child.output) == (parent.model, TARGET)
+    lines = dataset_runs(Home(tmp_path), first.dataset or "")
+    assert {line["run"] for line in lines} == {r.id for r in parents.values() if r.generation == 1}
+
+
+async def test_a_sub_agents_run_that_was_cut_off_leaves_no_record(tmp_path: Path) -> None:
+    async def says(request: dict[str, Any]) -> str:
+        if said_to(request) == "hang":
+            await asyncio.sleep(2)
+        return TARGET
+
+    with platform(tmp_path, ScriptedEngine(says)) as where:
+        async with opened(where) as (gate, version):
+            child = Agent("child", model=version.id).through(Passing(where.engine(), gate, version))
+            work = asyncio.create_task(child.run("hang", run_id="run_c"))
+            await asyncio.sleep(0.3)
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await child.run("go", run_id="run_c")
+            assert (await where.run("run_c")).output == TARGET
+
+
+# ---- what is done again
+
+
+async def test_what_the_infrastructure_failed_is_tried_again_when_it_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = True
+    monkeypatch.setattr(rollouts, "BACKOFF", 0.1)
+
+    def says(request: dict[str, Any]) -> Any:
+        return SwapError("it will not") if broken and said_to(request) == "bad" else TARGET
+
+    def tried() -> list[Run]:
+        runs = [run for run in stored(tmp_path, loop="loop") if run.input == "bad"]
+        return sorted(runs, key=lambda run: run.started)
+
+    agent = Agent("a", model="m")
+    with platform(tmp_path, ScriptedEngine(says)) as where:
+        for _ in range(2):
+            bad, good = await carried_out(where, agent, "bad", "good")
+            assert (bad.reward, good.reward) == (None, 1.0)
+        names = [run.id.partition("-")[2] for run in tried()]
+        assert names == ["", "retry1", "retry2", "retry3", "retry4"]
+        starts = [run.started for run in tried()]
+        first, second = starts[1] - starts[0], starts[2] - starts[1]
+        assert first >= 0.1 and second >= 0.4
+        broken = False
+        bad, _ = await carried_out(where, agent, "bad", "good", settled=True)
+        assert (bad.reward, len(tried())) == (None, 5)
+        bad, _ = await carried_out(where, agent, "bad", "good")
+        assert (bad.reward, bad.id) == (1.0, tried()[-1].id) and bad.id.endswith("-retry5")
+        again, _ = await carried_out(where, agent, "bad", "good")
+        assert (again.id, len(tried())) == (bad.id, 6)
+
+
+@pytest.mark.parametrize("split", ["train", "holdout"])
+def test_a_loop_whose_runs_the_infrastructure_failed_goes_on_when_it_is_mended(
+    tmp_path: Path, split: str
+) -> None:
+    broken = True
+
+    def says(request: dict[str, Any]) -> Any:
+        held_out = int(said_to(request).split()[-1]) >= 1000
+        if broken and held_out == (split == "holdout"):
+            return SwapError("it will not")
+        return TARGET
+
+    def loop(where: Platform) -> Any:
+        return site_loop(platform=where, agent=Agent("a", model="m"), rewards=[right],
+                         tasks=some_tasks(8, 12, 0), tasks_per_generation=8,
+                         promotion=PromotionTest(hidden=0))  # fmt: skip
+
+    with platform(tmp_path, ScriptedEngine(says)) as where:
+        with pytest.raises(EngineUnavailable, match=r"all of (8|12) runs.*it will not.*goes on"):
+            list(loop(where).run(1))
+        broken = False
+        _, first = list(loop(where).run(1))
+        assert (first.runs, first.accepted_runs, first.failed_runs) == (8, 8, 0)
+        assert first.holdout_success == 1.0
+
+
+@pytest.mark.parametrize("control", [None, "shuffled-rewards"])
+def test_a_generation_keeps_what_its_training_set_was_made_of(
+    tmp_path: Path, control: str | None
+) -> None:
+    """Killed while its job trains, it does not try again what the infrastructure had failed."""
+    broken = True
+
+    def says(request: dict[str, Any]) -> Any:
+        number = int(said_to(request).split()[-1])
+        if number < 3 and broken:
+            return SwapError("it will not")
+        return TARGET if number % 2 else "no"
+
+    class Killed(BaseException):
+        pass
+
+    def killing(progress: Progress) -> None:
+        if progress.phase == "train":
+            raise Killed
+
+    def done(root: Path, kill: bool) -> list[Generation]:
+        nonlocal broken
+        broken = True
+        with platform(root, ScriptedEngine(says)) as where:
+            settings = {"platform": where, "agent": Agent("a", model="m"), "rewards": [right],
+                        "tasks": some_tasks(12, 12, 0), "tasks_per_generation": 12,
+                        "promotion": PromotionTest(hidden=0), "control": control}  # fmt: skip
+            if kill:
+                with pytest.raises(BaseException) as death:
+                    list(site_loop(**settings, on_progress=killing).run(1))
+                assert "Killed" in repr(death.value)
+                broken = False
+            return list(site_loop(**settings).run(1))
+
+    calm, killed = done(tmp_path / "calm", False), done(tmp_path / "killed", True)
+    assert calm[1].failed_runs == 3 and shape(killed) == shape(calm)
+
+
+# ---- what is found out about the server
+
+
+async def test_all_runs_of_a_loop_share_what_was_found_out_about_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Agent("a", model="m", tools=[Agent("ask").as_tool()])
+    with platform(tmp_path, ScriptedEngine(lambda request: HERMES)) as where:
+        with caplog.at_level(logging.WARNING, "cray_agents.unparsed"):
+            await carried_out(where, agent, *"abcde")
+        assert agent.parser is not None and agent.parser.failures == 5
+        assert sum("not understood" in record.getMessage() for record in caplog.records) == 1
