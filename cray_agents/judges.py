@@ -42,7 +42,10 @@ Give your reason first, in a sentence or two, then the score."""
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """A reward function that asks a model; see `judge`, which makes it."""
+    """A reward function that asks a model; see `judge`, which makes it.
+
+    Its repr is the same in every process: a loop's settings are compared by it.
+    """
 
     rubric: Rubric
     model: str
@@ -53,6 +56,10 @@ class Judge:
     temperature: float
     max_tokens: int
     __reward_options__: Options
+
+    def __repr__(self) -> str:
+        told = self.rubric if isinstance(self.rubric, str) else "a function"
+        return f"judge({told!r}, model={self.model!r}, scale={self.scale}, votes={self.votes})"
 
     async def __call__(self, run: Run) -> float:
         """The mean of the votes on a run. Raises RewardError if one is none."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Budget, ScriptedEngine, Stage, reward
+from cray_agents import Agent, Budget, ScriptedEngine, Stage, judge, reward
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
 from cray_agents.loop_settings import differences, settings_of
@@ -53,6 +53,15 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
     journal = Home(tmp_path).loop("loop") / "journal"
     seeds = [json.loads((journal / f"settings-{n}.json").read_text())["seed"] for n in (1, 2)]
     assert seeds == [0, 3]
+
+
+def test_a_judge_is_the_same_setting_in_every_process() -> None:
+    def asked(model: str) -> Any:
+        engine = ScriptedEngine(echo)
+        by = judge(lambda run: f"Is {run.input} answered?", model=model, engine=engine)
+        return settings_of(site_loop(rewards=[by]))["rewards"]
+
+    assert asked("judge") == asked("judge") != asked("other")
 
 
 def asks(**changes: Any) -> Agent:
