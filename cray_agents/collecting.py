@@ -139,7 +139,7 @@ class Collector:
         count = stage.tasks_per_generation
         left = int(self.resample * count * stage.attempts)
         loop = self.rollouts.loop
-        settled = await self.rollouts.platform.recall(loop, f"collected-{number}") is not None
+        over = await self.rollouts.platform.recall(loop, f"collected-{number}") is not None
         for turn in range(ROUNDS):
             tasks = await self._drawn(number, turn, count, settled)
             resampled += len(tasks) if turn else 0
@@ -151,7 +151,7 @@ class Collector:
                 self.temperature,
                 report,
                 close_at=self.close_at,
-                settled=settled,
+                settled=over,
             )
             runs += new
             if stage.method not in COMPARING:

@@ -106,6 +106,15 @@ def test_groups_without_variance_are_replaced_within_the_budget(tmp_path: Path) 
     assert (first.zero_variance_groups, first.runs) == (alike, 36)
 
 
+def test_groups_are_replaced_by_tasks_that_no_generation_tried(tmp_path: Path) -> None:
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        loop = site_loop(method="grpo", attempts=2, resample=0.5, platform=where)
+        assert [generation.resampled for generation in loop.run(3)] == [0, 6, 6, 6]
+    tried = [set(by_task(train_runs(tmp_path, number))) for number in (1, 2, 3)]
+    assert [len(tasks) for tasks in tried] == [18, 18, 18]
+    assert len(set[str].union(*tried)) == 54
+
+
 def test_dpo_and_kto_get_what_they_compare(tmp_path: Path) -> None:
     stages = [Stage("dpo", 1, attempts=3), Stage("kto")]
     with platform(tmp_path, ScriptedEngine(echo)) as where:
