@@ -1,8 +1,9 @@
 """Replica: one vLLM server as a child process that cannot outlive us.
 
 pool.py starts, swaps and revives replicas; this module knows how vLLM is started on this machine
-and what it needs there. Read next: vllm_server.py, the process itself, and vllm_engine.py, how
-one speaks to it. The GPU settings were read in vLLM's source and not run.
+and what it needs there. Read next: vllm_server.py, the process itself, vllm_engine.py, how one
+speaks to it, and vllm_lock.py, why nobody else can. The GPU settings were read in vLLM's source
+and not run.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from cray_agents.runtime.adapters import SLOTS
 from cray_agents.runtime.checkpoints import ADAPTER
 from cray_agents.runtime.devices import VISIBLE
 from cray_agents.runtime.vllm_engine import VllmEngine
+from cray_agents.runtime.vllm_lock import VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _PORT_TRIES = 3
@@ -156,6 +158,7 @@ class Replica:
         self.port = _free_port()
         # answers name it, to be replaced by the version: nothing that a client sends may be alike
         alias = f"{self.model}-{secrets.token_hex(6)}"
+        secret = secrets.token_urlsafe(32)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -163,7 +166,7 @@ class Replica:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(self.settings, self.devices),
+                env=environment(self.settings, self.devices) | {VARIABLE: secret},
                 start_new_session=True,  # its own process group: Ctrl-C is ours to pass on
             )
         self.pid = self._process.pid
@@ -171,6 +174,7 @@ class Replica:
         self._engine = VllmEngine(
             f"http://127.0.0.1:{self.port}",
             alias,
+            secret,
             timeout=self.settings.answer_timeout,
             load_timeout=self.settings.load_timeout,
         )
@@ -226,6 +230,8 @@ def command(
         *(() if has_gpu_build() else ("--enforce-eager",)),
         *_room_for_adapters(settings.max_lora_rank),
         *settings.engine_args,
+        # the last one is the first that a request meets
+        *("--middleware", "cray_agents.runtime.vllm_lock.Locked"),
     ]
 
 

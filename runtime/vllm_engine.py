@@ -40,15 +40,22 @@ _ABORT_TIMEOUT = 5.0  # seconds
 class VllmEngine:
     """A vLLM server at `url` that calls its model `model`. Close it when done.
 
+    `secret`: what the server asks for (vllm_lock.py).
     `timeout`: seconds without a byte from the server before EngineTimeout; `load_timeout`: of a
     control request, such as one that reads a checkpoint.
     """
 
     def __init__(
-        self, url: str, model: str, *, timeout: float = 600.0, load_timeout: float = 300.0
+        self,
+        url: str,
+        model: str,
+        secret: str,
+        *,
+        timeout: float = 600.0,
+        load_timeout: float = 300.0,
     ) -> None:
         self.model = model
-        self._http = Http(url, timeout)
+        self._http = Http(url, secret, timeout)
         self._load_timeout = load_timeout
 
     @property

@@ -14,17 +14,22 @@ import aiohttp
 import orjson
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
+from cray_agents.runtime.vllm_lock import HEADER
 
 _BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
 _IDLE = 2.0  # seconds; vLLM closes idle connections after 5, and must not be the first to
 
 
 class Http:
-    """A server at `url`. `timeout`: seconds without a byte from it before EngineTimeout."""
+    """A server at `url`. `timeout`: seconds without a byte from it before EngineTimeout.
 
-    def __init__(self, url: str, timeout: float) -> None:
+    `secret`: what vllm_lock.py asks for.
+    """
+
+    def __init__(self, url: str, secret: str, timeout: float) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
+        self._secret = secret
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -50,7 +55,8 @@ class Http:
         """
         if self._session is None:  # made here because it belongs to the running loop
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE)
-            self._session = aiohttp.ClientSession(connector=connector)
+            ours = {HEADER: self._secret}
+            self._session = aiohttp.ClientSession(connector=connector, headers=ours)
         limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)
         content = None if body is None else orjson.dumps(body)
         sent = {"Content-Type": "application/json", **(headers or {})}

@@ -4,6 +4,7 @@ import asyncio
 import statistics
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import orjson
 
 from cray_agents import local_platform
 from cray_agents.cli.agents import load
+from cray_agents.runtime.vllm_lock import HEADER
 from tests.bench.litellm import litellm_proxy
 from tests.bench.rounds import Measure, row, side_by_side
+from tests.runtime.vllm_pool import secret_of
 from tests.scripted_gateway import gateway as scripted_gateway
 
 ROOT = Path(__file__).parents[2]
@@ -29,11 +32,15 @@ CHAT: dict[str, Any] = {
 }
 
 
-def session() -> aiohttp.ClientSession:
+def session(headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
     """Its idle connections are dropped before vLLM drops them."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=1.5),
-        headers={"content-type": "application/json", "authorization": "Bearer none"},
+        headers={
+            "content-type": "application/json",
+            "authorization": "Bearer none",
+            **(headers or {}),
+        },
     )
 
 
@@ -83,14 +90,15 @@ async def against_vllm(home: Path) -> None:
         platform = stack.enter_context(
             local_platform(home / "root", model=home / "model", name="calc")
         )
-        port = (await platform.pool())[0]["port"]
+        replica = (await platform.pool())[0]
         await platform.close()
-        direct = f"http://127.0.0.1:{port}"
+        direct = f"http://127.0.0.1:{replica['port']}"
+        unlock = {HEADER: secret_of(replica["pid"])}
         python = ROOT / ".venv-litellm" / "bin" / "python"
-        litellm = stack.enter_context(litellm_proxy(direct, "calc", python))
+        litellm = stack.enter_context(litellm_proxy(direct, "calc", python, unlock))
         urls = {"gateway": platform.url, "LiteLLM": litellm, "vLLM": direct}
         urls = {name: url + PATH for name, url in urls.items()}
-        async with session() as http:
+        async with session(unlock) as http:
             for stream in (False, True):
                 body = {**CHAT, "model": "calc", "stream": stream}
                 measures = {n: throughput(http, url, body, 320) for n, url in urls.items()}

@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,18 +32,20 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def litellm_proxy(target_url: str, model: str, python: Path, workers: int = 1) -> Iterator[str]:
+def litellm_proxy(
+    target_url: str, model: str, python: Path, headers: Mapping[str, str], workers: int = 1
+) -> Iterator[str]:
     """A proxy on a free port of the loopback; gives its URL, such as http://127.0.0.1:4000.
 
     `target_url` is the server's root, without /v1, and `model` its name there and here; `python`
-    the interpreter of LiteLLM's environment. Raises RuntimeError with the end of its log if it
-    ends, or does not answer in START seconds.
+    the interpreter of LiteLLM's environment; `headers` are sent to the server with each request.
+    Raises RuntimeError with the end of its log if it ends, or does not answer in START seconds.
     """
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
         config = Path(folder) / "config.yaml"
-        config.write_text(json.dumps(_config(target_url, model)))  # JSON is YAML
+        config.write_text(json.dumps(_config(target_url, model, headers)))  # JSON is YAML
         command = ["--config", config, "--host", "127.0.0.1", "--port", port, "--run_granian"]
         process = subprocess.Popen(
             [python.parent / "litellm", *map(str, command), "--num_workers", str(workers)],
@@ -61,11 +63,12 @@ def litellm_proxy(target_url: str, model: str, python: Path, workers: int = 1) -
             _end(process)
 
 
-def _config(target_url: str, model: str) -> dict[str, object]:
+def _config(target_url: str, model: str, headers: Mapping[str, str]) -> dict[str, object]:
     server = {
         "model": f"hosted_vllm/{model}",
         "api_base": f"{target_url.rstrip('/')}/v1",
         "api_key": "none",
+        "extra_headers": dict(headers),
     }
     return {
         "model_list": [{"model_name": model, "litellm_params": server}],

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -18,6 +19,7 @@ from cray_agents.ports import Exchange
 from cray_agents.records import new_id
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.runtime.vllm_lock import HEADER
 from tests.runtime.vllm_pool import (
     CHAT,
     PROMPTS,
@@ -27,6 +29,7 @@ from tests.runtime.vllm_pool import (
     distance,
     golden_probe,
     greedy,
+    secret_of,
     true_logprob,
     true_next_logprob,
     truth,
@@ -63,6 +66,24 @@ async def serving(
     await pool.start(models["m@1"], "m@1", golden_probe(models["m@1"]))
     yield Serving(pool, models)
     await pool.stop()
+
+
+async def test_nobody_without_the_secret_is_answered(serving: Serving) -> None:
+    url = f"http://127.0.0.1:{serving.pool.status()[0]['port']}"
+    secret = secret_of(serving.pid)
+    assert secret.encode() not in Path(f"/proc/{serving.pid}/cmdline").read_bytes()
+    asked = [("POST", "/pause"), ("POST", "/collective_rpc"), ("POST", "/v1/load_lora_adapter")]
+    asked += [("POST", "/v1/chat/completions"), ("POST", "/cray/abort/x"), ("OPTIONS", "/pause")]
+    asked += [("GET", "/health"), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/docs")]
+    async with aiohttp.ClientSession() as http:
+        for method, path in asked:
+            for headers in ({}, {HEADER: ""}, {HEADER: secret[:-1]}):
+                async with http.request(method, url + path, headers=headers, json={}) as answer:
+                    assert answer.status == 403, (path, headers)
+        async with http.get(f"{url}/metrics", headers={HEADER: secret}) as answer:
+            assert answer.status == 200
+    _, told = await serving.chat("m@1", GREEDY)  # nobody has paused it
+    assert told.token_ids
 
 
 async def test_a_tool_call_is_parsed_and_the_next_turn_extends_its_tokens(serving: Serving) -> None:

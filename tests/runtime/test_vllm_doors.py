@@ -16,9 +16,11 @@ from cray_agents import Agent, ConstrainedEngine, OpenAIEngine, tool
 from cray_agents.completions import Assembly, tidy
 from cray_agents.records import ModelCall
 from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.runtime.vllm_lock import HEADER
 from cray_agents.toolbox import as_tool, perform
 from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
 from tests.runtime.gateways import CHAT, Gateway, Reply, served, until
+from tests.runtime.vllm_pool import secret_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -392,8 +394,9 @@ async def test_what_the_official_client_may_ask_besides(
 
 async def running(door: Gateway) -> float:
     """How many requests vLLM itself says it runs."""
-    port = door.pool.status()[0]["port"]
-    async with door.http.get(f"http://127.0.0.1:{port}/metrics") as response:
+    replica = door.pool.status()[0]
+    url, secret = f"http://127.0.0.1:{replica['port']}/metrics", secret_of(replica["pid"])
+    async with door.http.get(url, headers={HEADER: secret}) as response:
         lines = (await response.text()).splitlines()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))

@@ -36,10 +36,12 @@ class Wire:
     pause: float = 0.0
     asked: list[bytes] = field(default_factory=list)
     aborts: list[bytes] = field(default_factory=list)
+    unlocked: bool = True
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        self.unlocked &= b"x-cray-secret: s3cret\r\n" in head.lower()
         (length,) = [
             int(line[15:])
             for line in head.split(b"\r\n")
@@ -74,9 +76,11 @@ class Wire:
 async def wired(**wire: Any) -> AsyncIterator[tuple[VllmEngine, Wire]]:
     server_side = Wire(**wire)
     server = await asyncio.start_server(server_side.serve, "127.0.0.1", 0)
-    engine = VllmEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m", timeout=5)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    engine = VllmEngine(url, "m", "s3cret", timeout=5)
     try:
         yield engine, server_side
+        assert server_side.unlocked, "each request must have the secret"
     finally:
         await engine.close()
         server.close()
@@ -177,7 +181,7 @@ async def test_a_server_that_is_not_there_or_says_nothing() -> None:
             [piece async for piece in engine.answer(streaming())]
         wire.aborted.set()
         url = engine.url
-    gone = VllmEngine(url, "m")
+    gone = VllmEngine(url, "m", "s3cret")
     with pytest.raises(EngineUnavailable):
         [piece async for piece in gone.answer(streaming())]
     await gone.close()

@@ -13,6 +13,7 @@ from cray_agents.records import Manifest, ProbePrompt, ProbeReport, new_id
 from cray_agents.runtime import checkpoints
 from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.vllm_engine import VllmEngine
+from cray_agents.runtime.vllm_lock import VARIABLE
 from cray_agents.trainers.adapter import CONFIG, WEIGHTS, peft_config
 from cray_agents.trainers.publish import hash_files
 from cray_agents.training import Lora
@@ -56,7 +57,8 @@ class Serving:
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[VllmEngine]:
         """The replica, behind the pool's back."""
-        engine = VllmEngine(f"http://127.0.0.1:{self.pool.status()[0]['port']}", "m")
+        port = self.pool.status()[0]["port"]
+        engine = VllmEngine(f"http://127.0.0.1:{port}", "m", secret_of(self.pid))
         try:
             yield engine
         finally:
@@ -69,6 +71,14 @@ class Serving:
     @property
     def pid(self) -> int:
         return int(self.pool.status()[0]["pid"])
+
+
+def secret_of(pid: int) -> str:
+    """What a replica asks for: only its user can look it up so."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    name = f"{VARIABLE}=".encode()
+    (secret,) = [each.removeprefix(name) for each in variables if each.startswith(name)]
+    return secret.decode()
 
 
 def truth(checkpoint: Path) -> list[list[float]]:

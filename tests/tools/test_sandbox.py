@@ -25,6 +25,7 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.lifeline import alive
 from cray_agents.tools.sandbox import Sandbox, layers
 from cray_agents.tools.sandbox.watching import family
+from tests.tools.sandbox_shared import Shared
 
 ATTACKS = Path(__file__).with_name("sandbox_attacks.py")
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ class Site:
 
     folder: Path
     victim: subprocess.Popen[bytes]
+    shared: Shared
     words: dict[str, Any]
 
     def state(self) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class Site:
             "text": secret.read_text(),
             "secret": (at.st_mode, at.st_uid, at.st_mtime_ns, os.listxattr(secret)),
             "readable": (readable.st_mode, readable.st_uid, readable.st_mtime_ns),
+            "shared": self.shared.state(),
             "limits": Path(f"/proc/{pid}/limits").read_text(),
             "affinity": os.sched_getaffinity(pid),
             "priority": os.getpriority(os.PRIO_PROCESS, pid),
@@ -90,6 +93,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
         udp.bind(("127.0.0.1", 0))
         victim = stack.enter_context(subprocess.Popen(["sleep", "600"]))
         stack.callback(victim.kill)
+        shared = Shared()
+        stack.callback(shared.remove)
         words |= {
             "victim": victim.pid,
             "secret": str(folder / "secret"),
@@ -98,8 +103,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
             "tcp": words["tcp"][1],
             "udp": udp.getsockname()[1],
             "readable": str(shown / "file"),
+            "memory": shared.memory,
+            "semaphore": shared.semaphore,
+            "messages": shared.messages,
+            "queue": shared.queue,
         }
-        yield Site(folder, victim, words)
+        yield Site(folder, victim, shared, words)
 
 
 def _greet(server: socket.socket) -> None:
@@ -165,10 +174,12 @@ async def test_without_a_sandbox_they_work(site: Site) -> None:
     real = {"read a file", "read a key of root", "read a process's arguments", "make hidden memory",
             "make shared memory", "connect to a unix socket", "connect to an abstract socket",
             "connect over TCP", "send over UDP", "make a file in /tmp",
-            "read an environment variable"}  # fmt: skip
+            "write to memory that others share", "set a semaphore of others",
+            "take a message of others", "read an environment variable"}  # fmt: skip
     if os.getuid() != 0:  # as root, the program has a user of its own: another guard of these
         real |= {"signal a process", "limit a process", "pin a process", "slow a process",
-                 "trace a process", "read a process's environment"}  # fmt: skip
+                 "trace a process", "read a process's environment",
+                 "remove a message queue"}  # fmt: skip
     assert real <= worked(results), results
     Path(site.words["tmp"]).unlink()
 

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
@@ -97,24 +96,14 @@ async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: 
             found += [float(logits[i, token]) for i, token in enumerate(prompt[1:])]
         return found
 
-    async def score(url: str, model: str) -> list[float]:
-        engine = VllmEngine(url, model)
-        try:
-            return [x for row in await engine.score(PROMPTS) for x in row]
-        finally:
-            await engine.close()
+    async def score(engine: VllmEngine) -> list[float]:
+        return [x for row in await engine.score(PROMPTS) for x in row]
 
     replica = Replica("m", EngineSettings(max_lora_rank=8), tmp_path / "replica.log")
     await replica.start(parent, "m@1")
     try:
-        url = f"http://127.0.0.1:{replica.port}"
-        body = {"lora_name": "learnt", "lora_path": str(checkpoint / "adapter")}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{url}/v1/load_lora_adapter", json=body) as answer,
-        ):
-            assert answer.status == 200, await answer.text()
-        with_adapter, without = await score(url, "learnt"), await score(url, "m")
+        learnt = await replica.adapt(checkpoint, "learnt")
+        with_adapter, without = await score(learnt), await score(replica.engine)
     finally:
         await replica.stop()
     merged, plain = truth(checkpoint), truth(parent)

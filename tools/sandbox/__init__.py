@@ -16,8 +16,8 @@ with `network=True`, the host's loopback. Memory is counted every 25 ms, so that
 for a moment exceed their sum (each alone cannot); disk every 250 ms and in the run's own folders
 only, not in a `workdir` or `writable` that is given, and not in files deleted while open. Landlock
 lets names and sizes of other files be seen, and has no /dev/shm and no /proc; for an ordinary user,
-or with a folder that is given, it refuses chmod, chown, utime and xattrs everywhere, because it
-cannot tell where.
+or with a folder that is given, it refuses chmod, chown, xattrs and times by path everywhere,
+because it cannot tell where; the times of what may be read can be set through the open file.
 Read next: sandbox.py.
 """
 

@@ -2,9 +2,11 @@
 
 What opens the kernel beyond ordinary programs' needs (new namespaces, mounts, BPF, io_uring, keys,
 modules, clocks), what escapes the limits (memory that is no process's own), and sockets. Where
-Landlock stands alone, also what Landlock does not see: file metadata, and the settings of other
-processes of the same user. The format is that of linux/filter.h and linux/seccomp.h; the numbers
-are those of asm/unistd_64.h and asm-generic/unistd.h. Called by layers.py.
+Landlock stands alone, also what Landlock does not see: file metadata, the settings of other
+processes of the same user, and what those share by a number or name that can be guessed: System
+V's memory, semaphores and messages, and message queues. The format is that of linux/filter.h and
+linux/seccomp.h; the numbers are those of asm/unistd_64.h and asm-generic/unistd.h. Called by
+layers.py.
 """
 
 import functools
@@ -87,6 +89,16 @@ _OF_OTHERS: dict[str, tuple[int | None, int | None]] = {
     "process_mrelease": (448, 448),
     "move_pages": (279, 239),
     "migrate_pages": (256, 238),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "shmdt": (67, 197),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_unlink": (241, 181),
 }
 _OF_OTHERS_BY_PID: dict[str, tuple[int | None, int | None]] = {  # fine on oneself, as pid 0
     "prlimit64": (302, 261),

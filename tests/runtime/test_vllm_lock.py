@@ -1,0 +1,63 @@
+"""The lock before a replica's server, and that replica.py puts it there; test_vllm.py asks vLLM."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.runtime.replica import EngineSettings, command
+from cray_agents.runtime.vllm_http import refusal
+from cray_agents.runtime.vllm_lock import HEADER, VARIABLE, Locked
+
+OPEN = {"type": "opened"}
+SECRET = "s3cret"
+
+
+async def asked(monkeypatch: pytest.MonkeyPatch, kind: str, *told: bytes) -> list[Any]:
+    """What comes back when a request has these values of the header."""
+    monkeypatch.setenv(VARIABLE, SECRET)
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(OPEN)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": f"{kind}.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1"), *((HEADER.encode(), value) for value in told)]
+    scope = {"type": kind, "path": "/health", "headers": headers}
+    await Locked(app)({"type": "lifespan"} if kind == "lifespan" else scope, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("told", [[], [b""], [b"s3cre"], [b"S3CRET"], [b"s3cret "], [b"\xff"]])
+async def test_a_request_without_the_secret_is_refused(
+    monkeypatch: pytest.MonkeyPatch, told: list[bytes]
+) -> None:
+    head, body = await asked(monkeypatch, "http", *told)
+    assert (head["type"], head["status"]) == ("http.response.start", 403)
+    assert "platform" in str(refusal(403, body["body"])) and SECRET not in json.dumps(str(body))
+    assert await asked(monkeypatch, "websocket", *told) == [{"type": "websocket.close"}]
+
+
+async def test_one_with_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("http", "websocket"):
+        assert await asked(monkeypatch, kind, SECRET.encode()) == [OPEN]
+    assert await asked(monkeypatch, "lifespan") == [OPEN]
+
+
+def test_without_a_secret_no_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(KeyError, match=VARIABLE):
+        Locked(lambda *_: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_request_meets_it_before_all_else() -> None:
+    """vLLM's last middleware is the outermost, whatever the user has added."""
+    settings = EngineSettings(engine_args=("--middleware", "mine.Own"))
+    line = command(Path("/model"), ("m",), 1, settings)
+    assert line[-2:] == ["--middleware", f"{Locked.__module__}.{Locked.__name__}"]
