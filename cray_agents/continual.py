@@ -149,7 +149,7 @@ class Live:
                     run = await platform.run(run_id)
                 except NotFound:  # somebody wanted it forgotten
                     return
-                await platform.describe(adopted(run, loop, number, attempt))
+                await platform.record([adopted(run, loop, number, attempt)])
 
         async with asyncio.TaskGroup() as group:
             for attempt, run_id in enumerate(take.runs):

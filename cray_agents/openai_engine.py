@@ -20,7 +20,7 @@ import orjson
 from cray_agents.connections import Connections
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.guard import check_real_model
-from cray_agents.records import Run
+from cray_agents.records import Run, digest
 
 if TYPE_CHECKING:
     import openai
@@ -208,12 +208,15 @@ def engine_at(base_url: str | None, api_key: str | None) -> OpenAIEngine:
 
 
 def run_event(run: Run) -> dict[str, Any]:
-    """A finished run as an event of the store: its turns name their calls by id only."""
+    """A finished run as an event of the store: its turns name their calls by id only.
+
+    Told twice it is one event; told otherwise, as of a run repeated under its id, it is another.
+    """
     turns = [turn.model_copy(update={"call": None}) for turn in run.trajectory.turns]
     trajectory = run.trajectory.model_copy(update={"turns": turns})
     bare = run.model_copy(update={"trajectory": trajectory})
     body = orjson.loads(bare.model_dump_json())  # as text first: JSON has no infinity
-    return {"id": f"{run.id}.run", "kind": "run", "body": body}
+    return {"id": f"{run.id}.run.{digest(body)}", "kind": "run", "body": body}
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:

@@ -13,7 +13,7 @@ from typing import Any
 from cray_agents.errors import BadInput, JobError, NotFound
 from cray_agents.openai_engine import OpenAIEngine, run_event
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import ModelVersion, ProbeReport, Reward, Run, digest
+from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
 from cray_agents.training import Hyperparameters, JobStatus, Layout, MethodName
 from cray_agents.transport import Transport
 
@@ -45,19 +45,16 @@ class Platform:
         return list((await self._http.get("/pool"))["data"])
 
     async def record(self, runs: list[Run]) -> None:
-        """Store finished runs with their rewards; durable when this returns, twice is once."""
+        """Store finished runs with their rewards; durable when this returns, twice is once.
+
+        Of a run that is stored already, such as one that was scored again, the newest counts.
+        """
         for run in runs:
             await self._http.post(f"/trajectories/{run.id}/events", {"events": [run_event(run)]})
 
     async def run(self, run_id: str) -> Run:
         """One stored run, whole, with its tokens. Raises NotFound."""
         return Run.model_validate(await self._http.get(f"/trajectories/{run_id}"))
-
-    async def describe(self, run: Run) -> None:
-        """Store a run that is stored already as it is now, such as one that was scored again."""
-        event = run_event(run)
-        event["id"] = f"{run.id}.run.{digest(event['body'])}"
-        await self._http.post(f"/trajectories/{run.id}/events", {"events": [event]})
 
     async def reward(
         self,
@@ -121,7 +118,8 @@ class Platform:
     ) -> JobStatus:
         """Start a training job, or find it; see JobSpec. What is None is the platform's to choose.
 
-        `parent` and `reference` are `name@N` or a checkpoint directory.
+        `parent` and `reference` are `name@N` or a checkpoint directory. `optimizer_from` "parent":
+        the job that made the parent, if it did so on this root and neither trains with LoRA.
         """
         body = {
             "method": method,

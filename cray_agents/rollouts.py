@@ -281,10 +281,8 @@ class Rollouts:
             scored = run.model_copy(update={"rewards": rewards, "error": error})
             if not unscored(scored):
                 break
-        if not again:
+        if not (again and unscored(scored)):
             await self.platform.record([scored])
-        elif not unscored(scored):
-            await self.platform.describe(scored)
         return scored
 
 

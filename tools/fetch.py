@@ -92,7 +92,10 @@ def get(url: str, reachable: Reachable, *, max_bytes: int, timeout: float) -> Pa
         location = page.headers.get("Location")
         if page.status not in _MOVED or location is None:
             return page
-        url = urljoin(page.url, location)
+        try:
+            url = urljoin(page.url, location)
+        except ValueError as error:
+            raise ToolError(f"{page.url} redirects to {location[:200]!r}: {error}") from error
     raise ToolError(f"more than {REDIRECTS} redirects, the last to {url[:200]}")
 
 

@@ -68,7 +68,10 @@ def _before(tag: str) -> str:
 
 def _after(tag: str, element: object, url: str) -> str:
     if tag == "a" and (link := getattr(element, "get")("href")):  # noqa: B009 - lxml has no types
-        address = urljoin(url, link)
+        try:
+            address = urljoin(url, link)
+        except ValueError:  # such as http://[your-host]/
+            return ""
         return f" <{address}>" if address.startswith(("http://", "https://")) else ""
     if tag in ("td", "th"):
         return " | "

@@ -42,13 +42,22 @@ class BatchQueue:
         self._progress = Progress()
         self._created: dict[str, int] = {}  # by id; it never changes
 
-    def create(self, body: dict[str, Any], key: str | None = None) -> Batch:
-        """Queue what a client asks for; with the same `key` it is the same batch.
+    def create(self, body: dict[str, Any], key: str | None = None, caller: str = "") -> Batch:
+        """Queue what a client asks for; with the same `key` of a `caller` it is the same batch.
 
-        Raises BadInput for what cannot be a batch, NotFound for an input file that is not there.
+        Raises BadInput for what cannot be a batch, or is another than the key was used for, and
+        NotFound for an input file that is not there.
         """
-        now = int(time.time())
-        request = _request(body, f"{PREFIX}{digest(['key', key], 24)}" if key else None, now)
+        batch_id = f"{PREFIX}{digest(['key', caller, key], 24)}" if key else new_id("batch")
+        request = _request(body, batch_id, int(time.time()))
+        folder = self._folder(batch_id)
+        if not folder.request_file.is_file():
+            self._publish(request, folder)
+        _check_same(request, folder.request())
+        return self._show(folder)
+
+    def _publish(self, request: BatchRequest, folder: BatchFolder) -> None:
+        """Make a batch's folder, unless another has in this moment."""
         try:
             file = self._files.get(request.input_file_id)
         except NotFound as error:
@@ -59,7 +68,6 @@ class BatchQueue:
                 param="input_file_id",
             )
         owned = request.model_copy(update={"owner": file.owner})
-        folder = self._folder(request.id)
         draft = BatchFolder(durable.draft_directory(folder.root))
         for directory in (draft.claims, draft.results, draft.done):
             directory.mkdir()
@@ -70,7 +78,6 @@ class BatchQueue:
             draft.clean()
             draft.request_file.unlink()
             draft.root.rmdir()
-        return self._show(folder)
 
     def get(self, batch_id: str) -> Batch:
         """One batch. Raises NotFound."""
@@ -168,7 +175,18 @@ def _ended(batch: Batch, end: End, accepted: Accepted | None, cancelled_at: int 
     )
 
 
-def _request(body: dict[str, Any], batch_id: str | None, now: int) -> BatchRequest:
+def _check_same(request: BatchRequest, first: BatchRequest) -> None:
+    """Raise BadInput where a batch is asked for that is not the one which its key has made."""
+    if any(getattr(request, name) != getattr(first, name) for name in FIELDS):
+        raise BadInput(
+            "this Idempotency-Key was used for another batch: send the same request again, or "
+            "choose another key",
+            param="Idempotency-Key",
+            code="idempotency_key_reused",
+        )
+
+
+def _request(body: dict[str, Any], batch_id: str, now: int) -> BatchRequest:
     """What a client's body asks for. Raises BadInput."""
     for name in body:
         if name not in FIELDS:
@@ -181,7 +199,7 @@ def _request(body: dict[str, Any], batch_id: str | None, now: int) -> BatchReque
         if not isinstance(body.get(name), str):
             raise BadInput(f"{name} must be given as a string", param=name)
     expires = now + window_seconds(body["completion_window"])
-    fixed = {"id": batch_id or new_id("batch"), "created_at": now, "expires_at": expires}
+    fixed = {"id": batch_id, "created_at": now, "expires_at": expires}
     try:
         return BatchRequest.model_validate({**body, **fixed})
     except ValidationError as error:

@@ -13,8 +13,10 @@ for `trickle` seconds, the next free slot is theirs.
 
 While weights are swapped nobody is refused. A request whose model no replica holds is parked: it
 takes no slot from those that could be answered, such as the evaluation of a candidate, and queues
-in its turn when its model is back; requests beyond the bound are let in to wait, too. When nothing
-could serve a request for `outage` seconds, it gets EngineUnavailable instead of a place.
+in its turn when its model is back; requests beyond the bound are let in to wait, too. Those parked
+at other times have a bound of their own, of the same size, so that they keep nobody out of the
+queue. When nothing could serve a request for `outage` seconds, it gets EngineUnavailable instead of
+a place.
 
 One event loop, hence no lock; without contention no future and no task either. Called by
 answers.py and passing.py; metrics.py shows the numbers.
@@ -23,7 +25,7 @@ answers.py and passing.py; metrics.py shows the numbers.
 import asyncio
 import random
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -102,7 +104,7 @@ class Admission:
     Args:
         capacity: of the engines together; a callable is asked at each step, and 0 from it means
             that nobody serves now (then the last other answer holds).
-        queue: how many interactive requests may wait, config's `max_queue`.
+        queue: how many interactive requests may wait, and be parked, config's `max_queue`.
         serves: whether a replica can answer for a model now, by the name that the request has.
         swapping: whether weights are being changed.
         trickle: seconds after which a waiting batch request is let in before interactive ones.
@@ -131,6 +133,7 @@ class Admission:
         self._queues: OrderedDict[str, OrderedDict[Ticket, None]] = OrderedDict()  # next key first
         self._batch: OrderedDict[Ticket, None] = OrderedDict()
         self._parked: OrderedDict[Ticket, None] = OrderedDict()
+        self._parked_of: Counter[str] = Counter()  # interactive ones by key, against the bound
         self._batch_served = 0.0  # when one was last let in, or began to wait for it
         self._waiting = 0  # interactive ones
         self._counted = 0  # ... of these, those against the bound
@@ -146,6 +149,9 @@ class Admission:
         """
         ticket = Ticket(self, key, model, batch)
         if not self._open(model):
+            if not batch:
+                parked = self._parked_of
+                self._check_room(ticket, parked.total(), parked[key], len(parked))
             self._park(ticket)
             return ticket
         if not self._waiting and not (batch and self._batch):
@@ -155,7 +161,8 @@ class Admission:
                 return ticket
         self._check_outage()
         if not batch:
-            self._check_room(ticket)
+            mine = len(self._queues.get(key, ()))
+            self._check_room(ticket, self._counted, mine, len(self._queues))
         self._join(ticket)
         self._grant()
         return ticket
@@ -241,6 +248,8 @@ class Admission:
         """Let a ticket wait beside the queues, for its model."""
         ticket._parked = time.monotonic()
         self._parked[ticket] = None
+        if not (ticket.batch or ticket._extra):
+            self._parked_of[ticket.key] += 1
         self._wait(ticket)
 
     def _unpark(self) -> None:
@@ -250,7 +259,7 @@ class Admission:
             if ticket.model not in seen:
                 seen[ticket.model] = self._open(ticket.model)
             if seen[ticket.model]:
-                del self._parked[ticket]
+                self._drop(ticket)
                 ticket._extra = True
                 self._join(ticket)
 
@@ -276,6 +285,10 @@ class Admission:
         """Take a ticket out of where it waits, if it does."""
         if ticket in self._parked:
             del self._parked[ticket]
+            if not (ticket.batch or ticket._extra):
+                self._parked_of[ticket.key] -= 1
+                if not self._parked_of[ticket.key]:
+                    del self._parked_of[ticket.key]
             return
         mine = self._batch if ticket.batch else self._queues.get(ticket.key)
         if mine is None or ticket not in mine:
@@ -335,22 +348,20 @@ class Admission:
             if ticket._turn is not None and not ticket._turn.done():
                 ticket._turn.set_exception(EngineUnavailable(why))
 
-    def _check_room(self, ticket: Ticket) -> None:
-        if self._counted < self._queue:
-            return
-        mine = self._queues.get(ticket.key, ())
-        share = max(1, self._queue // (len(self._queues) + (not mine)))
-        if len(mine) < share:
+    def _check_room(self, ticket: Ticket, counted: int, mine: int, keys: int) -> None:
+        """Raise TooManyRequests where so many wait, of so many keys, and its own has its share."""
+        if counted < self._queue or mine < max(1, self._queue // (keys + (not mine))):
             return
         if self._swapping is not None and self._swapping():
             ticket._extra = True
             return
         least, most = RETRY_SECONDS
         # spread over half the time that the queue takes, lest all come back at once
-        seconds = self._drain(self._waiting) * random.uniform(0.5, 1.0)
+        waiting = self.waiting()
+        seconds = self._drain(waiting) * random.uniform(0.5, 1.0)
         seconds = min(most, max(least, seconds))
         raise TooManyRequests(
-            f"{self._inside} requests are served and {self._waiting} wait, which is the most "
+            f"{self._inside} requests are served and {waiting} wait, which is the most "
             f"(max_queue = {self._queue}): come again in {seconds:.2g} s",
             retry_after=seconds,
         )

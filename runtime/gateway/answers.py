@@ -61,9 +61,10 @@ def _handler(
         call = _call(services, door, request, body)
         if call.key is None:
             return await _ask(services, request, call, None)
-        turn = await repeats.enter(call.id, call.fingerprint)
+        turn = await repeats.enter(door.prefix, call.exchange.id, call.fingerprint)
         if isinstance(turn, Repeated):
             return _again(call, turn)
+        call.exchange.id = turn.name
         response: Response | None = None
         try:
             response = await _ask(services, request, call, turn)
@@ -77,6 +78,8 @@ def _handler(
 
 async def _ask(services: Services, request: Request, call: Call, turn: Turn | None) -> Response:
     model, live = call.exchange.request["model"], services.promoting.live
+    if call.door is RESPONSES:
+        call.exchange.request["request_id"] = call.id
     wanted = resolved(services, call.exchange, call.session)
     ticket = enter(services, request, model)
     last = call.door.last if call.exchange.streams else None
@@ -159,10 +162,9 @@ def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
     tells = body.pop("return_samples", None) is True
     if tells and not body.get("top_logprobs"):  # other servers' words for nearly the same
         body.pop("return_token_ids", None)
-        body.pop("logprobs", None)
+        if body.get("logprobs") is True:  # a number is how many a completion is to tell
+            del body["logprobs"]
     exchange = Exchange(door.path, body, key or new_id("x")[2:])
-    if door is RESPONSES:
-        body["request_id"] = door.prefix + exchange.id
     run_id, asked = _run(services, request, door, messages, caller)
     session = _session(request, body) or run_id
     return Call(door, exchange, messages, run_id, session, asked, key, mark, tells, _tags(request))

@@ -69,7 +69,8 @@ class Call:
 
     def streamed(self, data: list[Body], cut: str | None, reply: bytes | None) -> list[Event]:
         """The events of a call whose stream had these data; `cut`: why it has no end."""
-        return self._events(self.door.streamed(data), cut, reply)
+        samples = len(self.exchange.samples) or 1
+        return self._events(self.door.streamed(data, samples), cut, reply)
 
     def _events(
         self, messages: Sequence[Message], cut: str | None, reply: bytes | None

@@ -2,7 +2,8 @@
 
 The record is that of the call itself, made before the answer ends: after a crash of anything, the
 repeat finds it, or nothing was answered and it is sampled. Repeats that come while the first is
-still running wait for it. A call that failed or was cut off is not repeated but made anew.
+still running wait for it. A call that failed, was cut off or was forgotten is not repeated but made
+anew; that of a forgotten one has another id, which the repeats of the key then lead to.
 Called by answers.py.
 """
 
@@ -34,11 +35,17 @@ def fingerprint(request: dict[str, Any]) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-class Turn:
-    """A keyed request that runs; those that repeat it wait until it leaves."""
+def _next(name: str) -> str:
+    """What names the call that takes the place of a forgotten one."""
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
-    def __init__(self, running: "dict[str, Turn]", call_id: str) -> None:
+
+class Turn:
+    """A keyed request that runs, as `name`; those that repeat it wait until it leaves."""
+
+    def __init__(self, running: "dict[str, Turn]", call_id: str, name: str) -> None:
         self.ended = asyncio.Event()
+        self.name = name
         self._running = running
         self._call_id = call_id
 
@@ -56,18 +63,19 @@ class Repeats:
         self._store = store
         self._running: dict[str, Turn] = {}
 
-    async def enter(self, call_id: str, request: str) -> "Repeated | Turn":
-        """What was answered in this keyed call; or the caller's turn to have it answered.
+    async def enter(self, prefix: str, name: str, request: str) -> "Repeated | Turn":
+        """What was answered in the keyed call `prefix` + `name`; or the caller's turn to ask.
 
         `request` is its fingerprint. Raises BadInput where it is another than the first time.
         """
+        call_id = prefix + name
         while (running := self._running.get(call_id)) is not None:
             await running.ended.wait()
-        turn = self._running[call_id] = Turn(self._running, call_id)
+        turn = self._running[call_id] = Turn(self._running, call_id, name)
         try:
-            if not self._store.has(call_id):
+            found = await self._found(prefix, turn)
+            if found is None:
                 return turn
-            found = await asyncio.to_thread(self._store.body, call_id)
             if found["fingerprint"] != request:
                 raise BadInput(
                     "this Idempotency-Key was used for another request: send the same one again, "
@@ -80,3 +88,12 @@ class Repeats:
             raise
         turn.leave()
         return Repeated(found["run_id"], found["reply"].encode())
+
+    async def _found(self, prefix: str, turn: Turn) -> dict[str, Any] | None:
+        """What is recorded; where that is nothing, the turn has the name of a call to be made."""
+        while self._store.known(prefix + turn.name):
+            try:
+                return await asyncio.to_thread(self._store.body, prefix + turn.name)
+            except KeyError:  # it was forgotten
+                turn.name = _next(turn.name)
+        return None

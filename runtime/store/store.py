@@ -8,6 +8,7 @@ add is found when something is asked. Read next: segments/, index/, indexing.py,
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -95,9 +96,19 @@ class Store:
         """Let runs be gone from every answer; returns how many. Their bytes go when compacted."""
         ids, count = iter(run_ids), 0
         while some := list(islice(ids, FORGETTING)):
-            body = {"reason": reason}
+            newest = await asyncio.to_thread(self._newest, some)
+            now = time.time()
             await self.append(
-                [Event(id=new_id("forget"), run_id=i, kind="forget", body=body) for i in some]
+                [
+                    Event(
+                        id=new_id("forget"),
+                        run_id=run_id,
+                        kind="forget",
+                        body={"reason": reason},
+                        time=max(now, newest.get(run_id, now)),  # a writer's clock may be ahead
+                    )
+                    for run_id in some
+                ]
             )
             count += len(some)
         return count
@@ -166,8 +177,12 @@ class Store:
         return self.index.problems()
 
     def has(self, event_id: str) -> bool:
-        """Whether there is an event of this id."""
+        """Whether there is an event of this id that is not forgotten."""
         return event_id in self._pending or self.index.has(event_id)
+
+    def known(self, event_id: str) -> bool:
+        """Whether this id cannot be appended: there is an event, forgotten or not."""
+        return event_id in self._pending or self.index.known(event_id)
 
     def body(self, event_id: str) -> dict[str, Any]:
         """The body of an event, as it was appended. Raises KeyError."""
@@ -232,6 +247,10 @@ class Store:
     def _settle(self) -> None:
         """Wait until what was acknowledged is in the index: as long as a group takes."""
         self._indexing.settle(self._acknowledged)
+
+    def _newest(self, run_ids: Sequence[str]) -> dict[str, float]:
+        self.refresh()
+        return self.index.newest(run_ids)
 
     def _learn(self, fact: Fact) -> None:
         if fact.kind == "call" and "asked" in fact.about:

@@ -15,6 +15,7 @@ from cray_agents import Agent, OpenAIEngine
 from cray_agents.connections import WIDTH
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.events import RunEnded, TextDelta
+from cray_agents.records import digest
 from cray_agents.tools.calculator import calculator
 
 ASK = {"model": "calc", "messages": [{"role": "user", "content": "hi"}]}
@@ -219,7 +220,7 @@ async def test_the_platform_gets_the_run(server):
     run = await agent.run("hi", run_id="run_1", loop="l", generation=1, attempt=0)
     assert run.output == 432
     [event] = server.events
-    assert (event["id"], event["kind"]) == ("run_1.run", "run")
+    assert (event["id"], event["kind"]) == (f"run_1.run.{digest(event['body'])}", "run")
     turns = event["body"]["trajectory"]["turns"]
     assert [turn["call"] for turn in turns] == [None, None]
     assert turns[0]["call_id"] == "c1" and turns[0]["tool_calls"][0]["result"] == 432

@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cray_agents import Hyperparameters, Platform, Run, StopReason
+from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.runtime.host import Resident
 from cray_agents.scripted import ScriptedEngine
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from tests.runtime.gateways import Gateway, checkpoint, echo, served
+from tests.runtime.gateways import Gateway, checkpoint, echo, served, until
 
 
 def tagged(name: str, *tags: str) -> Run:
@@ -32,6 +32,24 @@ async def test_runs_with_all_of_several_tags(tmp_path: Path) -> None:
             assert {run.id async for run in platform.runs(page=1, tag="a")} == {"r1", "r2"}
         finally:
             await platform.close()
+
+
+async def test_a_run_repeated_under_its_id_is_recorded_anew(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda request: "well")
+    async with served(tmp_path, engine) as gateway:
+        agent = Agent(name="a", model="calc", base_url=f"{gateway.url}/v1")
+        engine.delay = 20
+        task = asyncio.create_task(agent.run("q", run_id="job-17"))
+        await until(lambda: engine.requests)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert gateway.store.run("job-17").stop_reason is StopReason.cancelled
+        engine.delay = 0
+        again = await agent.run("q", run_id="job-17")
+        stored = gateway.store.run("job-17")
+        assert (stored.stop_reason, stored.output) == (StopReason.completed, "well")
+        assert [turn.call_id for turn in stored.trajectory.turns] == [again.calls[0].id]
 
 
 async def test_a_job_is_submitted_as_it_was_asked_for(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_run_whose_reward_failed_is_kept_and_scored_again_without_being_done_a
         assert listed.id == "run_x" and unscored(listed)
         again = restored(stored, agent.output_type)
         rewards, error = await score(again, [flaky])
-        await site.describe(again.model_copy(update={"rewards": rewards, "error": error}))
+        await site.record([again.model_copy(update={"rewards": rewards, "error": error})])
         stored = await site.run("run_x")
         assert stored.error is None and stored.reward == 1.75
         assert {r.name: r.value for r in stored.rewards} == {

@@ -400,7 +400,7 @@ async def test_who_came_first_gets_a_new_slot_first() -> None:
 
 async def test_who_waits_for_a_model_that_nobody_holds_takes_no_slot() -> None:
     held = {"old"}
-    admission = Admission(2, queue=1, serves=held.__contains__, outage=30)
+    admission = Admission(2, queue=1, serves=held.__contains__, swapping=lambda: True, outage=30)
     waiting = [admission.enter("a", model="new") for _ in range(5)]  # beyond the bound, too
     assert not any(ticket.inside for ticket in waiting) and admission.waiting() == 5
     candidate = admission.enter("b", model="old")
@@ -422,6 +422,40 @@ async def test_who_waits_for_a_model_that_nobody_holds_takes_no_slot() -> None:
         ticket.release()
     await asyncio.gather(*turns, return_exceptions=True)
     assert admission.inside() == admission.waiting() == 0
+
+
+async def test_who_waits_for_a_model_that_nobody_holds_is_counted() -> None:
+    held = {"old"}
+    swapping = False
+    admission = Admission(1, 4, serves=held.__contains__, swapping=lambda: swapping)
+    parked = [admission.enter("a", model="new") for _ in range(4)]
+    with pytest.raises(TooManyRequests, match="0 requests are served and 4 wait"):
+        admission.enter("a", model="new")
+    batch = admission.enter("a", batch=True, model="new")  # who sends these bounds them
+    parked += [admission.enter("b", model="new") for _ in range(2)]  # has its share, too
+    with pytest.raises(TooManyRequests):
+        admission.enter("b", model="new")
+    others = [admission.enter("a", model="old") for _ in range(5)]  # nobody is kept out by them
+    assert others[0].inside
+    swapping = True
+    parked.append(admission.enter("a", model="new"))
+    swapping = False
+    for ticket in parked[:3]:
+        ticket.release()
+    more = [admission.enter("a", model="new")]
+    with pytest.raises(TooManyRequests):
+        admission.enter("a", model="new")
+    for ticket in others:
+        ticket.release()
+    held.add("new")
+    admission.look()
+    assert parked[3].inside
+    held.remove("new")
+    parked[3].release()  # the others are parked again, where their coming back is no new request
+    for ticket in (*parked, *more, batch):
+        ticket.release()
+    assert admission.inside() == admission.waiting() == 0
+    assert [admission.enter("a", model="new").inside for _ in range(4)] == [False] * 4
 
 
 async def test_a_model_that_does_not_come_back_is_not_waited_for_for_ever() -> None:

@@ -26,6 +26,8 @@ from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.supervisor import keep
 from cray_agents.runtime.files import Files
+from cray_agents.runtime.keys import Keys
+from tests.runtime.gateways import served
 from tests.scripted_platform import platform
 
 ENDPOINT: Any = "/v1/chat/completions"
@@ -261,11 +263,45 @@ def test_what_cannot_be_a_batch_is_refused(tmp_path: Path) -> None:
 
 def test_the_same_key_makes_the_same_batch(tmp_path: Path) -> None:
     with serving(tmp_path, ScriptedEngine(echo), workers=0) as client:
-        headers = {"Idempotency-Key": "once"}
-        first = client.submit(line(), extra_headers=headers)
-        assert client.submit(line(), extra_headers=headers).id == first.id
+        asked: Any = {
+            "input_file_id": client.upload(jsonl(line())),
+            "endpoint": ENDPOINT,
+            "completion_window": "24h",
+            "extra_headers": {"Idempotency-Key": "once"},
+        }
+        first = client.batches.create(**asked)
+        assert client.batches.create(**asked).id == first.id
+        other: Any
+        for other in (
+            {"input_file_id": client.upload(jsonl(line()))},
+            {"endpoint": "/v1/completions"},
+            {"completion_window": "25h"},
+            {"metadata": {"of": "another"}},
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.batches.create(**asked | other)
+            assert refused.value.code == "idempotency_key_reused"
+        client.openai.files.delete(asked["input_file_id"])
+        assert client.batches.create(**asked).id == first.id
         assert client.submit(line()).id != first.id
         assert len(list(client.batches.list())) == 2
+
+
+async def test_keys_of_different_callers_make_different_batches(tmp_path: Path) -> None:
+    async with served(tmp_path, api_keys="required") as gateway:
+        keys = Keys(gateway.services.home)
+        made = []
+        for secret in [keys.create(name)[1] for name in ("ann", "bob")]:
+            client = gateway.client(key=secret)
+            file = await client.files.create(file=("in.jsonl", jsonl(line())), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id,
+                endpoint=ENDPOINT,
+                completion_window="24h",
+                extra_headers={"Idempotency-Key": "once"},
+            )
+            made.append((batch.input_file_id == file.id, batch.id))
+        assert [own for own, _ in made] == [True, True] and made[0][1] != made[1][1]
 
 
 def test_batches_are_listed_in_pages(tmp_path: Path) -> None:

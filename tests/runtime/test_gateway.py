@@ -15,6 +15,8 @@ from tests.runtime.gateways import CHAT, TOOL, Gateway, checkpoint, says, served
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
 
 RESPONSE = b'{"model": "calc", "input": "hi", "previous_response_id": "resp_1"}'
+BACKGROUND = b'{"model": "calc", "input": "hi", "background": true, "store": "false"}'
+AHEAD = b'{"events": [{"kind": "reward", "time": 9e9, "body": {"name": "good", "value": 1}}]}'
 REFUSALS = [
     ("GET", "/nowhere", b"", 404, "unknown_url"),
     ("GET", "/v1/models/", b"", 404, "unknown_url"),
@@ -40,11 +42,13 @@ REFUSALS = [
     ("POST", "/v1/messages", b'{"model": "calc", "messages": "hi"}', 400, "invalid_value"),
     ("POST", "/v1/responses", b'{"model": "calc", "input": [1]}', 400, "invalid_value"),
     ("POST", "/v1/responses", RESPONSE, 400, "previous_response_not_found"),
+    ("POST", "/v1/responses", BACKGROUND, 400, "invalid_value"),
     ("POST", "/v1/tokenize", b'{"prompt": "hi"}', 400, "invalid_value"),
     ("GET", "/v1/trajectories?limit=1001", b"", 400, "invalid_value"),
     ("GET", "/v1/trajectories?lop=x", b"", 400, "unknown_parameter"),
     ("GET", "/v1/trajectories/run_none", b"", 404, "not_found"),
     ("POST", "/v1/trajectories/r/events", b'{"events": [1]}', 400, "invalid_value"),
+    ("POST", "/v1/trajectories/r/events", AHEAD, 400, "invalid_value"),
     ("POST", "/v1/datasets", b'{"lop": "x"}', 400, "invalid_value"),
     ("POST", "/v1/datasets", b"{}", 400, "empty_dataset"),
     ("GET", "/v1/datasets/ds-none", b"", 404, "not_found"),

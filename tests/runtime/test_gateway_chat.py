@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from cray_agents.errors import EngineError, EngineUnavailable
+from cray_agents.ports import Exchange, Sampled
 from cray_agents.records import canonical
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.scripted import ScriptedEngine
@@ -100,6 +102,23 @@ async def test_exact_samples_are_given_to_who_asks(gateway: Gateway) -> None:
             assert len(calls) == 2 and bytes(calls[1].token_ids) == b"a b"
             assert "return_samples" not in gateway.engine.requests[-1]
     assert len(gateway.engine.requests) == 4
+
+
+class Completing(ScriptedEngine):
+    """Answers completions, with as many logprobs as are asked for."""
+
+    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        exchange.samples = [Sampled([1], [7], [-0.5], "stop")]
+        logprobs = {"top_logprobs": [{"b": -0.5}] * (exchange.request.get("logprobs") or 0)}
+        yield json.dumps({"choices": [{"index": 0, "text": "b", "logprobs": logprobs}]}).encode()
+
+
+async def test_samples_do_not_stand_for_a_completions_logprobs(tmp_path: Path) -> None:
+    async with served(tmp_path, Completing()) as gateway:
+        asked = {"prompt": "a", "logprobs": 1, "return_samples": True}
+        reply = await gateway.ask("a", path="/v1/completions", **asked)
+        assert reply.json["samples"][0]["token_ids"] == [7]
+        assert reply.json["choices"][0]["logprobs"]["top_logprobs"] == [{"b": -0.5}]
 
 
 async def test_tools(gateway: Gateway) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import aiohttp
 import openai
+import orjson
 import pytest
 
-from cray_agents.ports import Exchange
+from cray_agents.errors import EngineError
+from cray_agents.ports import Exchange, Sampled
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.scripted import ScriptedEngine, tool_call
 from tests.runtime.gateways import (
@@ -136,6 +138,24 @@ class Unfinished(ScriptedEngine):
         async with aclosing(super().answer(exchange)) as pieces:
             async for piece in pieces:
                 yield b'event: error\ndata: {"type":"error"}\n\n' if piece == DONE else piece
+
+
+class Uneven(ScriptedEngine):
+    """Breaks off when the second of three choices alone has said something."""
+
+    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        exchange.samples = [Sampled([1], [], []), Sampled([1], [7], [-0.5]), Sampled([1], [], [])]
+        said = {"text": "b"} if exchange.path == "/v1/completions" else {"delta": {"content": "b"}}
+        yield b"data: " + orjson.dumps({"choices": [{"index": 1, **said}]}) + b"\n\n"
+        raise EngineError("the engine died", status=500)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_texts_of_a_cut_stream_are_their_own_sequences(tmp_path: Path, path: str) -> None:
+    async with served(tmp_path, Uneven()) as gateway:
+        reply = await gateway.ask("hi", path=path, prompt="hi", n=3, stream=True)
+        said = [(call.token_ids, call.message["content"]) for call in gateway.calls(reply.run_id)]
+        assert said == [([], None), ([7], "b"), ([], None)]
 
 
 async def test_a_stream_without_its_last_event_has_failed(tmp_path: Path) -> None:

@@ -139,6 +139,27 @@ async def test_what_was_cancelled_is_sampled_anew(tmp_path: Path, stream: bool) 
         assert finishes == (["cancelled", "stop"] if stream else ["stop"])
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "n"])
+async def test_what_was_forgotten_is_sampled_anew_once(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with served(tmp_path, counting()) as gateway:
+        first = await gateway.ask("hi", headers=KEY, **fields)
+        for count in (2, 3):  # forgotten once, and again
+            run = await gateway.call("DELETE", f"/v1/trajectories/{first.run_id}")
+            assert run[0] == 200
+            replies = await asyncio.gather(
+                *[gateway.ask("hi", headers=KEY, **fields) for _ in range(3)]
+            )
+            first = replies[0]
+            assert first.status == 200 and all(same(first, reply) for reply in replies)
+            assert sampled(gateway) == count
+            assert len(gateway.calls(first.run_id)) == fields.get("n", 1)
+    async with served(tmp_path, counting()) as gateway:
+        again = await gateway.ask("hi", headers=KEY, **fields)
+        assert same(first, again) and sampled(gateway) == 0
+
+
 async def test_a_client_that_waits_for_the_first_may_leave(tmp_path: Path) -> None:
     async with served(tmp_path, counting(delay=0.3)) as gateway:
         first = asyncio.create_task(gateway.ask("hi", headers=KEY))

@@ -167,7 +167,8 @@ def test_several_nodes_and_gpus(home: Path) -> None:
     with Slurm(home, cluster) as scheduler:
         script = 'echo "$SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $SLURM_CPUS_PER_TASK"'
         wide = command(home, script, nodes=2, ranks=4, cpus_per_rank=2, gpus=True)
-        bad = command(home, "exit $((SLURM_PROCID * 5))", "bad", nodes=2, ranks=2)
+        late = "sleep $((SLURM_PROCID * 3)); exit $((SLURM_PROCID * 5))"  # the other is not ended
+        bad = command(home, late, "bad", nodes=2, ranks=2)
         scheduler.submit(wide)
         scheduler.submit(bad)
         assert end_of(scheduler).state == "succeeded"

@@ -18,7 +18,7 @@ LOOPBACK = ("127.0.0.0/8", "::1/128")
 PAGE = """<!doctype html><html><head><title>A page</title><style>p {color: red}</style>
 <script>alert("no")</script></head><body><h1>Rain  &amp; sun</h1><p>It <b>rains</b>
 today.</p><ul><li>one<li>two <a href="/more?x=1">more</a></ul><table><tr><td>a<td>b</table>
-<!-- hidden --><a href="javascript:x()">go</a></body></html>"""
+<!-- hidden --><a href="javascript:x()">go</a> <a href="http://[your-host]/x">on</a></body></html>"""
 
 
 class Site(http.server.ThreadingHTTPServer):
@@ -61,6 +61,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.say("text/plain", "", status=301, location="file:///etc/passwd")
             case "/port":
                 self.say("text/plain", "", status=301, location=f"http://{host[:-1]}0/page")
+            case "/broken":
+                self.say("text/plain", "", status=302, location="http://[your-host]/x")
             case "/drip":
                 self.server.ended.set() if self.drip() else None
             case _:
@@ -118,7 +120,7 @@ def test_pages_come_as_text(base: str) -> None:
     assert call.error is None
     assert call.result == (
         f"http://{base}/page\n\nA page\n\n# Rain & sun\n\nIt rains today.\n\n- one\n\n"
-        f"- two more <http://{base}/more?x=1>\n\na | b |\n\ngo"
+        f"- two more <http://{base}/more?x=1>\n\na | b |\n\ngo on"
     )
 
 
@@ -141,6 +143,7 @@ def test_character_sets_and_long_texts(base: str) -> None:
         ("/away", "internal.test may not be reached; these hosts may: 127.0.0.1"),
         ("/file", "only http and https can be fetched, not 'file'"),
         ("/port", "may not be reached"),
+        ("/broken", "redirects to 'http://[your-host]/x'"),
     ],
 )
 def test_what_is_told(base: str, path: str, message: str) -> None:

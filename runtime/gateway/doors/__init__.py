@@ -18,8 +18,9 @@ class Door:
     """One API. `prefix` begins its answers' ids, `last` the event that ends a stream.
 
     `asked` gives a request's conversation, and raises BadInput where there is none. `said` gives
-    the assistant's message of each choice of a whole answer, `streamed` that of the data of all
-    events of a stream. `cut` tells a request's fields that are content, not sampling parameters.
+    the assistant's message of each choice of a whole answer; `streamed`, of the data of all events
+    of a stream, perhaps cut off, and the number of sequences it sampled, those messages that are
+    the last sequences'. `content` tells a request's fields that are no sampling parameters.
     """
 
     path: str
@@ -27,7 +28,7 @@ class Door:
     last: bytes
     asked: Callable[[Body], list[Message]]
     said: Callable[[Body], list[Message]]
-    streamed: Callable[[list[Body]], list[Message]]
+    streamed: Callable[[list[Body], int], list[Message]]
     content: frozenset[str]
 
 

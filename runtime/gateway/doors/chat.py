@@ -25,8 +25,8 @@ def _message(message: dict[str, Any]) -> Message:
     return assistant(message.get("content"), message.get("tool_calls") or [], **rest)
 
 
-def _streamed(chunks: list[Body]) -> list[Message]:
-    """Texts grow, tool calls grow by their index."""
+def _streamed(chunks: list[Body], samples: int) -> list[Message]:
+    """Texts grow, tool calls grow by their index. A choice may have said nothing yet."""
     choices: dict[int, dict[str, Any]] = {}
     calls: dict[int, dict[int, dict[str, Any]]] = {}
     for chunk in chunks:
@@ -43,8 +43,11 @@ def _streamed(chunks: list[Body]) -> list[Message]:
                 elif value is not None:
                     message[name] = value
     return [
-        _message(message | {"tool_calls": [c for _, c in sorted(calls.get(place, {}).items())]})
-        for place, message in sorted(choices.items())
+        _message(
+            choices.get(place, {})
+            | {"tool_calls": [c for _, c in sorted(calls.get(place, {}).items())]}
+        )
+        for place in range(samples)
     ]
 
 

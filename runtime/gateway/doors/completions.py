@@ -17,13 +17,14 @@ def _said(answer: Body) -> list[Message]:
     return [assistant(choice["text"], []) for choice in answer["choices"]]
 
 
-def _streamed(chunks: list[Body]) -> list[Message]:
+def _streamed(chunks: list[Body], samples: int) -> list[Message]:
+    """A choice may have said nothing yet."""
     texts: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.get("choices") or ():
             place = choice.get("index", 0)
             texts[place] = texts.get(place, "") + (choice.get("text") or "")
-    return [assistant(text, []) for _, text in sorted(texts.items())]
+    return [assistant(texts.get(place), []) for place in range(samples)]
 
 
 COMPLETIONS = Door(

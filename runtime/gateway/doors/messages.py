@@ -67,7 +67,7 @@ def _said(answer: Body) -> list[Message]:
     return [_turn(answer.get("content") or [])]
 
 
-def _streamed(events: list[Body]) -> list[Message]:
+def _streamed(events: list[Body], samples: int) -> list[Message]:
     blocks: dict[int, dict[str, Any]] = {}
     for event in events:
         place = event.get("index", 0)

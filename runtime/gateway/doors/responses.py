@@ -14,6 +14,8 @@ def _asked(request: Body) -> list[Message]:
             param="previous_response_id",
             code="previous_response_not_found",
         )
+    if request.get("background"):
+        raise BadInput("nothing is answered in the background: leave it out", param="background")
     given = request.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items or not all(isinstance(i, dict) for i in items):
@@ -68,7 +70,7 @@ def _said(answer: Body) -> list[Message]:
     return [_turn(answer.get("output") or [])]
 
 
-def _streamed(events: list[Body]) -> list[Message]:
+def _streamed(events: list[Body], samples: int) -> list[Message]:
     """The last event holds the whole answer; one that was cut off has the items that were done."""
     for event in reversed(events):
         if "response" in event and event["response"].get("output"):

@@ -142,7 +142,12 @@ BATCHES = (
         ref("Batch"),
         takes=ref("BatchInput"),
         headers=(header("Idempotency-Key", TEXT, "Again under the same key: the same batch."),),
-        fails=("404 not_found", "400 invalid_value", "400 unknown_parameter"),
+        fails=(
+            "404 not_found",
+            "400 invalid_value",
+            "400 unknown_parameter",
+            "400 idempotency_key_reused",
+        ),
     ),
     Operation(
         "get",

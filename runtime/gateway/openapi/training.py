@@ -97,7 +97,10 @@ JOBS = (
         takes=ref("JobSpec"),
         more="The same spec is the same job. `parent` and `reference`: a name, `name@N` or a "
         "checkpoint's id. Their hashes and `code` are filled in where they are left out. A spec "
-        "without a `layout` gets one of the trainer's, and the event `layout` says why that one.",
+        "without a `layout` gets one of the trainer's, and the event `layout` says why that one. A "
+        "job that failed is tried again where it is to be run otherwise: another layout, "
+        "`recompute`, `save_every`, `keep`, `evaluate_every` or `logprob_limit`. `optimizer_from` "
+        "may be `parent`: the job that made the parent, if it did so here and neither has LoRA.",
         fails=("400 invalid_value", "404 model_not_found"),
     ),
     Operation(

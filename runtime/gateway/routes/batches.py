@@ -10,6 +10,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.records import Batch
 from cray_agents.runtime.files import Files
+from cray_agents.runtime.gateway.auth import caller_of
 from cray_agents.runtime.gateway.bodies import ID, answer, listed, number, path_id, query, read_json
 from cray_agents.runtime.gateway.services import Services
 
@@ -25,7 +26,8 @@ def routes(services: Services) -> list[Route]:
         key = request.headers.get("idempotency-key")
         if isinstance(file_id := body.get("input_file_id"), str) and not ID.fullmatch(file_id):
             raise BadInput(f"{file_id[:200]!r} cannot name a file", param="input_file_id")
-        return _shown(await asyncio.to_thread(queue.create, body, key))
+        caller = caller_of(request).key_id
+        return _shown(await asyncio.to_thread(queue.create, body, key, caller))
 
     async def listing(request: Request) -> Response:
         given = query(request, "after", "limit")

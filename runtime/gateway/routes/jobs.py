@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
 from cray_agents.runtime import checkpoints
 from cray_agents.runtime.gateway.bodies import (
     ID,
@@ -27,6 +28,7 @@ from cray_agents.runtime.gateway.services import Services
 from cray_agents.training import JobSpec
 
 MOST = 1000  # jobs in a page
+PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
 
 
 def routes(services: Services) -> list[Route]:
@@ -116,23 +118,50 @@ def _spec(services: Services, body: dict[str, Any]) -> JobSpec:
         raise BadInput("reference_sha256 without a reference", param="reference_sha256")
     places = {name: filled[name] for name in ("parent", "reference") if name in filled}
     try:
-        return parse(JobSpec, {**filled, **given, **places})
+        spec = parse(JobSpec, {**filled, **given, **places})
     except BadInput as error:
         # what no field alone is to blame for has no effect with this method
         raise BadInput(str(error), param=error.param or "method") from error
+    if spec.optimizer_from != PARENT:
+        return spec
+    return spec.model_copy(update={"optimizer_from": _optimizer_of_parent(services.home, spec)})
+
+
+def _optimizer_of_parent(home: Home, spec: JobSpec) -> str | None:
+    """The job of this root that made the parent, if it trained the same weights as this one will.
+
+    It follows from what never changes: asked again, it is the same job. None with LoRA: each job's
+    adapters are new, and those before are merged into the parent.
+    """
+    hyper = spec.hyperparameters
+    if hyper.lora is not None or hyper.init == "random":
+        return None
+    made = checkpoints.read_manifest(Path(spec.parent)).job
+    if made is None or not ID.fullmatch(made):
+        return None
+    try:
+        before = orjson.loads((home.job(made) / "spec.json").read_bytes())
+    except FileNotFoundError:  # it was trained on another root, and brought here
+        return None
+    return made if before["hyperparameters"].get("lora") is None else None
 
 
 def _checkpoint(services: Services, named: str, what: str, afresh: bool) -> dict[str, str]:
-    """A checkpoint's directory and the hash of its weights: of its config, where they are new."""
+    """A checkpoint's directory and what names it; see JobSpec."""
     try:
         directory = services.registry.directory(named)
         if afresh:
             sha256 = checkpoints.config_sha256(directory)
+            files = checkpoints.settings_in(directory)
         else:
-            sha256 = checkpoints.read_manifest(directory).weights_sha256
+            manifest = checkpoints.read_manifest(directory)
+            sha256, files = manifest.weights_sha256, manifest.files
     except NotFound as error:
         raise NotFound(str(error), param=what, code=error.code) from error
-    return {what: str(directory), f"{what}_sha256": sha256}
+    found = {what: str(directory), f"{what}_sha256": sha256}
+    if what == "parent":
+        found["parent_settings_sha256"] = checkpoints.settings_sha256(files)
+    return found
 
 
 def _page(services: Services, after: str | None, limit: int) -> dict[str, Any]:

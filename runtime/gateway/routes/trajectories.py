@@ -28,6 +28,7 @@ from cray_agents.runtime.gateway.services import Services
 
 FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
 MOST = 1000  # runs in one answer
+AHEAD = 300.0  # seconds by which a client's clock may be ahead of ours
 TOKEN_LISTS: dict[str, Any] = {"prompt_token_ids": [], "token_ids": [], "logprobs": []}
 
 
@@ -109,6 +110,8 @@ def _event(run_id: str, value: Any, at: str) -> Event:
     when = value.get("time") or time.time()
     if not isinstance(event_id, str) or not isinstance(when, float | int):
         raise BadInput(f"{at}: id must be a string, and time unix seconds", param=at)
+    if not -math.inf < when <= time.time() + AHEAD:
+        raise BadInput(f"{at}.time: {when} is no unix time up to now", param=f"{at}.time")
     record: Run | Reward
     if kind == "run":
         record = _bare(parse(Run, {"id": run_id, **body}, f"{at}.body"))

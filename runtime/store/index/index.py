@@ -219,6 +219,11 @@ class Index:
             for run_id, (run, calls, rewards) in found.items()
         }
 
+    def newest(self, run_ids: Sequence[str]) -> dict[str, float]:
+        """The time of the newest live event of each run; runs without any are left out."""
+        with self._database.reading() as connection:
+            return dict(rows_in(connection, _NEWEST, run_ids, f"{_PLACES_LIVE} GROUP BY id"))
+
     def live(self, run_id: str) -> list[Place]:
         """Where all live events of a run lie, older descriptions too: what `retell` needs."""
         ask = (
@@ -316,6 +321,7 @@ _PLACES = (
     " FROM runs CROSS JOIN events USING (run) CROSS JOIN segments USING (segment) WHERE id IN"
 )
 _PLACES_LIVE = f" AND dead = 0 AND kind != {FORGET}"
+_NEWEST = "SELECT id, max(time) FROM runs CROSS JOIN events USING (run) WHERE id IN"
 _ASKED = (
     "SELECT time, event, hash, id, said FROM asked JOIN runs USING (run)"
     " WHERE (time, event) > (?, ?) ORDER BY time, event LIMIT ?"
