@@ -51,16 +51,19 @@ class RunQuery(RunFilter):
 
 
 class Decontamination(StrictRecord):
-    """What must not be in a training set. Compared are the inputs of tasks, and of demonstrations.
+    """What must not be in a training set. Compared are inputs: of a run that of its task and every
+    message of its user, of a demonstration every message of its user. One that is held is enough.
 
     `holdout`: the inputs of the held-out and test tasks that the recipe's loop was ever given, run
     or not, and of every run of it on a task that is not of split `train`; without a loop, of all.
     `files`: JSONL or text, ids of uploaded files or, on the command line, paths; a line's `input`,
-    `prompt`, `question`, `text` or last user message counts, else all of it. Inputs that are equal
-    but for case, spaces and punctuation are always left out; numbers and operators are none (`2+3`,
-    `23`, `-5` and `5` differ). Of those with at least ten words (numbers and signs do not count),
-    also when the Jaccard similarity of their word 5-grams is at least `threshold`, or when an input
-    holds all of a held one. In a shorter text one word makes another task.
+    `prompt`, `question`, `text` or last user message counts, else all of it: of a conversation what
+    it was asked in the end, not its greetings (one that ends in "thanks" holds back every other in
+    which that is said). Inputs that are equal but for case, spaces and punctuation are always left
+    out; numbers and operators are none (`2+3`, `23`, `-5` and `5` differ). Of those with at least
+    ten words (numbers and signs do not count), also when the Jaccard similarity of their word
+    5-grams is at least `threshold`, or when an input holds all of a held one. In a shorter text one
+    word makes another task.
     """
 
     holdout: bool = True

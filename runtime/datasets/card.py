@@ -43,6 +43,7 @@ METHODS = {
 }
 REASONS = {
     "alone": "the only scored run of its group",
+    "ambiguous_choices": "it has several answers to one request, and none is known as its turn",
     "broken_prefix": "the chat template breaks it into several samples, and DPO needs one",
     "contaminated": "its input is one that is held out, or nearly",
     "corrupt": "its record is damaged",

@@ -9,6 +9,7 @@
                 no_such_turn (grpo: that a reward is for), used_up (max_uses)
                 imported (has no tokens, and is not rendered), not_renderable
                 empty (nothing was sampled), missing_call, no_tokens, no_logprobs, redacted, corrupt
+                ambiguous_choices (of one request, and nothing tells which was gone on with)
                 low_reward, not_best, alone, zero_variance, no_pair, broken_prefix (dpo: a template
                 breaks it into several samples), over_max_per_task
                 contaminated, too_long, duplicate, near_duplicate

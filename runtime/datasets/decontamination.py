@@ -84,7 +84,7 @@ class Held:
                 sets.append(shingles(ids))
         self._equal.pop("", None)
         self._index = _Index(sets)
-        self._last: tuple[str | None, Match | None] = None, None
+        self._known: dict[str, Match | None] = {}  # of what match_any was given last
 
     def __len__(self) -> int:
         """How many different texts are held."""
@@ -98,11 +98,19 @@ class Held:
 
     def match(self, text: str) -> Match | None:
         """The held text that this one is: an equal one, else the most similar, else None."""
+        return self.match_any([text])
+
+    def match_any(self, texts: Iterable[str]) -> Match | None:
+        """The match of the first of these texts that has one."""
         if not self._sources:
             return None
-        if text != self._last[0]:  # attempts at a task come one after another
-            self._last = text, self._match(text)
-        return self._last[1]
+        before, self._known = self._known, {}  # attempts at a task come one after another
+        for text in texts:
+            if text not in self._known:
+                self._known[text] = before[text] if text in before else self._match(text)
+            if (match := self._known[text]) is not None:
+                return match
+        return None
 
     def _match(self, text: str) -> Match | None:
         words = words_of(text)
@@ -219,14 +227,24 @@ class _Index:
         return found
 
 
+def inputs_of(run: Run) -> list[str]:
+    """What of a run is compared: its input, and all that its user said."""
+    return [run.input, *inputs_of_messages(run.trajectory.messages)]
+
+
+def inputs_of_messages(messages: Iterable[Message]) -> list[str]:
+    """What of a demonstration is compared: each message of its user; answers never are."""
+    return [text_of(m) for m in messages if m.get("role") == "user"]
+
+
 def input_of(run: Run) -> str:
-    """What of a run is compared: its input, or what its user said first."""
+    """What of a held-out run is held: its input, or what its user said first."""
     return run.input or input_of_messages(run.trajectory.messages)
 
 
 def input_of_messages(messages: Iterable[Message]) -> str:
-    """What of a demonstration is compared: the first message of its user; answers never are."""
-    return next((text_of(m) for m in messages if m.get("role") == "user"), "")
+    """What was asked: the first message of the user."""
+    return next(iter(inputs_of_messages(messages)), "")
 
 
 def head(text: str) -> str:

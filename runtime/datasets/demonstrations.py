@@ -31,7 +31,7 @@ class Renderer:
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(checkpoint), local_files_only=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError) as error:  # KeyError: of its config.json
             message = f"no tokenizer can be read from {checkpoint}: {error}"
             raise BadInput(message, param="tokenizer") from error
         if not self._tokenizer.chat_template:

@@ -19,7 +19,12 @@ from cray_agents.runtime import durable
 from cray_agents.runtime.datasets.checking import query_of
 from cray_agents.runtime.datasets.considered import Line, LineWriter
 from cray_agents.runtime.datasets.counts import Counts
-from cray_agents.runtime.datasets.decontamination import Held, input_of_messages
+from cray_agents.runtime.datasets.decontamination import (
+    Held,
+    Match,
+    input_of_messages,
+    inputs_of_messages,
+)
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
 from cray_agents.runtime.datasets.methods import settled
 from cray_agents.runtime.datasets.naming import Naming
@@ -153,22 +158,24 @@ class Making:
             else:
                 samples = renderer.samples(messages, tools[number])
             split = recipe.demonstrations_splits[number] if recipe.demonstrations_splits else None
-            self._demonstration(number, text, samples, metadata[number], split or self._split(text))
+            match = self.selection.held.match_any(inputs_of_messages(messages))
+            split_of = split or self._split(text)
+            self._demonstration(number, text, match, samples, metadata[number], split_of)
             self._count(1)
 
     def _demonstration(
         self,
         number: int,
         text: str,
+        match: Match | None,
         samples: list[TokenSample],
         metadata: dict[str, Any],
         split: str,
     ) -> None:
-        """Settle a demonstration as a run is; `text` is what was asked."""
+        """Settle a demonstration as a run is; `text` is what was asked first."""
         name = f"demonstration/{number}"  # no run has such an id: it holds no slash
-        match, repeat = self.selection.held.match(text), None
         longest = max(len(sample.input_ids) for sample in samples)
-        reason, detail = None, None
+        reason, detail, repeat = None, None, None
         if match is not None:
             reason, detail = "contaminated", match.told
         elif too_long(longest, self.recipe):

@@ -16,7 +16,7 @@ from cray_agents.recipes import DatasetRecipe
 from cray_agents.records import UNSCORED, ModelCall, Run
 from cray_agents.runtime.datasets.advantages import turn_beyond
 from cray_agents.runtime.datasets.considered import Line
-from cray_agents.runtime.datasets.decontamination import Held, Match, input_of
+from cray_agents.runtime.datasets.decontamination import Held, Match, inputs_of
 from cray_agents.runtime.datasets.demonstrations import Renderer
 from cray_agents.runtime.datasets.samples import TokenSample, merge_turns, turn_of
 from cray_agents.runtime.datasets.seen import Repeat, Seen
@@ -24,6 +24,7 @@ from cray_agents.runtime.datasets.shards import Row
 from cray_agents.runtime.datasets.uses import Uses
 from cray_agents.runtime.datasets.weights import Balance
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.choices import by_request
 from cray_agents.runtime.store.index import RunFacts
 
 AHEAD = 64  # runs whose bodies are read at once
@@ -198,7 +199,7 @@ class Selection:
         fault = _token_fault(run)
         if fault is not None:
             return Body([], metadata, *fault)
-        match = self.held.match(input_of(run))
+        match = self.held.match_any(inputs_of(run))
         if match is not None:
             return Body([], metadata, "contaminated", match.told, match)
         if run.calls:
@@ -259,6 +260,9 @@ def _token_fault(run: Run) -> tuple[str, str | None] | None:
 
 
 def _call_fault(calls: Sequence[ModelCall]) -> tuple[str, str] | None:
+    for choices in by_request(calls):
+        if len(choices) > 1:
+            return "ambiguous_choices", f"{len(choices)} of {choices[0].id}"
     for call in calls:
         if not (call.token_ids and call.prompt_token_ids):
             return "no_tokens", call.id

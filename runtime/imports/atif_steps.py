@@ -101,7 +101,7 @@ class Conversation:
         return message
 
     def _add_turn(self, step: Step, message: Message) -> None:
-        if step.role != "assistant":
+        if step.role != "assistant" or (step.copied and not self.named):
             return
         exact = any(step.metrics.get(f"{part}_token_ids") for part in ("prompt", "completion"))
         recorded = "call_id" in step.extra if self.named else exact and step.calls in (None, 1)

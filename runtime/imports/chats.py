@@ -2,14 +2,15 @@
 
 A chat is {"messages", "tools"?, "parallel_tool_calls"?}; other fields of a line become its task's
 metadata. A preference is {"input": {"messages", "tools"?}, "preferred_output",
-"non_preferred_output"}: two runs on one task, with the rewards 1 and 0. Listed in importing.py.
+"non_preferred_output"}: two runs on one task, with the rewards 1 and 0, of which only the outputs
+are trained on. Listed in importing.py.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.records import Event, Reward, Task, digest
+from cray_agents.records import Event, Message, Reward, Task, digest
 from cray_agents.runtime.fine_tuning.examples import example_of
 from cray_agents.runtime.imports.making import SOURCE, Importing, an_object, first_asked, said
 
@@ -43,10 +44,16 @@ def _preference(record: dict[str, Any], importing: Importing) -> Iterator[list[E
             raise BadInput(f"{side} must be a list that is not empty")
         chat = example_of(0, {**given, "messages": [*asked, *answer]})
         # what was asked is the whole conversation: pairs are made of runs on one task
-        name = digest([chat.messages[: len(asked)], chat.tools])
+        context = chat.messages[: len(asked)]
+        name = digest([context, chat.tools])
         task = Task(input=first_asked(chat.messages), metadata=more, id=name)
         reward = Reward(name="preferred", value=value, source=SOURCE)
+        messages = [*map(_untrained, context), *chat.messages[len(asked) :]]
         sides.append(
-            said("openai", chat.messages, importing, tools=chat.tools, rewards=[reward], task=task)
+            said("openai", messages, importing, tools=chat.tools, rewards=[reward], task=task)
         )
     yield from sides
+
+
+def _untrained(message: Message) -> Message:
+    return {**message, "weight": 0} if message["role"] == "assistant" else message

@@ -1,14 +1,15 @@
 """From the events of one run to its Run record, whatever order they came in.
 
 The agent tells what was said and done (`run`), the gateway what was sampled (`call`), whoever
-judges tells rewards. A run nobody described, such as a plain OpenAI client's, is told by its calls.
-Called by store.py.
+judges tells rewards. A run nobody described, such as a plain OpenAI client's, is told by its calls
+(choices.py: which of them are turns). Called by store.py.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 from cray_agents.records import ModelCall, Reward, Run, StopReason, Trajectory, Turn
+from cray_agents.runtime.store.choices import turns_among
 from cray_agents.runtime.store.facts import text_of
 
 
@@ -24,7 +25,9 @@ def assemble(
     """
     known = {call.id: call for call in map(ModelCall.model_validate, calls)}
     run = Run.model_validate(described) if described is not None else _told_by(run_id, known)
-    turns = run.trajectory.turns or [Turn(call_id=call.id) for call in _in_order(known.values())]
+    turns = run.trajectory.turns or [
+        Turn(call_id=call.id) for call in turns_among(_in_order(known.values()))
+    ]
     joined = [turn.model_copy(update={"call": known.get(turn.call_id)}) for turn in turns]
     return run.model_copy(
         update={

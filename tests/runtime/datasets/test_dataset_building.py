@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe
+from cray_agents.records import Event
 from cray_agents.runtime.datasets import build_dataset, list_datasets, plan_dataset, read_dataset
 from cray_agents.runtime.durable import sha256_file
 from cray_agents.runtime.store import Store
@@ -103,6 +104,49 @@ async def test_every_reason_is_counted(tmp_path: Path) -> None:
     assert manifest["considered_runs"] == 4 + sum(manifest["rejected"].values())
     assert manifest["trained_tokens"] == sum(sum(row["loss_mask"]) for row in found) == 44
     assert manifest["tokens"] == sum(len(row["input_ids"]) for row in found)
+
+
+def told(run_id: str, *calls: dict[str, Any]) -> list[Event]:
+    """A rewarded run that nobody described."""
+    return [event for event in run_events(run_id, calls=calls) if event.kind != "run"]
+
+
+async def test_what_a_client_did_not_go_on_with_is_not_trained_on(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "2+2?"}]
+    answers = [{"role": "assistant", "content": text} for text in ("3", "4")]
+    more = [*asked, answers[1], {"role": "user", "content": "Sure?"}]
+    cut: dict[str, Any] = {"messages": asked, "finish_reason": "cancelled"}
+    events = several(
+        told(
+            "unsure",
+            call("a", [1], [7, 8], logprobs=[-0.5], **cut),
+            call("b", [1], [5], started=2.0, messages=asked),
+        ),
+        told(
+            "sure",
+            call("c", [2], [7, 8], **cut),
+            call("d", [2], [5], started=2.0, messages=asked),
+        ),
+        told(
+            "chosen",
+            call("e", [3], [7], messages=asked, message=answers[0]),
+            call("e-1", [3], [5], messages=asked, message=answers[1]),
+            call("f", [3, 5, 4], [6], started=2.0, messages=more),
+        ),
+        told(
+            "open",
+            call("g", [4], [7], messages=asked, message=answers[0]),
+            call("g-1", [4], [5], messages=asked, message=answers[1]),
+        ),
+    )
+    manifest, found = await build(tmp_path, events)
+    assert {row["run_id"]: (row["input_ids"], row["loss_mask"]) for row in found} == {
+        "unsure": ([1, 5], [0, 1]),
+        "sure": ([2, 5], [0, 1]),
+        "chosen": ([3, 5, 4, 6], [0, 1, 0, 1]),
+    }
+    assert manifest["rejected"] == {"ambiguous_choices": 1}
+    assert details(Home(tmp_path), manifest["id"])["open"] == "2 of g"
 
 
 async def test_a_broken_run_is_corrupt_and_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Conversations to imitate: only what the assistant says is trained on."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from cray_agents.records import Trajectory
 from cray_agents.runtime.datasets.demonstrations import Renderer
 from cray_agents.runtime.exports.chosen import DatasetRuns
 from cray_agents.runtime.exports.openai_lines import OPENAI_PREFERENCE
+from cray_agents.runtime.imports import import_file
 from cray_agents.runtime.store import Store
 from tests.runtime.datasets.made import (
     build,
@@ -185,20 +187,20 @@ async def test_demonstrations_that_are_left_out(tmp_path: Path, tokenizer: Path)
     manifest, rows = await build(
         tmp_path,
         events,
-        demonstrations=[CONVERSATION, CONVERSATION, asked, long],
+        demonstrations=[CONVERSATION, CONVERSATION, asked, long, [*asks("Hi", "Hello!"), *asked]],
         tokenizer=str(tokenizer),
         tools=TOOLS,
         max_tokens=400,
     )
     assert manifest["rejected_demonstrations"] == {
-        "contaminated": 1,
+        "contaminated": 2,
         "duplicate": 1,
         "too_long": 1,
     }
     assert (manifest["demonstrations"], manifest["rejected"]) == (1, {"held_out": 1})
     said = details(Home(tmp_path), manifest["id"])
     assert said["demonstration/1"] == "demonstration/0"
-    assert said["demonstration/2"] == "equal to holdout task h"
+    assert said["demonstration/2"] == said["demonstration/4"] == "equal to holdout task h"
     assert len(rows) == 1
 
 
@@ -222,3 +224,26 @@ async def test_imported_runs_are_rendered_if_that_is_asked(
     assert decode(kept["input_ids"]).endswith("432<|im_end|>")
     with pytest.raises(BadInput, match="render needs a tokenizer"):
         made(home, render=True)
+
+
+async def test_of_an_imported_preference_only_the_outputs_are_trained_on(
+    tmp_path: Path, tokenizer: Path, decode: Decode
+) -> None:
+    home, file = Home(tmp_path / "home"), tmp_path / "pairs.jsonl"
+    preference = {
+        "input": {"messages": [*asks("47?", "4"), *asks("385?", "3")[:1]]},
+        "preferred_output": asks("", "385")[1:],
+        "non_preferred_output": asks("", "38")[1:],
+    }
+    file.write_text(json.dumps(preference))
+    store = Store(home)
+    await import_file(store, file, "openai")
+    await store.close()
+    _, found = made(home, method="kto", render=True, tokenizer=str(tokenizer))
+    trained = {
+        row["chosen"]: decode(
+            [t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
+        )
+        for row in found
+    }
+    assert trained == {True: "385<|im_end|>", False: "38<|im_end|>"}

@@ -16,11 +16,13 @@ from cray_agents.runtime.datasets.decontamination import (
     HeldText,
     input_of,
     input_of_messages,
+    inputs_of,
 )
 from cray_agents.runtime.datasets.held_files import text_in
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.store import Store
 from cray_agents.words import words_of
+from tests.runtime.datasets.made import details, made, reasons, run_events, stored, task
 
 LONG = (
     "A farmer keeps chickens and rabbits in one yard and counts thirty heads and "
@@ -297,3 +299,50 @@ def test_what_of_a_run_or_demonstration_is_compared() -> None:
     told = {"trajectory": {"messages": messages}}
     assert input_of(Run.model_validate({**about, "input": "asked", **told})) == "asked"
     assert input_of(Run.model_validate({**about, "input": "", **told})) == "first"
+    asked = Run.model_validate({**about, "input": "asked", **told})
+    assert inputs_of(asked) == ["asked", "first", "second"]
+
+
+def test_the_first_text_that_is_held_is_told() -> None:
+    texts = held("2+3", "7 + 8")
+    assert texts.match_any(["Hi", "7+8", "2 + 3"]) == ("f.txt:2", "7 + 8", 1.0, "equal")
+    assert texts.match_any(["Hi", "2 + 3"]) == ("f.txt:1", "2+3", 1.0, "equal")
+    assert texts.match_any(["Hi", "thanks"]) is None
+    assert texts.match_any([]) is None
+
+
+async def test_a_held_conversation_is_recognised_in_a_chat(tmp_path: Path) -> None:
+    def said(*texts: str) -> list[dict[str, Any]]:
+        roles = ("user", "assistant")
+        return [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+
+    chats = {
+        "same": said("Hi", "Hello!", "What is 2+3?", "5"),
+        "later": said("Good day", "Yes?", "What is 2 + 3", "5", "thanks", "Gladly."),
+        "greets": said("Hi", "Hello!", "What is 2+4?", "6"),
+        "answers": said("Hi", "What is 2+3?", "5"),
+    }
+    file = tmp_path / "held.jsonl"
+    file.write_text(json.dumps({"messages": chats["same"]}))
+    events = [
+        event
+        for run_id, messages in chats.items()
+        for event in run_events(
+            run_id, [len(messages), len(run_id)], input="Hi", trajectory=of_call(run_id, messages)
+        )
+    ]
+    events += run_events("input", [9], task={**task("t"), "input": "what is 2+3"})
+    home = await stored(tmp_path / "home", events)
+    manifest, _ = made(home, decontamination={"files": [str(file)]})
+    assert reasons(home, manifest["id"]) == {
+        "same": "contaminated",
+        "later": "contaminated",
+        "greets": None,
+        "answers": None,
+        "input": "contaminated",
+    }
+    assert details(home, manifest["id"])["later"] == "equal to held.jsonl:1"
+
+
+def of_call(run_id: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"messages": messages, "turns": [{"call_id": f"{run_id}-c"}]}

@@ -120,6 +120,7 @@ def test_a_preference_is_two_runs_of_one_task() -> None:
     assert other.task is not None and better.task is not None
     assert other.task.id != better.task.id  # another prompt makes other pairs
     assert other.task.input == better.task.input
+    assert [m.get("weight") for m in other.trajectory.messages] == [None, 0, None, None]
 
 
 def test_what_is_said_of_all() -> None:
@@ -190,6 +191,19 @@ def test_an_atif_document_with_tokens() -> None:
     assert turn.call.tools == [TOOL]
     assert [(c.name, c.result) for c in turn.tool_calls] == [("add", "2")]
     assert run.task is not None and run.task.metadata["session_id"] == "s"
+
+
+def test_copied_context_is_no_turn_of_an_atif_document() -> None:
+    document = copy.deepcopy(ATIF)
+    document["steps"][1]["is_copied_context"] = True
+    document["steps"][2] |= {
+        "is_copied_context": False,
+        "metrics": {"prompt_token_ids": [1, 2, 3], "completion_token_ids": [4], "logprobs": [-1.0]},
+    }
+    (run,) = made(document, "atif")
+    assert [m.get("weight") for m in run.trajectory.messages] == [None, 0, None, None]
+    assert [call.token_ids for call in run.calls] == [[4]]
+    assert run.calls[0].messages == run.trajectory.messages[:3]
 
 
 def test_atif_subagents_and_agents_without_tools() -> None:

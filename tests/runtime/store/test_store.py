@@ -121,6 +121,106 @@ async def test_a_run_nobody_described_is_told_by_its_calls(home: Home) -> None:
     await store.close()
 
 
+ASKED = [{"role": "user", "content": "2+2?"}]
+
+
+def answered(*texts: str) -> list[dict[str, Any]]:
+    """What is asked after these answers, each of which was doubted."""
+    follows = [
+        message
+        for text in texts
+        for message in (
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "Sure?"},
+        )
+    ]
+    return [*ASKED, *follows]
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+async def test_what_was_cut_off_and_asked_again_is_no_turn(home: Home, reason: str) -> None:
+    store = Store(home)
+    await store.append(
+        [
+            call("r", "c1", 1.0, finish_reason=reason),
+            call("r", "c2", 2.0, finish_reason=reason),
+            call("r", "c2-1", 2.0, finish_reason=reason),  # the request had two choices
+            call("r", "c3", 3.0),
+            call("r", "c4", 4.0, messages=answered("4"), finish_reason=reason),  # not asked again
+            call("r", "c5", 5.0, messages=answered("4", "Yes")),
+            call("last", "d1", 1.0, finish_reason=reason),
+            call("last", "d2", 2.0, finish_reason=reason),
+            described("named", ["e1", "e2"]),
+            call("named", "e1", 1.0, finish_reason=reason),
+            call("named", "e2", 2.0),
+            described("unnamed", []),
+            call("unnamed", "f1", 1.0, finish_reason=reason),
+            call("unnamed", "f2", 2.0),
+        ]
+    )
+    turns = {run.id: [turn.call_id for turn in run.trajectory.turns] for run in store.runs()}
+    assert turns == {
+        "r": ["c3", "c4", "c5"],
+        "last": ["d2"],
+        "named": ["e1", "e2"],
+        "unnamed": ["f2"],
+    }
+    facts = store.index.run("r")
+    assert facts is not None and facts.calls == 6  # all are on record
+    await store.close()
+
+
+def calls_tool(call_id: str, arguments: str) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
+
+
+async def test_of_several_choices_the_one_that_was_gone_on_with_is_the_turn(home: Home) -> None:
+    def says(text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": text}
+
+    store = Store(home)
+    result = {"role": "tool", "tool_call_id": "add:0", "content": "4"}
+    await store.append(
+        [
+            call("told", "a", message=says("3")),
+            call("told", "a-1", message=says("Sure")),
+            call("told", "a-2", message=says("4 ")),
+            call("told", "b", 2.0, messages=answered("4"), message=says("Sure")),
+            call("told", "c", 3.0, messages=answered("4", "Sure")),
+            call("tools", "d", message=calls_tool("add:0", '{"a": 1}')),
+            call("tools", "d-1", message=calls_tool("add:0", '{"a": 2}')),
+            call("tools", "e", 2.0, messages=[*ASKED, calls_tool("add:0", '{"a":2}'), result]),
+            call("untold", "f", message=says("3")),
+            call("untold", "f-1", message=says("4")),
+            call("untold", "g", 2.0, messages=answered("four")),
+            call("both", "h", message=says("3")),
+            call("both", "h-1", message=says("4")),
+            call("both", "i", 2.0, messages=answered("3")),
+            call("both", "j", 3.0, messages=answered("4")),
+            call("last", "k", message=says("3")),
+            call("last", "k-1", message=says("4")),
+            call("prompts", "l", message=says("3"), prompt_token_ids=[1]),
+            call("prompts", "l-1", message=says("4"), prompt_token_ids=[2]),
+            call("prompts", "m", 2.0, messages=answered("4")),
+        ]
+    )
+    turns = {run.id: [turn.call_id for turn in run.trajectory.turns] for run in store.runs()}
+    assert turns == {
+        "told": ["a-2", "b", "c"],
+        "tools": ["d-1", "e"],
+        "untold": ["f", "f-1", "g"],
+        "both": ["h", "h-1", "i", "j"],
+        "last": ["k", "k-1"],
+        "prompts": ["l", "l-1", "m"],
+    }
+    await store.close()
+
+
 async def test_queries(home: Home) -> None:
     store = Store(home)
     for n in range(6):
@@ -259,6 +359,20 @@ async def test_a_restarted_store_needs_no_index_of_before(home: Home) -> None:
     again = Store(home)
     assert again.run("r") == before
     assert next(again.facts(RunQuery())).reward == 1.0
+    await again.close()
+
+
+async def test_what_a_clock_that_is_ahead_told_is_forgotten_too(home: Home) -> None:
+    store = Store(home)
+    ahead = time.time() + 3600
+    await store.append([described("early", ["c"], time=ahead), call("early", "c", time=1.0)])
+    await store.append([reward("early", 1.0, time=ahead + 9), described("kept", [], time=ahead)])
+    assert await store.forget(["early", "nobody"], "asked to") == 2
+    assert [run.id for run in store.runs()] == ["kept"]
+    await store.close()
+    shutil.rmtree(cache_of(home).parent)
+    again = Store(home)
+    assert [run.id for run in again.runs()] == ["kept"] and not again.has("c")
     await again.close()
 
 
