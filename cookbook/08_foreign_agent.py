@@ -111,7 +111,7 @@ async def trained(
         dataset=dataset["id"],
         parent=parent.id,
         hyperparameters=hyperparameters,
-        optimizer_from=parent.job,
+        optimizer_from="parent",
     )
     job = await platform.wait_for(job, lambda status: None)
     return await platform.register(NAME, job.checkpoint or job.id)

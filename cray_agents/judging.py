@@ -49,8 +49,13 @@ class Verdict:
 
     @property
     def worse(self) -> bool:
-        """Whether it did worse than the incumbent: on the whole, or where a guard watches."""
-        return self.decision.difference < 0 or any(g.failed for g in self.decision.guards)
+        """Whether it did worse than the incumbent: on the whole, or where a guard watches.
+
+        A difference within one standard error is none: else chance would throw away every second
+        step of a policy that stands still for a while.
+        """
+        found = self.decision
+        return found.difference < -found.error or any(guard.failed for guard in found.guards)
 
     def told(self) -> dict[str, Any]:
         """As the fields of Generation."""

@@ -33,7 +33,6 @@ from cray_agents.training import Hyperparameters, JobStatus
 from cray_agents.training_sets import (
     hyperparameters_of,
     least_reward,
-    optimizer_of,
     recipe_of,
     window,
 )
@@ -271,7 +270,7 @@ class Loop:
                 dataset=dataset,
                 parent=parent.id,
                 hyperparameters=hyperparameters,
-                optimizer_from=optimizer_of(parent, hyperparameters, done, self.stages),
+                optimizer_from="parent",
             )
             return await self.where.wait_for(job, report)
 

@@ -144,7 +144,10 @@ class Guard(Record):
 
 
 class Decision(Record):
-    """What is to be done, and the numbers behind it. `difference` is the mean of d."""
+    """What is to be done, and the numbers behind it.
+
+    `difference` is the mean of d, and `error` its standard error.
+    """
 
     verdict: Verdict
     reason: str
@@ -158,6 +161,7 @@ class Decision(Record):
     incumbent: float
     candidate: float
     difference: float
+    error: float = 0.0
     guards: list[Guard] = Field(default_factory=list)
     gaps: Gaps = WHOLE
 
@@ -203,6 +207,7 @@ def decide(
         incumbent=_mean([pair.incumbent for pair in pairs]),
         candidate=_mean([pair.candidate for pair in pairs]),
         difference=_mean(differences),
+        error=_error(differences),
         guards=guards,
         gaps=gaps,
     )
@@ -274,12 +279,11 @@ def _guard(tag: str, of_tag: Sequence[float], planned: int, limit: float, slack:
     worse = Deadline(limit, planned, slack)
     for d in of_tag:
         worse.add(-d)
-    squares = sum(d * d for d in of_tag) + 1  # one more, lest two alike leave no error
     return Guard(
         tag=tag,
         tasks=len(of_tag),
         difference=_mean(of_tag),
-        error=math.sqrt(squares / (len(of_tag) + 1) / max(1, len(of_tag))),
+        error=_error(of_tag),
         evidence=worse.wealth,
         limit=limit,
         failed=worse.reached,
@@ -334,6 +338,12 @@ def _difference(pair: Pair, test: PromotionTest) -> float:
                 param="promotion",
             )
     return (pair.candidate - pair.incumbent) / (test.high - test.low)
+
+
+def _error(differences: Sequence[float]) -> float:
+    """The standard error of their mean, as if it were 0."""
+    squares = sum(d * d for d in differences) + 1  # one more, lest two alike leave no error
+    return math.sqrt(squares / (len(differences) + 1) / max(1, len(differences)))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -40,8 +40,9 @@ class Stage:
         evaluate_every: each so manieth generation is evaluated on held-out tasks, and the last one
             of a stage or of a call of run; those in between are proven, and passed on.
         parent: what the next generation samples from and trains on. `promoted`: the promoted
-            version. `latest`: the last candidate, unless its evaluation found it worse; what is
-            promoted stays the same (and waits to be served, where one replica takes turns).
+            version. `latest`: the last candidate, unless its evaluation found it worse by more
+            than a standard error; what is promoted stays the same (and waits to be served,
+            where one replica takes turns).
             Default: `latest` for grpo, whose steps are too small to be told from chance, else
             `promoted`.
     """

@@ -2,7 +2,7 @@
 
     JobSpec(method, dataset, parent, Hyperparameters(Lora, Preference, Policy)) -> JobStatus
 
-A spec is named by the hash of what decides the resulting weights; the layout and everything else
+A spec is named by the hash of what decides what comes of it; the layout and everything else
 that only decides how the job is run stays out of its name. Read next: `trainers/job.py`.
 """
 
@@ -145,9 +145,11 @@ class Layout(StrictRecord):
 class JobSpec(StrictRecord):
     """A training job. Two specs with the same id are the same job, whoever submits them.
 
-    `dataset` is a dataset id; `parent` the directory of a Hugging Face checkpoint and
-    `parent_sha256` the hash of its weights. `reference` is the checkpoint that dpo, kto and grpo's
-    KL compare with; None: the parent. `optimizer_from` names the job whose optimizer state goes on.
+    `dataset` is a dataset id; `parent` the directory of a Hugging Face checkpoint,
+    `parent_sha256` the hash of its weights, and `parent_settings_sha256` that of its config,
+    tokenizer and chat template (None: of a job from before that was asked). `reference` is the
+    checkpoint that dpo, kto and grpo's KL compare with; None: the parent. `optimizer_from` names
+    the job whose optimizer state goes on.
 
     How the job is run, and not what it is: the layout; `save_every` steps a resume point, of which
     the last `keep` stay, and one when it has succeeded; `evaluate_every` steps the loss on the
@@ -160,6 +162,7 @@ class JobSpec(StrictRecord):
     dataset: str
     parent: str
     parent_sha256: str
+    parent_settings_sha256: str | None = None
     reference: str | None = None
     reference_sha256: str | None = None
     optimizer_from: str | None = None
@@ -195,8 +198,10 @@ class JobSpec(StrictRecord):
 
     @property
     def id(self) -> str:
-        """`job-` and a hash of everything that decides the resulting weights."""
+        """`job-` and a hash of everything that decides the resulting checkpoint."""
         what = self.model_dump(exclude=_HOW_IT_IS_RUN, mode="json")
+        if self.parent_settings_sha256 is None:  # jobs from before are found by the ids they have
+            del what["parent_settings_sha256"]
         return f"job-{digest(what)}"
 
 

@@ -4,13 +4,10 @@ Called by loop.py. What the methods make of runs is in recipes.DatasetRecipe, an
 it in training.Hyperparameters.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cray_agents.generation import Generation
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import ModelVersion
-from cray_agents.schedule import TRAINED_BY, Planned, stage_of
+from cray_agents.schedule import TRAINED_BY, Planned
 from cray_agents.training import Hyperparameters
 
 if TYPE_CHECKING:
@@ -90,21 +87,3 @@ def hyperparameters_of(loop: "Loop", stage: Planned, number: int) -> Hyperparame
     if stage.method == "grpo":
         changes["policy"] = hyper.policy.model_copy(update={"temperature": loop.temperature})
     return hyper.model_copy(update=changes)
-
-
-def optimizer_of(
-    parent: ModelVersion,
-    hyperparameters: Hyperparameters,
-    done: Sequence[Generation],
-    stages: Sequence[Planned],
-) -> str | None:
-    """The job whose optimizer state goes on: that which made the parent.
-
-    Not with LoRA: each job's adapters are new, and the ones before are merged into the parent.
-    """
-    if hyperparameters.lora is not None or hyperparameters.init == "random":
-        return None
-    made = next((g for g in done if g.generation and g.job and g.job == parent.job), None)
-    if made is not None and stage_of(stages, made.generation).hyperparameters.lora is not None:
-        return None
-    return parent.job

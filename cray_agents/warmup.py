@@ -53,7 +53,6 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
     name = loop.agent.model
     below = ModelVersion.model_validate((await platform.versions(name))[0])
     reached, plan_now, shown = 0.0, plan.first, plan.demonstrations
-    adapters = plan.first.lora or plan.then.lora
     for number in range(1, plan.jobs + 1):
         job = await platform.submit_job(
             dataset=await _dataset(platform, loop, shown),
@@ -63,7 +62,7 @@ async def _warm_up(loop: Loop, plan: WarmUp) -> ModelVersion:
                     "seed": (plan_now.seed - number) % SEEDS
                 }  # those from `seed` on are the loop's
             ),
-            optimizer_from=None if adapters else below.job,  # new ones each: see training_sets.py
+            optimizer_from="parent",
         )
         job = await platform.wait_for(job, _reporter(loop, number, reached))
         version = await platform.register(name, job.checkpoint or job.id)

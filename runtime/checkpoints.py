@@ -10,6 +10,7 @@ import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import orjson
 from pydantic import Field
@@ -26,6 +27,8 @@ ASIDE = ".aside_"  # in the name of a whole checkpoint that pruning.py is about 
 DRAFT_SECONDS = 86400.0  # after which a draft that nobody touched is a dead process's
 # what a Hugging Face directory needs to be served and trained; code and pickles stay outside
 SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md"}
+NO_SETTINGS = {MANIFEST, "generation_config.json"}
+_INDEX = ".index.json"  # which weights are in which file
 
 
 def weights_sha256(files: dict[str, str]) -> str:
@@ -35,6 +38,45 @@ def weights_sha256(files: dict[str, str]) -> str:
     """
     weights = {n: h for n, h in files.items() if n.endswith(".safetensors") and "/" not in n}
     return digest(weights, 64)
+
+
+def settings_sha256(files: dict[str, str]) -> str:
+    """One hash for what else a job takes from its parent: config, tokenizer, chat template.
+
+    `files` are a manifest's, or `settings_in` a directory.
+    """
+    return digest({n: h for n, h in files.items() if _is_setting(n)}, 64)
+
+
+def settings_in(directory: Path) -> dict[str, str]:
+    """Those files of a directory, whatever its manifest says: name -> SHA-256."""
+    paths = [p for p in directory.iterdir() if p.is_file() and _is_setting(p.name)]
+    return {path.name: durable.sha256_file(path) for path in paths}
+
+
+def _is_setting(name: str) -> bool:
+    """Whatever is neither weights, for readers nor for the engine alone: tokenizers vary."""
+    read = Path(name).suffix in SUFFIXES - {".safetensors", ".md"} and name not in NO_SETTINGS
+    return read and "/" not in name and not name.startswith(".") and not name.endswith(_INDEX)
+
+
+def max_tokens(config: dict[str, Any]) -> int:
+    """The longest sequence that a model is trained on, by its config.json. Raises BadInput.
+
+    Within its positions, its sliding window, and where RoPE's frequencies do not depend on the
+    sequence's length: longrope takes others beyond the original length, dynamic beyond positions.
+    """
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        message = "the model's config.json has no max_position_embeddings: it cannot be trained"
+        raise BadInput(message, param="model")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    original = None
+    if rope.get("rope_type", rope.get("type")) == "longrope":
+        name = "original_max_position_embeddings"
+        original = config.get(name) or rope.get(name)
+    return min(positions, window or positions, original or positions)
 
 
 class Pruned(Record):

@@ -15,6 +15,7 @@ from cray_agents import Platform, ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt
+from cray_agents.runtime.checkpoints import read_manifest
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.host import Resident
@@ -69,7 +70,8 @@ def platform(
             pool=pool,
         )
         version = registry.resolve(name)
-        await pool.start(home.checkpoint(version.checkpoint), version.id, [])
+        folder = home.checkpoint(version.checkpoint)
+        await pool.start(folder, version.id, read_manifest(folder).probe)
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
             create_app(services), log_config=None, log_level="error", lifespan="off"

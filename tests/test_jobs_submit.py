@@ -1,7 +1,9 @@
 """`cray-agents jobs submit`: real training without a platform, a scripted platform, bad input."""
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.seed_model import ModelShape, make_seed_model
-from cray_agents.training import JobStatus
+from cray_agents.training import Hyperparameters, JobSpec, JobStatus
 from tests.scripted_platform import platform
 
 SAMPLES = 24
@@ -262,6 +264,49 @@ def test_a_spec_file_comes_before_options(made: Site, tmp_path: Path) -> None:
     assert settled(made.home, asked(file, {}, [])).id == spec.id
 
 
+@pytest.mark.parametrize(
+    ("file", "other"),
+    [
+        ("config.json", True),
+        ("tokenizer_config.json", True),
+        ("chat_template.jinja", True),
+        ("generation_config.json", False),
+        ("README.md", False),
+    ],
+)
+def test_what_else_of_the_parent_decides_is_in_the_id(
+    site: Site, tmp_path: Path, file: str, other: bool
+) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(site.model, changed)
+    with (changed / file).open("a") as content:
+        content.write("\n")
+    specs = [
+        settled(site.home, asked(None, {"dataset": site.dataset, "parent": str(parent)}, []))
+        for parent in (site.model, changed)
+    ]
+    assert specs[0].parent_sha256 == specs[1].parent_sha256
+    assert (specs[0].id != specs[1].id) == other
+
+
+@pytest.mark.parametrize("init", ["parent", "random"])
+def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> None:
+    hyper = Hyperparameters.model_validate({"steps": 4, "init": init})
+    options = {"dataset": site.dataset, "parent": str(site.model), "steps": 4, "init": init}
+    here = settled(site.home, asked(None, options, []))
+    root, engine = site.home.root, ScriptedEngine(lambda request: "")
+    with platform(root, engine, model=site.model, name="m") as served:
+        job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=hyper)
+        there = Journal(site.home, asyncio.run(job).id).spec()
+    assert there.parent_settings_sha256 == here.parent_settings_sha256 is not None
+    assert there.model_copy(update={"code": here.code}).id == here.id
+
+
+def test_a_job_from_before_settings_counted_keeps_its_id() -> None:
+    spec = {"dataset": "d", "parent": "p", "parent_sha256": "0", "hyperparameters": {"steps": 1}}
+    assert JobSpec.model_validate(spec).id == "job-a97b1c54ece06987"
+
+
 def test_what_failed_before_stays_failed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
     spec = settled(site.home, asked(None, fields, []))
@@ -271,12 +316,33 @@ def test_what_failed_before_stays_failed(site: Site, capsys: pytest.CaptureFixtu
     done = here(site, capsys, "--parent", site.model, "--steps", 4)
     assert (done.code, done.out) == (1, "")
     assert "failed before: trained 0 steps" in done.err and "the loss is nan" in done.err
+    assert "another layout" in done.err and "logprob_limit" in done.err
 
 
-def test_from_scratch_only_the_config_counts(made: Site, tmp_path: Path) -> None:
+def test_what_failed_is_tried_again_if_it_is_to_be_run_otherwise(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here only to fail for another reason, which is found before anything is trained."""
+    monkeypatch.setenv("CRAY_AGENTS_SCHEDULER", "local")
+    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
+    spec = settled(site.home, asked(None, fields, []))
+    journal = Journal(site.home, spec.id)
+    journal.write_spec(spec)
+    journal.write_status(JobStatus(id=spec.id, state="failed", error="the limit is too low"))
+    words = ["--parent", site.model, "--steps", 4, "--set", "evaluate_every=2"]
+    for _ in range(2):
+        done = here(site, capsys, *words)
+        assert done.code == 1 and "leave evaluate_every out" in done.err
+    assert "failed before" in done.err
+    assert (journal.attempts, journal.spec().evaluate_every) == (1, 2)
+    before = JobStatus.model_validate_json((journal.folder / "status.1.json").read_bytes())
+    assert before.error == "the limit is too low"
+
+
+def test_from_scratch_the_weights_do_not_count(made: Site, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_bytes((made.model / "config.json").read_bytes())
+    shutil.copytree(made.model, bare)
+    (bare / "model.safetensors").unlink()
     fields = {"dataset": made.dataset, "parent": str(bare), "init": "random"}
     spec = settled(made.home, asked(None, fields, []))
     assert (spec.parent, spec.hyperparameters.init) == (str(bare), "random")

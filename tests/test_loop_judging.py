@@ -45,6 +45,20 @@ def first_generation(root: Path, reward: Callable[[Run], float], **changes: Any)
         return list(loop.run(1))[1]
 
 
+@pytest.mark.parametrize(("lost", "onward"), [(5, "m@2"), (20, None)])
+def test_a_policy_goes_on_from_what_is_lower_by_chance_alone(
+    tmp_path: Path, lost: int, onward: str | None
+) -> None:
+    def some(run: Run) -> float:
+        if is_judged(run, 1) or is_judged(run, 2):
+            low, high = (0, 40) if is_judged(run, 1) else (lost, 43)
+            return float(low <= number_of(run) - 1000 < high)
+        return number_of(run) % 2 if run.attempt else 0.5
+
+    first = first_generation(tmp_path, some, **GRPO)
+    assert (first.wins, first.losses, first.promoted, first.onward) == (3, lost, False, onward)
+
+
 def test_what_makes_the_reward_fail_counts_as_the_worst(tmp_path: Path) -> None:
     def strict(run: Run) -> float:
         if is_judged(run, 2) and number_of(run) % 2:

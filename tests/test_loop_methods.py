@@ -163,6 +163,27 @@ def test_adapters_are_new_in_each_job_and_so_is_their_optimizer(tmp_path: Path) 
     assert fourth.optimizer_from == third.id
 
 
+def test_no_optimizer_goes_on_that_another_root_has_or_another_loops_adapters(
+    tmp_path: Path,
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    lora = Hyperparameters(steps=1, lora=Lora(rank=4))
+    with platform(there, ScriptedEngine(echo)) as where:
+        list(site_loop(hyperparameters=lora, platform=where).run(1))
+        version = asyncio.run(where.promoted("m"))
+        done = list(site_loop(name="whole", platform=where).run(1))
+    assert version is not None and version.job is not None
+    (job,) = specs(there, done)
+    assert (Path(job.parent).name, job.optimizer_from) == (version.job, None)
+    trained = Home(there).checkpoint(job.id)
+    with platform(here, ScriptedEngine(echo), model=trained) as where:
+        done = list(site_loop(platform=where).run(2))
+        brought = asyncio.run(where.version("m@1"))
+    first, second = specs(here, done)
+    assert brought.job == job.id and first.optimizer_from is None
+    assert second.optimizer_from == first.id
+
+
 def test_a_tie_is_passed_on_by_grpo_and_not_promoted(tmp_path: Path) -> None:
     """A step too small to be told from chance is not lost, and nobody is served it."""
     with platform(tmp_path, ScriptedEngine(echo)) as where:

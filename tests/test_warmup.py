@@ -13,7 +13,7 @@ from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry import Registry
 from cray_agents.trainers.seed_model import make_seed_model
-from cray_agents.training import Hyperparameters, JobSpec
+from cray_agents.training import Hyperparameters, JobSpec, Lora
 from cray_agents.warmup import WarmUp, warm_up
 from tests.scripted_platform import platform
 
@@ -79,6 +79,23 @@ def test_goes_on_with_more_until_the_band_and_is_found_done(tmp_path: Path, mode
         assert len(script.requests) == asked
     assert len(specs(tmp_path)) == 3 + 1
     assert len({spec.dataset for spec in specs(tmp_path)}) == 3 + 1
+
+
+def test_the_optimizer_goes_on_where_this_root_trained_all_the_parents_weights(
+    tmp_path: Path, model: Path
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    with platform(there, engine({"m@2": 3}), model=model) as where:
+        warm_up(make_loop(platform=where), PLAN)
+    (job,) = specs(there)
+    plan = replace(PLAN, first=STEPS.model_copy(update={"lora": Lora()}))
+    trained = Home(there).checkpoint(job.id)
+    with platform(here, engine({"m@2": 1, "m@4": 3}), model=trained) as where:
+        assert warm_up(make_loop(platform=where), plan).id == "m@4"
+    third, second, first = specs(here)  # the seeds go down
+    assert first.hyperparameters.lora is not None and second.hyperparameters.lora is None
+    found = [first.optimizer_from, second.optimizer_from, third.optimizer_from]
+    assert found == [None, None, second.id]
 
 
 def test_what_is_held_out_is_not_shown_even_at_first(tmp_path: Path, model: Path) -> None:

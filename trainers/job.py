@@ -20,6 +20,7 @@ from pathlib import Path
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
+from cray_agents.runtime.checkpoints import settings_in, settings_sha256
 from cray_agents.runtime.removing import keep_newest
 from cray_agents.trainers.agreement import sampled_by_parent
 from cray_agents.trainers.data.fitting import check_samples, check_temperature, check_tokenizer
@@ -90,6 +91,13 @@ def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
     if hyper.lora is not None:
         adapted(model, hyper.lora)
     _check_weights(parent, spec.parent_sha256, hyper.init, "parent_sha256")
+    settings = settings_sha256(settings_in(parent))
+    if spec.parent_settings_sha256 not in (None, settings):
+        raise BadInput(
+            f"config, tokenizer and chat template in {parent} have hash {settings}, and the job was"
+            f" made for {spec.parent_settings_sha256}: they were changed, or the path is wrong",
+            param="parent_settings_sha256",
+        )
     reference = _reference(spec, home, parent, model)
     samples, validation = _samples(spec, home, parent, model)
     comparable = sampled_by_parent(samples, home, spec.parent_sha256, hyper.policy.temperature)

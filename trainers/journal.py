@@ -1,11 +1,13 @@
 """A job's folder: what was asked, who works on it, how far it came, how it ended.
 
-    spec.json       the JobSpec, once
+    spec.json       the JobSpec; it changes only where a failed job is tried again
     attempts/<n>    created exclusively by the n-th start: the fence. Only the newest may publish
     cancelled       created exclusively; final
     pauses/<n>      created exclusively by the n-th pause, pauses/<n>.resumed by its end
     events.jsonl    a line per step and per turn of fate; a restart drops lines it will write again
     status.json     the end, written once: succeeded, failed or cancelled
+    status.<n>.json, spec.next.json  the n-th failure, set aside for another try, and the JobSpec
+                    of that until it is in its place
     megatron/step-<n>/  resume points (resume.py)
     scheduler.json  how often it was handed to the scheduler (written by MegatronTrainer alone)
 
@@ -25,6 +27,7 @@ The training process and the trainers that watch it share this module. Events ar
     evaluation  step, loss, tokens, and what the method measures: the validation split
     saved       step, seconds: a resume point, told when it is published
     failed      message                          succeeded   checkpoint
+    retried     changes (texts): how else a failed job is run from here on
 
 JSON has no word for a number that is not finite: it is null, and `not_finite` says by name what it
 was. Read next: job.py.
@@ -41,7 +44,7 @@ import orjson
 
 from cray_agents.errors import NotFound
 from cray_agents.paths import Home
-from cray_agents.records import canonical
+from cray_agents.records import Record, canonical
 from cray_agents.runtime import durable
 from cray_agents.runtime.removing import resume_points
 from cray_agents.training import JobSpec, JobStatus
@@ -76,7 +79,38 @@ class Journal:
     def write_spec(self, spec: JobSpec) -> None:
         """Record what is asked; the first submission's layout stays."""
         if not self.exists:
-            durable.replace_file(self.folder / "spec.json", spec.model_dump_json(indent=1).encode())
+            durable.replace_file(self.folder / "spec.json", _text(spec))
+
+    # ---- another try
+    def set_failure_aside(self, spec: JobSpec) -> None:
+        """Let a failed job be tried again as this spec has it: `adopt` goes on from here.
+
+        Whoever is killed meanwhile leaves a failed job, or one that `adopt` is still to be called
+        for.
+        """
+        durable.replace_file(self._next_spec, _text(spec))
+        self.resume()
+        before = [path.name.split(".")[1] for path in self.folder.glob("status.*.json")]
+        number = max(map(int, before), default=0) + 1
+        (self.folder / "status.json").rename(self.folder / f"status.{number}.json")
+        durable.sync(self.folder)
+
+    def adopt(self) -> JobSpec:
+        """The spec of a job that has not ended; that of another try from now on, if there is one.
+
+        Called before it is handed over.
+        """
+        if self._next_spec.exists():
+            spec = JobSpec.model_validate_json(self._next_spec.read_bytes())
+            self.event("retried", changes=changes(self.spec(), spec))
+            self.close()
+            self._next_spec.replace(self.folder / "spec.json")
+            durable.sync(self.folder)
+        return self.spec()
+
+    @property
+    def _next_spec(self) -> Path:
+        return self.folder / "spec.next.json"
 
     # ---- who works on it
     @property
@@ -209,16 +243,31 @@ class Journal:
 
     def write_status(self, status: JobStatus) -> None:
         """Record the end."""
-        durable.replace_file(self.folder / "status.json", status.model_dump_json(indent=1).encode())
+        durable.replace_file(self.folder / "status.json", _text(status))
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of the job's log."""
         return tail(self.log, lines)
 
 
+def changes(before: JobSpec, asked: JobSpec) -> list[str]:
+    """How else the same job is to be run, field by field; what the trainer may choose need not."""
+    chosen = {"layout", "recompute"} - asked.model_fields_set
+    pairs = {
+        name: (getattr(before, name), getattr(asked, name))
+        for name in JobSpec.model_fields
+        if name not in chosen
+    }
+    return [f"{name}: {now}, was {old}" for name, (old, now) in pairs.items() if now != old]
+
+
 def measures(step: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a step's event, by name; None is one that was not finite."""
     return {name: value for name, value in step.items() if name not in _NO_MEASURE}
+
+
+def _text(record: Record) -> bytes:
+    return record.model_dump_json(indent=1).encode()
 
 
 def _line(event: dict[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ trainer how it stands (megatron_trainer.py). Here somebody does, for every job t
 """
 
 import asyncio
+import itertools
 import logging
 import os
 
@@ -14,6 +15,7 @@ from cray_agents.ports import Trainer
 from cray_agents.trainers.journal import Journal
 
 EVERY = 5.0  # seconds between two rounds
+AFRESH = 12  # rounds after which the ended ones are looked at, too: a failed one is tried again
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +24,9 @@ async def keep_going(home: Home, trainer: Trainer, every: float = EVERY) -> None
     """Ask after every job that has not ended, until cancelled; what fails is logged, once."""
     ended: set[str] = set()
     troubles: dict[str, str] = {}
-    while True:
+    for number in itertools.count():
+        if number % AFRESH == 0:
+            ended.clear()
         try:
             jobs = await asyncio.to_thread(going, home, ended)
         except OSError as error:

@@ -18,7 +18,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.records import Record
 from cray_agents.runtime import durable
-from cray_agents.trainers.journal import Journal, measures
+from cray_agents.trainers.journal import Journal, changes, measures
 from cray_agents.trainers.layouts import described
 from cray_agents.trainers.resources import Resources
 from cray_agents.trainers.spreading import spread
@@ -41,7 +41,8 @@ def code_version() -> str:
 class Handover(Record):
     """What was last given to the scheduler. `restarts` counts those in a row from `step`.
 
-    `resumed`: a pause ended it, so its end was neither a cancellation nor a death.
+    `resumed`: a pause ended it, or a failure that is set aside, so its end was neither a
+    cancellation nor a death.
     """
 
     id: str = ""
@@ -63,26 +64,33 @@ class MegatronTrainer:
     def submit(self, spec: JobSpec) -> JobStatus:
         """Start the job, or find it; an ended job is returned as it is.
 
-        Raises SchedulerError; BadInput and NotFound if no layout can be chosen for it.
+        But a failed one that is to be run otherwise (see JobSpec) is tried again so, from its
+        newest resume point. Raises SchedulerError; BadInput and NotFound if no layout can be chosen
+        for it.
         """
         journal = Journal(self.home, spec.id)
         with self._starting:
             if not journal.exists:
-                self._write_down(journal, spec)
+                journal.write_spec(self._settled(journal, spec))
                 self._hand_over(journal, Handover())
+            elif to_try_again(journal, spec):
+                settled = self._settled(journal, spec)
+                self._note_resumed(journal)
+                journal.set_failure_aside(settled)  # `status` does the rest, also if we are killed
         return self.status(spec.id)
 
-    def _write_down(self, journal: Journal, spec: JobSpec) -> None:
-        """The spec, with a layout; and before it why that one, for people and for programs."""
+    def _settled(self, journal: Journal, spec: JobSpec) -> JobSpec:
+        """The spec with a layout; where it had none, why that one is told before."""
         settled, reasons = spread(spec, self.home, self.resources)
-        if reasons and not journal.events():  # there are, if we were killed before the spec
+        # there are events, if we were killed before the spec
+        if reasons and (journal.exists or not journal.events()):
             journal.folder.mkdir(parents=True, exist_ok=True)
             told = {"layout": settled.layout.model_dump(), "recompute": settled.recompute}
             journal.event("layout", **told, reasons=reasons)
             journal.close()
             with journal.log.open("a") as log:
                 print(f"layout {described(settled.layout)}:", *reasons, sep="\n  ", file=log)
-        journal.write_spec(settled)
+        return settled
 
     def status(self, job_id: str) -> JobStatus:
         """Where it stands; starts it again if its process died. Raises NotFound."""
@@ -93,7 +101,9 @@ class MegatronTrainer:
             return found
         with self._starting:  # whoever looked at the same time may have started it again
             found = self._look(journal, spec)
-            return found if isinstance(found, JobStatus) else self._go_on(journal, spec, found)
+            if isinstance(found, JobStatus):
+                return found
+            return self._go_on(journal, journal.adopt(), found)
 
     def _look(self, journal: Journal, spec: JobSpec) -> JobStatus | CommandStatus:
         """Where a job stands, or how its command ended when the job itself has not."""
@@ -154,10 +164,13 @@ class MegatronTrainer:
             message = f"{job_id} is {self.status(job_id).state}, not paused"
             raise BadInput(message, param="job_id", code="job_not_paused")
         with self._starting:
-            note = handover(journal).model_copy(update={"resumed": True})
-            durable.replace_file(journal.folder / "scheduler.json", note.model_dump_json().encode())
+            self._note_resumed(journal)
             journal.resume()
         return self.status(job_id)
+
+    def _note_resumed(self, journal: Journal) -> None:
+        note = handover(journal).model_copy(update={"resumed": True})
+        durable.replace_file(journal.folder / "scheduler.json", note.model_dump_json().encode())
 
     # ---- restarts
     def _restart(self, journal: Journal, spec: JobSpec, command: CommandStatus) -> JobStatus:
@@ -216,6 +229,12 @@ class MegatronTrainer:
     def _describe(self, journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:
         described = describe(journal, spec, state)
         return described.model_copy(update={"scheduler": self.scheduler.name})
+
+
+def to_try_again(journal: Journal, spec: JobSpec) -> bool:
+    """Whether the job failed, and this spec of it asks for another way to run it."""
+    ended = None if journal.cancelled else journal.status()
+    return ended is not None and ended.state == "failed" and bool(changes(journal.spec(), spec))
 
 
 def read_status(home: Home, job_id: str) -> JobStatus:

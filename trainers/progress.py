@@ -1,7 +1,6 @@
 """What accumulates over a job's life, across restarts, and when it has gone wrong. See rank.py."""
 
 import math
-import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,8 @@ from cray_agents.errors import JobError
 from cray_agents.trainers.train import StepReport
 
 RECENT = 50  # steps whose gradient norms a new one is compared with
-EXPLODED = 1000.0  # times what nine in ten of them were below
+EXPLODED = 1000.0  # times the largest of them
+SMALL = 1.0  # the least that it counts as: a gradient below is not even clipped, by default
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Progress:
         for name, value in (("loss", report.loss), ("gradient norm", report.grad_norm)):
             if not math.isfinite(value):
                 raise _nonsense(f"the {name} is {value}", report, before)
-        # not their median: where few batches have anything to learn, most norms are next to nothing
-        usual = statistics.quantiles(self.norms, n=10)[-1] if len(self.norms) >= 10 else math.inf
-        if report.grad_norm > EXPLODED * usual > 0:
-            what = f"the gradient norm is {report.grad_norm:g}, and was below {usual:g} before"
+        # not what is usual: where few batches have anything to learn, that is next to nothing
+        largest = max(SMALL, *self.norms) if len(self.norms) >= 10 else math.inf
+        if report.grad_norm > EXPLODED * largest:
+            what = f"the gradient norm is {report.grad_norm:g}, and was at most {largest:g} before"
             raise _nonsense(what, report, before)
         self.norms = [*self.norms[1 - RECENT :], report.grad_norm]
         self.loss_first = report.loss if self.loss_first is None else self.loss_first

@@ -109,8 +109,8 @@ def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
             param="method",
         )
     if "steps" not in hyper:
-        steps = steps_of(dataset, spec, 1.0 if epochs is None else epochs)
-        settled_hyper = spec.hyperparameters.model_copy(update={"steps": steps})
+        found = gone_over(dataset, spec, 1.0 if epochs is None else epochs)
+        settled_hyper = spec.hyperparameters.model_copy(update=found)
         spec = spec.model_copy(update={HYPER: settled_hyper})
     registry = Registry(home)
     places = _checkpoint(registry, spec, "parent", afresh=spec.hyperparameters.init == "random")
@@ -122,34 +122,43 @@ def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
     return spec.model_copy(update={**places, "code": code_version()})
 
 
-def steps_of(dataset: Fields, spec: JobSpec, epochs: float) -> int:
-    """Steps in which a dataset is gone over so many times. Raises BadInput if it is empty."""
+def gone_over(dataset: Fields, spec: JobSpec, epochs: float) -> dict[str, int]:
+    """The steps in which a dataset is gone over so many times; a batch is at most all of it.
+
+    Raises BadInput if it is empty.
+    """
     samples: int = dataset["splits"].get("train", {}).get("samples", 0)
     if not samples:
         raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
-    units = samples / 2 if spec.method == "dpo" else samples  # of pairs both samples are counted
-    return ceil(epochs * units / spec.hyperparameters.batch_size)
+    units = ceil(samples / 2) if spec.method == "dpo" else samples  # both of a pair are counted
+    batch = min(spec.hyperparameters.batch_size, units)
+    return {"batch_size": batch, "steps": ceil(epochs * units / batch)}
 
 
 def _checkpoint(registry: Any, spec: JobSpec, what: str, *, afresh: bool) -> dict[str, str]:
-    """A checkpoint's directory under the home and what names its weights; see JobSpec."""
+    """A checkpoint's directory under the home and what names it; see JobSpec."""
     from cray_agents.runtime import checkpoints
 
-    named, given = getattr(spec, what), getattr(spec, f"{what}_sha256")
+    named = getattr(spec, what)
     folder = Path(named).expanduser().absolute()
     directory = folder if folder.is_dir() else registry.directory(named)
     if afresh:  # only its config and tokenizer are read
-        sha256 = checkpoints.config_sha256(directory)
+        sha256, files = checkpoints.config_sha256(directory), checkpoints.settings_in(directory)
     else:
         name, manifest = registry.import_checkpoint(directory)
         directory, sha256 = registry.home.checkpoint(name), manifest.weights_sha256
-    if given not in ("", sha256):
-        raise BadInput(
-            f"{what}_sha256 is {given}, but what {named} holds is {sha256}: leave it out, or name"
-            " another",
-            param=f"{what}_sha256",
-        )
-    return {what: str(directory), f"{what}_sha256": sha256}
+        files = manifest.files
+    found = {f"{what}_sha256": sha256}
+    if what == "parent":
+        found["parent_settings_sha256"] = checkpoints.settings_sha256(files)
+    for param, holds in found.items():
+        if (given := getattr(spec, param)) not in ("", None, holds):
+            raise BadInput(
+                f"{param} is {given}, but what {named} holds is {holds}: leave it out, or name"
+                " another",
+                param=param,
+            )
+    return {what: str(directory), **found}
 
 
 # ---- what is wrong with it

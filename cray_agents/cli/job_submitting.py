@@ -2,7 +2,8 @@
 
 A platform that runs on the root trains it. Without one this command holds the scheduler and the
 trainer itself, as `up` would: it starts again what died, and ends the job's processes when it ends.
-The same command again is the same job. Read next: job_spec.py, job_training.py.
+The same command again is the same job; one that failed is tried again where it is to be run
+otherwise. Read next: job_spec.py, job_training.py.
 """
 
 import contextlib
@@ -20,6 +21,11 @@ from cray_agents.errors import BadInput, JobError, SetupError
 from cray_agents.paths import Home
 from cray_agents.training import JobSpec, JobStatus
 
+STAYS = (
+    "the same again stays failed; run otherwise it goes on from its newest resume point: another"
+    " layout, recompute, save_every, keep, evaluate_every or logprob_limit; and what else is"
+    " changed is another job"
+)
 WIDE = 1024  # of hidden states: models for which the usual learning rate is far too high
 
 
@@ -100,15 +106,17 @@ def submit(
 
 
 def _done(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
-    """What comes of it; a job that has ended stays what it is."""
+    """What comes of it; a job that has ended stays what it is, unless `to_try_again`."""
     from cray_agents.cli.job_following import has_ended
     from cray_agents.trainers.journal import Journal
-    from cray_agents.trainers.megatron_trainer import read_status
+    from cray_agents.trainers.megatron_trainer import read_status, to_try_again
 
     journal = Journal(config.root, spec.id)
-    if journal.exists and has_ended(journal):
+    if journal.exists and has_ended(journal) and not to_try_again(journal, spec):
         status = read_status(config.root, spec.id)
         say(f"{status.id} {status.state} before: trained 0 steps")
+        if status.state == "failed":
+            say(STAYS)
         return status
     _tell_spec(spec)
     return train(config, spec, detach=detach)

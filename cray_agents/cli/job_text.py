@@ -114,5 +114,6 @@ _TELLERS: dict[str, Callable[[Event], str]] = {
     "agreement": _agreement,
     "saved": _saved,
     "failed": lambda event: f"failed: {event['message']}",
+    "retried": lambda event: f"tried again: {'; '.join(event['changes'])}",
     "succeeded": lambda event: f"succeeded: checkpoint {event['checkpoint']}",
 }

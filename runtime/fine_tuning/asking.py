@@ -11,6 +11,7 @@ from pydantic import Field
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import StrictRecord
+from cray_agents.runtime import checkpoints
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.runtime.fine_tuning.records import ADDED, Asked
@@ -66,12 +67,14 @@ def as_asked(
             "digits, '.', '_' and '-'",
             param="suffix",
         )
+    parent = checkpoints.record_of(registry.home.checkpoint(version.checkpoint))
     validation = body.validation_file
     return Asked(
         model=version.id,
         name=name,
         parent=version.checkpoint,
         parent_sha256=version.weights_sha256,
+        parent_settings_sha256=checkpoints.settings_sha256(parent.files),
         training_file=body.training_file,
         training_sha256=_file(files, body.training_file, "training_file"),
         validation_file=validation,

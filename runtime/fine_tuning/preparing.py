@@ -9,11 +9,12 @@ What `"auto"` means, for n examples (dpo: pairs) and a model of hidden size h:
 
     n_epochs                  3; more, up to 25, until 100 examples are seen in all; fewer, down to
                               1, so that no more than 25,000 are
-    batch_size                16, or n if that is less
+    batch_size                16
     learning_rate_multiplier  1, of a base rate of 2e-3 * (128 / h)**1.5: 2e-3 for the cookbook's
                               tiny model, 1.1e-5 at h = 4096; dpo takes a tenth of it
     beta                      0.1
 
+A batch_size above n is n, so that a step is at most an epoch, and the job shows it so.
 The rate warms up over the first twentieth of the steps and falls to a tenth along a cosine. The
 validation loss is looked at after each epoch and at the end, over the whole file.
 """
@@ -31,6 +32,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe
+from cray_agents.runtime.checkpoints import max_tokens
 from cray_agents.runtime.datasets import build_dataset, shards
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
 from cray_agents.runtime.datasets.reading import SplitName
@@ -93,7 +95,7 @@ class Preparer:
         n = manifest["splits"]["train"]["samples"] // (2 if pairs else 1)
         n_epochs = auto_epochs(n) if asked.n_epochs == "auto" else asked.n_epochs
         multiplier = _or(asked.learning_rate_multiplier, 1.0)
-        batch_size = int(_or(asked.batch_size, min(BATCH, n)))
+        batch_size = int(min(_or(asked.batch_size, BATCH), n))
         steps = math.ceil(n_epochs * n / batch_size)
         rate = base_rate(_config(parent)) * multiplier * (DPO_RATE if pairs else 1.0)
         spec = JobSpec(
@@ -101,6 +103,7 @@ class Preparer:
             dataset=manifest["id"],
             parent=str(parent),
             parent_sha256=asked.parent_sha256,
+            parent_settings_sha256=asked.parent_settings_sha256,
             hyperparameters=Hyperparameters(
                 steps=steps,
                 batch_size=batch_size,
@@ -171,8 +174,8 @@ class Preparer:
             tokens = pyarrow.parquet.read_table(path, columns=["input_ids"])["input_ids"]
             lengths = pyarrow.compute.list_value_length(tokens)
             longest = max(longest, int(pyarrow.compute.max(lengths).as_py()))
-        limit = _config(parent).get("max_position_embeddings")
-        if isinstance(limit, int) and longest > limit:
+        limit = max_tokens(_config(parent))
+        if longest > limit:
             message = f"a sample has {longest} tokens, and the model reads {limit}"
             error = BadExamples(message, param=given.param)
             raise _blame([given], parent, limit) or error

@@ -23,13 +23,15 @@ ADDED = {"job", "paused", "scheduler", "scheduler_job_id", "slurm_job_id"}  # me
 class Asked(Record):
     """A fine-tuning job as it was asked for. `name` is what its result is registered as.
 
-    `model` is the version `name@N` that the client's model meant then, `parent` its checkpoint.
+    `model` is the version `name@N` that the client's model meant then, `parent` its checkpoint;
+    the hashes of that are those of the JobSpec.
     """
 
     model: str
     name: str
     parent: str
     parent_sha256: str
+    parent_settings_sha256: str | None = None
     training_file: str
     training_sha256: str
     validation_file: str | None = None
@@ -56,6 +58,8 @@ class Asked(Record):
             *(self.training_sha256, self.parent_sha256, self.code, self.seed),
             *(self.n_epochs, self.batch_size, self.learning_rate_multiplier),
         ]
+        if self.parent_settings_sha256 is not None:
+            what += ["settings", self.parent_settings_sha256]
         if self.validation_sha256 is not None:
             what += ["validation", self.validation_sha256]
         if self.method != "supervised":

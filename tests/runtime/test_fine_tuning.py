@@ -21,10 +21,12 @@ import pytest
 
 from cray_agents.errors import NotFound
 from cray_agents.records import ModelVersion
+from cray_agents.runtime.checkpoints import settings_in, settings_sha256
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning.jobs import FineTuning
 from cray_agents.runtime.fine_tuning.records import Asked, Folder
 from cray_agents.runtime.registry import Registry
+from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
 from tests.runtime.tuning_site import LINES, Site
 
@@ -104,6 +106,34 @@ def test_the_same_request_is_the_same_job_from_two_clients_too(site: Site) -> No
         with pytest.raises(openai.BadRequestError, match=job_id) as refused:
             site.create(**changed)
         assert (refused.value.code, refused.value.param) == ("job_exists", *changed)
+
+
+def test_the_same_weights_with_another_template_are_another_parent(
+    site: Site, model: Path, tmp_path: Path
+) -> None:
+    first = site.submitted()
+    mended = tmp_path / "mended"
+    shutil.copytree(model, mended)
+    (mended / "generation_config.json").write_text("{}")  # the engine's alone
+    (mended / "README.md").write_text("Mended.")
+    same = asyncio.run(site.platform.register("m", str(mended)))
+    with (mended / "chat_template.jinja").open("a") as template:
+        template.write("{# mended #}")
+    other = asyncio.run(site.platform.register("m", str(mended)))
+    assert (same.id, other.id, same.weights_sha256) == ("m@2", "m@3", other.weights_sha256)
+    assert site.create(model=same.id).id == first.id
+    job = site.submitted(model=other.id)
+    assert job.id != first.id and job.metadata["job"] != first.metadata["job"]
+    specs = [Journal(site.home, each.metadata["job"]).spec() for each in (first, job)]
+    assert [spec.parent_settings_sha256 for spec in specs] == [
+        settings_sha256(settings_in(folder)) for folder in (model, mended)
+    ]
+
+
+def test_what_was_asked_before_settings_counted_keeps_its_id() -> None:
+    words = dict.fromkeys(("model", "name", "parent", "training_file"), "x")
+    asked = Asked(**words, parent_sha256="p", training_sha256="t", created=1.0)
+    assert asked.id == "ftjob-2ebd93476a9dac0c469f1d3a"
 
 
 def test_events_are_paged_newest_first_and_keep_their_ids(site: Site) -> None:
@@ -291,6 +321,7 @@ def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Pa
         name="m",
         parent=parent["checkpoint"],
         parent_sha256=parent["weights_sha256"],
+        parent_settings_sha256=settings_sha256(settings_in(model)),
         training_file=file,
         training_sha256=sha256,
     )

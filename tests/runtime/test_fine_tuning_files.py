@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cray_agents.runtime.fine_tuning.records import Asked, Folder
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.resources import Resources
 from tests.runtime.tuning_site import LINES, Site, as_jsonl, says
 from tests.scripted_platform import bare_model
@@ -86,6 +88,49 @@ def test_every_bad_line_is_named(tmp_path: Path, model: Path) -> None:
         assert empty.status == site.create(b"\n").status == "failed"
         newest = site.client.fine_tuning.jobs.list_events(empty.id).data[0]
         assert (newest.level, newest.message) == ("error", empty.error.message)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sliding_window": 64, "use_sliding_window": True},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 16,
+                "long_factor": [1.0] * 16,
+            }
+        },
+    ],
+    ids=["window", "longrope"],
+)
+def test_a_line_that_the_trainer_would_refuse_is_named(
+    tmp_path: Path, model: Path, changed: dict[str, Any]
+) -> None:
+    """It reads no further than the window, or than RoPE's frequencies stay the same."""
+    narrow = tmp_path / "narrow"
+    shutil.copytree(model, narrow)
+    config = json.loads((narrow / "config.json").read_bytes())
+    (narrow / "config.json").write_text(json.dumps(config | changed))
+    assert read_architecture(narrow).max_tokens == 64 < config["max_position_embeddings"]
+    site = Site(tmp_path / "home", narrow)
+    with site.served():
+        job = site.until(site.create([LINES[0], says("a" * 200, "b")]).id, "failed")
+        assert (job.error.code, job.error.param) == ("invalid_training_file", "training_file")
+        assert "line 2: " in job.error.message and "1 of 2 lines" in job.error.message
+        assert "tokens, and the model reads 64" in job.error.message
+
+
+def test_a_batch_is_at_most_an_epoch(site: Site) -> None:
+    asked = {"n_epochs": 2, "batch_size": 256}
+    job = site.submitted(hyperparameters=asked)
+    assert job.method.supervised.hyperparameters.batch_size == len(LINES)
+    hyper = Journal(site.home, job.metadata["job"]).spec().hyperparameters
+    assert (hyper.steps, hyper.batch_size) == (2, len(LINES))
+    other = site.submitted(hyperparameters=asked | {"batch_size": len(LINES)})
+    assert other.metadata["job"] == job.metadata["job"]
 
 
 def prefers(question: str, better: str, worse: str, **more: Any) -> dict[str, Any]:

@@ -359,15 +359,18 @@ def test_an_exploding_gradient_ends_the_job(lab: Any) -> None:
     assert [p.name for p in job.journal.resume_points] == ["step-00000008", "step-00000004"]
 
 
-def test_rare_signals_are_no_explosion() -> None:
+@pytest.mark.parametrize("every", [5, 13, RECENT + 10])
+def test_rare_signals_are_no_explosion(every: int) -> None:
+    """Also where most steps, or all that are remembered, had nothing left to learn."""
     progress = Progress()
 
     def add(norm: float) -> None:
         progress.add(StepReport(1.0, 1e-3, norm, 1, 1, 1.0, False), 1.0, 0)
 
-    for step in range(2 * RECENT):
-        add(1.0 if step % 5 == 0 else 1e-9)
-    with pytest.raises(JobError, match="the gradient norm is 2000, and was below 1 before"):
+    for step in range(2 * (RECENT + 10) + 1):
+        add(1.0 if step % every == every - 1 else 1e-4)
+    add(1.0)
+    with pytest.raises(JobError, match="the gradient norm is 2000, and was at most 1 before"):
         add(2000.0)
     for value in (float("nan"), float("inf")):
         with pytest.raises(JobError, match=f"the gradient norm is {value} after 0 whole steps"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.runtime.checkpoints import max_tokens
 from cray_agents.trainers.models.rope import Rope, read_rope
 
 SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -74,8 +75,6 @@ def read_architecture(checkpoint: Path) -> Architecture:
     _refuse_variants(config, checkpoint)
     rope = read_rope(config, checkpoint)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    positions = config["max_position_embeddings"]
     return Architecture(
         kind=kind,
         layers=config["num_hidden_layers"],
@@ -85,7 +84,7 @@ def read_architecture(checkpoint: Path) -> Architecture:
         kv_heads=config.get("num_key_value_heads") or heads,
         head_size=config.get("head_dim") or hidden // heads,
         vocab=config["vocab_size"],
-        max_tokens=min(positions, window or positions, rope.limit),
+        max_tokens=max_tokens(config),
         norm_eps=config["rms_norm_eps"],
         tied=config.get("tie_word_embeddings", False),
         rope=rope,

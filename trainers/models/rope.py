@@ -28,18 +28,6 @@ class Rope:
         """One of VARIANTS."""
         return str(self.parameters["rope_type"])
 
-    @property
-    def limit(self) -> int:
-        """Tokens up to which the frequencies do not depend on the sequence's length.
-
-        longrope takes other frequencies beyond the original length, dynamic beyond `positions`.
-        """
-        return int(
-            self.parameters["original_max_position_embeddings"]
-            if self.kind == "longrope"
-            else self.positions
-        )
-
 
 def read_rope(config: dict[str, Any], checkpoint: Path) -> Rope:
     """From transformers 5's `rope_parameters` or the older keys. Raises BadInput."""
