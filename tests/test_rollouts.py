@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,17 @@ async def carried_out(
         return await found.run(wanted(*inputs), version, 1.0, lambda done: None, settled=settled)
 
 
+def slow_at(word: str) -> Callable[[dict[str, Any]], Awaitable[str]]:
+    """What an engine says that takes its time over one input."""
+
+    async def says(request: dict[str, Any]) -> str:
+        if said_to(request) == word:
+            await asyncio.sleep(2)
+        return TARGET
+
+    return says
+
+
 def stored(root: Path, **query: Any) -> list[Run]:
     return Store(Home(root)).runs(RunQuery(**query))
 
@@ -74,12 +85,7 @@ def stored(root: Path, **query: Any) -> list[Run]:
 
 
 async def test_a_run_that_is_too_slow_by_itself_has_its_reward(tmp_path: Path) -> None:
-    async def says(request: dict[str, Any]) -> str:
-        if said_to(request) == "slowly":
-            await asyncio.sleep(2)
-        return TARGET
-
-    with platform(tmp_path, ScriptedEngine(says)) as where:
+    with platform(tmp_path, ScriptedEngine(slow_at("slowly"))) as where:
         agent = Agent("a", model="m", timeout=0.5)
         slow, quick = await carried_out(where, agent, "slowly", "at once")
     assert (slow.stop_reason, slow.error, slow.reward) == ("timeout", None, 0.0)
@@ -166,12 +172,7 @@ def test_runs_of_sub_agents_are_on_record_and_not_the_loops_own(tmp_path: Path) 
 
 
 async def test_a_sub_agents_run_that_was_cut_off_leaves_no_record(tmp_path: Path) -> None:
-    async def says(request: dict[str, Any]) -> str:
-        if said_to(request) == "hang":
-            await asyncio.sleep(2)
-        return TARGET
-
-    with platform(tmp_path, ScriptedEngine(says)) as where:
+    with platform(tmp_path, ScriptedEngine(slow_at("hang"))) as where:
         async with opened(where) as (gate, version):
             child = Agent("child", model=version.id).through(Passing(where.engine(), gate, version))
             work = asyncio.create_task(child.run("hang", run_id="run_c"))
