@@ -9,7 +9,8 @@ import os
 import secrets
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from cray_agents.cli.running import owner, submitter
 from cray_agents.errors import SetupError
@@ -61,6 +62,32 @@ def claim(home: Home, listener: socket.socket, name: str) -> str:
     Returns the platform's own key. It stands in that file, which only its user can read, so that
     this user's commands need no other.
     """
+    with _alone(home):
+        return _claim(home, listener, name)
+
+
+@contextmanager
+def _alone(home: Home) -> Iterator[None]:
+    """Raises SetupError while another process of this host claims the root.
+
+    Of two that find a killed one's claim, each would remove the other's in its place. Hosts need
+    no such lock between them: none removes another's claim. The socket is in no folder and ends
+    with its process.
+    """
+    root = home.root.stat()
+    with socket.socket(socket.AF_UNIX) as lock:
+        try:
+            lock.bind(f"\0cray-agents-claim-{os.getuid()}-{root.st_dev}-{root.st_ino}")
+        except OSError as error:
+            raise _just_started(home) from error
+        yield
+
+
+def _just_started(home: Home) -> SetupError:
+    return SetupError(f"another platform was just started on {home.root}: use it")
+
+
+def _claim(home: Home, listener: socket.socket, name: str) -> str:
     other = owner(home)
     if other is not None:
         where = f"pid {other['pid']}" if other["pid"] else f"host {other['host']}"
@@ -90,7 +117,7 @@ def claim(home: Home, listener: socket.socket, name: str) -> str:
     try:
         os.link(draft, home.platform)
     except FileExistsError as error:
-        raise SetupError(f"another platform was just started on {home.root}: use it") from error
+        raise _just_started(home) from error
     finally:
         draft.unlink()
     durable.sync(home.root)

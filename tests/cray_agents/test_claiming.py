@@ -132,6 +132,51 @@ def test_a_claim_is_given_back_by_who_has_it(tmp_path: Path) -> None:
     assert not home.platform.exists()
 
 
+CLAIMING = """
+import sys
+import time
+from pathlib import Path
+from cray_agents.cli import claiming
+from cray_agents.errors import SetupError
+from cray_agents.paths import Home
+
+folder, me, others = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def meet(place):
+    (folder / f"{place}.{me}").touch()
+    while len(list(folder.glob(f"{place}.*"))) < others:
+        time.sleep(0)
+
+with claiming.listen("127.0.0.1", 0) as listener:
+    for root in sorted(folder.glob("root-*")):
+        meet(f"before-{root.name}")
+        try:
+            claiming.claim(Home(root), listener, "m")
+        except SetupError as error:
+            assert "another platform was just started" in str(error) or "runs on" in str(error)
+        else:
+            (folder / f"won-{root.name}.{me}").touch()
+    meet("end")
+"""
+
+
+def test_of_several_that_start_where_one_was_killed_one_has_it(tmp_path: Path) -> None:
+    rounds, starting = 25, 3
+    for number in range(rounds):
+        (tmp_path / f"root-{number}").mkdir()
+        claim(Home(tmp_path / f"root-{number}"))
+        info = json.loads((tmp_path / f"root-{number}/platform.json").read_text())
+        (tmp_path / f"root-{number}/platform.json").write_text(json.dumps(info | {"pid": 2**22}))
+    argv = [sys.executable, "-c", CLAIMING, str(tmp_path)]
+    several = [
+        subprocess.Popen([*argv, str(one), str(starting), "cray"]) for one in range(starting)
+    ]
+    assert [one.wait() for one in several] == [0] * starting
+    winners = sorted(path.name.split(".")[0] for path in tmp_path.glob("won-*"))
+    assert winners == sorted(f"won-root-{number}" for number in range(rounds))
+    assert not list(tmp_path.glob("root-*/.platform.*"))
+
+
 FAILING = """
 import http.server, json, os, sys, time
 from pathlib import Path
