@@ -96,15 +96,15 @@ def record_of(directory: Path) -> Manifest:
     try:
         return read_manifest(directory)
     except NotFound:
-        if (pruned := _pruned(directory)) is None:
+        if (gone := pruned(directory)) is None:
             raise
-        return pruned.manifest
+        return gone.manifest
 
 
 def refuse_pruned(directory: Path) -> None:
     """Raises NotFound, code `pruned`, where a checkpoint is no more. Corrupt."""
-    if not directory.is_dir() and (pruned := _pruned(directory)) is not None:
-        since = datetime.fromtimestamp(pruned.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    if (gone := pruned(directory)) is not None:
+        since = datetime.fromtimestamp(gone.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
         raise NotFound(
             f"the weights of {directory.name} were removed by `cray-agents models prune` ({since}):"
             " its records stay, but it can be neither served nor trained from; take another"
@@ -114,8 +114,11 @@ def refuse_pruned(directory: Path) -> None:
         )
 
 
-def _pruned(directory: Path) -> Pruned | None:
+def pruned(directory: Path) -> Pruned | None:
+    """What stays of a checkpoint that was removed; None while it is there. Raises Corrupt."""
     path = pruned_file(directory)
+    if directory.is_dir():
+        return None
     try:
         return Pruned.model_validate(orjson.loads(path.read_bytes()))
     except FileNotFoundError:

@@ -82,11 +82,11 @@ class Journal:
             durable.replace_file(self.folder / "spec.json", _text(spec))
 
     # ---- another try
-    def set_failure_aside(self, spec: JobSpec) -> None:
-        """Let a failed job be tried again as this spec has it: `adopt` goes on from here.
+    def set_end_aside(self, spec: JobSpec) -> None:
+        """Let a job that has ended be tried again as this spec has it: `adopt` goes on from here.
 
-        Whoever is killed meanwhile leaves a failed job, or one that `adopt` is still to be called
-        for.
+        Whoever is killed meanwhile leaves a job that has ended, or one that `adopt` is still to be
+        called for.
         """
         durable.replace_file(self._next_spec, _text(spec))
         self.resume()
@@ -102,7 +102,8 @@ class Journal:
         """
         if self._next_spec.exists():
             spec = JobSpec.model_validate_json(self._next_spec.read_bytes())
-            self.event("retried", changes=changes(self.spec(), spec))
+            why = changes(self.spec(), spec) or ["its weights were pruned"]
+            self.event("retried", changes=why)
             self.close()
             self._next_spec.replace(self.folder / "spec.json")
             durable.sync(self.folder)

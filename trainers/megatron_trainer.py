@@ -17,7 +17,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.records import Record
-from cray_agents.runtime import durable
+from cray_agents.runtime import checkpoints, durable
 from cray_agents.trainers.journal import Journal, changes, measures
 from cray_agents.trainers.layouts import described
 from cray_agents.trainers.resources import Resources
@@ -41,7 +41,7 @@ def code_version() -> str:
 class Handover(Record):
     """What was last given to the scheduler. `restarts` counts those in a row from `step`.
 
-    `resumed`: a pause ended it, or a failure that is set aside, so its end was neither a
+    `resumed`: a pause ended it, or an end that is set aside, so its end was neither a
     cancellation nor a death.
     """
 
@@ -65,8 +65,8 @@ class MegatronTrainer:
         """Start the job, or find it; an ended job is returned as it is.
 
         But a failed one that is to be run otherwise (see JobSpec) is tried again so, from its
-        newest resume point. Raises SchedulerError; BadInput and NotFound if no layout can be chosen
-        for it.
+        newest resume point, and one whose weights were pruned is trained again. Raises
+        SchedulerError, Corrupt; BadInput and NotFound if no layout can be chosen for it.
         """
         journal = Journal(self.home, spec.id)
         with self._starting:
@@ -76,7 +76,7 @@ class MegatronTrainer:
             elif to_try_again(journal, spec):
                 settled = self._settled(journal, spec)
                 self._note_resumed(journal)
-                journal.set_failure_aside(settled)  # `status` does the rest, also if we are killed
+                journal.set_end_aside(settled)  # `status` does the rest, also if we are killed
         return self.status(spec.id)
 
     def _settled(self, journal: Journal, spec: JobSpec) -> JobSpec:
@@ -232,8 +232,13 @@ class MegatronTrainer:
 
 
 def to_try_again(journal: Journal, spec: JobSpec) -> bool:
-    """Whether the job failed, and this spec of it asks for another way to run it."""
+    """Whether the job failed and this spec asks for another way to run it, or its weights are gone.
+
+    Raises Corrupt.
+    """
     ended = None if journal.cancelled else journal.status()
+    if ended is not None and ended.checkpoint is not None:
+        return checkpoints.pruned(journal.home.checkpoint(ended.checkpoint)) is not None
     return ended is not None and ended.state == "failed" and bool(changes(journal.spec(), spec))
 
 

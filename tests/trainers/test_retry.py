@@ -1,4 +1,4 @@
-"""A failed job that is to be run otherwise is tried again; whoever is killed, nothing is lost."""
+"""Which jobs that have ended are tried again when they are submitted; kills lose nothing."""
 
 import json
 import multiprocessing
@@ -14,6 +14,8 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
+from cray_agents.records import Manifest
+from cray_agents.runtime.checkpoints import Pruned, pruned_file
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, handover, read_status
@@ -103,6 +105,32 @@ def test_what_was_cancelled_stays_so(tmp_path: Path) -> None:
     trainer = MegatronTrainer(home, OnPaper(tmp_path))
     assert trainer.submit(some_spec(logprob_limit=0.5)).state == "cancelled"
     assert (journal.folder / "status.json").exists() and journal.spec() == first
+
+
+def test_one_whose_weights_were_pruned_is_trained_again(tmp_path: Path) -> None:
+    home, spec = Home(tmp_path / "home"), some_spec()
+    journal, paper = Journal(home, spec.id), OnPaper(tmp_path)
+    trainer, checkpoint = MegatronTrainer(home, paper), home.checkpoint(spec.id)
+    done = JobStatus(id=spec.id, state="succeeded", checkpoint=spec.id)
+    trainer.submit(spec)
+    checkpoint.mkdir(parents=True)
+    journal.write_status(done)
+    assert trainer.submit(spec).state == "succeeded" and paper.told == [None]
+
+    checkpoint.rmdir()
+    assert trainer.submit(spec).state == "succeeded"  # not pruned: how it went is not known
+    manifest = Manifest(job=spec.id, weights_sha256="0" * 64, files={})
+    pruned_file(checkpoint).write_text(Pruned(manifest=manifest).model_dump_json())
+    paper.tell("died")
+    assert trainer.submit(spec).state == "queued"
+    assert trainer.submit(spec).state == "running" and paper.told == [None, "died", None]
+    [event] = [e for e in journal.events() if e["event"] == "retried"]
+    assert event["changes"] == ["its weights were pruned"]
+    assert (journal.folder / "status.1.json").exists()
+
+    checkpoint.mkdir()
+    journal.write_status(done)
+    assert trainer.submit(spec).state == "succeeded" and paper.told == [None, "died", None]
 
 
 # ---- kills
