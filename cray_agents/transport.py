@@ -4,7 +4,9 @@ It is the openai client's own transport, so that a light install needs nothing m
 imported when first used: it takes longer to import than all of ours (as in openai_engine.py).
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     Request = Callable[[openai.AsyncOpenAI], Awaitable[object]]
 
 CONNECT_SECONDS = 5.0
+#: How often a platform whose answer may take any time is asked whether it is still there, and how
+#: long it may take to say so, each time that the client tries.
+ALIVE_SECONDS = 30.0
 #: What the client's transport raises, under whatever name it is installed, before a request is out.
 _NOT_SENT = {"ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol"}
 
@@ -56,22 +61,20 @@ class Transport:
     ) -> dict[str, Any]:
         """The JSON that a POST answers.
 
-        patient: the answer may take any time. once: it is not sent again, as done twice would be
-        too much; what to do when its answer is lost.
+        patient: the answer may take any time, as long as the platform answers others. once: it is
+        not sent again, as done twice would be too much; what to do when its answer is lost.
         """
         options = _options(patient=patient, once=bool(once))
-        return await self._json(
-            lambda c: c.post(path, cast_to=object, body=body, options=options), once
-        )
+        sent = self._json(lambda c: c.post(path, cast_to=object, body=body, options=options), once)
+        return await (self._while_alive(sent, once) if patient else sent)
 
     async def delete(
         self, path: str, query: Mapping[str, Any], *, patient: bool = False
     ) -> dict[str, Any]:
         """The JSON that a DELETE answers; `patient` as for `post`."""
         options = _options(patient=patient)
-        return await self._json(
-            lambda c: c.delete(_asked(path, query), cast_to=object, options=options)
-        )
+        sent = self._json(lambda c: c.delete(_asked(path, query), cast_to=object, options=options))
+        return await (self._while_alive(sent) if patient else sent)
 
     async def _json(self, request: "Request", once: str = "") -> dict[str, Any]:
         return cast("dict[str, Any]", await self._sent(request, once))
@@ -86,6 +89,26 @@ class Transport:
             raise typed(error) from error
         except openai.APIConnectionError as error:
             raise self._unanswered(error, once) from error
+
+    async def _while_alive(
+        self, sent: Coroutine[Any, Any, dict[str, Any]], once: str = ""
+    ) -> dict[str, Any]:
+        """A patient request's answer; a host that is gone closes no connection, and never says."""
+        import openai
+
+        answer = asyncio.create_task(sent)
+        asked = openai.Timeout(ALIVE_SECONDS, connect=CONNECT_SECONDS)
+        try:
+            while not (await asyncio.wait({answer}, timeout=ALIVE_SECONDS))[0]:
+                with self.engine.connections.one() as client, suppress(openai.APIStatusError):
+                    await client.get("/platform", cast_to=object, options={"timeout": asked})
+            return await answer
+        except openai.APIConnectionError as error:
+            then = f": {once}" if once else ""
+            raise EngineUnavailable(f"the platform at {self.url} is silent now{then}") from error
+        finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
 
     def _unanswered(self, error: "openai.APIConnectionError", once: str) -> EngineError:
         """Nobody was there, or somebody was and the answer was lost."""

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason
+from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason, transport
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.runtime.host import Resident
 from cray_agents.scripted import ScriptedEngine
@@ -149,6 +149,40 @@ async def test_a_change_of_weights_may_take_any_time(tmp_path: Path) -> None:
             await platform.rollback("calc", 2, who="me", reason="")
             with pytest.raises(EngineTimeout, match="did not answer in time"):
                 await platform.versions("calc")
+
+
+class SlowToLoad(ScriptedEngine):
+    """Takes a second over each change of weights."""
+
+    async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
+        await asyncio.sleep(1)
+        return await super().load(checkpoint, version, keep=keep)
+
+
+async def test_a_platform_that_is_busy_changing_weights_is_not_taken_for_a_silent_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "ALIVE_SECONDS", 0.2)
+    async with served(tmp_path, SlowToLoad(echo)) as gateway:
+        await with_versions(gateway, tmp_path, 2)
+        platform = Platform(gateway.url)
+        await platform.stage(await platform.version("calc@1"))
+        await platform.close()
+
+
+async def test_a_platform_whose_host_is_gone_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as gateway:
+        await with_versions(gateway, tmp_path, 2)
+        first = await Platform(gateway.url).version("calc@1")
+        monkeypatch.setattr(transport, "ALIVE_SECONDS", 0.2)
+        async with behind(gateway, pause=3) as platform:
+            platform.engine()._retries = 0
+            with pytest.raises(EngineUnavailable, match=r"is silent now$"):
+                await platform.stage(first)
+            with pytest.raises(EngineUnavailable, match="silent now: look at `cray-agents models"):
+                await platform.rollback("calc", who="me", reason="")
 
 
 async def test_nobody_there_is_told_as_that() -> None:
