@@ -25,8 +25,8 @@ from cray_agents.promotion import PromotionTest
 from cray_agents.records import Message, ModelVersion, ProbeReport, Run, Split
 from cray_agents.rewards import RewardFunction
 from cray_agents.rollouts import success
-from cray_agents.schedule import COMPARING, TRAINED_BY, Method, Stage, ended, planned, stage_of
-from cray_agents.stopping import Budget, why_stopped
+from cray_agents.schedule import TRAINED_BY, Method, Stage, ended, planned, stage_of
+from cray_agents.stopping import Budget, check_taught, untaught, why_stopped
 from cray_agents.tasks import TaskSet
 from cray_agents.timing import Clock
 from cray_agents.training import Hyperparameters, JobStatus
@@ -133,7 +133,8 @@ class Loop:
 
         Generations that a previous call finished are yielded too, at once. Raises what the
         platform raises: JobError, SwapError, EngineUnavailable; and BadInput for settings that
-        are not those it began with.
+        are not those it began with, or after a generation whose runs taught nothing (of grpo and
+        dpo, after two in a row). Called again, it goes on.
         """
         with asyncio.Runner() as runner:
             steps = self.steps(generations)
@@ -158,6 +159,8 @@ class Loop:
             while len(done) <= generations and not self._why_stopped(done):
                 done.append(await self._generate(done, generations))
                 yield done[-1]
+                if self.watch is None:
+                    check_taught(done)
         except (asyncio.CancelledError, EngineUnavailable):
             reachable = False  # it is to end at once, or there is nobody to ask
             raise
@@ -208,7 +211,7 @@ class Loop:
             dataset = await self.build(number)
             job = await self.train(dataset["id"], parent, done)
         except (BadInput, JobError) as error:
-            return self._without_update(made, done, error)
+            return untaught(made, done, error, live=self.watch is not None)
         candidate = await self.where.register(self.agent.model, job.checkpoint or job.id)
         trained = {
             "dataset": dataset["id"],
@@ -327,18 +330,6 @@ class Loop:
     def _why_stopped(self, done: Sequence[Generation]) -> str | None:
         why = why_stopped(done, self.target, self.patience, self.budget)
         return why or ended(self.stages, len(done) - 1)
-
-    def _without_update(
-        self, made: Generation, done: list[Generation], error: BadInput | JobError
-    ) -> Generation:
-        """A generation that nothing could be learned from; of own runs the second is an error."""
-        again = len(done) > 1 and done[-1].dataset is None
-        expected = self.watch is not None or (made.method in COMPARING and not again)
-        codes = ("empty_dataset", JobError.code) if self.watch is not None else ("empty_dataset",)
-        if error.code not in codes or not expected:
-            raise error
-        note = {"note": f"no update: {error}", "onward": done[-1].onward}
-        return made.model_copy(update={"holdout_success": standing_of(done), **note})
 
     async def _promoted(self) -> ModelVersion:
         version = await self.where.promoted(self.agent.model)

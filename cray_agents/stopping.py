@@ -1,13 +1,16 @@
 """When a loop ends by itself: the target is reached, nothing gets better, or the budget is used up.
 
+And what becomes of a generation from which nothing could be learned.
+
 All of it follows from the generations on record, so a restart changes nothing. Called by loop.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation, standing_of
+from cray_agents.schedule import COMPARING
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,34 @@ def why_stopped(
     if stalled and not any(g.promoted for g in judged[-(patience or 0) :]):
         return f"no progress: none of the last {patience} candidates was promoted"
     return budget.used_up(done)
+
+
+def untaught(
+    made: Generation, done: Sequence[Generation], error: BadInput | JobError, *, live: bool
+) -> Generation:
+    """The record of a generation whose runs taught nothing. Raises the error if it says more.
+
+    Of live traffic a job that failed is no more than that either: other runs will come.
+    """
+    empty = error.code == "empty_dataset" and (live or made.method != "sft")
+    if not (empty or (live and error.code == JobError.code)):
+        raise error
+    note = {"note": f"no update: {error}", "onward": done[-1].onward}
+    return made.model_copy(update={"holdout_success": standing_of(done), **note})
+
+
+def check_taught(done: Sequence[Generation]) -> None:
+    """Raise BadInput when nothing could be learned from the newest generation's own runs.
+
+    From which a method that compares a task's attempts may go on once: others may differ more.
+    """
+    newest, before = done[-1], done[-2:-1]
+    if not newest.generation or newest.dataset is not None:
+        return
+    again = any(g.generation and g.dataset is None for g in before)
+    if newest.method not in COMPARING or again:
+        raise BadInput(
+            f"generation {newest.generation}: {newest.note}. The same command goes on with the "
+            "next generation's tasks",
+            code="empty_dataset",
+        )

@@ -206,12 +206,32 @@ def test_a_generation_without_variance_is_no_update_and_two_are_an_error(tmp_pat
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(method="grpo", attempts=2, rewards=[three], platform=where)
         steps = loop.run(5)
-        done = [next(steps) for _ in range(5)]
-        assert [g.dataset is None for g in done] == [True, False, True, False, True]
+        done = [next(steps) for _ in range(6)]
+        assert [g.dataset is None for g in done] == [True, False, True, False, True, True]
         assert done[2].note.startswith("no update: no run can be trained on")
         assert (done[2].version, done[3].sampled_from) == ("m@2", "m@2")
         with pytest.raises(BadInput, match="zero_variance"):
             next(steps)
+        again = site_loop(method="grpo", attempts=2, rewards=[three], platform=where)
+        (*same, sixth) = list(again.run(6))
+        assert (same, sixth.dataset is not None) == (done, True)
+
+
+def test_runs_of_which_none_was_good_are_an_error_and_the_next_ones_are_tried_after_it(
+    tmp_path: Path,
+) -> None:
+    def later(run: Run) -> float:
+        return float(run.generation != 1)
+
+    with platform(tmp_path, ScriptedEngine(echo)) as where:
+        steps = site_loop(rewards=[later], platform=where).run(2)
+        assert [next(steps).dataset, next(steps).dataset] == [None, None]
+        with pytest.raises(BadInput, match=r"generation 1: no update: no run can .* goes on with"):
+            next(steps)
+        done = list(site_loop(rewards=[later], platform=where).run(2))
+    assert [g.dataset is None for g in done] == [True, True, False]
+    tried = [set(by_task(train_runs(tmp_path, number))) for number in (1, 2)]
+    assert tried[0] != tried[1]
 
 
 def test_the_control_draws_by_the_shuffled_rewards_too(tmp_path: Path) -> None:
