@@ -7,12 +7,14 @@ loop.py, its biggest user.
 import asyncio
 import math
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from cray_agents.errors import BadInput, JobError, NotFound
 from cray_agents.openai_engine import OpenAIEngine, run_event
 from cray_agents.recipes import DatasetRecipe
+from cray_agents.recording import Recording
 from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
 from cray_agents.training import Hyperparameters, JobStatus, Layout, MethodName
 from cray_agents.transport import Transport
@@ -31,6 +33,9 @@ class Platform:
     def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
         self.url = (url or os.environ.get("CRAY_AGENTS_URL") or URL).rstrip("/").removesuffix("/v1")
         self._http = Transport(self.url, api_key)
+        self._recording: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Recording] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def engine(self) -> OpenAIEngine:
         """What agents call: the platform's chat completions, with exact tokens."""
@@ -49,8 +54,12 @@ class Platform:
 
         Of a run that is stored already, such as one that was scored again, the newest counts.
         """
-        for run in runs:
-            await self._http.post(f"/trajectories/{run.id}/events", {"events": [run_event(run)]})
+        here = self._recording.setdefault(asyncio.get_running_loop(), Recording(self._told))
+        told = [{**run_event(run), "run_id": run.id} for run in runs]
+        await asyncio.gather(*(here.put(event) for event in told))
+
+    async def _told(self, events: list[dict[str, Any]]) -> None:
+        await self._http.post("/trajectories/events", {"events": events})
 
     async def run(self, run_id: str) -> Run:
         """One stored run, whole, with its tokens. Raises NotFound."""

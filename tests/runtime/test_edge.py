@@ -91,7 +91,8 @@ async def test_every_route_has_a_row_and_lets_in_whom_it_says(tmp_path: Path) ->
                 "POST /runs/{run_id}/v1/responses", "POST /v1/messages", "POST /v1/embeddings",
                 "POST /v1/files", "GET /v1/files/{id}/content", "DELETE /v1/files/{id}",
                 "POST /v1/uploads/{id}/parts", "POST /v1/batches", "POST /v1/batches/{id}/cancel",
-                "POST /v1/trajectories/{id}/events", "HEAD /v1/models", "GET /v1/platform",
+                "POST /v1/trajectories/{id}/events", "POST /v1/trajectories/events",
+                "HEAD /v1/models", "GET /v1/platform",
             ],
         ),
         (

@@ -49,6 +49,7 @@ REFUSALS = [
     ("GET", "/v1/trajectories/run_none", b"", 404, "not_found"),
     ("POST", "/v1/trajectories/r/events", b'{"events": [1]}', 400, "invalid_value"),
     ("POST", "/v1/trajectories/r/events", AHEAD, 400, "invalid_value"),
+    ("POST", "/v1/trajectories/events", AHEAD, 400, "invalid_value"),
     ("POST", "/v1/datasets", b'{"lop": "x"}', 400, "invalid_value"),
     ("POST", "/v1/datasets", b"{}", 400, "empty_dataset"),
     ("GET", "/v1/datasets/ds-none", b"", 404, "not_found"),
@@ -135,6 +136,23 @@ async def test_trajectories_page_and_join(gateway: Gateway) -> None:
     assert made["rejected"] == {"duplicate": 4}
     _, lines = await gateway.call("GET", f"/v1/datasets/{made['id']}/runs")
     assert [line["reason"] for line in lines["data"]] == [None] + ["duplicate"] * 4
+
+
+async def test_events_of_several_runs_are_told_at_once_and_all_or_none(gateway: Gateway) -> None:
+    run = {"agent": "a", "model": "m", "input": "", "stop_reason": "completed"}
+    events = [{"kind": "run", "run_id": f"r{n}", "body": run} for n in range(3)]
+    for run_id in (None, "", "a b", "..", 7):
+        wrong = [*events, {**events[0], "run_id": run_id}]
+        status, refused = await gateway.call("POST", "/v1/trajectories/events",
+                                             json={"events": wrong})  # fmt: skip
+        assert (status, refused["error"]["param"]) == (400, "events.3.run_id")
+    assert (await gateway.call("GET", "/v1/trajectories"))[1]["data"] == []
+    reward = {"kind": "reward", "run_id": "r1", "body": {"name": "useful", "value": 1.0}}
+    for appended in (4, 0):
+        _, told = await gateway.call("POST", "/v1/trajectories/events",
+                                     json={"events": [*events, reward]})  # fmt: skip
+        assert told == {"appended": appended, "duplicates": 4 - appended}
+    assert [gateway.store.run(f"r{n}").reward for n in range(3)] == [None, 1.0, None]
 
 
 async def test_a_client_cannot_say_what_was_sampled(gateway: Gateway) -> None:

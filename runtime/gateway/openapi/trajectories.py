@@ -37,6 +37,16 @@ TRAJECTORIES = (
     ),
     Operation(
         "post",
+        "/v1/trajectories/events",
+        "appendEventsOfRuns",
+        "Training",
+        "Tell of several runs, or reward them",
+        record({"appended": COUNT, "duplicates": COUNT}),
+        takes=record({"events": some({"allOf": [ref("Event"), record({"run_id": TEXT})]})}),
+        more="As for one run; all are taken, or none.",
+    ),
+    Operation(
+        "post",
         "/v1/trajectories/{run_id}/rewards",
         "giveReward",
         "Training",

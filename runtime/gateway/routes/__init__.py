@@ -43,6 +43,7 @@ that stops coming is [408 request_timeout].
         sending it again is harmless. A Run's `id` may be left out; a call inside a turn is dropped
         (tokens come from the engine alone). The newest `run` event of a run counts, and the newest
         reward of each (name, source, turn). A reward is a finite number.
+    POST /v1/trajectories/events        the same of several runs: each event has a "run_id", too
     POST /v1/trajectories/{run_id}/rewards      {"value", "name"? ("feedback"), "source"?
         ("human"), "turn"?, "comment"?} -> Reward: feedback on a run that is there [404; 400: it has
         no such turn]

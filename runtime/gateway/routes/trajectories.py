@@ -16,6 +16,7 @@ from cray_agents.recipes import RunFilter, RunQuery
 from cray_agents.records import Event, Reward, Run, digest
 from cray_agents.runtime.feedback import Feedback, give, judged
 from cray_agents.runtime.gateway.bodies import (
+    ID,
     answer,
     field,
     number,
@@ -36,12 +37,14 @@ def routes(services: Services) -> list[Route]:
     """Everything under /v1/trajectories."""
 
     async def append(request: Request) -> Response:
-        run_id = path_id(request, "run_id", "run")
+        of_one = "run_id" in request.path_params
+        run_id = path_id(request, "run_id", "run") if of_one else None
         body = await read_json(request, services.max_body)
         given = field(body, "events", list)
         events = [_event(run_id, value, f"events.{n}") for n, value in enumerate(given)]
         appended = await services.store.append(events)
-        await services.promoting.live.rewarded(run_id)
+        for told_of in {event.run_id for event in events}:
+            await services.promoting.live.rewarded(told_of)
         return answer(appended._asdict())
 
     async def reward(request: Request) -> Response:
@@ -78,6 +81,7 @@ def routes(services: Services) -> list[Route]:
         Route("/v1/trajectories", listing),
         Route("/v1/trajectories/{run_id}", one),
         Route("/v1/trajectories/{run_id}", forget, methods=["DELETE"]),
+        Route("/v1/trajectories/events", append, methods=["POST"]),
         Route("/v1/trajectories/{run_id}/events", append, methods=["POST"]),
         Route("/v1/trajectories/{run_id}/rewards", reward, methods=["POST"]),
     ]
@@ -101,10 +105,17 @@ def one_of(given: dict[str, str], name: str, known: Sequence[str]) -> str:
     return text
 
 
-def _event(run_id: str, value: Any, at: str) -> Event:
-    """An event from JSON; without an id it is named by its content. Raises BadInput."""
+def _event(run_id: str | None, value: Any, at: str) -> Event:
+    """An event from JSON; without an id it is named by its content. Raises BadInput.
+
+    run_id: the run of which the path says that it tells; None: the event says it itself.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
         raise BadInput(f"{at} must be an object with kind and body", param=at)
+    if run_id is None:
+        run_id = value.get("run_id")
+    if not isinstance(run_id, str) or not ID.fullmatch(run_id):
+        raise BadInput(f"{at}.run_id: {run_id!r} is no run's id", param=f"{at}.run_id")
     kind, body = value.get("kind"), value["body"]
     event_id = value.get("id") or f"{run_id}.{kind}.{digest(body)}"
     when = value.get("time") or time.time()

@@ -95,6 +95,12 @@ BODIES: dict[str, dict[str, Any]] = {
             {"kind": "reward", "body": {"name": "r", "value": 1.0, "source": "s"}},
         ]
     },
+    "/v1/trajectories/events": {
+        "events": [
+            {"run_id": "run_1", "kind": "run", "body": RUN, "id": "e1", "time": 1.0},
+            {"run_id": "r2", "kind": "reward", "body": {"name": "r", "value": 1.0, "source": "s"}},
+        ]
+    },
     "/v1/trajectories/{run_id}/rewards": {
         "value": 1.0,
         "name": "r",
