@@ -1,5 +1,7 @@
 """The calculator against Python's own arithmetic, and against what it must refuse."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -119,3 +121,14 @@ def test_refusals(expression, message):
         calculator(expression)
     assert message in str(caught.value) and len(str(caught.value)) < 200
     assert time.perf_counter() - began < 2
+
+
+def test_python_does_not_warn_of_what_a_model_wrote():
+    program = "from cray_agents.tools.calculator import calculator as c; print(c('1if 2else 3'))"
+    ran = subprocess.run(
+        [sys.executable, "-W", "default::SyntaxWarning", "-c", program],
+        capture_output=True,
+        text=True,
+    )
+    assert "ToolError" in ran.stderr
+    assert "Warning" not in ran.stderr
