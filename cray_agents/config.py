@@ -1,6 +1,6 @@
 """The one typed configuration: defaults < cray-agents.toml < CRAY_AGENTS_* < flags.
 
-Read by cli.py and by whoever needs the shared root or the platform's URL. An unknown key is an
+Read by cli/ and by whoever needs the shared root or the platform's URL. An unknown key is an
 error that names the nearest valid one.
 """
 

@@ -1,8 +1,8 @@
 """Group commit: appends from many requests share one write and one fsync.
 
 While a thread writes and syncs one group, the next group gathers. The store's segments
-(store/writer.py) and the results of batches (batches/results.py) are written so: each says what its
-files are; how a group comes together and who is told what is here.
+(store/segments/writer.py) and the results of batches (batches/results.py) are written so: each says
+what its files are; how a group comes together and who is told what is here.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """An answer as it was sent, kept for its repeats: JSON, or the bytes of an event stream, as a text.
 
 A stream tells a text in pieces, and what must not be stored may lie across several of them. So the
-pieces of a text are joined, cleaned, and told again as one. Called by redaction.py.
+pieces of a text are joined, cleaned, and told again as one. Called by redactor.py.
 """
 
 import json

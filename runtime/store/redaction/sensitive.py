@@ -2,7 +2,7 @@
 
 All patterns are bounded or anchored, so that a text is read in time proportional to its length,
 whatever is in it. Phone numbers are not among them: too much else looks like one. A match may
-follow an escape of JSON (`\\n`, `\\u003c`), for texts often hold JSON. Called by redaction.py.
+follow an escape of JSON (`\\n`, `\\u003c`), for texts often hold JSON. Called by redactor.py.
 """
 
 import re
