@@ -294,4 +294,5 @@ class Platform:
 
     async def close(self) -> None:
         """Close this event loop's connections."""
+        self._recording.pop(asyncio.get_running_loop(), None)
         await self._http.engine.close()
