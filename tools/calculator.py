@@ -14,9 +14,9 @@ from cray_agents.errors import ToolError
 from cray_agents.toolbox import tool
 
 MAX_LENGTH = 1000  # characters of an expression
-#: Python warns its user of what a model wrote, such as `1if 2`, at the first time it is parsed.
-NAME = "<calculator>"
-warnings.filterwarnings("ignore", category=SyntaxWarning, module=NAME)
+#: What is parsed, by name: Python would warn its user of what a model wrote, such as `1if 2`.
+SOURCE = "<calculator>"
+warnings.filterwarnings("ignore", category=SyntaxWarning, module=SOURCE)
 MAX_DEPTH = 100  # operators inside operators
 MAX_BITS = 4096  # of an integer: about 1,200 digits
 
@@ -56,7 +56,7 @@ def evaluate(expression: str) -> float:
     if len(expression) > MAX_LENGTH:
         raise ToolError(f"the expression has more than {MAX_LENGTH} characters")
     try:
-        tree = ast.parse(expression.strip(), NAME, mode="eval")
+        tree = ast.parse(expression.strip(), SOURCE, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         shown = expression if len(expression) <= 80 else f"{expression[:80]}..."
         raise ToolError(f"{shown!r} is not an arithmetic expression such as '47+385'") from error

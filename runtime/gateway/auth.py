@@ -47,7 +47,8 @@ _ROWS: tuple[tuple[str, str, Need], ...] = (
     ("POST", "/v1/models/[^/]+/versions/[^/]+/stage", Role.train),
     ("POST|DELETE", "/v1/models/[^/]+/(promote|rollback|reject|canary)", Role.admin),
     ("GET|POST|DELETE", f"/v1/(files|uploads|batches){_ANY}", Role.use),
-    ("POST", "/v1/trajectories/([^/]+/)?events|/v1/trajectories/[^/]+/rewards", Role.use),
+    ("POST", "/v1/trajectories/([^/]+/)?events", Role.use),
+    ("POST", "/v1/trajectories/[^/]+/rewards", Role.use),
     ("GET", "/v1/trajectories/export", Role.train),
     ("GET", "/v1/trajectories/[^/]+", Role.use),  # of which one knows the id
     ("DELETE", "/v1/trajectories/[^/]+", Role.admin),
