@@ -1,6 +1,6 @@
 """05: the usual fine-tunes, one after the other: SFT, LoRA, DPO on pairs, KTO on thumbs.
 
-    python cookbook/05_fine_tuning.py [FOLDER]    FOLDER: where it all goes; default: ./tuning-demo
+    python cookbook/05_fine_tuning.py [FOLDER] [--seed N]    FOLDER: default ./tuning-demo
 
 No platform, no GPU, under a minute on two cores. A tiny model, made here, is to answer for a hotel.
 It does what you would type: each command is shown before it runs, and with a model and files of
@@ -11,6 +11,7 @@ What needs the model's own samples (GRPO, rejection sampling) needs a platform t
 02_calculator_loop.py.
 """
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -111,6 +112,7 @@ class Shop:
 
     root: Path
     model: Path
+    seed: int = 0
 
     def dataset(self, loop: str, method: Literal["sft", "dpo", "kto"]) -> str:
         """A training set of what was imported, a quarter of the questions kept apart; its id.
@@ -129,6 +131,7 @@ class Shop:
     def train(self, parent: object, dataset: str, *more: object) -> "Trained":
         """A fine-tune, to its end; one rank is enough for a model this small."""
         what = ("--parent", parent, "--dataset", dataset, "--steps", STEPS, *more)
+        what += ("--set", f"seed={self.seed}") if self.seed else ()
         how = ("--layout", "data=1", "--home", self.root)
         job = cray_agents("jobs", "submit", *what, *how, "--json", answers=True)
         events = (self.root / "jobs" / job["id"] / "events.jsonl").read_text().splitlines()
@@ -145,7 +148,7 @@ class Trained:
     last: dict[str, Any]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, seed: int = 0) -> None:
     """Make a model and data, train in four ways, say what came of it."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,8 +165,8 @@ def main(folder: Path) -> None:
             for q, of in asked(MONTHS).items()
             for style in styles
         ]
-        make_seed_model(model, seed=0, corpus=texts)
-    shop = Shop(root, model)
+        make_seed_model(model, seed=seed, corpus=texts)
+    shop = Shop(root, model, seed)
 
     # SFT: conversations to imitate, all of them worth a reward of 1. The result becomes bot@1
     chats = write(folder / "chats.jsonl", [chat(q, polite(*of)) for q, of in first])
@@ -221,4 +224,9 @@ def measured(event: dict[str, Any]) -> tuple[str, float]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "tuning-demo"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("tuning-demo"))
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    print("on two cores that do nothing else: under a minute", file=sys.stderr)
+    main(given.folder, given.seed)

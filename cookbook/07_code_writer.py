@@ -6,29 +6,29 @@
 
 The agent may try its code with a tool, `python`, and answers with a fenced block. The reward is the
 share of the tests that this code passes. Both run in the sandbox. A model that is rewarded for
-passing tests learns to pass them by whatever way there is. So the tests and the expected values are
-gone from the folder before its code runs, and it runs as a child whose printed value is compared by
-a process that it cannot change: code that exits early, prints a lot, or returns an object that
-equals everything earns nothing.
+passing tests learns to pass them by whatever way there is. So the tests are calls: the code gets
+these and gives values back, and the right ones stay outside of its sandbox, where they are
+compared. Code that exits early, reads files and memory, or returns an object that equals everything
+earns nothing; a run whose code does what no honest code does gets the tag `suspect`.
 
 The problems below are there to be read and to be tested with. To get better a model needs some
 thousand, such as MBPP's, and has to solve a few of them before: a chat model of 1.5B parameters or
 more, on a GPU (10_cluster.py). The settings are meant for that. The tiny models that the other
 recipes make here cannot learn to program.
 
-    TaskSet.from_jsonl("problems.jsonl")     lines: {"input": ..., "metadata": {"tests": [...]}}
+    TaskSet.from_jsonl("problems.jsonl")     lines: {"input": ..., "metadata": {"tests": [...]}},
+                                             with tests such as "span([3]) == 0"
 """
 
 import asyncio
-import json
 import sys
 
-from cray_agents import Agent, Hyperparameters, Loop, Run, ScriptedEngine, Task, TaskSet
+from cray_agents import Agent, Hyperparameters, Loop, ScriptedEngine, Task, TaskSet
 from cray_agents.records import Split
 from cray_agents.scripted import tool_call
 from cray_agents.tools.python import python_tool
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.verifier import code_of, verifier
+from cray_agents.tools.verifier import verifier
 from cray_agents.training import Lora, Policy
 
 agent = Agent(
@@ -41,38 +41,9 @@ agent = Agent(
     max_tokens=1024,
 )
 
-# ---- the reward
+# ---- the reward: the share of the hidden tests, which stand in the task's metadata
 
-# reads the tests and takes them away; asks a child for the value of each call, and compares
-TESTS = """
-import json, os, subprocess, sys
-
-with open("tests.json") as file:
-    tests = json.load(file)
-for name in ("tests.json", "run.json", "verify.py"):
-    os.remove(name)
-passed = 0
-for call, expected in tests:
-    child = [sys.executable, "-c", f"from solution import *; print(repr({call}))"]
-    try:
-        done = subprocess.run(child, capture_output=True, text=True, timeout=2)
-        passed += done.stdout == expected + "\\n"
-    except (subprocess.TimeoutExpired, UnicodeDecodeError):
-        pass
-reward = passed / len(tests)
-"""
-
-
-def files(run: Run) -> dict[str, str]:
-    """What lies beside the tests' program: the code, and the tests."""
-    assert run.task is not None
-    return {
-        "solution.py": code_of(run.output),
-        "tests.json": json.dumps(run.task.metadata["tests"]),
-    }
-
-
-passes = verifier(TESTS, files=files, sandbox=Sandbox(seconds=20), name="passes")
+passes = verifier(partial=True, sandbox=Sandbox(seconds=5), name="passes")
 
 # ---- the tasks: a function, what it returns, that as an expression, and calls of it: the first
 # one is shown, the others are hidden tests
@@ -115,7 +86,10 @@ def problem(split: Split, function: str, what: str, solution: str, *calls: str) 
     shown, value = tests[0]
     return Task(
         input=f"{function}: {what}. For example, {shown} is {value}.",
-        metadata={"tests": tests[1:], "solution": f"def {function}:\n    return {solution}"},
+        metadata={
+            "tests": [f"{call} == {expected}" for call, expected in tests[1:]],
+            "solution": f"def {function}:\n    return {solution}",
+        },
         split=split,
     )
 

@@ -1,7 +1,7 @@
 """08: an agent of another framework, trained as it is.
 
     requirements/environment.sh foreign        once: their framework, in an environment of its own
-    python cookbook/08_foreign_agent.py [--quick]
+    python cookbook/08_foreign_agent.py [--seed N] [--quick]
 
 The agent is that of 03_any_framework/with_openai_agents.py; not a line of it changes, and it knows
 nothing but a base URL. What happens to it, you do here by hand, with the calls that a Loop makes:
@@ -18,6 +18,7 @@ warm-up. `--quick` does little of everything, in about two minutes. Their agent 
 server's temperature in either case: what it answers to the same question differs from time to time.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cray_agents import Hyperparameters, Platform, PromotionTest, Task
+from cray_agents import Hyperparameters, Loop, Platform, PromotionTest, Task
 from cray_agents.cli.agents import load
 from cray_agents.promotion import Decision, Pair, decide, plan
 from cray_agents.recipes import DatasetRecipe, RunFilter
@@ -93,28 +94,27 @@ async def rewarded(platform: Platform, tasks: Sequence[Task], since: float) -> t
 
 
 async def trained(
-    platform: Platform, parent: ModelVersion, hyperparameters: Hyperparameters, since: float
+    platform: Platform, warmed: Loop, parent: ModelVersion, job: Hyperparameters, since: float
 ) -> ModelVersion:
-    """A new version, of the parent, by the runs since then that were right."""
-    shown = book.demonstrated(0, 80)
+    """A new version, of the parent, by the runs since then that were right.
+
+    And by the demonstrations of the warm-up, those that it has shown.
+    """
     recipe = DatasetRecipe(
         where=RunFilter(since=since, model=NAME),
         min_reward=1.0,
-        demonstrations=[book.demonstration(task) for task in shown],
-        demonstrations_metadata=[task.metadata for task in shown],
+        demonstrations=[messages for messages, _ in warmed.demonstrations],
+        demonstrations_metadata=[metadata for _, metadata in warmed.demonstrations],
         tools=book.agent.tool_schemas,
         tokenizer=NAME,
         balance_by="kind",
     )
     dataset = await platform.build_dataset(recipe)
-    job = await platform.submit_job(
-        dataset=dataset["id"],
-        parent=parent.id,
-        hyperparameters=hyperparameters,
-        optimizer_from="parent",
+    begun = await platform.submit_job(
+        dataset=dataset["id"], parent=parent.id, hyperparameters=job, optimizer_from="parent"
     )
-    job = await platform.wait_for(job, lambda status: None)
-    return await platform.register(NAME, job.checkpoint or job.id)
+    done = await platform.wait_for(begun, lambda status: None)
+    return await platform.register(NAME, done.checkpoint or done.id)
 
 
 def compared(
@@ -129,10 +129,13 @@ def compared(
     return decide(pairs, test, planned=plan(tasks, test), exhausted=True)
 
 
-async def main(platform: Platform, size: Any, generations: int) -> None:
-    """Generation by generation: ask, reward, train, compare, decide. `size`: see 02."""
-    questions = book.questions(0, "train", generations * size.per_generation)
-    held_out, begun = book.questions(0, "holdout", size.evaluated), time.time()
+async def main(platform: Platform, warmed: Loop, size: Any, generations: int) -> None:
+    """Generation by generation: ask, reward, train, compare, decide.
+
+    `warmed` is a loop of 02 that was warmed up, for what it was shown; `size`: see there.
+    """
+    questions = book.questions(warmed.seed, "train", generations * size.per_generation)
+    held_out, begun = book.questions(warmed.seed, "holdout", size.evaluated), time.time()
     incumbent = await promoted(platform)
     before = await ask(platform, incumbent.id, held_out)
     for generation in range(generations):
@@ -140,18 +143,17 @@ async def main(platform: Platform, size: Any, generations: int) -> None:
         tasks = questions[start : start + size.per_generation]
         await ask(platform, incumbent.id, tasks)
         runs, right = await rewarded(platform, tasks, begun)
-        hyperparameters = book.imitating(generation + 1, size.steps)
-        candidate = await trained(platform, incumbent, hyperparameters, begun)
-        await platform.stage(candidate)
-        after = await ask(platform, candidate.id, held_out)
-        decision = compared(held_out, before, after)
-        why, numbers = decision.reason, decision.model_dump(mode="json")
-        if decision.verdict == "promote":
-            await platform.promote(candidate, who="cookbook", reason=why, numbers=numbers)
-            incumbent, before = candidate, after
-        else:
-            await platform.reject(candidate, who="cookbook", reason=why, numbers=numbers)
-            await platform.stage(incumbent)
+        job = book.imitating(100 * warmed.seed + generation + 1, size.steps)
+        candidate = await trained(platform, warmed, incumbent, job, begun)
+        async with platform.staged(candidate, holder="cookbook"):
+            after = await ask(platform, candidate.id, held_out)
+            decision = compared(held_out, before, after)
+            why, numbers = decision.reason, decision.model_dump(mode="json")
+            if decision.verdict == "promote":
+                await platform.promote(candidate, who="cookbook", reason=why, numbers=numbers)
+                incumbent, before = candidate, after
+            else:
+                await platform.reject(candidate, who="cookbook", reason=why, numbers=numbers)
         success = f"{decision.incumbent:.3f} -> {decision.candidate:.3f}"
         print(f"{candidate.id}: {right} of {runs} runs were right; held out {success}")
         print(f"  {decision.verdict}: {why}", flush=True)
@@ -169,15 +171,17 @@ async def promoted(platform: Platform) -> ModelVersion:
 if __name__ == "__main__":
     from cray_agents import local_platform
 
-    quick = "--quick" in sys.argv
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
     if not PYTHON.exists():
         sys.exit("their framework is not installed: run requirements/environment.sh foreign")
-    home = Path(".cray-agents") / ("cookbook-08-quick" if quick else "cookbook-08")
-    if not (home / "seed-model").exists():
-        book.make_model(home / "seed-model")
+    home = Path(".cray-agents") / f"cookbook-08{'-quick' if given.quick else ''}-{given.seed}"
+    book.make_model(home / "seed-model", given.seed)
     with local_platform(home, model=home / "seed-model", name=NAME) as here:
-        loop = book.make_loop(quick=quick)
+        loop = book.make_loop(given.seed, given.quick)
         loop.platform = here
-        book.warm_up(loop, quick)
-        size = book.QUICK if quick else book.FULL
-        asyncio.run(main(here, size, 1 if quick else 8))
+        book.warm_up(loop, given.quick)
+        size = book.QUICK if given.quick else book.FULL
+        asyncio.run(main(here, loop, size, 1 if given.quick else 8))

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from cray_agents.stopping import Budget as Budget
     from cray_agents.tasks import TaskSet as TaskSet
     from cray_agents.toolbox import tool as tool
+    from cray_agents.trainers.seed_model import make_tiny_model as make_tiny_model
     from cray_agents.training import Hyperparameters as Hyperparameters
+    from cray_agents.warmup import WarmUp as WarmUp
+    from cray_agents.warmup import warm_up as warm_up
 
 _HOME = {
     "Agent": "agent",
@@ -54,6 +57,7 @@ _HOME = {
     "Hyperparameters": "training",
     "local_platform": "cli.running",
     "Loop": "loop",
+    "make_tiny_model": "trainers.seed_model",
     "MemorySession": "sessions",
     "no_real_models": "guard",
     "OpenAIEngine": "openai_engine",
@@ -73,6 +77,8 @@ _HOME = {
     "TaskSet": "tasks",
     "tool": "toolbox",
     "Trajectory": "records",
+    "warm_up": "warmup",
+    "WarmUp": "warmup",
     "Watch": "hours",
 }
 __all__ = sorted(_HOME)

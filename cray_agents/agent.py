@@ -12,7 +12,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Unpack, cast
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, Unpack, cast
 
 from cray_agents import foreign
 from cray_agents.agent_arguments import check_arguments, check_kinds
@@ -24,22 +25,55 @@ from cray_agents.output import OutputError, OutputReader
 from cray_agents.persona import Instructions, Persona
 from cray_agents.ports import ChatEngine
 from cray_agents.progress import Progress, RunOptions, begun
-from cray_agents.records import Run, RunError, StopReason, Task, ToolCall
+from cray_agents.records import Output, Run, RunError, StopReason, Task, ToolCall
 from cray_agents.sessions import is_answered, spoken
 from cray_agents.subagents import asking_tool, beside, handoff_tool
 from cray_agents.toolbox import Tool, as_tool
 from cray_agents.turns import act, ask
 from cray_agents.unparsed import Learned, ParserCounts, ToolCalls, with_tool_calls
 
+if TYPE_CHECKING:
+    from typing import _SpecialForm  # as which mypy sees Literal[...] and Annotated[...]
+
 Recorder = Callable[[Run], Awaitable[None]]
 Emit = Callable[[AgentEvent], None]
+_TEXT: Any = str  # so that checkers take an agent without an output type for an Agent[Any]
 
 log = logging.getLogger(__name__)
 
 
+class Changes(TypedDict, total=False):
+    """What Agent.override takes: all arguments of Agent, each by its name."""
+
+    name: str
+    instructions: Instructions
+    tools: Sequence[Tool | Callable[..., Any]]
+    model: str
+    output_type: Any
+    description: str
+    handoffs: Sequence["Agent"]
+    environment: Callable[[], Environment] | None
+    engine: ChatEngine | None
+    base_url: str | None
+    max_turns: int
+    timeout: float | None
+    max_total_tokens: int | None
+    on_limit: Literal["stop", "answer"]
+    temperature: float | None
+    max_tokens: int | None
+    sampling: Mapping[str, Any]
+    tool_calls: ToolCalls
+    parallel_tool_calls: bool
+    json_schema: bool
+    output_retries: int
+    retries: int
+    hooks: Sequence[Hooks]
+    recorder: Recorder | Literal["auto"] | None
+
+
 @dataclass(frozen=True, eq=False)
-class Agent:
-    """Instructions and tools for a model.
+class Agent(Generic[Output]):
+    """Instructions and tools for a model; Agent[int] for type checkers if `output_type` is int.
 
     Args:
         name: names the agent in records.
@@ -82,7 +116,7 @@ class Agent:
     instructions: Instructions = ""
     tools: Sequence[Tool | Callable[..., Any]] = ()
     model: str = "default"
-    output_type: Any = str
+    output_type: "type[Output] | UnionType | _SpecialForm" = _TEXT
     description: str = ""
     handoffs: Sequence["Agent"] = ()
     environment: Callable[[], Environment] | None = None
@@ -117,9 +151,8 @@ class Agent:
         object.__setattr__(self, "_output", OutputReader(self.output_type, self.json_schema))
         object.__setattr__(self, "_learned", Learned())
 
-    def override(self, **changes: Any) -> "Agent":
+    def override(self, **changes: Unpack[Changes]) -> "Agent[Output]":
         """A copy with other arguments: `agent.override(model="calc@3", temperature=0.0)`.
-
         What was found out about the model's server (`parser`, what it takes) is shared with it,
         unless it has another engine, base_url or name of model.
         """
@@ -128,7 +161,7 @@ class Agent:
             object.__setattr__(copy, "_learned", self._learned)
         return copy
 
-    def through(self, engine: ChatEngine) -> "Agent":
+    def through(self, engine: ChatEngine) -> "Agent[Output]":
         """A copy that asks by way of this engine; `override`, where the server may be the same."""
         copy = replace(self, engine=engine)
         object.__setattr__(copy, "_learned", self._learned.at(engine))
@@ -156,7 +189,7 @@ class Agent:
         self,
         input: str | Task,  # noqa: A002 - the word for it
         **options: Unpack[RunOptions],
-    ) -> Run:
+    ) -> Run[Output]:
         """Work on an input to the end; failures and limits are in the Run, not raised.
 
         Raises StoreError when the finished run could not be recorded, or taken into its session,
@@ -164,7 +197,11 @@ class Agent:
         """
         return await self._execute(self._begun(input, options))
 
-    def run_sync(self, input: str | Task, **options: Unpack[RunOptions]) -> Run:  # noqa: A002
+    def run_sync(
+        self,
+        input: str | Task,  # noqa: A002
+        **options: Unpack[RunOptions],
+    ) -> Run[Output]:
         """`run` for code that is not async; it also works where an event loop is running."""
         return foreign.wait_for(self.run(input, **options))
 

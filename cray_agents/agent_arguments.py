@@ -31,8 +31,8 @@ _LISTS: dict[str, tuple[type, str]] = {
     "handoffs": (Sequence, "a list of agents, as in [billing]"),
     "hooks": (Sequence, "a list of Hooks, as in [Hooks(after_run=...)]"),
 }
-_ABOVE_0 = ("max_turns", "timeout", "max_total_tokens")
-_FROM_0 = ("retries", "output_retries")
+_ABOVE_0 = ("max_turns", "timeout", "max_total_tokens", "max_tokens")
+_FROM_0 = ("retries", "output_retries", "temperature")
 _CHOICES = {"on_limit": ("stop", "answer"), "tool_calls": ("auto", "native", "constrained")}
 _RESERVED = ("model", "messages", "tools", "stream", "n", "extra_headers")  # of a request
 
@@ -68,8 +68,11 @@ def check_arguments(agent: "Agent") -> None:
         if (value := getattr(agent, name)) is not None and not value > 0:
             raise BadInput(f"{name}={value!r}: must be above 0", param=name)
     for name in _FROM_0:
-        if (value := getattr(agent, name)) < 0:
+        if (value := getattr(agent, name)) is not None and not value >= 0:
             raise BadInput(f"{name}={value!r}: must not be negative", param=name)
+    for name in ("name", "model"):
+        if not getattr(agent, name).strip():
+            raise BadInput(f"{name}={getattr(agent, name)!r}: must not be empty", param=name)
     for name, choices in _CHOICES.items():
         if (value := getattr(agent, name)) not in choices:
             known = " or ".join(map(repr, choices))

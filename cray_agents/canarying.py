@@ -73,6 +73,7 @@ class Canarying:
             alpha=self.test.alpha,
             low=self.test.low,
             high=self.test.high,
+            givers=self.watch.givers,
         )
 
     async def _watch(self, name: str) -> None:

@@ -52,6 +52,10 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     home: Path = Field(Path(".cray-agents"), description="the shared root")
+    group: str | None = Field(
+        None,
+        description="who may use the shared root, too; default: its owner alone",
+    )
     host: str = Field("127.0.0.1", description="where the gateway listens")
     port: int = Field(8000, ge=0, lt=65536, description="0 picks a free one")
     scheduler: Literal["auto", "slurm", "local"] = Field(
@@ -80,6 +84,12 @@ class Config(BaseModel):
         default_factory=list,
         description="more options for a site's sbatch, such as --partition=gpu, --account=me",
     )
+    spare_replicas: int = Field(
+        1,
+        ge=0,
+        description="vLLM servers that are started when a version is asked for that no other holds,"
+        " where memory (or a GPU) is left, and ended when nobody asks",
+    )
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
     dtype: str = Field("auto", description="of the served weights; auto: float32 on CPU")
@@ -98,12 +108,24 @@ class Config(BaseModel):
     )
     load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
+    silence_timeout: float = Field(
+        60.0, gt=0, description="seconds a replica may say nothing at all, then it is restarted"
+    )
     body_timeout: float = Field(60.0, gt=0, description="seconds a request's body may stand still")
+    head_timeout: float = Field(20.0, gt=0, description="seconds a request's head may take to come")
     idle_timeout: int = Field(75, gt=0, description="seconds a client's idle connection is kept")
     keep_alive: float = Field(2.0, gt=0, description="seconds between a stream's signs of life")
     max_queue: int = Field(1024, gt=0, description="requests that may wait for an engine")
     api_keys: Literal["auto", "required", "off"] = Field(
         "auto", description="auto: off loopback always, else as soon as one was made"
+    )
+    reward_limit: float = Field(
+        1e6, gt=0, allow_inf_nan=False, description="largest size of a reward that is taken"
+    )
+    model_roots: list[Path] = Field(
+        default_factory=list,
+        description="folders whose model directories keys of the role train may name; those of "
+        "the role admin may name any",
     )
     redact: list[str] = Field(
         default_factory=list,
@@ -129,6 +151,14 @@ class Config(BaseModel):
                     "train_minutes"
                 )
         return options
+
+    @field_validator("model_roots")
+    @classmethod
+    def _absolute(cls, roots: list[Path]) -> list[Path]:
+        for root in roots:
+            if not root.expanduser().is_absolute():
+                raise ValueError(f"'{root}' is not a whole path: write it from / or ~ on")
+        return [root.expanduser() for root in roots]
 
     @property
     def root(self) -> Home:
@@ -169,9 +199,11 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
 
 
 def _from_environment(key: str, value: str) -> Any:
-    """A variable's value as the file would have it: lists by spaces, a table as JSON."""
+    """A variable's value as the file would have it: lists by spaces, paths by colons, JSON."""
     if key in ("engine_args", "redact", "slurm_options"):
         return value.split()
+    if key == "model_roots":
+        return [path for path in value.split(os.pathsep) if path]
     if key == "redact_patterns":
         try:
             return json.loads(value or "{}")

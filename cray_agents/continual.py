@@ -17,7 +17,9 @@ judged by a canary: canarying.py.
 """
 
 import asyncio
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +28,7 @@ from cray_agents.collecting import Collected
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.generation import Generation, promoted_by
 from cray_agents.hours import Update, Watch, held_back, is_due
-from cray_agents.records import UNSCORED, Record, Run, Task
+from cray_agents.records import UNSCORED, Record, Run, Task, reward_by
 from cray_agents.rollouts import Rollouts
 from cray_agents.timing import Clock
 
@@ -36,11 +38,15 @@ SLOWER = 10  # the looks take at most one part in so many of the time
 
 
 class Take(Record):
-    """The journal's word for an update: its runs, and the version they are trained onto."""
+    """The journal's word for an update: its runs, and the version they are trained onto.
+
+    `givers`: whose rewards count in it; None: anybody's.
+    """
 
     runs: list[str]
     onto: str
     time: float
+    givers: list[str] | None = None
 
 
 @dataclass
@@ -57,6 +63,7 @@ class Live:
     judged: bool
     both_sides_of: Callable[[int], float | None]
     _takes: dict[int, Take] = field(default_factory=dict)
+    _unnamed: Counter[str] = field(default_factory=Counter)  # whose rewards were left, at a look
 
     async def take(self, done: Sequence[Generation]) -> list[Generation]:
         """Wait for the next update's runs, and take them; returns what it goes on from.
@@ -80,6 +87,11 @@ class Live:
         changes = {"version": take.onto, "promoted": True, "onward": None}
         return [*done[:-1], done[-1].model_copy(update=changes)]
 
+    async def givers(self, number: int) -> list[str] | None:
+        """Whose rewards count in an update that was taken; None: anybody's, as it was once."""
+        take = await self._recorded(number)
+        return take.givers if take is not None else None
+
     async def collected(self, number: int) -> Collected:
         """The runs of an update that was taken."""
         runs = await self.rollouts.stored("train", generation=number)
@@ -93,7 +105,8 @@ class Live:
 
     async def _begin(self, number: int, done: Sequence[Generation]) -> bool:
         """Write an update down, if one is due."""
-        found, now = await self._new(), time.time()
+        givers = await self._givers()
+        found, now = await self._new(givers), time.time()
         updates = [
             Update(take.time, generation.trainer_seconds)
             for generation in done[1:]
@@ -110,7 +123,7 @@ class Live:
             return False
         version = await self.rollouts.platform.promoted(self.rollouts.agent.model)
         onto = promoted_by(done) if version is None else version.id
-        take = Take(runs=chosen, onto=onto, time=now)
+        take = Take(runs=chosen, onto=onto, time=now, givers=givers)
         await self._remember(f"take-{number}", take.model_dump(mode="json"))
         return True
 
@@ -118,24 +131,46 @@ class Live:
         """What it waits for; `reason` is why it does although an update is due."""
         runs, every = self.watch.runs, self.watch.every
         left = "" if every is None else f", {max(0.0, every - since):.0f} s to the schedule"
+        left += "".join(
+            f"; {count} of {giver}, whom Watch(givers=[...]) does not name, do not count"
+            for giver, count in sorted(self._unnamed.items())
+        )
         if reason is not None:
-            self.clock.report(f"waiting: {reason}", note=f"{found} rewarded runs")
+            self.clock.report(f"waiting: {reason}", note=f"{found} rewarded runs{left}")
         elif runs is None:
             self.clock.report("waiting for the schedule", note=f"{found} rewarded runs{left}")
         else:
             self.clock.report("waiting for rewarded runs", min(found, runs), runs, f"new{left}")
 
-    async def _new(self) -> list[tuple[str, float]]:
+    async def _givers(self) -> list[str]:
+        """Whose rewards count: the loop's own key's, and those that it names."""
+        me = await self.rollouts.platform.whoami()
+        own = [me["name"]] if me["key"] is not None else []
+        return sorted({*own, *self.watch.givers})
+
+    async def _new(self, givers: list[str]) -> list[tuple[str, float]]:
         """The live runs that have a reward and were never taken, with it, the oldest first."""
         where = self.watch.where
-        asked = where.model_dump(exclude_none=True, exclude={"generations", "tags"})
+        bounds = {"min_reward", "max_reward"}  # of what counts, which the index does not know
+        asked = where.model_dump(exclude_none=True, exclude={"generations", "tags", *bounds})
         if where.model is None and where.agent is None:
             asked["model"] = self.rollouts.agent.model
         least = {"min_reward": ANY, "since": time.time() - self.watch.within}
         rows = self.rollouts.platform.summaries(
             **{**least, **asked}, tag=where.tags, order="oldest"
         )
-        return [(row["id"], row["reward"]) async for row in rows if counts(row)]
+        low = -math.inf if where.min_reward is None else where.min_reward
+        high = math.inf if where.max_reward is None else where.max_reward
+        found = []
+        self._unnamed.clear()
+        async for row in rows:
+            if counts(row):
+                reward = reward_by(row["reward"], row["given"], givers)
+                if reward is None:
+                    self._unnamed.update({giver for *_, giver, _ in row["given"]})
+                elif low <= reward <= high:
+                    found.append((row["id"], reward))
+        return found
 
     async def _adopt(self, number: int, take: Take) -> None:
         """Make the runs of an update the loop's: those that are not yet."""

@@ -10,13 +10,16 @@
     ├── EngineError (RuntimeError)       the model server answered with an error
     │   ├── EngineTimeout (TimeoutError)     ... or not in time
     │   └── EngineUnavailable (ConnectionError)  ... or not at all
+    │       └── NotLoaded                    ... because no replica holds the version
     ├── ToolError (RuntimeError)         a tool failed; told to the model, never ends a run
     ├── SubagentError (RuntimeError)     the infrastructure failed a sub-agent's run
     ├── HookError (RuntimeError)         a hook, an environment or an instructions function failed
     ├── RewardError (RuntimeError)       a reward function failed; the run has no such reward
     ├── StoreError (OSError)             the shared root cannot be written or read
+    │   ├── DiskFull                     ... because there is no room left on it
     │   └── Corrupt                      a file is not what its checksum says
     ├── SwapError (RuntimeError)         new weights did not come up, or could not be proven
+    │   ├── Displaces                    ... because a promoted version would be served no more
     │   ├── PoolBusy                     ... because no replica could be had; later one may
     │   └── Overtaken                    ... because a rollback came first
     └── JobError (RuntimeError)          a training job failed; carries the log's tail
@@ -31,6 +34,10 @@ Two are a test's, and no CrayErrors: an agent's run records those, and would hid
 A message says what happened, with which value, and what to do about it.
 Read next: records.py, the data these errors speak of.
 """
+
+import errno
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a user's share of it, one file
 
 
 class CrayError(Exception):
@@ -75,9 +82,17 @@ class AccessDenied(CrayError, PermissionError):
 
     code = "invalid_api_key"
 
-    def __init__(self, message: str, *, status: int = 401, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 401,
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.param = param
         if code:
             self.code = code
 
@@ -130,6 +145,12 @@ class EngineUnavailable(EngineError, ConnectionError):
     code = "engine_unavailable"
 
 
+class NotLoaded(EngineUnavailable):
+    """A version exists, no replica holds it, and none can without displacing what is promoted."""
+
+    code = "model_not_loaded"
+
+
 class ToolError(CrayError, RuntimeError):
     """A tool failed. The text is told to the model, and the run goes on."""
 
@@ -159,6 +180,18 @@ class StoreError(CrayError, OSError):
 
     code = "store_error"
 
+    @staticmethod
+    def of(what: str, error: OSError) -> "StoreError":
+        """The system's error while `what` was tried: "cannot write to FILE"."""
+        kind = DiskFull if error.errno in FULL else StoreError
+        return kind(f"{what}: {error.strerror or error}")
+
+
+class DiskFull(StoreError):
+    """There is no room left on the disk of the shared root."""
+
+    code = "disk_full"
+
 
 class Corrupt(StoreError):
     """A file is not what its checksum or format says."""
@@ -176,6 +209,12 @@ class PoolBusy(SwapError):
     """No replica could be had for new weights: nothing is said of them. Ask again later."""
 
     code = "pool_busy"
+
+
+class Displaces(SwapError):
+    """New weights would take a promoted version off its last replica: nothing was changed."""
+
+    code = "would_displace"
 
 
 class Overtaken(SwapError):

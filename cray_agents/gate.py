@@ -5,6 +5,10 @@ place, and the rollouts of other generations are held back here: no new call beg
 are drained by the pool, and each run goes on later with the version that it began with. With
 several replicas, `stage` takes a spare one and the others serve on. Made by loop.py; runs reach
 it through `Passing`, the engine that rollouts.py gives to the agent.
+
+Such a loop has the platform's only replica to itself: what is promoted gives way while another
+version is there. The loop says so, by its name as the `holder`, and that it lives; when it ends or
+dies, the platform loads what is promoted again.
 """
 
 import asyncio
@@ -29,8 +33,13 @@ class Gate:
     """Knows what the replicas hold, and changes it when calls for another version wait."""
 
     def __init__(
-        self, platform: Platform, on_busy: Callable[[str], None] = lambda why: None
+        self,
+        platform: Platform,
+        on_busy: Callable[[str], None] = lambda why: None,
+        holder: str = "loop",
     ) -> None:
+        self._holder = holder
+        self._renewing: asyncio.Task[None] | None = None
         self.staying = ""  # the promoted version, which a spare replica is never taken from
         self._platform = platform
         self._on_busy = on_busy  # told why a change has to wait
@@ -56,6 +65,13 @@ class Gate:
         self._open = False
         self._work = asyncio.create_task(self._load(version))
         return await asyncio.shield(self._work)  # who waits may be cancelled, the change goes on
+
+    async def stop(self) -> None:
+        """Say no more that the loop lives."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+            self._renewing = None
 
     async def promote(
         self, version: ModelVersion, *, who: str, reason: str, numbers: dict[str, Any]
@@ -156,7 +172,10 @@ class Gate:
             try:
                 async with self._closed():
                     self._staging = True
-                    return await self._platform.stage(version)
+                    if self._renewing is None:
+                        renewing = self._platform.keep_renewing(self._holder)
+                        self._renewing = asyncio.create_task(renewing)
+                    return await self._platform.stage(version, force=True, holder=self._holder)
             except PoolBusy as busy:
                 await self._later(busy)
             finally:

@@ -1,9 +1,9 @@
 """A guard for tests: nobody asks a real model by mistake.
 
-    @pytest.fixture(autouse=True)
-    def guarded():
-        with no_real_models():
-            yield
+    no_real_models()                # in a conftest.py: from here on, in the whole process
+
+    with no_real_models():          # or for as long as a block lasts
+        ...
 
 It is the environment variable CRAY_AGENTS_NO_REAL_MODELS, so that it also holds in other threads
 and in processes that a test starts; setting it to 1 guards a whole test suite. Scripted and
@@ -11,26 +11,50 @@ replayed engines answer as before. Asked by openai_engine.py.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import Any
 
 from cray_agents.errors import RealModelCall
 
 VARIABLE = "CRAY_AGENTS_NO_REAL_MODELS"
 
 
-@contextmanager
-def no_real_models() -> Iterator[None]:
-    """Within the block a request to a model server raises RealModelCall, out of the run too."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
+class no_real_models(ContextDecorator):  # noqa: N801 - it reads as the function it was
+    """From now on a request to a model server raises RealModelCall, out of the run too.
+
+    As a context manager it ends with the block; as a decorator, `@no_real_models()`, it holds
+    whenever the function runs.
+    """
+
+    def __init__(self) -> None:
+        self._before = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = "1"
+
+    def __enter__(self) -> None:
+        os.environ[VARIABLE] = "1"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def __call__(self, function: Any) -> Any:
+        """Guard a function instead of what comes after this statement."""
+        self._restore()
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> "no_real_models":
+        return no_real_models()
+
+    def _restore(self) -> None:
+        if self._before is None:
+            os.environ.pop(VARIABLE, None)
         else:
-            os.environ[VARIABLE] = before
+            os.environ[VARIABLE] = self._before
 
 
 def check_real_model(server: str) -> None:

@@ -10,7 +10,10 @@ runtime/datasets/decontamination.py.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from cray_agents.records import Record, Task, digest
+from cray_agents.splits import task_key
 
 if TYPE_CHECKING:
     from cray_agents.platform import Platform
@@ -21,25 +24,30 @@ MOST = 2**22  # characters of an entry's texts, but for its last one: a body has
 
 
 class HeldOut(Record):
-    """An entry: what each input is of, such as `holdout task 3f2a`, and its text."""
+    """An entry: what each input is of, such as `holdout task 3f2a`, and its text.
+
+    Of tasks with an identity it is the key (splits.task_key) in `worlds`, in the place of the text.
+    """
 
     inputs: list[tuple[str, str]]
+    worlds: list[tuple[str, str]] = Field(default_factory=list)
 
 
 async def hold_out(platform: "Platform", loop: str, tasks: "TaskSet") -> None:
     """Have the inputs of all held-out and test tasks kept out of the loop's training sets."""
     for entry in _entries([*tasks.split("holdout"), *tasks.split("test")]):
-        record = entry.model_dump(mode="json")
+        record = entry.model_dump(mode="json", exclude_defaults=True)
         await platform.remember(loop, f"{ENTRY}{digest(record)}", record)
 
 
 def _entries(tasks: Sequence[Task]) -> Iterator[HeldOut]:
-    inputs, size = list[tuple[str, str]](), 0
+    inputs, worlds, size = list[tuple[str, str]](), list[tuple[str, str]](), 0
     for task in tasks:
-        inputs.append((f"{task.split} task {task.id}", task.input))
-        size += len(task.input)
+        text, known = (task.input, inputs) if task.world is None else (task_key(task), worlds)
+        known.append((f"{task.split} task {task.id}", text))
+        size += len(text)
         if size >= MOST:
-            yield HeldOut(inputs=inputs)
-            inputs, size = [], 0
-    if inputs:
-        yield HeldOut(inputs=inputs)
+            yield HeldOut(inputs=inputs, worlds=worlds)
+            inputs, worlds, size = [], [], 0
+    if inputs or worlds:
+        yield HeldOut(inputs=inputs, worlds=worlds)

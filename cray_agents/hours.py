@@ -29,14 +29,17 @@ class Daily(StrictRecord):
 class Watch(StrictRecord):
     """Which live runs are trained on, and when. `Loop(..., watch=Watch(...))`; see continual.py.
 
-    A run counts once it has a reward, whoever gave it and whenever, unless it is a loop's, a
-    judge's verdict, on a held-out task, imported, or without tokens to train on.
+    A run counts once it has a reward of one of the `givers`, whenever that came, unless it is a
+    loop's, a judge's verdict, on a held-out task, imported, or without tokens to train on.
 
     Args:
         runs: so many new ones make an update; None: only the schedule does.
         every: seconds from one update to the next; then what has come is enough, if it is one run.
         quiet: hours in which none begins, such as `22:00-06:00`; one that has begun goes on.
         per_day: what may be used in a day.
+        givers: names of the API keys whose rewards count, beside the loop's own and what is given
+            on the platform's host (`cray-agents runs reward`): whoever holds another may say
+            anything of his runs. Without keys, everybody's count.
         where: which runs; default: those of any version of the loop's model.
         within: seconds after its start for which a run may still get its reward.
         most: runs in one update, the oldest first; the others are the next one's.
@@ -49,6 +52,7 @@ class Watch(StrictRecord):
     every: float | None = Field(None, gt=0)
     quiet: str | None = None
     per_day: Daily = Field(default_factory=Daily)
+    givers: list[str] = Field(default_factory=list)
     where: RunFilter = Field(default_factory=RunFilter)
     within: float = Field(30 * 86_400.0, gt=0)
     most: int = Field(4096, ge=1)

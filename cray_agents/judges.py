@@ -78,7 +78,7 @@ class Judge:
         rubric = self.rubric if isinstance(self.rubric, str) else self.rubric(run)
         parts = judged_parts(run, transcript=self.transcript)
         mark = digest([rubric, parts], 12)
-        judging = Agent(
+        judging: Agent = Agent(
             name=self.__reward_options__.name or "judge",
             model=self.model,
             instructions=INSTRUCTIONS.format(low=low, high=high, mark=mark),
@@ -93,7 +93,7 @@ class Judge:
         what = [judging.name, self.model, mark, run.id, number]
         verdict = await judging.run(
             prompt(rubric, parts, mark),
-            run_id="run_" + digest(what, 24),  # judged again, it is the same run
+            run_id="judge_" + digest(what, 24),  # judged again, it is the same run
             tags=["judge", f"judged:{run.id}"],
             seed=number,
         )

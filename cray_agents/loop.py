@@ -8,6 +8,7 @@ modules: schedule.py (methods), collecting.py (runs), training_sets.py, judging.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from cray_agents.generation import Generation, Progress, onward_of, promoted_by,
 from cray_agents.held_out import hold_out
 from cray_agents.hours import Watch
 from cray_agents.loop_parts import Parts
-from cray_agents.loop_settings import check, settings_of, settle
+from cray_agents.loop_settings import check, prepare, settings_of, settle
 from cray_agents.platform import Platform
 from cray_agents.promotion import PromotionTest
 from cray_agents.records import Message, ModelVersion, ProbeReport, Run, Split
@@ -36,6 +37,9 @@ from cray_agents.training_sets import (
     recipe_of,
     window,
 )
+from cray_agents.warmup import WarmUp, cold_start, warm_first
+
+log = logging.getLogger(__name__)
 
 Control = Literal["shuffled-rewards"]
 
@@ -55,6 +59,8 @@ class Loop:
         hyperparameters: of each training job; with `lora` each job trains adapters on its parent.
         demonstrations: conversations with their metadata: all that sft trains on; rft keeps them in
             every training set.
+        warm_up: train on the demonstrations before generation 0, until the model succeeds now and
+            then: see WarmUp. The loop then keeps to the demonstrations that were shown.
         balance_by, balance_power, discount: see DatasetRecipe.
         history: how many generations of runs stay in the training set; None: all. grpo takes its
             own generation's alone.
@@ -117,9 +123,10 @@ class Loop:
     changed: Literal["refuse", "accept"] = "refuse"
     platform: Platform | None = None
     on_progress: Callable[[Progress], None] = lambda progress: None
+    warm_up: WarmUp | None = None
 
     def __post_init__(self) -> None:
-        self.name = self.name or f"{self.agent.name}-{self.agent.model}"
+        prepare(self)
         attempts = self.attempts if self.watch is None else max(2, self.attempts)  # who knows
         default = Stage("rft", None, self.hyperparameters, attempts,
                         self.tasks_per_generation, self.evaluate_every)  # fmt: skip
@@ -150,6 +157,13 @@ class Loop:
 
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
+        warm = False
+        try:
+            await warm_first(self)
+            warm = True
+        finally:
+            if not warm:
+                await self.rest()
         await settle(self.where, self.name, settings_of(self), self.changed == "accept")
         done = [Generation.model_validate(r) for r in await self.where.generations(self.name)]
         for generation in done:
@@ -184,11 +198,17 @@ class Loop:
         return generation
 
     async def _begin(self) -> Generation:
-        """Generation 0: the promoted version as it is, measured on held-out and test tasks."""
+        """Generation 0: the promoted version as it is, measured on held-out and test tasks.
+
+        Where none of its runs had success, the record and a warning say what can be done.
+        """
         version = await self._promoted()
         proof = await self.stage(version)
         holdout = await self.evaluate(version, "holdout")
+        if note := cold_start(self, holdout):
+            log.warning(note)
         generation = Generation(
+            note=note,
             generation=0,
             holdout_success=success(holdout),
             holdout_tasks=len(holdout),
@@ -255,7 +275,9 @@ class Loop:
             rewards = {outcome.run: outcome.reward for outcomes in seen for outcome in outcomes}
         with self._clock.phase("dataset", ""):
             await hold_out(self.where, self.name, self.tasks)
-            return await self.where.build_dataset(recipe_of(self, stage, number, rewards))
+            recipe = recipe_of(self, stage, number, rewards)
+            givers = await self._now().givers(number)
+            return await self.where.build_dataset(recipe.model_copy(update={"givers": givers}))
 
     async def train(
         self, dataset: str, parent: ModelVersion, done: Sequence[Generation]
@@ -303,6 +325,11 @@ class Loop:
     async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
         """Run the agent greedily on the tasks that a split's success is told on, once a version."""
         return await self._now().judge.evaluate(version, split)
+
+    async def rest(self) -> None:
+        """Cancel what goes on in the background; let the pool serve what the name means."""
+        await self._now().stop()
+        await self._now().leave(self.agent.model)
 
     async def is_measured(self, version: ModelVersion, split: Split) -> bool:
         """Whether `evaluate` would find all of a version's runs on record."""

@@ -41,7 +41,9 @@ class Parts:
     @classmethod
     def of(cls, loop: "Loop", clock: Clock) -> "Parts":
         """New ones, for the event loop that runs now."""
-        gate = Gate(loop.where, lambda why: clock.report("swap", note=f"waits: {why}"))
+        gate = Gate(
+            loop.where, lambda why: clock.report("swap", note=f"waits: {why}"), f"loop {loop.name}"
+        )
 
         def rollouts() -> Rollouts:  # one each: what waits at the gate must not take all places
             return Rollouts(
@@ -87,6 +89,10 @@ class Parts:
         """What the next generation goes on from; of live traffic, when there is enough."""
         return await self.live.take(done) if self.live is not None else done
 
+    async def givers(self, number: int) -> list[str] | None:
+        """Whose rewards count in a generation's training set; None: anybody's."""
+        return await self.live.givers(number) if self.live is not None else None
+
     async def collect(self, done: list[Generation], last: int) -> Collected:
         """The next generation's runs; of those ahead no more than the schedule has.
 
@@ -108,12 +114,13 @@ class Parts:
         """Cancel what goes on in the background."""
         await self.collector.stop()
         await self.collector.rollouts.stop()
+        await self.gate.stop()
 
     async def leave(self, model: str) -> None:
         """Let the pool serve what the name means, not what was tried last."""
         try:
             version = await self.judge.platform.promoted(model)
             if version is not None:
-                await self.judge.platform.stage(version)
+                await self.judge.platform.stage(version, holder=f"loop {self.judge.rollouts.loop}")
         except CrayError as error:
             log.warning("the promoted version of %s may not be served now: %s", model, error)

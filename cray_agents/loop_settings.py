@@ -7,7 +7,7 @@ settings are entries of the loop's journal, `settings-1` first; a later one is o
 """
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,13 @@ from pydantic import TypeAdapter
 from cray_agents.agent import Agent
 from cray_agents.errors import BadInput
 from cray_agents.platform import Platform
-from cray_agents.records import canonical, digest
+from cray_agents.records import Task, canonical, digest
 from cray_agents.rewards import Options
 from cray_agents.subagents import handoff_tool
+from cray_agents.tasks import TaskSet
 from cray_agents.toolbox import Tool
-from cray_agents.training import Policy
+from cray_agents.training import Policy, as_hyperparameters
+from cray_agents.warmup import check as check_warm_up
 
 if TYPE_CHECKING:
     from cray_agents.loop import Loop
@@ -31,9 +33,85 @@ LIMITS = ("max_turns", "max_total_tokens", "on_limit", "max_tokens", "tool_calls
           "parallel_tool_calls", "json_schema", "output_retries")  # fmt: skip
 #: What may differ from one invocation to the next: where and how far it runs, not what it learns.
 FREE = {"agent", "tasks", "rewards", "method", "name", "hyperparameters", "demonstrations",
-        "curriculum", "promotion", "attempts", "tasks_per_generation", "evaluate_every", "target",
-        "patience", "budget", "concurrency", "seeded", "watch", "changed", "platform",
+        "warm_up", "curriculum", "promotion", "attempts", "tasks_per_generation", "evaluate_every",
+        "target", "patience", "budget", "concurrency", "seeded", "watch", "changed", "platform",
         "on_progress"}  # fmt: skip
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def prepare(loop: "Loop") -> None:
+    """Give a loop's arguments the form they are used in. Raises BadInput for what has none."""
+    if not isinstance(loop.agent, Agent):
+        raise BadInput(f"agent={loop.agent!r}: give an Agent", param="agent")
+    if "@" in loop.agent.model:
+        name = loop.agent.model.partition("@")[0]
+        raise BadInput(
+            f"the agent's model is {loop.agent.model!r}, one version: a loop makes versions of a "
+            f"name. Give the agent model={name!r}; to begin with that version, promote it",
+            param="model",
+        )
+    if not isinstance(loop.tasks, TaskSet):
+        raise BadInput(
+            f"tasks is a {type(loop.tasks).__name__}: give a TaskSet, as in "
+            "TaskSet.from_list(tasks, holdout=0.2)",
+            param="tasks",
+        )
+    loop.rewards = (loop.rewards,) if callable(loop.rewards) else tuple(loop.rewards)
+    for place, function in enumerate(loop.rewards):
+        if not callable(function):
+            raise BadInput(f"rewards[{place}] is {function!r}: give a function", param="rewards")
+    loop.hyperparameters = as_hyperparameters(loop.hyperparameters)
+    _check_demonstrations(loop.demonstrations)
+    loop.name = loop.name or f"{loop.agent.name}-{loop.agent.model}"
+
+
+def _check_demonstrations(given: Any) -> None:
+    for place, one in enumerate(given):
+        where = f"demonstrations[{place}]"
+        if not (isinstance(one, tuple | list) and len(one) == 2):
+            raise BadInput(
+                f"{where}: give a pair of its messages and its metadata, as in "
+                '([{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}], {})',
+                param="demonstrations",
+            )
+        messages, metadata = one
+        if not isinstance(metadata, Mapping):
+            message = f"{where}: its metadata is {metadata!r}: give a dict, {{}} for none"
+            raise BadInput(message, param="demonstrations")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            message = f"{where}: its messages are {messages!r}: give a list of dicts"
+            raise BadInput(message, param="demonstrations")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+                raise BadInput(
+                    f"{where}: message {number} is {message!r}: give a dict with a `role`, one of "
+                    f"{', '.join(ROLES)}",
+                    param="demonstrations",
+                )
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BadInput(
+                f"{where} has no assistant message to learn from", param="demonstrations"
+            )
+
+
+def _check_keys(loop: "Loop") -> None:
+    """Keys of the tasks' metadata that no task has: they would group nothing."""
+    metadata = [task.metadata for task in loop.tasks]
+    shown = [metadata for _, metadata in loop.demonstrations]
+    for name, key, where in (
+        ("balance_by", loop.balance_by, [*metadata, *shown]),
+        ("curriculum.key", loop.curriculum.key, metadata),
+        ("promotion.guard", loop.promotion.guard, metadata),
+    ):
+        known = {key for one in where for key in one}
+        if key is not None and where and key not in known:
+            have = ", ".join(sorted(map(repr, known))) or "none at all"
+            raise BadInput(
+                f"{name}={key!r}: no task has that in its metadata; there is {have}",
+                param=name.partition(".")[0],
+            )
 
 
 def check(loop: "Loop") -> None:
@@ -46,6 +124,17 @@ def check(loop: "Loop") -> None:
             raise BadInput(f"the task set has no {split} tasks", param="tasks")
     if loop.watch is not None:
         _check_watch(loop, methods)
+    _check_keys(loop)
+    least, most = loop.promotion.low, loop.promotion.high
+    if loop.target is not None and not least <= loop.target <= most:
+        raise BadInput(
+            f"target={loop.target!r}: no mean reward reaches it, for rewards are from {least:g} to "
+            f"{most:g}; PromotionTest(high=...) says if they go further",
+            param="target",
+        )
+    if not loop.temperature >= 0:
+        message = f"temperature={loop.temperature!r}: must not be negative"
+        raise BadInput(message, param="temperature")
     for name, low, high in (("close_at", 0.0, 1.0), ("resample", 0.0, 10.0)):
         value = getattr(loop, name)
         if not low <= value <= high or (name == "close_at" and value == 0):
@@ -65,6 +154,8 @@ def check(loop: "Loop") -> None:
         raise BadInput("method 'sft' trains on demonstrations: give some", param="demonstrations")
     if "grpo" in methods:
         _check_grpo(loop)
+    if loop.warm_up is not None:
+        check_warm_up(loop)
 
 
 def _check_watch(loop: "Loop", methods: Set[str]) -> None:
@@ -110,7 +201,7 @@ def settings_of(loop: "Loop") -> dict[str, Any]:
     return {
         **plain,
         "agent": _agent(loop.agent),
-        "tasks": _fingerprint([task.model_dump(mode="json") for task in loop.tasks]),
+        "tasks": _fingerprint([_task(task) for task in loop.tasks]),
         "rewards": [getattr(function, "__name__", repr(function)) for function in loop.rewards],
         "reward_weights": [
             getattr(function, "__reward_options__", Options()).weight for function in loop.rewards
@@ -120,6 +211,7 @@ def settings_of(loop: "Loop") -> dict[str, Any]:
             | ({"last": None} if stage is loop.stages[-1] else {})  # how far it runs
             for stage in loop.stages
         },
+        "warm_up": loop.warm_up and loop.warm_up.settings(),
         "demonstrations": _fingerprint([list(pair) for pair in loop.demonstrations]),
         "curriculum": {
             f.name: getattr(loop.curriculum, f.name) for f in fields(loop.curriculum) if f.init
@@ -181,13 +273,24 @@ def _agent(agent: Agent) -> dict[str, Any]:
         **{name: getattr(agent, name) for name in LIMITS},
         "timeout": None if agent.timeout == math.inf else agent.timeout,
         "sampling": canonical(dict(agent.sampling)).decode(),
-        "output_type": _fingerprint(TypeAdapter(agent.output_type).json_schema()),
+        "output_type": _fingerprint(_output_schema(agent)),
         "agents": {
             name: {**_agent(other), "temperature": other.temperature}
             for name, other in others.items()
             if other is not None
         },
     }
+
+
+def _task(task: Task) -> dict[str, Any]:
+    """A task as loops recorded it before there was an identity, where it has none."""
+    return task.model_dump(mode="json", exclude=None if task.identity else {"identity"})
+
+
+def _output_schema(agent: Agent) -> dict[str, Any]:
+    """The JSON schema of an agent's answers."""
+    output_type: Any = agent.output_type
+    return TypeAdapter(output_type).json_schema()
 
 
 def _asked_by(function: Any) -> Agent | None:

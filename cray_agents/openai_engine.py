@@ -122,6 +122,9 @@ class OpenAIEngine:
             api_key=self._api_key,
             max_retries=self._retries,
             timeout=self._timeout or openai.NOT_GIVEN,
+            # The openai client's own one closes itself when it is collected, on whatever event
+            # loop runs by then: "Event loop is closed", if its own has ended.
+            http_client=openai.DefaultAsyncHttpxClient(),
         )
 
     async def _send(self, client: "AsyncOpenAI", request: dict[str, Any], *, stream: bool) -> Any:

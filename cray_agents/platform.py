@@ -9,9 +9,10 @@ import math
 import os
 import weakref
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from cray_agents.errors import BadInput, JobError, NotFound
+from cray_agents.errors import BadInput, CrayError, JobError, NotFound
 from cray_agents.openai_engine import OpenAIEngine, run_event
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.recording import Recording
@@ -21,6 +22,7 @@ from cray_agents.transport import Transport
 
 URL = "http://127.0.0.1:8000"
 POLL = 0.25  # seconds between looks at a running job
+LEASE = 60.0  # seconds that a replica is lent for, which are renewed in time
 
 
 class Platform:
@@ -45,9 +47,17 @@ class Platform:
         """Engine, trainer and scheduler with their versions, and the home directory."""
         return await self._http.get("/platform")
 
-    async def pool(self) -> list[dict[str, Any]]:
-        """The replicas: version, state, requests in flight, restarts, pid."""
-        return list((await self._http.get("/pool"))["data"])
+    async def whoami(self) -> dict[str, Any]:
+        """The API key that this client calls with: key (its id; None without one), name, role."""
+        return await self._http.get("/whoami")
+
+    async def pool(self, *, spares: bool = False) -> list[dict[str, Any]]:
+        """The replicas: version, state, requests in flight, restarts, pid.
+
+        With `spares` also those that were started for what no other holds.
+        """
+        found = await self._http.get("/pool")
+        return [*found["data"], *(found.get("spares", ()) if spares else ())]
 
     async def record(self, runs: list[Run]) -> None:
         """Store finished runs with their rewards; durable when this returns, twice is once.
@@ -124,6 +134,7 @@ class Platform:
         layout: Layout | None = None,
         evaluate_every: int | None = None,
         logprob_limit: float | None = None,
+        oversubscribe: bool | None = None,
     ) -> JobStatus:
         """Start a training job, or find it; see JobSpec. What is None is the platform's to choose.
 
@@ -140,6 +151,7 @@ class Platform:
             "layout": layout.model_dump() if layout is not None else None,
             "evaluate_every": evaluate_every,
             "logprob_limit": logprob_limit,
+            "oversubscribe": oversubscribe,
         }
         given = {name: value for name, value in body.items() if value is not None}
         return JobStatus.model_validate(await self._http.post("/jobs", given))
@@ -202,10 +214,54 @@ class Platform:
                 return ModelVersion.model_validate(version)
         return None
 
-    async def stage(self, version: ModelVersion) -> ProbeReport:
-        """Load a version into the pool and prove it. Raises SwapError; the old one then serves."""
+    async def stage(
+        self,
+        version: ModelVersion,
+        *,
+        force: bool = False,
+        holder: str = "",
+        seconds: float = LEASE,
+    ) -> ProbeReport:
+        """Load a version into the pool and prove it. Raises SwapError; the old one then serves.
+
+        Raises Displaces where it would take what is promoted off its last replica. With `force`
+        (role admin) it does: requests for the promoted version wait until it is loaded again, which
+        is when it is staged or the candidate is promoted, or `seconds` after the `holder` last
+        said that he lives (`renew`). Raises PoolBusy while another one holds the replica.
+        """
         path = f"/models/{version.name}/versions/{version.number}/stage"
-        return ProbeReport.model_validate(await self._http.post(path, {}, patient=True))
+        body = {"force": force, "holder": holder, "seconds": seconds}
+        return ProbeReport.model_validate(await self._http.post(path, body, patient=True))
+
+    async def renew(self, holder: str, seconds: float = LEASE) -> None:
+        """Keep what `holder` has staged by force for so long from now; 0: give it back.
+
+        Raises NotFound where he holds no replica.
+        """
+        await self._http.post("/pool/lease", {"holder": holder, "seconds": seconds})
+
+    @asynccontextmanager
+    async def staged(self, version: ModelVersion, holder: str) -> AsyncIterator[ProbeReport]:
+        """Stage a version, by force if need be, until the end of the block, or of this process.
+
+        Promote it within, or what is promoted comes back. Raises SwapError, PoolBusy.
+        """
+        report = await self.stage(version, force=True, holder=holder)
+        renewing = asyncio.create_task(self.keep_renewing(holder))
+        try:
+            yield report
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            with suppress(NotFound):  # it is promoted, or displaced nothing
+                await self.renew(holder, 0)
+
+    async def keep_renewing(self, holder: str) -> None:
+        """Say again and again that `holder` lives; runs until cancelled."""
+        while True:
+            await asyncio.sleep(LEASE / 4)
+            with suppress(CrayError):  # he holds nothing now, or nobody answers just now
+                await self.renew(holder)
 
     async def promote(
         self,
@@ -214,9 +270,14 @@ class Platform:
         who: str,
         reason: str,
         numbers: dict[str, Any] | None = None,
+        force: bool = False,
     ) -> dict[str, Any]:
-        """Make the bare name stand for this version; `numbers`: what that was decided by."""
+        """Make the bare name stand for this version; `numbers`: what that was decided by.
+
+        Raises Displaces where what another name means would be served no more, unless by `force`.
+        """
         body = {"version": version.number, "who": who, "reason": reason, "numbers": numbers or {}}
+        body["force"] = force
         return await self._http.post(f"/models/{version.name}/promote", body, patient=True)
 
     async def reject(
@@ -256,8 +317,8 @@ class Platform:
     ) -> dict[str, Any]:
         """Let a version answer a share of the live sessions; it is rolled back if it does worse.
 
-        `test`: share, promote_after, alpha, error_margin, reward_margin, low, high. Raises BadInput
-        where there is but one replica, or a canary runs.
+        `test`: share, promote_after, alpha, error_margin, reward_margin, low, high, givers. Raises
+        BadInput where there is but one replica, or a canary runs.
         """
         path = f"/models/{version.name}/canary"
         body = {"version": version.number, "who": who, "reason": reason, **test}

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypedDict
 
 from cray_agents.context import RunContext
@@ -30,7 +31,7 @@ from cray_agents.records import (
     digest,
     new_id,
 )
-from cray_agents.sessions import Session, spoken
+from cray_agents.sessions import FileSession, Session, spoken
 from cray_agents.toolbox import Tool
 
 _RUN_ID = re.compile(r"[\w.:@-]{1,200}", re.ASCII)
@@ -40,7 +41,7 @@ class RunOptions(TypedDict, total=False):
     """What Agent.run, run_sync and stream take beside the input, all by name.
 
     context: anything, for tools and hooks: they find it as RunContext.given.
-    session: a conversation to go on from, and to add this run to; or
+    session: a conversation to go on from, and to add this run to, or the path of a FileSession; or
     history: the messages of earlier runs to go on from.
     model: of all model calls, in place of the agent's.
     seed: of the sampling: the n-th model call, from 0, has seed + n.
@@ -50,7 +51,7 @@ class RunOptions(TypedDict, total=False):
     """
 
     context: Any
-    session: Session | None
+    session: Session | str | Path | None
     history: Sequence[Message]
     model: str | None
     seed: int | None
@@ -236,10 +237,10 @@ def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> P
         raise BadInput(f"input is a {type(given).__name__}: give a str or Task", param="input")
     text = given.input if isinstance(given, Task) else given
     check_text(text, "input")
-    session, history = options.get("session"), options.get("history", ())
+    session, history = _session(options.get("session")), options.get("history", ())
     if session is not None and history:
         raise BadInput("give a session or a history, not both", param="history")
-    tags = [*options.get("tags", ()), *([f"session:{session.id}"] if session else [])]
+    tags = [*_tags(options.get("tags", ())), *([f"session:{session.id}"] if session else [])]
     purpose = {name: options.get(name) for name in ("loop", "generation", "attempt")}
     context = RunContext(
         run_id=options.get("run_id") or new_id("run"),
@@ -258,6 +259,25 @@ def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> P
         session=session,
         **fixed,
     )
+
+
+def _session(given: Session | str | Path | None) -> Session | None:
+    """The session that was given, or the one in the file of this path. Raises BadInput."""
+    if isinstance(given, str | Path):
+        return FileSession(given)
+    if given is None or (hasattr(given, "history") and hasattr(given, "extend")):
+        return given
+    raise BadInput(
+        f"session={given!r}: give a session, such as MemorySession(), or the path of a file",
+        param="session",
+    )
+
+
+def _tags(given: Sequence[str]) -> Sequence[str]:
+    """Raises BadInput for a text, whose letters would each be a tag, and for other things."""
+    if isinstance(given, str) or not all(isinstance(tag, str) for tag in given):
+        raise BadInput(f"tags={given!r}: give a list of texts, as in ['night']", param="tags")
+    return given
 
 
 def _with_unfinished(call: ModelCall, done: list[ToolCall]) -> list[ToolCall]:

@@ -71,6 +71,9 @@ class Decontamination(StrictRecord):
     threshold: float = Field(SIMILAR, gt=0, le=1)
 
 
+Deviation = Literal["sample", "population"]
+
+
 class DatasetRecipe(StrictRecord):
     """What goes into a training set. The same recipe over the same runs gives the same dataset,
     as long as the same is held out.
@@ -81,6 +84,8 @@ class DatasetRecipe(StrictRecord):
       keeps the best so many of each task.
     - `grpo`: all scored runs, in groups of a task's runs in a generation; advantage = reward minus
       the group's mean, over its standard deviation unless `normalize` is false (arXiv 2402.03300).
+      `deviation` says which: the `sample`'s, over n - 1, as TRL and verl have it, or the
+      `population`'s, over n, which makes advantages of n runs sqrt(n / (n - 1)) times as large.
       A group of equal rewards says nothing and is left out, and so is a group of one. Where turns
       of a group's runs were rewarded, its supervision is of the process (4.1.3 there): all rewards
       of turns are normalised together, one for a whole run is its last turn's, and the advantage of
@@ -113,6 +118,9 @@ class DatasetRecipe(StrictRecord):
     `render`: runs that have no tokens because they were imported are rendered the same way;
     otherwise they are left out.
 
+    `givers`: only rewards count that were given with API keys of these names, or on the platform's
+    host itself; None: whoever gave them.
+
     With `balance_by` (a key of the tasks' metadata), a group of n samples weighs n**balance_power
     in all: 0 makes all groups equal, 1 all samples.
     """
@@ -126,6 +134,7 @@ class DatasetRecipe(StrictRecord):
     best_of: int | None = Field(None, gt=0)
     min_margin: float = Field(0.0, ge=0)
     normalize: bool = True
+    deviation: Deviation = "sample"
     discount: float = Field(1.0, gt=0, le=1)
     max_per_task: int | None = Field(None, gt=0)
     max_tokens: int | None = Field(None, gt=1)
@@ -145,3 +154,4 @@ class DatasetRecipe(StrictRecord):
     tokenizer: str | None = None
     render: bool = False
     rewards: dict[str, float] | None = None
+    givers: list[str] | None = None

@@ -10,12 +10,16 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import TypeVar
 
 Message = dict[str, Any]  # one chat message in OpenAI's shape
+#: What an agent answers with: its `output_type`, and its runs' `output`.
+Output = TypeVar("Output", default=Any)
 
 
 def canonical(value: Any) -> bytes:
@@ -42,9 +46,9 @@ class Record(BaseModel):
 
 
 class StrictRecord(Record):
-    """Immutable, and an unknown field is an error: for what people write by hand."""
+    """Immutable, and an unknown field, infinity or NaN is an error: what people write by hand."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class StopReason(StrEnum):
@@ -56,26 +60,60 @@ class StopReason(StrEnum):
     timeout = "timeout"
     error = "error"
     cancelled = "cancelled"
+    unanswered = "unanswered"  # captured: its last call asks for tools, and no result came (yet)
 
 
 Split = Literal["train", "holdout", "test"]
 
 
+def task_id(data: Mapping[str, Any]) -> str:
+    """The id of a task whose fields these are, where they name none."""
+    known = [data["input"], data.get("target")]
+    identity, metadata = data.get("identity"), data.get("metadata")
+    if isinstance(identity, Sequence) and isinstance(metadata, Mapping) and identity:
+        known.append(world_of(metadata, identity))
+    return digest(known)
+
+
+def world_of(metadata: Mapping[str, Any], identity: Sequence[str]) -> str:
+    """A hash of these keys' values."""
+    return digest({key: metadata.get(key) for key in identity}, 32)
+
+
 class Task(StrictRecord):
-    """An input to an agent. The id defaults to a hash of input and target."""
+    """An input to an agent. The id defaults to a hash of input and target.
+
+    `identity` names the keys of the metadata that make it another task than one with the same
+    input: `Task(input="Find the way out.", metadata={"maze": 7}, identity=["maze"])`. They enter
+    the id, and such tasks are compared by them: a held-out maze keeps that maze out of training,
+    not all of them.
+    """
 
     input: str
     target: Any = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     split: Split = "train"
     id: str = ""
+    identity: list[str] = Field(default_factory=list)
 
     @model_validator(mode="before")
     @classmethod
     def _name(cls, data: Any) -> Any:
         if isinstance(data, dict) and not data.get("id") and "input" in data:
-            return {**data, "id": digest([data["input"], data.get("target")])}
+            return {**data, "id": task_id(data)}
         return data
+
+    @model_validator(mode="after")
+    def _has_its_identity(self) -> "Task":
+        if missing := [key for key in self.identity if key not in self.metadata]:
+            have = ", ".join(map(repr, self.metadata)) or "none"
+            raise ValueError(f"identity: {missing[0]!r} is no key of the metadata; there is {have}")
+        return self
+
+    @property
+    def world(self) -> str | None:
+        """A hash of what its `identity` names; None where its input alone makes the task."""
+        return world_of(self.metadata, self.identity) if self.identity else None
 
 
 class Usage(Record):
@@ -108,7 +146,7 @@ class ModelCall(Record):
     messages are in the shape of chat completions whatever that was. `seams` tell where the weights
     were changed while it was answered: `model` sampled what stands before the first. Where
     something was `redacted` from its texts before they were stored, its three token lists are
-    empty: they would tell it.
+    empty: they would tell it. `owner` is the id of the API key that asked, if any did.
     """
 
     id: str
@@ -128,6 +166,7 @@ class ModelCall(Record):
     tags: list[str] = Field(default_factory=list)
     redacted: list[Redaction] = Field(default_factory=list)
     seams: list[Seam] = Field(default_factory=list)
+    owner: str = ""
 
 
 class ToolCall(Record):
@@ -168,6 +207,8 @@ class Reward(Record):
     """A named number on a run, with who gave it; `turn` (from 0) if it is for one turn of it.
 
     Given again by the same source under the same name, for the same turn, it replaces the earlier.
+    `source` is what whoever gave it says; `giver` the name of the API key that it was given with,
+    written down by the gateway: "" is the platform's host itself, or a time without keys.
     """
 
     name: str
@@ -176,6 +217,38 @@ class Reward(Record):
     turn: int | None = None
     comment: str | None = None
     time: float = Field(default_factory=time.time)
+    giver: str = ""
+
+
+Given = tuple[str, str, float, int | None, str, float]  # name, source, value, turn, giver, time
+Counted = tuple[str, str, float, int | None]
+
+
+def by_givers(given: Iterable[Sequence[Any]], givers: Collection[str]) -> tuple[Counted, ...]:
+    """Of rewards that were `given`, those of the platform's host and of these givers.
+
+    The newest of each name, source and turn, sorted by these.
+    """
+    kept: dict[tuple[str, str, int], tuple[Counted, tuple[float, float]]] = {}
+    for name, source, value, turn, giver, when in given:
+        key = (name, source, -1 if turn is None else turn)
+        counts = giver == "" or giver in givers
+        if counts and (key not in kept or (when, value) >= kept[key][1]):
+            kept[key] = (name, source, value, turn), (when, value)
+    return tuple(kept[key][0] for key in sorted(kept))
+
+
+def reward_by(
+    reward: float | None, given: Sequence[Sequence[Any]], givers: Collection[str] | None
+) -> float | None:
+    """What is left of a run's `reward` if only these givers count (see by_givers); None: nothing.
+
+    `given` is empty where no giver has a key. With `givers` None all count.
+    """
+    if reward is None or givers is None or not given:
+        return reward
+    counted = by_givers(given, givers)
+    return sum(value for _, _, value, _ in counted) if counted else None
 
 
 UNSCORED = "RewardError"  # the type of a RunError that is of a reward
@@ -192,17 +265,20 @@ class RunError(Record):
     infrastructure: bool = False
 
 
-class Run(Record):
+class Run(Record, Generic[Output]):
     """One execution of an agent on an input; it always ends with a trajectory and a reason.
 
-    `imported` names the format of a conversation that was not recorded here.
+    For type checkers `Run[int]` is a run whose `output` is an int, or None where it came to none.
+
+    `imported` names the format of a conversation that was not recorded here; `owner` is the id of
+    the API key that began the run, "" if none did.
     """
 
     id: str
     agent: str
     model: str
     input: str
-    output: Any = None
+    output: Output | None = None
     stop_reason: StopReason
     error: RunError | None = None
     trajectory: Trajectory = Field(default_factory=Trajectory)
@@ -216,6 +292,7 @@ class Run(Record):
     tags: list[str] = Field(default_factory=list)
     redacted: list[Redaction] = Field(default_factory=list)
     imported: str | None = None
+    owner: str = ""
 
     @property
     def reward(self) -> float | None:
@@ -223,6 +300,11 @@ class Run(Record):
         if not self.rewards or (self.error is not None and self.error.type == UNSCORED):
             return None
         return sum(r.value for r in self.rewards)
+
+    @property
+    def target(self) -> Any:
+        """The target of its task; None where it has no task, or the task no target."""
+        return None if self.task is None else self.task.target
 
     @property
     def calls(self) -> list[ModelCall]:

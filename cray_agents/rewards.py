@@ -1,4 +1,4 @@
-"""@reward and score: named numbers on a run, or on turns of it.
+"""@reward, score and scored: named numbers on a run, or on turns of it.
 
 A reward that fails is a RewardError on the run, which then has no reward until it is scored again:
 it is never taken for a 0. Called by agent authors and the loop. Read next: judges.py, rewards that
@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, overload, runtime_checkable
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,6 +26,24 @@ RewardFunction = Callable[[Run], Values | Awaitable[Values]]
 R = TypeVar("R", bound=RewardFunction)
 
 TIMEOUT = 60.0  # seconds, of a reward that names none
+SUSPECT = "suspect"  # tag of a run that a reward function found so
+
+
+class Verdict(float):
+    """What a reward function may return for a number: with a comment, kept beside it.
+
+    `suspect`: the run did what honest work does not do. It then gets the tag `suspect`, by which
+    people find it.
+    """
+
+    comment: str | None
+    suspect: bool
+
+    def __new__(cls, value: float, comment: str | None = None, *, suspect: bool = False) -> Self:
+        made = super().__new__(cls, value)
+        made.comment = f"{SUSPECT}: {comment}" if suspect else comment
+        made.suspect = suspect
+        return made
 
 
 @runtime_checkable
@@ -93,6 +111,15 @@ def reward(
     return mark(function) if function is not None else mark
 
 
+async def scored(
+    run: Run, rewards: Sequence[RewardFunction], *, engine: ChatEngine | None = None
+) -> Run:
+    """The run with its rewards and its error (see `score`), and with the tag `suspect` or not."""
+    found, error, suspect = await _score(run, rewards, engine)
+    tags = [tag for tag in run.tags if tag != SUSPECT] + [SUSPECT] * suspect
+    return run.model_copy(update={"rewards": found, "error": error, "tags": tags})
+
+
 async def score(
     run: Run, rewards: Sequence[RewardFunction], *, engine: ChatEngine | None = None
 ) -> tuple[list[Reward], RunError | None]:
@@ -103,30 +130,41 @@ async def score(
     (`Run.reward` is None, no dataset takes it) and can be scored again (`restored`). A run that the
     infrastructure failed is not scored: no rewards, and its own error.
     """
+    found, error, _ = await _score(run, rewards, engine)
+    return found, error
+
+
+async def _score(
+    run: Run, rewards: Sequence[RewardFunction], engine: ChatEngine | None
+) -> tuple[list[Reward], RunError | None, bool]:
+    """Rewards, error, and whether one of the functions found the run suspect."""
     own = run.error if run.error is not None and run.error.type != UNSCORED else None
     if own is not None and own.infrastructure:
-        return [], own
+        return [], own, SUSPECT in run.tags
     failures = [
         f"reward {each.name} of turn {each.turn} is {each.value}: give a finite number"
         for each in run.rewards
         if not math.isfinite(each.value)
     ]
     given: list[Reward] = []
+    suspect = False
     for function in rewards:
         bound = function
         if engine is not None and isinstance(function, AsksModel):
             bound = function.with_engine(engine)
         try:
-            given += await _given(run, bound)
+            rewarded, doubted = await _given(run, bound)
+            given += rewarded
+            suspect |= doubted
         except RewardError as error:
             failures.append(str(error))
     replaced = {(each.name, each.source, each.turn) for each in given}
     earlier = [r for r in run.rewards if (r.name, r.source, r.turn) not in replaced]
     found = [*(each for each in earlier if math.isfinite(each.value)), *given]
     if not failures:
-        return found, own
+        return found, own, suspect
     told = "; ".join(failures) + ("" if own is None else f" (the run: {own.type}: {own.message})")
-    return found, RunError(type=UNSCORED, message=told)
+    return found, RunError(type=UNSCORED, message=told), suspect
 
 
 def unscored(run: Run) -> bool:
@@ -146,8 +184,8 @@ def restored(run: Run, output_type: Any) -> Run:
     return run.model_copy(update={"output": output, "error": None})
 
 
-async def _given(run: Run, function: RewardFunction) -> list[Reward]:
-    """What a function gives. Raises RewardError."""
+async def _given(run: Run, function: RewardFunction) -> tuple[list[Reward], bool]:
+    """What a function gives, and whether it found the run suspect. Raises RewardError."""
     options: Options = getattr(function, "__reward_options__", Options())
     name = options.name or str(getattr(function, "__name__", type(function).__name__))
     try:
@@ -158,10 +196,18 @@ async def _given(run: Run, function: RewardFunction) -> list[Reward]:
         raise RewardError(f"reward {name} failed: {error}") from error
     except Exception as error:
         raise RewardError(f"reward {name} failed: {type(error).__name__}: {error}") from error
-    return [
-        Reward(name=name, value=options.weight * value, source=options.source, turn=turn)
-        for turn, value in _by_turn(values, name, len(run.trajectory.turns))
+    by_turn = _by_turn(values, name, len(run.trajectory.turns))
+    given = [
+        Reward(
+            name=name,
+            value=options.weight * value,
+            source=options.source,
+            turn=turn,
+            comment=value.comment if isinstance(value, Verdict) else None,
+        )
+        for turn, value in by_turn
     ]
+    return given, any(isinstance(value, Verdict) and value.suspect for _, value in by_turn)
 
 
 def _by_turn(values: Any, name: str, turns: int) -> list[tuple[int | None, float]]:
@@ -189,6 +235,12 @@ def _by_turn(values: Any, name: str, turns: int) -> list[tuple[int | None, float
 
 
 def _number(value: Any, name: str) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RewardError(f"reward {name} returned {value!r}: give a finite float or a bool")
-    return float(value)
+    number = math.nan
+    if isinstance(value, numbers.Real):
+        with contextlib.suppress(OverflowError):  # an int that no float holds
+            number = float(value)
+    if not math.isfinite(number):
+        large = isinstance(value, int)  # Python does not print one of 5,000 digits
+        told = f"an int of {value.bit_length()} bits" if large else repr(value)[:100]
+        raise RewardError(f"reward {name} returned {told}: give a finite float or a bool")
+    return value if isinstance(value, Verdict) else number

@@ -24,7 +24,7 @@ from cray_agents.errors import EngineUnavailable
 from cray_agents.gate import Gate, Passing
 from cray_agents.platform import Platform
 from cray_agents.records import ModelVersion, Run, Split, Task, digest
-from cray_agents.rewards import RewardFunction, restored, score, unscored
+from cray_agents.rewards import RewardFunction, restored, scored, unscored
 
 RETRIES = 2  # of a run that the infrastructure failed, or of a reward that failed
 BACKOFF = 0.5  # seconds before a run is tried again; before the next time, four times as many
@@ -277,13 +277,12 @@ class Rollouts:
         `again`: the run is on record already, without its rewards.
         """
         for _ in range(1 + RETRIES):
-            rewards, error = await score(run, self.rewards, engine=self.platform.engine())
-            scored = run.model_copy(update={"rewards": rewards, "error": error})
-            if not unscored(scored):
+            done = await scored(run, self.rewards, engine=self.platform.engine())
+            if not unscored(done):
                 break
-        if not (again and unscored(scored)):
-            await self.platform.record([scored])
-        return scored
+        if not (again and unscored(done)):
+            await self.platform.record([done])
+        return done
 
 
 def patience(started: Sequence[Going], close_at: float) -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from cray_agents.errors import BadInput
-from cray_agents.training import Hyperparameters, MethodName
+from cray_agents.training import Hyperparameters, MethodName, as_hyperparameters
 
 Method = Literal["rft", "grpo", "dpo", "kto", "sft"]
 COMPARING = ("grpo", "dpo")  # those that learn from how the attempts at a task differ
@@ -54,6 +54,11 @@ class Stage:
     tasks_per_generation: int | None = None
     evaluate_every: int | None = None
     parent: Literal["promoted", "latest"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.hyperparameters is not None:
+            given = as_hyperparameters(self.hyperparameters)
+            object.__setattr__(self, "hyperparameters", given)
 
 
 @dataclass(frozen=True)

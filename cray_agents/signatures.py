@@ -4,6 +4,7 @@ A parameter annotated `RunContext` is not for the model; its name is found here.
 toolbox.py.
 """
 
+import functools
 import inspect
 import re
 import types
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
-from pydantic.errors import PydanticSchemaGenerationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from cray_agents.context import RunContext
 from cray_agents.errors import BadInput
@@ -30,11 +31,14 @@ def read_signature(
     The model's fields are p0, p1, ... whose aliases are the parameters' names: the detour spares
     authors the names that pydantic keeps for itself, such as `json`. Raises BadInput.
     """
-    hints = _hints(function, name)
+    plain, fixed = unbound(function)
+    hints = _hints(plain, name)
     context: str | None = None
     fields: dict[str, Any] = {}
     for position, parameter in enumerate(inspect.signature(function).parameters.values()):
-        _check_parameter(parameter, function, name)
+        if parameter.name in fixed:
+            continue
+        _check_parameter(parameter, plain, name)
         hint = hints.get(parameter.name, Any)
         if _takes_context(hint):
             if context is not None:
@@ -52,7 +56,19 @@ def read_signature(
     except PydanticSchemaGenerationError as error:
         problem = str(error).split(".")[0]
         raise BadInput(f"tool {name!r}: no model can fill in {problem}", param="tools") from error
+    except PydanticUserError as error:  # such as typing's TypedDict before Python 3.12
+        problem = str(error).splitlines()[0]
+        raise BadInput(f"tool {name!r}: {problem}", param="tools") from error
     return model, context
+
+
+def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], set[str]]:
+    """The function within functools.partial, and the parameters that were given by name there."""
+    fixed: set[str] = set()
+    while isinstance(function, functools.partial):
+        fixed |= function.keywords.keys()
+        function = function.func
+    return function, fixed
 
 
 def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:

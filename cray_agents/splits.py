@@ -1,7 +1,8 @@
 """Whether a task of one split is also in another: by its id, or by its input, also nearly.
 
 The rule for inputs is that of words.py: equal but for case, spaces and punctuation; of long ones
-also those whose word 5-grams are similar, or that hold all of a guarded one. Nothing is estimated,
+also those whose word 5-grams are similar, or that hold all of a guarded one. Tasks whose metadata
+make them what they are (Task.identity) are compared by these as well. Nothing is estimated,
 and all is looked up: of a guarded input the index holds its rarest 5-grams, so many that one that
 is similar must share one of them (prefix filtering: Bayardo, Ma, Srikant 2007), and where the first
 that they share stands bounds how many there are (positions: Xiao et al. 2008). Called by tasks.py.
@@ -22,6 +23,7 @@ from cray_agents.words import GRAM, SIMILAR, is_long, words_of
 #: and nothing that only measures may decide.
 GUARDED: tuple[Split, ...] = ("train", "holdout", "test")
 _ROUNDING = 1e-9
+_WORLD = "\x00"  # in no key of a text: tasks with a world are equal or not, never nearly
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Leak:
 def key_of(text: str) -> str:
     """What makes two inputs equal: their words, or, in a text that has none, all of it."""
     return " ".join(words_of(text)) or " ".join(text.casefold().split())
+
+
+def task_key(task: Task) -> str:
+    """What makes two tasks equal: the key of the input, and the world where the task has one."""
+    key = key_of(task.input)
+    return key if task.world is None else f"{key}{_WORLD}{task.world}"
 
 
 class Dropped(NamedTuple):
@@ -186,7 +194,7 @@ class _Guarded:
         Of numbers, for the hash of a string is another one in each process.
         """
         words = key.split(" ")
-        if not is_long(words):
+        if _WORLD in key or not is_long(words):
             return None
         known = self._vocabulary
         ids = [known.setdefault(word, len(known)) for word in words]

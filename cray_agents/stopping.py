@@ -88,10 +88,11 @@ def check_taught(done: Sequence[Generation]) -> None:
     newest, before = done[-1], done[-2:-1]
     if not newest.generation or newest.dataset is not None:
         return
+    cold = f" ({done[0].note})" if done[0].note else ""
     again = any(g.generation and g.dataset is None for g in before)
     if newest.method not in COMPARING or again:
         raise BadInput(
-            f"generation {newest.generation}: {newest.note}. The same command goes on with the "
-            "next generation's tasks",
+            f"generation {newest.generation}: {newest.note}{cold}. The same command goes on "
+            "with the next generation's tasks",
             code="empty_dataset",
         )

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack, cast, get_args, overload
 
+from pydantic import ValidationError
+
 from cray_agents import dataset_folder
 from cray_agents.errors import BadInput
-from cray_agents.records import Split, Task
-from cray_agents.splits import Dropped, apart, key_of
+from cray_agents.records import Split, Task, task_id
+from cray_agents.splits import Dropped, apart, task_key
 from cray_agents.task_columns import Columns, Given, task_of
 from cray_agents.task_files import Row, rows_of_csv, rows_of_jsonl, rows_of_parquet
 
@@ -30,11 +32,14 @@ class Placing(TypedDict, total=False):
     `holdout` (0.2) and `test` (0) are the shares of those tasks that name no split. `on_leak`: what
     to do where a task is in two splits, by its id or by its input, also nearly (splits.py):
     `error`, or `drop` it from the less guarded one: from train before holdout before test.
+    `identity`: the keys of the metadata that, beside the input, make each what it is: Task.identity
+    of all tasks that name none.
     """
 
     holdout: float
     test: float
     on_leak: OnLeak
+    identity: Sequence[str]
 
 
 class Reading(Placing, Columns, total=False):
@@ -50,7 +55,7 @@ class TaskSet(Sequence[Task]):
 
     def __init__(self, tasks: Iterable[Task], *, on_leak: OnLeak = "error") -> None:
         whole = tuple(tasks)
-        keys = [key_of(task.input) for task in whole]
+        keys = [task_key(task) for task in whole]
         places = [f"task {number}" for number in range(len(whole))]
         self._tasks, self.dropped = apart(whole, keys, places, drop=_drops(on_leak))
 
@@ -226,8 +231,8 @@ class TaskSet(Sequence[Task]):
         places, tasks = [], []
         for where, value in items:
             places.append(where)
-            tasks.append(task_of(value, where))
-        keys = [key_of(task.input) for task in tasks]
+            tasks.append(_identified(task_of(value, where), where, placing.get("identity", ())))
+        keys = [task_key(task) for task in tasks]
         said = ["split" in task.model_fields_set for task in tasks]
         named = {keys[n]: task.split for n, task in enumerate(tasks) if said[n]}
         for n, key in enumerate(keys):
@@ -235,6 +240,23 @@ class TaskSet(Sequence[Task]):
                 split = named.get(key) or _share(key, holdout, test)
                 tasks[n] = tasks[n].model_copy(update={"split": split})
         return cls._view(*apart(tasks, keys, places, drop=_drops(placing.get("on_leak", "error"))))
+
+
+def _identified(task: Task, where: str, identity: Sequence[str]) -> Task:
+    """The task with this identity, unless it has one. Raises BadInput."""
+    if not identity or task.identity:
+        return task
+    if isinstance(identity, str):
+        message = f"identity={identity!r}: give a list of keys, as in [{identity!r}]"
+        raise BadInput(message, param="identity")
+    given = {name: getattr(task, name) for name in task.model_fields_set}
+    if task.id == task_id(given):
+        given.pop("id", None)
+    try:
+        return Task(**{**given, "identity": [*identity]})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise BadInput(f"{where}: {problem}", param="identity") from error
 
 
 def _parted(reading: Reading) -> tuple[Columns, Placing]:

@@ -6,12 +6,13 @@ short text for the model and stands in ToolCall.error; it never ends a run, but 
 lists. Called by turns.py.
 """
 
+import asyncio
 import difflib
 import functools
 import inspect
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -30,11 +31,13 @@ from cray_agents.errors import (
     ToolError,
 )
 from cray_agents.records import ToolCall
-from cray_agents.signatures import read_docstring, read_signature, untitled
+from cray_agents.signatures import read_docstring, read_signature, unbound, untitled
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Whether a call may be carried out: True, or the reason why not (False: none is given).
 Approve = Callable[[ToolCall, RunContext], bool | str | Awaitable[bool | str]]
+#: What is wrong with validated arguments, in words for a model; None: nothing.
+Check = Callable[[Mapping[str, Any]], Awaitable[str | None]]
 
 TIMEOUT = 60.0  # seconds, of a tool that names none
 MAX_CHARS = 20_000  # of a result, that a model is shown: about 5,000 tokens
@@ -48,7 +51,8 @@ class Tool:
     """A function a model may call. `schema` is the tool as OpenAI's `tools` lists it.
 
     Made by `@tool`, or by Agent from a plain function; see `tool` for the options.
-    `context_parameter` names the one that is given the RunContext.
+    `context_parameter` names the one that is given the RunContext. `check` is asked about the
+    arguments that `arguments` let through, where a schema takes longer than an event loop may wait.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Tool:
     approve: Approve | None = None
     max_chars: int | None = MAX_CHARS
     context_parameter: str | None = None
+    check: Check | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function itself."""
@@ -74,6 +79,8 @@ class Tool:
         Raises ToolError, and what PASSING lists.
         """
         values = self._validated(arguments)
+        if self.check is not None and (problem := await self._checked(self.check, values)):
+            raise ToolError(self._refusal(problem))
         if name := self.context_parameter:
             default = inspect.signature(self.function).parameters[name].default
             if context is not None or default is inspect.Parameter.empty:
@@ -88,6 +95,11 @@ class Tool:
             reraise=True,
         )
         bound = functools.partial(self.function, **values)
+        plain, _ = unbound(self.function)
+        if inspect.isasyncgenfunction(plain):
+            bound = functools.partial(_collected, bound)
+        elif inspect.isgeneratorfunction(plain):
+            bound = functools.partial(_listed, bound)
         try:
             if not self.retries:
                 return await foreign.call(bound, self.timeout)
@@ -112,12 +124,20 @@ class Tool:
                 ": ".join([*map(str, problem["loc"]), problem["msg"]])
                 for problem in error.errors(include_url=False, include_input=False)
             )
-            raise ToolError(
-                f"bad arguments for {self.name}: {problems}. Expected {self.signature}"
-            ) from error
+            raise ToolError(self._refusal(problems)) from error
         fields = self.arguments.model_fields
         named = {info.alias or name: getattr(given, name) for name, info in fields.items()}
         return {**named, **(given.model_extra or {})}
+
+    async def _checked(self, check: Check, values: Mapping[str, Any]) -> str | None:
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await check(values)
+        except TimeoutError:
+            raise ToolError(f"{self.name} did not answer within {self.timeout:g} s") from None
+
+    def _refusal(self, problems: str) -> str:
+        return f"bad arguments for {self.name}: {problems}. Expected {self.signature}"
 
     @property
     def signature(self) -> str:
@@ -157,7 +177,9 @@ def tool(
 
     The function stays what it was. Its parameters need annotations; a Google-style `Args:`
     section in its docstring describes them. One annotated `RunContext` is given the run's, and
-    the model does not see it. The function may be sync (it then runs in a thread) or async.
+    the model does not see it. The function may be sync (it then runs in a thread) or async; the
+    result of a generator is the list of what it yields. Of a functools.partial the model gives
+    what is not given yet.
 
     Args:
         function: what is decorated.
@@ -204,15 +226,16 @@ def as_tool(thing: Tool | Callable[..., Any]) -> Tool:
         return thing
     if not callable(thing):
         raise BadInput(f"{thing!r} is not a tool: give a function", param="tools")
-    options: dict[str, Any] = dict(getattr(thing, "__tool_options__", {}))
-    name = options.pop("name", None) or getattr(thing, "__name__", type(thing).__name__)
+    plain, _ = unbound(thing)
+    options: dict[str, Any] = dict(getattr(plain, "__tool_options__", {}))
+    name = options.pop("name", None) or getattr(plain, "__name__", type(plain).__name__)
     if not NAME.fullmatch(name):
         raise BadInput(
             f"a tool cannot be called {name!r}: use 1 to 64 letters, digits, _ and -; "
             "@tool(name=...) sets the name",
             param="tools",
         )
-    description, described = read_docstring(inspect.getdoc(thing) or "")
+    description, described = read_docstring(inspect.getdoc(plain) or "")
     arguments, context = read_signature(thing, name, described)
     schema = {
         "type": "function",
@@ -257,6 +280,16 @@ def told(call: ToolCall) -> str:
     if call.error is not None:
         return f"Error: {call.error}"
     return call.result if isinstance(call.result, str) else to_json(call.result).decode()
+
+
+async def _collected(function: Callable[[], AsyncIterator[Any]]) -> list[Any]:
+    """All that an async generator yields: that is its result."""
+    return [item async for item in function()]
+
+
+def _listed(function: Callable[[], Iterable[Any]]) -> list[Any]:
+    """The same of a generator that is not async."""
+    return [*function()]
 
 
 async def _approved(approve: Approve, asked: ToolCall, context: RunContext) -> None:

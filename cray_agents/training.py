@@ -8,8 +8,9 @@ that only decides how the job is run stays out of its name. Read next: `trainers
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
 
 MethodName = Literal["sft", "dpo", "kto", "grpo"]
@@ -53,6 +54,9 @@ class Policy(StrictRecord):
       1 + `clip_high`; `cispo` clips the weight and keeps every token's gradient (arXiv 2506.13585);
       `gspo` takes the sequence's ratio, its geometric mean over tokens (arXiv 2507.18071), for
       which bounds near 3e-4 are usual. A `clip_low` of 1 or more is no lower bound.
+    - `dual_clip`, for ppo: where the advantage A is negative, a token adds at most
+      -`dual_clip` times A to the loss, however large its ratio (arXiv 1912.09729; verl's
+      `clip_ratio_c`, 3 there). None: not bounded.
     - `normalization` of the sum over tokens: `token` divides by the batch's tokens (DAPO, arXiv
       2503.14476), `sequence` averages within each sequence first (GRPO), `constant` divides by the
       batch's sequences times `constant` (Dr. GRPO, arXiv 2503.20783). None: `token`, and for gspo
@@ -67,6 +71,7 @@ class Policy(StrictRecord):
     objective: Literal["ppo", "cispo", "gspo"] = "ppo"
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.2, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
     normalization: Literal["token", "sequence", "constant"] | None = None
     constant: int = Field(1024, gt=0)
     kl: float = Field(0.0, ge=0)
@@ -79,6 +84,12 @@ class Policy(StrictRecord):
         return self.normalization or ("sequence" if self.objective == "gspo" else "token")
 
     @model_validator(mode="after")
+    def _dual_clip_is_of_ppo(self) -> Self:
+        if self.dual_clip is not None and self.objective != "ppo":
+            raise ValueError(f"dual_clip has no effect with {self.objective}: it is of ppo")
+        return self
+
+    @model_validator(mode="after")
     def _gspo_is_of_sequences(self) -> Self:
         if self.objective == "gspo" and self.normalized_by != "sequence":
             raise ValueError(f"gspo has no normalization {self.normalization!r}: it is 'sequence'")
@@ -89,7 +100,7 @@ class Hyperparameters(StrictRecord):
     """How to train. `batch_size` counts sequences per optimizer step (dpo: pairs), over all ranks.
 
     `learning_rate`: 1e-3 suits models of a few million parameters. Billions want about 1e-5 (LoRA
-    ten times that), and dpo, kto and grpo 1e-7 to 5e-6.
+    ten times that), and dpo, kto and grpo 1e-7 to 5e-6. At 0 the weights stay what they are.
     `init`: `parent` goes on from the parent's weights; `random` starts afresh from its config.json
     alone, seeded. `order`: `epoch` goes through a seeded permutation of the samples per epoch;
     `weighted` draws each step's samples with probability proportional to their weight. Both depend
@@ -100,7 +111,7 @@ class Hyperparameters(StrictRecord):
 
     steps: int = Field(gt=0)
     batch_size: int = Field(16, gt=0)
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(1e-3, ge=0)
     min_learning_rate: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -119,6 +130,18 @@ class Hyperparameters(StrictRecord):
     lora: Lora | None = None
     preference: Preference = Field(default_factory=Preference)
     policy: Policy = Field(default_factory=Policy)
+
+
+def as_hyperparameters(given: Any) -> Hyperparameters:
+    """Hyperparameters, also from a dict of them. Raises BadInput."""
+    if isinstance(given, Hyperparameters):
+        return given
+    try:
+        return Hyperparameters.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(["hyperparameters", *map(str, first["loc"])])
+        raise BadInput(f"{place}: {first['msg']}", param="hyperparameters") from error
 
 
 class Layout(StrictRecord):
@@ -154,7 +177,8 @@ class JobSpec(StrictRecord):
     How the job is run, and not what it is: the layout; `save_every` steps a resume point, of which
     the last `keep` stay, and one when it has succeeded; `evaluate_every` steps the loss on the
     dataset's validation split, if it has one (None: before the first step and at the end);
-    `recompute` activations; `logprob_limit`, by how much the trainer's log-probabilities may differ
+    `recompute` activations; `oversubscribe`: also if it takes more cores, memory or GPUs than there
+    are; `logprob_limit`, by how much the trainer's log-probabilities may differ
     from the engine's (None: 0.01 in float32, 0.5 in bfloat16).
     """
 
@@ -174,6 +198,7 @@ class JobSpec(StrictRecord):
     evaluate_every: int | None = Field(None, gt=0)
     recompute: Literal["none", "selective", "full"] = "none"
     logprob_limit: float | None = Field(None, gt=0)
+    oversubscribe: bool = False
 
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Self:
@@ -202,6 +227,8 @@ class JobSpec(StrictRecord):
         what = self.model_dump(exclude=_HOW_IT_IS_RUN, mode="json")
         if self.parent_settings_sha256 is None:  # jobs from before are found by the ids they have
             del what["parent_settings_sha256"]
+        if self.hyperparameters.policy.dual_clip is None:  # likewise
+            del what["hyperparameters"]["policy"]["dual_clip"]
         return f"job-{digest(what)}"
 
 
@@ -212,6 +239,7 @@ _HOW_IT_IS_RUN = {
     "evaluate_every",
     "recompute",
     "logprob_limit",
+    "oversubscribe",
     "parent",
     "reference",
 }

@@ -14,6 +14,7 @@ from cray_agents.errors import (
     AccessDenied,
     BadInput,
     CrayError,
+    Displaces,
     EngineError,
     EngineTimeout,
     EngineUnavailable,
@@ -150,12 +151,14 @@ def typed(error: "openai.APIStatusError") -> CrayError:
     code = body.get("code")
     if code == PoolBusy.code:
         return PoolBusy(message)
+    if code == Displaces.code:
+        return Displaces(message)
     if code == SwapError.code:
         return SwapError(message)
     if code == JobError.code:
         return JobError(message)
     if error.status_code in (401, 403):
-        return AccessDenied(message, status=error.status_code, code=code)
+        return AccessDenied(message, status=error.status_code, code=code, param=body.get("param"))
     if error.status_code == 429:
         wait = float(error.response.headers.get("retry-after-ms", 1000)) / 1000
         return TooManyRequests(message, retry_after=wait)

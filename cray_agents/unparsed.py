@@ -31,6 +31,8 @@ _OPENINGS = (
     "<start_function_call>", "[TOOL_CALLS]", "<|action_start|>", "functools[", "```tool_code",
     "<invoke name=",
 )  # fmt: skip
+#: Where the JSON of an opened call begins: at once, or after the tool's name.
+_JSON_AHEAD = re.compile(r"[\w.:-]*>?\s*(?=[{\[])")
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _PYTHON = re.compile(r"\[?\s*([\w-]+)\((.*)\)\s*\]?", re.DOTALL)
 
@@ -38,28 +40,34 @@ log = logging.getLogger(__name__)
 
 
 def unparsed_tool_call(message: Message, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """What in an assistant's message was meant as a call of one of the tools; None: nothing.
+    """The call of one of the tools that a server left in an assistant's text; None: none.
 
-    Either its text opens a call as models do, or is one as JSON or Python, or a parsed call's
-    arguments are no JSON object.
+    The text opens a call as models do, or is one as JSON or Python. A call whose JSON is broken is
+    the model's mistake, which no parser would have understood: it does not count.
     """
-    if not tools:
-        return None
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        if not isinstance(_json(arguments or "{}"), dict):
-            return f"arguments of {call['function']['name']}: {arguments}"
     text = message.get("content")
-    if message.get("tool_calls") or not isinstance(text, str) or not text:
+    if not tools or message.get("tool_calls") or not isinstance(text, str) or not text:
         return None
     for opening in _OPENINGS:
         if opening in text:
-            return text[text.index(opening) :]
+            begin = text.index(opening)
+            return text[begin:] if _well_formed(text[begin + len(opening) :]) else None
     names = {tool["function"]["name"] for tool in tools}
     for part in (text.strip(), *_FENCED.findall(text)):
         if _called(part.strip()) & names:
             return str(part)
     return None
+
+
+def _well_formed(opened: str) -> bool:
+    """Whether what follows an opening is a whole call. Only of JSON can it be told."""
+    opened = opened.strip()
+    if ahead := _JSON_AHEAD.match(opened):
+        try:
+            json.JSONDecoder().raw_decode(opened, ahead.end())
+        except ValueError:
+            return False
+    return True
 
 
 def _called(text: str) -> set[str]:

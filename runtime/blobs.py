@@ -23,7 +23,7 @@ from typing import BinaryIO
 from cray_agents.errors import NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 
 PIECE = 1 << 20  # bytes that are read, or gathered before they are written
 STRETCH = 64 << 20  # bytes that the kernel is asked to copy at once
@@ -47,12 +47,12 @@ class Draft:
     """A content that is being written. A context manager: what was not published is removed."""
 
     def __init__(self, blobs: "Blobs") -> None:
-        blobs.home.drafts.mkdir(parents=True, exist_ok=True)
         self.size = 0
         self.path = blobs.home.drafts / new_id("draft")
         self._blobs = blobs
         self._hasher = hashlib.sha256()
         with _disk(self.path):
+            blobs.home.drafts.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("xb", buffering=PIECE)
 
     def __enter__(self) -> "Draft":
@@ -128,6 +128,12 @@ class Blobs:
     def path(self, sha256: str) -> Path:
         """Where a content lies, or would."""
         return self.home.blob(sha256)
+
+    def proven(self, sha256: str) -> Path:
+        """The same of one that is there and whole. Raises Corrupt, FileNotFoundError."""
+        path = self.path(sha256)
+        path.stat()
+        return checked.prove(path, sha256)
 
     def size(self, sha256: str) -> int | None:
         """The bytes of a content; None if it is not there."""
@@ -257,4 +263,4 @@ def _disk(path: Path) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
-        raise StoreError(f"cannot use {path}: {error.strerror or error}") from error
+        raise StoreError.of(f"cannot use {path}", error) from error

@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from cray_agents.betting import Stream
 from cray_agents.paths import Home
 from cray_agents.records import StrictRecord
+from cray_agents.runtime import checked
 from cray_agents.runtime.history import ModelEvent
 
 Side = Literal["canary", "control"]
@@ -41,6 +42,8 @@ class CanaryTest(StrictRecord):
         promote_after: promote it after so many of its sessions, if it then stands within the
             margins; without, it runs until it is ended.
         low, high: the range of rewards; what lies outside counts as its nearer end.
+        givers: names of the API keys whose rewards count, beside what is given on the platform's
+            host; None: everybody's. Over HTTP none is none but the caller's own.
     """
 
     share: float = Field(0.1, gt=0, lt=1)
@@ -50,6 +53,7 @@ class CanaryTest(StrictRecord):
     promote_after: int | None = Field(None, ge=1)
     low: float = 0.0
     high: float = 1.0
+    givers: list[str] | None = None
 
     @model_validator(mode="after")
     def _in_order(self) -> "CanaryTest":
@@ -201,7 +205,7 @@ class Canary:
         """What was seen. Which sessions were is left out: after a restart they may count again."""
         self.changed = False
         kept = {"failures": self.failures.kept(), "losses": self.losses.kept()}
-        return orjson.dumps(kept) + b"\n"
+        return checked.with_crc(orjson.dumps(kept)) + b"\n"
 
     @classmethod
     def opened(cls, home: Home, start: ModelEvent) -> "Canary":
@@ -209,7 +213,7 @@ class Canary:
         canary = cls(start)
         path = home.canary(start.name, start.number)
         if path.exists():
-            kept = orjson.loads(path.read_bytes())
+            kept = checked.read_json(path)
             canary.failures.restore(kept["failures"])
             canary.losses.restore(kept["losses"])
         return canary

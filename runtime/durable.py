@@ -11,6 +11,7 @@ from pathlib import Path
 from cray_agents.records import new_id
 
 BLOCK = 1 << 20  # bytes read at a time
+ROOM = 64 * 1024  # bytes that a disk which is not full has room for
 
 
 def sha256_file(path: Path) -> str:
@@ -20,6 +21,11 @@ def sha256_file(path: Path) -> str:
         while block := file.read(BLOCK):
             hasher.update(block)
     return hasher.hexdigest()
+
+
+def sha256(content: bytes) -> str:
+    """The hex SHA-256 of bytes."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -46,8 +52,12 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Put `data` at `path`: readers see the old file or the whole new one, which has this mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{new_id('draft')}")
-    write_file(draft, data, mode)
-    draft.replace(path)
+    try:
+        write_file(draft, data, mode)
+        draft.replace(path)
+    except BaseException:  # such as a full disk: nothing of it stays
+        draft.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
@@ -58,15 +68,24 @@ def create_file(path: Path, data: bytes) -> bool:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{new_id('draft')}")
-    write_file(draft, data)
     try:
+        write_file(draft, data)
         os.link(draft, path)
     except FileExistsError:
         return False
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     sync(path.parent)
     return True
+
+
+def check_room(directory: Path) -> None:
+    """Prove that a directory's disk takes data. Raises OSError."""
+    probe = directory / f".{new_id('room')}"
+    try:
+        write_file(probe, bytes(ROOM))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def draft_directory(target: Path) -> Path:

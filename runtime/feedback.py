@@ -5,12 +5,19 @@ changes his mind says it again. A dataset that is built afterwards sees it. Call
 (routes/trajectories.py) and by `cray-agents runs reward`.
 """
 
+import time
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import Event, Reward, StrictRecord, new_id
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
+
+REWARD_LIMIT = 1e6  # the setting `reward_limit`: the largest size of a reward, and of their sum
+MOST = 1000  # rewards that a run is described with
+AHEAD = 300.0  # seconds by which another's clock may be ahead of ours
 
 
 class Feedback(StrictRecord):
@@ -21,6 +28,32 @@ class Feedback(StrictRecord):
     source: str = Field("human", min_length=1, max_length=200)
     turn: int | None = Field(None, ge=0, strict=True)
     comment: str | None = Field(None, max_length=10_000)
+
+
+def check_rewards(rewards: Sequence[Reward], limit: float, at: str = "value") -> None:
+    """Raise BadInput for what is no reward, or so large that others would count for nothing.
+
+    One that is of the future would never be replaced by a later one. `at`: the field they are in.
+    """
+    total = 0.0
+    for reward in rewards:
+        total += reward.value
+        if not abs(reward.value) <= limit:  # also what is no number
+            raise BadInput(
+                f"{at}: a reward of {reward.value:g} is not taken: the setting `reward_limit` "
+                f"allows {-limit:g} to {limit:g}",
+                param=at,
+            )
+        if reward.turn is not None and reward.turn < 0:
+            raise BadInput(f"{at}: turn {reward.turn}: turns count from 0", param=at)
+        if not reward.time <= time.time() + AHEAD:
+            raise BadInput(f"{at}: its time {reward.time} is no unix time up to now", param=at)
+    if len(rewards) > MOST or not abs(total) <= limit:
+        raise BadInput(
+            f"{at}: {len(rewards)} rewards that are {total:g} together; a run is described with at "
+            f"most {MOST}, of {-limit:g} to {limit:g} (the setting `reward_limit`) in all",
+            param=at,
+        )
 
 
 def judged(store: Store, run_id: str, feedback: Feedback) -> RunFacts:
@@ -38,9 +71,9 @@ def judged(store: Store, run_id: str, feedback: Feedback) -> RunFacts:
     return facts
 
 
-async def give(store: Store, run_id: str, feedback: Feedback) -> Reward:
-    """Put it on the record; durable when this returns."""
-    reward = Reward(**feedback.model_dump())
+async def give(store: Store, run_id: str, feedback: Feedback, giver: str = "") -> Reward:
+    """Put it on the record; durable when this returns. `giver`: see Reward."""
+    reward = Reward(**feedback.model_dump(), giver=giver)
     body = reward.model_dump(mode="json")
     event = Event(id=new_id("reward"), run_id=run_id, kind="reward", body=body, time=reward.time)
     await store.append([event], new=True)

@@ -20,7 +20,7 @@ from pydantic import Field
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.blobs import Blob, Blobs
 
 Order = Literal["asc", "desc"]
@@ -116,7 +116,8 @@ class Files:
             sha256=sha256,
             owner=owner,
         )
-        durable.create_file(self._path(file.id), file.model_dump_json().encode())
+        text = checked.with_crc(file.model_dump_json().encode())
+        durable.create_file(self._path(file.id), text)
         return self.get(file.id)
 
     def get(self, file_id: str) -> FileObject:
@@ -131,8 +132,8 @@ class Files:
         )
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file lies, to be read only. Raises NotFound."""
-        return self.blobs.path(self.get(file_id).sha256)
+        """Where a file's content lies, to be read only, and proven. Raises NotFound, Corrupt."""
+        return self.blobs.proven(self.get(file_id).sha256)
 
     def list(
         self,
@@ -167,7 +168,8 @@ class Files:
         return {file.sha256 for file in files if not file.expired}
 
     def _bury(self, file: FileObject) -> None:
-        durable.create_file(self._stone(file.id), file.model_dump_json().encode())
+        text = checked.with_crc(file.model_dump_json().encode())
+        durable.create_file(self._stone(file.id), text)
         self._path(file.id).unlink(missing_ok=True)
         self._known.pop(file.id, None)
 
@@ -205,7 +207,7 @@ class Files:
 
 
 def _read(path: Path) -> FileObject:
-    return FileObject.model_validate_json(path.read_bytes())
+    return checked.read_record(FileObject, path)
 
 
 def _place(file: FileObject) -> tuple[int, str]:

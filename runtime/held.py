@@ -4,11 +4,13 @@ pool.py makes one of what it is given; seat.py loads and proves it. Read next: p
 adapters.py, which loads what is held beside it.
 """
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
 from cray_agents.errors import Corrupt, SwapError
 from cray_agents.records import ProbePrompt
+from cray_agents.runtime.checkpoints import MANIFEST, verify
 from cray_agents.runtime.proof import same_shape, was_trained
 
 
@@ -35,6 +37,19 @@ class Held:
                 f"be proven. Train it again, or look at {checkpoint / 'manifest.json'}"
             )
         return cls(version, checkpoint, tuple(probe))
+
+    @classmethod
+    async def proven(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "Held":
+        """The same, once its files are what its manifest says: read once a process.
+
+        Raises SwapError, which names the damaged file.
+        """
+        if (checkpoint / MANIFEST).is_file():
+            try:
+                await asyncio.to_thread(verify, checkpoint)
+            except (Corrupt, OSError) as error:
+                raise SwapError(f"{version} was not loaded: {error}") from error
+        return cls.of(checkpoint, version, probe)
 
     def fits(self, new: "Held") -> bool:
         """Whether `new` can take its place in a running process. Raises SwapError."""

@@ -36,8 +36,20 @@ class Host(Protocol):
 
     async def stop(self) -> None: ...
 
+    def lacks(self, checkpoint: Path) -> str:
+        """What this host has too little of to start it beside all else; "": it has enough."""
+        ...
+
     async def died(self) -> None:
         """Return when it has ended without having been asked to."""
+        ...
+
+    async def answers(self) -> None:
+        """Return when the engine itself has said something. Raises EngineError."""
+        ...
+
+    def trouble(self) -> str:
+        """What its present or last process died of, in a line; "" where it said nothing."""
         ...
 
     async def adapt(self, checkpoint: Path, name: str) -> Engine:
@@ -69,9 +81,20 @@ class Resident:
     async def stop(self) -> None:
         """Nothing is to be ended."""
 
+    def lacks(self, checkpoint: Path) -> str:
+        """It is here already."""
+        return ""
+
     async def died(self) -> None:
         """Wait for ever."""
         await asyncio.Event().wait()
+
+    async def answers(self) -> None:
+        """It is in this process, which runs."""
+
+    def trouble(self) -> str:
+        """It has no process that could die."""
+        return ""
 
     async def adapt(self, checkpoint: Path, name: str) -> Engine:
         """A copy of the engine that has loaded the checkpoint, and shares all else."""

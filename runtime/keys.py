@@ -24,7 +24,7 @@ from pydantic import Field, field_serializer, field_validator
 from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import Record, new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 
 PREFIX = "sk-cray-"
 FRESH_SECONDS = 0.5  # how long another process's new or revoked key may stay unseen
@@ -90,7 +90,7 @@ class Keys:
             raise BadInput(f"there is a key {name!r}: revoke it, or choose another", param="name")
         secret = PREFIX + secrets.token_urlsafe(32)
         record = KeyRecord(id=new_id("key"), name=name, role=role, sha256=_hash(secret))
-        data = orjson.dumps(record.model_dump(mode="json")) + b"\n"
+        data = checked.with_crc(orjson.dumps(record.model_dump(mode="json"))) + b"\n"
         if not durable.create_file(self._folder / f"{record.id}.json", data):
             raise StoreError(f"{self._folder / record.id}.json exists: try again")
         self._looked = float("-inf")
@@ -105,7 +105,7 @@ class Keys:
         if not found:
             raise NotFound(f"no key {id_or_name!r}; see `cray-agents keys list`", param="key")
         for record in found:
-            when = orjson.dumps({"time": time.time()}) + b"\n"
+            when = checked.with_crc(orjson.dumps({"time": time.time()})) + b"\n"
             durable.create_file(self._folder / f"{record.id}.revoked", when)
         self._looked = float("-inf")
         return found
@@ -184,10 +184,7 @@ def _ended(name: str) -> str:
 
 
 def _read(path: Path) -> KeyRecord:
-    try:
-        record = KeyRecord.model_validate(orjson.loads(path.read_bytes()))
-    except ValueError as error:
-        raise Corrupt(f"{path} cannot be read: {error}") from error
+    record = checked.read_record(KeyRecord, path)
     if record.id != path.stem:  # so that a copy does not bring a revoked key back
         raise Corrupt(f"{path} holds the key {record.id!r}: it was renamed or copied")
     return record

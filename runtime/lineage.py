@@ -5,14 +5,13 @@ manifests, which name its weights by hash: nobody keeps it in a second place, wh
 wrong. Called by gateway/routes/models.py and cli/models.py.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
-from cray_agents.runtime import checkpoints
+from cray_agents.runtime import checked, checkpoints
 from cray_agents.runtime.history import ModelEvent
 from cray_agents.runtime.registry import Registry
 
@@ -152,7 +151,7 @@ def _told(
 def _json(path: Path) -> dict[str, Any]:
     """What a JSON file holds; nothing where a job or a dataset was removed."""
     try:
-        found = json.loads(path.read_bytes())
+        found = checked.read_json(path)
     except FileNotFoundError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -4,7 +4,6 @@ Read from what is on the shared root: the names' histories, the records of loops
 that have not ended. What replicas hold is asked of the platform, by the caller.
 """
 
-import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from cray_agents.errors import Corrupt, NotFound
 from cray_agents.generation import Generation, onward_of, promoted_by
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
+from cray_agents.runtime import checked
 from cray_agents.runtime.checkpoints import ADAPTER, read_manifest
 from cray_agents.runtime.fine_tuning.records import Folder
 from cray_agents.runtime.history import History
@@ -157,9 +157,7 @@ def _folders(place: Path) -> list[Path]:
 def _read(path: Path) -> dict[str, Any] | None:
     """What a JSON file holds; None where there is none. Raises Corrupt."""
     try:
-        found = json.loads(path.read_bytes())
+        found = checked.read_json(path)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise Corrupt(f"{path} cannot be read: {error}") from error
     return found if isinstance(found, dict) else None

@@ -3,13 +3,13 @@
 pool.py proves each version with it before the version serves.
 """
 
-import json
 import time
 from pathlib import Path
 
-from cray_agents.errors import Corrupt, SwapError
+from cray_agents.errors import SwapError
 from cray_agents.ports import Engine, golden
 from cray_agents.records import ProbePrompt, ProbeReport
+from cray_agents.runtime import checked
 from cray_agents.runtime.checkpoints import ADAPTER
 
 #: Files that a running server has read and cannot read again. Weights are not among them.
@@ -98,10 +98,7 @@ def _config(checkpoint: Path) -> dict[str, object]:
 
 def _object(file: Path) -> dict[str, object]:
     """What a JSON file holds; empty if there is none. Raises Corrupt."""
-    try:
-        value = json.loads(_content(file) or b"{}")
-    except ValueError as error:
-        raise Corrupt(f"{file} is not JSON: {error}") from error
+    value = checked.parse(_content(file) or b"{}", file)
     return value if isinstance(value, dict) else {}
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.records import new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.checkpoints import (
     ASIDE,
     Pruned,
@@ -104,7 +104,7 @@ def set_aside(home: Home) -> list[Path]:
 def _set_aside(folder: Path) -> None:
     try:
         manifest = read_manifest(folder).model_copy(update={"probe": []})
-        text = Pruned(manifest=manifest).model_dump_json().encode()
+        text = checked.with_crc(Pruned(manifest=manifest).model_dump_json().encode())
         durable.replace_file(pruned_file(folder), text)
         folder.rename(folder.with_name(f".{folder.name}.{new_id('aside')}"))
     except (NotFound, FileNotFoundError):

@@ -7,18 +7,19 @@ the directories are read again when they were last read a second ago. Read next:
 versions come from; gateway/promoting.py, which brings them into service.
 """
 
+import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import orjson
 
-from cray_agents.errors import BadInput, Corrupt, NotFound
+from cray_agents.errors import AccessDenied, BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
-from cray_agents.runtime import checkpoints, durable
+from cray_agents.runtime import checked, checkpoints, durable
 from cray_agents.runtime.history import EventKind, History, ModelEvent
 
 FRESH_SECONDS = 1.0  # how long another process's promotion may stay unseen
@@ -33,6 +34,20 @@ def _is_directory(path: Path) -> bool:
         return path.is_dir()
     except OSError:  # a name that is too long, or not ours to look at
         return False
+
+
+def _within(path: Path, roots: Sequence[Path] | None) -> Path:
+    """The directory, links resolved. Raises AccessDenied, whether or not there is one."""
+    real = Path(os.path.realpath(path)) if "\0" not in str(path) else path
+    if roots is not None and not any(real.is_relative_to(os.path.realpath(r)) for r in roots):
+        raise AccessDenied(
+            "this key may name checkpoints by id, name or name@N, and directories that lie under"
+            f" the configured model_roots: {str(path)[:200]!r} is none of these; an administrator"
+            " can add its place to model_roots, or register it",
+            status=403,
+            code="path_not_allowed",
+        )
+    return real
 
 
 class Registry:
@@ -206,23 +221,29 @@ class Registry:
             return None
         return self._happen(name, running.version, "canary_ended", who, reason, numbers)
 
-    def import_checkpoint(self, checkpoint: str | Path) -> tuple[str, Manifest]:
+    def import_checkpoint(
+        self, checkpoint: str | Path, within: Sequence[Path] | None = None
+    ) -> tuple[str, Manifest]:
         """Take a checkpoint (a directory, or an id under the home) in, and prove it whole.
 
-        Returns its id and manifest. Raises NotFound, BadInput (no safetensors), Corrupt.
+        Returns its id and manifest. `within`: see `directory`. Raises NotFound, AccessDenied,
+        BadInput (it can be no model), Corrupt.
         """
-        return checkpoints.take_in(self.home, self.directory(str(checkpoint)))
+        return checkpoints.take_in(self.home, self.directory(str(checkpoint), within))
 
-    def directory(self, reference: str) -> Path:
+    def directory(self, reference: str, within: Sequence[Path] | None = None) -> Path:
         """Where a checkpoint lies: by directory, checkpoint id, `name@N` or `name`.
 
-        Raises NotFound.
+        `within`: of directories only those that lie in one of these, links resolved; None: any.
+        Raises NotFound, AccessDenied.
         """
         if NAME.fullmatch(reference) and self.home.checkpoint(reference).is_dir():
             return self.home.checkpoint(reference)
         path = Path(reference)
         if NAME.fullmatch(path.name) and path.parent in (Path(), self.home.checkpoint("x").parent):
             checkpoints.refuse_pruned(self.home.checkpoint(path.name))
+        if path.is_absolute() and not checkpoints.is_ours(self.home, path):
+            path = _within(path, within)
         if path.is_absolute() and _is_directory(path):
             return path
         if NAME.fullmatch(reference.partition("@")[0]):
@@ -294,15 +315,13 @@ def _numbered(
         return found
     for path in folder.glob("[0-9]*.json"):
         if path.stem.isdecimal() and int(path.stem) not in found:
-            try:
-                found[int(path.stem)] = kind.model_validate(orjson.loads(path.read_bytes()))
-            except ValueError as error:
-                raise Corrupt(f"{path} cannot be read: {error}") from error
+            found[int(path.stem)] = checked.read_record(kind, path)
     return found
 
 
 def _create(path: Path, record: Record) -> bool:
-    return durable.create_file(path, orjson.dumps(record.model_dump(mode="json")) + b"\n")
+    text = orjson.dumps(record.model_dump(mode="json"))
+    return durable.create_file(path, checked.with_crc(text) + b"\n")
 
 
 def _unknown(model: str, hint: str) -> NotFound:

@@ -9,6 +9,7 @@ and not run.
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -28,6 +29,14 @@ from cray_agents.runtime.vllm_lock import VARIABLE
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _PORT_TRIES = 3
 _TAIL = 40  # lines of its log that an error carries
+_VLLM_BYTES = 3 * 2**29  # that a server takes beside weights (in 32 bits) and KV cache
+_MOST_READ = 64 * 2**20  # bytes of its log, in which it is looked for what it died of
+_LONGEST = 500  # characters of that
+#: How vLLM's log begins to tell of what ends its engine, and the exceptions in there.
+_FATAL = re.compile(
+    r"(?:EngineCore (?:encountered a fatal error|failed to start)|WorkerProc failed)"
+)
+_EXCEPTION = re.compile(r"\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
 
@@ -89,6 +98,7 @@ class Replica:
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._offset = 0  # in the log, where its present process began
 
     @property
     def engine(self) -> VllmEngine:
@@ -118,10 +128,10 @@ class Replica:
         """
         await self.stop()
         for attempt in range(_PORT_TRIES):
-            offset = self.log.stat().st_size if self.log.exists() else 0
+            self._offset = self.log.stat().st_size if self.log.exists() else 0
             try:
                 await self._launch(checkpoint)
-                await self._until_healthy(checkpoint, offset)
+                await self._until_healthy(checkpoint, self._offset)
                 await self.engine.prepare(checkpoint, version)
             except BaseException as error:
                 await self.stop()
@@ -132,6 +142,17 @@ class Replica:
                     raise
             else:
                 return
+
+    def lacks(self, checkpoint: Path) -> str:
+        """See `Host.lacks`: memory, where vLLM computes on the CPU."""
+        if has_gpu_build():  # its GPUs are its own
+            return ""
+        weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        wanted = 2 * weights + self.settings.kv_cache_gib * 2**30 + _VLLM_BYTES
+        free = _free_bytes()
+        if free is None or free >= wanted:
+            return ""
+        return f"memory: it needs about {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
 
     async def stop(self) -> None:
         """End the server and everything it started; returns when all of it is gone."""
@@ -153,6 +174,17 @@ class Replica:
     async def died(self) -> None:
         """Return when the server has ended without having been asked to."""
         await self._ended.wait()
+
+    async def answers(self) -> None:
+        """See `Host.answers`."""
+        await self.engine.alive()
+
+    def trouble(self) -> str:
+        """See `Host.trouble`: the exception that its log tells of, else the signal it died of."""
+        if self.log.exists() and (found := _died_of(self.log, self._offset)):
+            return found
+        code = self._process.returncode if self._process is not None else None
+        return f"it was ended by {signal.Signals(-code).name}" if code and code < 0 else ""
 
     async def _launch(self, checkpoint: Path) -> None:
         self.port = _free_port()
@@ -253,6 +285,8 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
     ours = {key: value for key, value in os.environ.items() if not key.startswith("CRAY_AGENTS_")}
     if devices is not None:
         ours[VISIBLE] = devices
+    if "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT" not in ours:
+        ours["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "10"  # s; template_time.py is first
     vllm = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.max_lora_rank else "0",  # and adapters
@@ -278,6 +312,16 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
     )
 
 
+def _free_bytes() -> int | None:
+    """Memory that this host could give; None where it does not say."""
+    try:
+        told = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", told, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -294,6 +338,16 @@ async def _end_group(process: asyncio.subprocess.Process) -> None:
             break
         await asyncio.sleep(0.05)
     await process.wait()
+
+
+def _died_of(log: Path, offset: int) -> str:
+    """The exception that ended vLLM's engine, as its log has it from an offset on; "" if none."""
+    with log.open("rb") as lines:
+        lines.seek(offset)
+        text = lines.read(_MOST_READ).decode(errors="replace")
+    fatal = _FATAL.search(text)
+    found = _EXCEPTION.search(text, fatal.end()) if fatal else None  # the first is the cause
+    return found[1].strip()[:_LONGEST] if found else ""
 
 
 def _tail(log: Path, offset: int) -> str:

@@ -13,7 +13,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from cray_agents.errors import CrayError, EngineUnavailable, Overtaken, PoolBusy, SwapError
+from cray_agents.errors import (
+    CrayError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    Overtaken,
+    PoolBusy,
+    SwapError,
+)
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.adapters import Adapters
@@ -28,6 +36,7 @@ log = logging.getLogger(__name__)
 State = Literal["starting", "serving", "swapping", "down", "out"]
 
 _STARTS = 3  # tries of a first start
+_LOOKS = 4  # at whether it lives, in the seconds that it may be silent
 _BACKOFF = (0.2, 30.0)  # seconds before the first and at most before any restart
 _OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
 
@@ -35,13 +44,16 @@ _OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
 class Seat:
     """One replica's place: it `held` weights, and adapters beside them; `news` is told of changes.
 
-    `report` is the proof of the weights.
+    `report` is the proof of the weights. `losses`: how often its process was lost; `why_lost`: the
+    last time.
     """
 
     def __init__(self, host: Host, tolerance: float, drain_timeout: float, news: News) -> None:
         self.held: Held | None = None
         self.state: State = "down"
         self.restarts = 0
+        self.losses = 0
+        self.why_lost = ""
         self.report: ProbeReport | None = None
         self._host = host
         self._tolerance = tolerance
@@ -51,6 +63,7 @@ class Seat:
         self._adapters = Adapters(host, tolerance, self.occupancy, news)
         self._given = ""  # the version that it was last changed to
         self._error: str | None = None
+        self._restarted: dict[str, Any] | None = None
         self._changing = asyncio.Lock()
         self._lost = asyncio.Event()
 
@@ -99,7 +112,10 @@ class Seat:
         return held is not None and self._adapters.fits(held, new)
 
     def status(self) -> dict[str, Any]:
-        """What `/v1/pool` shows; `error` is the last failure of a replica that is not serving."""
+        """What `/v1/pool` shows; `error` is the last failure of a replica that is not serving.
+
+        `last_restart` stays: when its process was last lost, why, and the seconds until it served.
+        """
         proof = self._proof(self.version)
         return {
             "version": self.version,
@@ -108,6 +124,7 @@ class Seat:
             "in_flight": self.in_flight,
             "busy_seconds": self.occupancy.busy_seconds,
             "restarts": self.restarts,
+            "last_restart": self._restarted,
             "pid": self._host.pid,
             "port": self._host.port,
             "probe": proof.model_dump(mode="json") if proof else None,
@@ -126,13 +143,22 @@ class Seat:
                 raise
 
     async def _start(self, held: Held) -> ProbeReport:
-        """Start from scratch, again if the process dies meanwhile: it may have been killed."""
-        for _ in range(_STARTS - 1):
+        """Start from scratch, again if the process dies meanwhile: it may have been killed.
+
+        Not once more if it dies of the same twice.
+        """
+        before = None
+        for attempt in range(1, _STARTS + 1):
             try:
                 return await self._fresh(held)
             except EngineUnavailable as error:
-                log.warning("starting %s again: %s", held.version, error)
-        return await self._fresh(held)
+                died_of = self._host.trouble()
+                why = str(error) if died_of in str(error) else died_of
+                if attempt == _STARTS or (died_of and died_of == before):
+                    raise EngineUnavailable(f"{held.version} cannot be served: {why}") from error
+                before = died_of
+                log.warning("starting %s again: %s", held.version, why)
+        raise AssertionError("unreachable")
 
     async def close(self) -> None:
         """End the replica."""
@@ -198,6 +224,34 @@ class Seat:
         self._given = new.version
         return report
 
+    async def add(self, new: Held, needed: Collection[str]) -> ProbeReport:
+        """Serve an adapter beside the weights, for who asks for it; it stands for the replica no
+        more than before. Raises SwapError.
+        """
+        async with self._changing:
+            if self.held is None or not self.adapts(new):
+                raise PoolBusy(f"{new.version} was not loaded: the replica changed meanwhile")
+            given = self._given
+            try:
+                return await self._add(self.held, new, needed)
+            finally:
+                self._given = given
+
+    async def cool(self) -> None:
+        """End its process and forget what it held, unless it answers somebody."""
+        async with self._changing:
+            if self.in_flight:
+                return
+            self._set("down")
+            self._adapters.forget()
+            await self._host.stop()
+            self.held, self.report, self._error = None, None, None
+            self._lost.clear()
+
+    def lacks(self, new: Held) -> str:
+        """See `Host.lacks`."""
+        return "" if self.held is not None else self._host.lacks(new.checkpoint)
+
     async def tidy(self, needed: Collection[str]) -> None:
         """Unload the adapters that are not `needed` and answer nobody; not during a change."""
         if self._changing.locked() or self.held is None or self.state != "serving":
@@ -210,8 +264,7 @@ class Seat:
         """Bring the replica back whenever it is lost or left out; runs until cancelled."""
         while True:
             await self._loss()
-            if self.state == "serving":
-                self._set("down")
+            self._note_loss()
             delay, most = _OUT_BACKOFF if self.state == "out" else _BACKOFF
             while True:
                 await self._stays_lost(delay)
@@ -220,7 +273,79 @@ class Seat:
                         break  # a swap has put a fresh process there
                     self.restarts += 1
                     await self._put_back(self.held)
+                    self._note_restart()
                 delay = min(delay * 2, most)
+
+    async def watch(self, silence: float) -> None:
+        """Give the replica up when it has said nothing for so many seconds; runs until cancelled.
+
+        It is asked whether or not anybody else asks it something, only while it is to serve; and
+        several times, lest a moment in which this very process stood still counts against it.
+        """
+        silent, pause = 0, silence / _LOOKS
+        while True:
+            await asyncio.sleep(0 if silent else pause)
+            since = self.losses
+            if self.state != "serving":
+                silent = 0
+                await asyncio.sleep(pause)
+                continue
+            try:
+                async with asyncio.timeout(pause):
+                    await self._host.answers()
+                silent = 0
+            except (TimeoutError, EngineTimeout):
+                silent += 1
+            except EngineError as error:  # of one that has ended, the process tells more
+                silent = 0
+                if error.status >= 500:
+                    self.fail(since, str(error))
+            if silent == _LOOKS - 1:
+                silent = 0
+                self.fail(since, f"it said nothing for {silence:g} s (silence_timeout)")
+
+    def fail(self, since: int, why: str) -> None:
+        """Its engine is dead or hangs, though its process may live: bring it back.
+
+        Nothing is done if a process was lost after the first `since`, or while weights change.
+        """
+        if self.losses == since and self.state == "serving" and not self._lost.is_set():
+            self._lose(why)
+
+    async def lost(self, since: int, seconds: float) -> bool:
+        """Whether a process is lost after the first `since`; waits so long for it."""
+        with suppress(TimeoutError):
+            await self._news.until(lambda: self.losses != since, seconds)
+        return self.losses != since
+
+    def _note_loss(self) -> None:
+        trouble = self._host.trouble()
+        said = [self._error] if self._lost.is_set() and self._error else []
+        if trouble and trouble not in str(self._error):
+            said.append(trouble)
+        self.why_lost = ": ".join(said) or "its process ended"
+        self.losses += 1
+        self._restarted = {"time": time.time(), "why": self.why_lost, "seconds": None}
+        if self.state == "serving":
+            self._error = self.why_lost
+            self.state = "down"
+        self._news.tell()
+        if self.held is not None and self.state != "out":
+            log.warning("the replica of %s is lost: %s", self.held.version, self.why_lost)
+
+    def _note_restart(self) -> None:
+        if self.held is None or self._restarted is None:
+            return
+        if self.state != "serving":
+            log.warning(
+                "restart %d of %s failed: %s", self.restarts, self.held.version, self._error
+            )
+            return
+        self._restarted["seconds"] = time.time() - self._restarted["time"]
+        log.warning(
+            "restart %d: a replica serves %s again after %.1f s",
+            *(self.restarts, self.held.version, self._restarted["seconds"]),
+        )
 
     async def _replace(
         self, old: Held | None, new: Held, in_place: bool, go_back: bool

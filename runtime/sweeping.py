@@ -5,14 +5,18 @@ gateway asks now and then; several processes may do so at once (see Blobs.sweep)
 uploads stay: they are small, and let a repeated `complete` answer.
 """
 
+import logging
 import threading
 import time
 
+from cray_agents.errors import Corrupt
 from cray_agents.runtime.blobs import GRACE_SECONDS
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.uploads import Uploads
 
 EVERY_SECONDS = 3600.0
+
+log = logging.getLogger(__name__)
 
 
 def sweep(files: Files, uploads: Uploads, grace: float = GRACE_SECONDS) -> int:
@@ -41,5 +45,7 @@ class Sweeper:
         try:
             self._last = time.monotonic()
             sweep(self._files, self._uploads)
+        except Corrupt as error:  # nothing may go while it is not known what holds it
+            log.error("unused contents are kept: %s", error)
         finally:
             self._lock.release()

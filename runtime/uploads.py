@@ -22,7 +22,7 @@ from pydantic import Field
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import Record, digest, new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.blobs import GRACE_SECONDS, Blob
 from cray_agents.runtime.files import ID, ClientPurpose, ExpiresAfter, FileObject, Files
 
@@ -118,6 +118,10 @@ class Uploads:
             "parts": [part.shown() for part in self._parts(upload.id)],
         }
 
+    def owner(self, upload_id: str) -> str:
+        """Who began an upload. Raises NotFound."""
+        return self._upload(upload_id).owner
+
     def check_pending(self, upload_id: str) -> Upload:
         """An upload that still takes parts. Raises NotFound, BadInput."""
         upload = self._upload(upload_id)
@@ -146,7 +150,8 @@ class Uploads:
             bytes=content.size,
             sha256=content.sha256,
         )
-        durable.create_file(self._part(upload_id, part.id), part.model_dump_json().encode())
+        text = checked.with_crc(part.model_dump_json().encode())
+        durable.create_file(self._part(upload_id, part.id), text)
         return _read_part(self._part(upload_id, part.id))
 
     def known(self, sha256: str) -> Blob:
@@ -289,7 +294,8 @@ class Uploads:
     def _create(self, upload: Upload) -> None:
         folder = self.home.uploads / upload.id
         (folder / "parts").mkdir(parents=True, exist_ok=True)
-        durable.create_file(folder / "upload.json", upload.model_dump_json().encode())
+        text = checked.with_crc(upload.model_dump_json().encode())
+        durable.create_file(folder / "upload.json", text)
         durable.sync(self.home.uploads)
 
     def _touch(self, upload: Upload) -> None:
@@ -304,19 +310,18 @@ class Uploads:
         if ID.fullmatch(upload_id):
             path = self.home.uploads / upload_id / "upload.json"
             with contextlib.suppress(FileNotFoundError):
-                return Upload.model_validate_json(path.read_bytes())
+                return checked.read_record(Upload, path)
         raise NotFound(f"no upload {upload_id!r}", param="upload_id")
 
     def _end(self, upload_id: str) -> End | None:
         try:
-            data = (self.home.uploads / upload_id / "end.json").read_bytes()
+            return checked.read_record(End, self.home.uploads / upload_id / "end.json")
         except FileNotFoundError:
             return None
-        return End.model_validate_json(data)
 
     def _write_end(self, upload_id: str, end: End) -> None:
         path = self.home.uploads / upload_id / "end.json"
-        durable.create_file(path, end.model_dump_json().encode())
+        durable.create_file(path, checked.with_crc(end.model_dump_json().encode()))
 
     def _part(self, upload_id: str, part_id: str) -> Path:
         return self.home.uploads / upload_id / "parts" / f"{part_id}.json"
@@ -339,7 +344,7 @@ def _names(request: UploadRequest, owner: str) -> Iterator[str]:
 
 
 def _read_part(path: Path) -> Part:
-    return Part.model_validate_json(path.read_bytes())
+    return checked.read_record(Part, path)
 
 
 def _same(what: str, announced: str, actual: str) -> None:

@@ -27,21 +27,38 @@ ASK = b"x-cray-capture"  # request header; its value names the request for ABORT
 BODY = b"x-cray-body"  # response header: bytes of the answer proper; the samples follow them
 VERSION = b"x-cray-version"  # of a stream: which weights sampled its first token
 EVENT = b"event: cray.samples\ndata: "  # the last event of a stream
+GATHER = 0.02  # seconds
 ABORT = "/cray/abort/"  # + name: ends a request as if its client had left, but it is answered
 
+UNMET = orjson.dumps(
+    {
+        "error": {
+            "message": "no text fits the schema or grammar that the answer is to have: it refers "
+            "to itself without an end, or leaves nothing that may come next",
+            "type": "BadRequestError",
+            "param": "response_format",
+            "code": 400,
+        }
+    }
+)
+
 _asked: ContextVar["list[Sampled] | None"] = ContextVar("asked", default=None)
+
+
+TOLD = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids", "versions")
 
 
 class Sampled:
     """One sequence: `token_ids` and `logprobs` are parallel. `name` is vLLM's of the request.
 
-    `versions`: from which token on which weights sampled.
+    `versions`: from which token on which weights sampled. `constrained`: to a schema or grammar.
     """
 
-    __slots__ = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids", "versions")
+    __slots__ = (*TOLD, "constrained")
 
-    def __init__(self, name: str, prompt_token_ids: list[int]) -> None:
+    def __init__(self, name: str, prompt_token_ids: list[int], constrained: bool) -> None:
         self.name = name
+        self.constrained = constrained
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -71,6 +88,22 @@ class Stamped(RequestState):  # type: ignore[misc]
     """Stands where vLLM looks up RequestState."""
 
     seen: str | None = None
+
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        if isinstance(self.logprobs_processor, Keeper) and self.detokenizer.stop:
+            self.make_request_output = self._told_output  # costs nothing where nothing stops
+
+    def _told_output(
+        self, new_token_ids: Any, pooled: Any, finish_reason: Any, *more: Any, **by: Any
+    ) -> Any:
+        """Called by vLLM with each step, once it has looked for stop strings.
+
+        One that the last token completes ends the request by that, whatever the engine core says.
+        """
+        if finish_reason is not None:
+            self.logprobs_processor.sampled.finish_reason = str(finish_reason)
+        return super().make_request_output(new_token_ids, pooled, finish_reason, *more, **by)
 
     def track_weight_version(self, weight_version: str) -> None:
         """Called by vLLM with each step's version, before the step's tokens are taken."""
@@ -105,7 +138,11 @@ class _Processors:
         if not shown:
             keeper.logprobs = None
         keeper.shown = shown
-        keeper.sampled = Sampled(request.external_req_id, request.prompt_token_ids or [])
+        keeper.sampled = Sampled(
+            request.external_req_id,
+            request.prompt_token_ids or [],
+            params.structured_outputs is not None,
+        )
         asked.append(keeper.sampled)
         return keeper
 
@@ -143,6 +180,7 @@ class Capture:
             await self.app(scope, _until(abort, receive), answer.take)
             await answer.end(abort.is_set())
         finally:
+            answer.gather_no_more()
             _asked.reset(token)
             self._aborts.pop(name, None)
 
@@ -150,7 +188,9 @@ class Capture:
 class _Answer:
     """Passes an answer on, held back where its end is, and appends the samples.
 
-    A stream begins with its first token: the version that sampled it stands in the head.
+    A stream begins with its first token: the version that sampled it stands in the head. Of what
+    follows, no more than one piece is sent in `GATHER` seconds: a send, and what it wakes in the
+    gateway, costs more than a token does. A stream whose tokens come slower is sent as it comes.
     """
 
     def __init__(self, send: Send) -> None:
@@ -159,6 +199,10 @@ class _Answer:
         self._head: Message | None = None
         self._parts: list[bytes] = []
         self._streams = False
+        self._loop = asyncio.get_running_loop()
+        self._sent = 0.0  # when, by the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
 
     async def take(self, message: Message) -> None:
         """What the application sends."""
@@ -167,11 +211,26 @@ class _Answer:
             kind = dict(message["headers"]).get(b"content-type", b"")
             self._streams = kind.startswith(b"text/event-stream")
         elif self._streams and self._head is None:
-            await self._send({**message, "more_body": True})
+            self._parts.append(message.get("body", b""))
+            if self._sending is not None:  # it may be that the client reads no faster
+                await self._sending
+            if self._timer is not None:
+                return
+            now = self._loop.time()
+            if now - self._sent >= GATHER:
+                self._sent = now
+                await self._pass_on()
+            else:
+                self._timer = self._loop.call_at(self._sent + GATHER, self._late)
         else:
             self._parts.append(message.get("body", b""))
-            if self._streams and any(sampled.versions for sampled in self.samples):
+            if self._streams and not self._unmet and any(s.versions for s in self.samples):
                 await self._begin()
+
+    @property
+    def _unmet(self) -> bool:
+        """Whether the engine core found no token that a schema or grammar allows."""
+        return any(s.constrained and s.finish_reason == "error" for s in self.samples)
 
     async def _begin(self) -> None:
         """Send a stream's head, and what was held back of it."""
@@ -180,19 +239,48 @@ class _Answer:
         version = [(VERSION, first[0].encode())] if first else []
         await self._send({**self._head, "headers": [*self._head["headers"], *version]})
         self._head = None
-        held = b"".join(self._parts)
-        await self._send({"type": "http.response.body", "body": held, "more_body": True})
+        self._sent = self._loop.time()
+        await self._pass_on()
+
+    async def _pass_on(self) -> None:
+        """Send what was gathered."""
+        parts, self._parts = self._parts, []
+        body = b"".join(parts)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _late(self) -> None:
+        """What was gathered has waited for as long as it may."""
+        self._timer = None
+        self._sent = self._loop.time()
+        self._sending = asyncio.create_task(self._pass_on())
+        self._sending.add_done_callback(self._passed_on)
+
+    def _passed_on(self, sending: "asyncio.Task[None]") -> None:
+        self._sending = None
+
+    def gather_no_more(self) -> None:
+        """The end comes next, or nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def end(self, aborted: bool) -> None:
         """The application is done, or was aborted, maybe before it sent anything."""
         for sampled in self.samples:
             if sampled.finish_reason is None and not aborted:
                 sampled.finish_reason = "stop"  # at a stop string: the engine core knows of none
-        tail = orjson.dumps([{n: getattr(s, n) for n in s.__slots__} for s in self.samples])
+        if self._unmet and self._head is not None:
+            await self._refuse()
+            return
+        tail = orjson.dumps([{n: getattr(s, n) for n in TOLD} for s in self.samples])
         if self._streams:
             if self._head is not None:
                 await self._begin()
-            await self._send({"type": "http.response.body", "body": EVENT + tail + b"\n\n"})
+            self.gather_no_more()
+            if self._sending is not None:
+                await self._sending
+            last = b"".join([*self._parts, EVENT, tail, b"\n\n"])
+            await self._send({"type": "http.response.body", "body": last})
             return
         body = b"".join(self._parts)
         head = self._head or {"type": "http.response.start", "status": 200, "headers": []}
@@ -205,6 +293,12 @@ class _Answer:
         headers.append((BODY, b"%d" % len(body)))
         await self._send({**head, "headers": headers})
         await self._send({"type": "http.response.body", "body": body + tail})
+
+    async def _refuse(self) -> None:
+        """In place of vLLM's internal error: it is the request that cannot be met."""
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(UNMET))]
+        await self._send({"type": "http.response.start", "status": 400, "headers": headers})
+        await self._send({"type": "http.response.body", "body": UNMET})
 
 
 def _asked_name(scope: Scope) -> str | None:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _ERROR = b'data: {"error"'
 _ABORT_TIMEOUT = 5.0  # seconds
+_OF_ANOTHER_KIND = (404, 405, 501)  # of a route that vLLM does not have for its model
 
 
 class VllmEngine:
@@ -107,7 +108,9 @@ class VllmEngine:
         if exchange.capture:
             headers[CAPTURE] = exchange.id
         request = {**exchange.request, "model": self.model}
-        return self._http.answer("POST", exchange.path, request, headers=headers)
+        return self._http.answer(
+            "POST", exchange.path, request, headers=headers, named=exchange.version
+        )
 
     def _stamp(self, exchange: Exchange) -> tuple[bytes, bytes]:
         """What to replace by what, so that an answer names its version.
@@ -159,8 +162,12 @@ class VllmEngine:
         await self._control("/resume")
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Logprobs of each prompt's tokens but its first, under the weights now loaded."""
+        """Logprobs of each prompt's tokens but its first, under the weights now loaded.
+
+        It samples after each prompt: of none, after one of its own. An engine that cannot raises.
+        """
         if not prompts:
+            await self._sample()
             return []
         body = {
             "model": self.model,
@@ -179,6 +186,27 @@ class VllmEngine:
             ][1:]
             for choice, tokens in zip(choices, prompts, strict=True)
         ]
+
+    async def _sample(self) -> None:
+        """Sample two tokens, of which the second reads what the first has left in the cache."""
+        body = {
+            "model": self.model,
+            "prompt": [[1]],
+            "max_tokens": 2,
+            "ignore_eos": True,
+            "temperature": 0,
+            "vllm_xargs": {PROBE: 1},
+        }
+        try:
+            await self._post("/v1/completions", body)
+        except EngineError as error:
+            if error.status not in _OF_ANOTHER_KIND:
+                raise
+
+    async def alive(self) -> None:
+        """Return when the engine core, behind the server, has answered. Raises EngineError."""
+        async with self._http.answer("GET", "/is_sleeping") as response:
+            await response.read()
 
     async def prepare(self, checkpoint: Path, version: str) -> None:
         """To be called once after a start; requests are answered after `resume`."""

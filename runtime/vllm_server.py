@@ -9,6 +9,8 @@ With `VLLM_WORKER_MULTIPROC_METHOD=fork` in the environment the engine core is f
 server, which has imported everything by then: 9 s to start instead of 16. vLLM's CPU platform
 overwrites that variable, so it is pinned first, by vLLM's own cache of its environment. It is safe
 on CPU because the API server computes nothing: no OpenMP thread exists when it forks.
+
+A chat template that loops is interrupted (template_time.py), so that it fails its own request only.
 """
 
 import os
@@ -16,6 +18,7 @@ import sys
 from multiprocessing import parent_process
 
 from cray_agents.lifeline import die_with_parent
+from cray_agents.runtime.template_time import limit_all_templates
 
 
 def main() -> None:
@@ -28,6 +31,7 @@ def main() -> None:
         from vllm import envs
 
         envs.enable_envs_cache()
+    limit_all_templates()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()

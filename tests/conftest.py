@@ -11,6 +11,14 @@ os.environ.pop("COLUMNS", None)  # before the consoles are made: tables are as w
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def usual_umask() -> Iterator[None]:
+    """What most people have; a command that ran in the test's process leaves a stricter one."""
+    os.umask(0o022)
+    yield
+    os.umask(0o022)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def index_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

@@ -23,16 +23,9 @@ from cray_agents.runtime.pool import Pool
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from tests.bare_models import bare_model as bare_model
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
-
-
-def bare_model(directory: Path) -> Path:
-    """What the registry takes for a model, and no more."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"weights")
-    return directory
 
 
 @contextmanager
@@ -44,12 +37,13 @@ def platform(
     name: str = "m",
     trainer: Trainer | None = None,
     others: Sequence[ScriptedEngine] = (),
+    spares: Sequence[ScriptedEngine] = (),
     **scripted: Any,
 ) -> Iterator[Platform]:
     """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts.
 
     `engine` may come with a host of its own. `trainer`: another one than a ScriptedTrainer, which
-    `scripted` is for. `others`: of further replicas.
+    `scripted` is for. `others`: of further replicas; `spares`: of those started on demand.
     """
     home = Home(root)
     host = engine if isinstance(engine, Resident) else Resident(engine)
@@ -61,7 +55,7 @@ def platform(
     url: list[str] = []
 
     async def serve() -> None:
-        pool = Pool([host, *(Resident(each) for each in others)])
+        pool = Pool([host, *map(Resident, others)], spares=[*map(Resident, spares)])
         services = Services(
             home=home,
             store=Store(home),

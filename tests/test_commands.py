@@ -91,5 +91,7 @@ def test_loop(tmp_path: Path) -> None:
         first, second = json.loads(done.stdout)
         assert (first["version"], second["version"], second["promoted"]) == ("m@1", "m@2", True)
         table = cli(*words, cwd=tmp_path)  # again: nothing is done anew, and it is shown
-    assert "m@2" in table.stdout
+    assert "m@2" in table.stdout and "held-out: mean reward on tasks that" in table.stdout
+    assert "m means m@2 now (m@1 before)" in table.stdout
+    assert f"cray-agents chat agent.py --url {where.url}" in table.stdout
     assert "held-out 1.000" in table.stderr

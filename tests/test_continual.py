@@ -26,7 +26,9 @@ from cray_agents.paths import Home
 from cray_agents.recipes import RunFilter, RunQuery
 from cray_agents.records import Run, StopReason
 from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.feedback import Feedback, give
 from cray_agents.runtime.host import Resident
+from cray_agents.runtime.keys import Keys, Role
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
@@ -73,9 +75,10 @@ def make_loop(where: Platform, **changes: Any) -> Loop:
 class Users:
     """People at the OpenAI endpoint, who say what they think of the answers."""
 
-    def __init__(self, where: Platform) -> None:
+    def __init__(self, where: Platform, key: str = "none") -> None:
         self.url = where.url
-        self.client = openai.OpenAI(base_url=f"{where.url}/v1", api_key="none")
+        self.client = openai.OpenAI(base_url=f"{where.url}/v1", api_key=key)
+        self.headers = {"authorization": f"Bearer {key}"}
 
     def ask(self, number: int, **more: Any) -> str:
         """Ask; returns the run's id."""
@@ -86,9 +89,8 @@ class Users:
         return str(answered.headers["x-run-id"])
 
     def judge(self, run: str, value: float) -> None:
-        httpx.post(
-            f"{self.url}/v1/trajectories/{run}/rewards", json={"value": value}
-        ).raise_for_status()
+        url = f"{self.url}/v1/trajectories/{run}/rewards"
+        httpx.post(url, json={"value": value}, headers=self.headers).raise_for_status()
 
     def asked_and_judged(self, numbers: Sequence[int]) -> list[str]:
         """Thumbs up for every second answer."""
@@ -158,7 +160,7 @@ def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="staleness has no effect on live traffic"):
         make_loop(nowhere, staleness=1)
     with pytest.raises(BadInput, match="sft"):
-        make_loop(nowhere, method="sft", demonstrations=[([], {})])
+        make_loop(nowhere, method="sft", demonstrations=[([{"role": "assistant"}], {})])
 
 
 # ---- what
@@ -212,6 +214,70 @@ def test_only_live_runs_with_a_reward_count(tmp_path: Path) -> None:
             users.judge(run, float(place % 2))
         done = list(make_loop(where, watch=Watch(runs=1, poll=POLL)).run(1))
         assert trained_on(tmp_path, done[1]) == sorted(good)
+
+
+def test_rewards_count_of_givers_that_the_loop_names(tmp_path: Path) -> None:
+    """Who may call models may reward what he called: that alone teaches no model anything."""
+    roles = {"ops": Role.admin, "web": Role.use, "eve": Role.use}
+    keys = {name: Keys(Home(tmp_path)).create(name, role)[1] for name, role in roles.items()}
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        web, eve, ops = (Users(where, keys[name]) for name in ("web", "eve", "ops"))
+        forged = eve.asked_and_judged([20, 21, 22, 23])
+        named = web.asked_and_judged([1, 2])
+        own = ops.asked_and_judged([3, 4])
+        corrected = eve.ask(5)  # an admin's word, which the run's owner cannot talk away
+        ops.judge(corrected, 0.0)
+        eve.judge(corrected, 1.0)
+        late = web.ask(6)
+        for name in ("ann", "bob"):  # rewards before keys, or from the host, have no giver
+            asyncio.run(_reward_on_host(tmp_path, late, name))
+        loop = make_loop(
+            Platform(where.url, api_key=keys["ops"]),
+            watch=Watch(runs=9, every=0.01, poll=POLL, givers=["web"]),
+        )
+        done = list(loop.run(1))
+        assert trained_on(tmp_path, done[1]) == sorted([*named, *own, corrected, late])
+        lines = {line["run"]: line for line in dataset_runs(Home(tmp_path), done[1].dataset or "")}
+        assert lines[corrected]["reward"] == 0.0
+        assert not set(forged) & set(lines)
+        # what a loop has taken stays its owner's to judge, and is not described anew
+        web.judge(named[0], 1.0)
+        told = {"kind": "run", "body": {"agent": "a", "model": "m", "input": "x",
+                                        "stop_reason": "completed"}}  # fmt: skip
+        url = f"{where.url}/v1/trajectories/{named[0]}/events"
+        refused = httpx.post(url, json={"events": [told]}, headers=web.headers)
+        assert refused.status_code == 403
+        run = Store(Home(tmp_path)).run(named[0])
+        assert (run.loop, run.owner != "") == ("live", True)
+
+
+def test_it_says_whose_rewards_do_not_count(tmp_path: Path) -> None:
+    keys = Keys(Home(tmp_path))
+    secrets = {n: keys.create(n, r)[1] for n, r in (("ops", Role.admin), ("eve", Role.use))}
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        eve, ops = Users(where, secrets["eve"]), Users(where, secrets["ops"])
+        eve.asked_and_judged([1, 2, 3, 4])
+        notes, told = list[str](), list[str]()
+
+        def progress(seen: Any) -> None:
+            notes.append(seen.note)
+            if "of eve" in seen.note and not told:
+                told.extend(ops.asked_and_judged([5, 6, 7, 8]))
+
+        loop = make_loop(
+            Platform(where.url, api_key=secrets["ops"]),
+            watch=Watch(runs=4, poll=POLL),
+            on_progress=progress,
+        )
+        done = list(loop.run(1))
+        assert trained_on(tmp_path, done[1]) == sorted(told)
+        assert any("4 of eve, whom Watch(givers=[...]) does not name" in note for note in notes)
+
+
+async def _reward_on_host(root: Path, run_id: str, who: str) -> None:
+    store = Store(Home(root))
+    await give(store, run_id, Feedback(value=0.5, source=who))
+    await store.close()
 
 
 def test_a_filter_says_which_count(tmp_path: Path) -> None:

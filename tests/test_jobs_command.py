@@ -16,6 +16,7 @@ import pytest
 
 from cray_agents import Hyperparameters, ScriptedEngine
 from cray_agents.cli import main
+from cray_agents.cli.running import SUBMITTER
 from cray_agents.paths import Home
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
@@ -298,7 +299,22 @@ def test_jobs_are_named_briefly_but_not_too_briefly(root: Root) -> None:
     for words in (["show"], ["logs", "-f"], ["plot"], ["cancel"]):
         assert "no job 'x'" in root.refused(*words, "x")
     assert "give more" in root.refused("show", "job-")
-    assert f"no platform runs on {root.home.root}" in root.refused("cancel", first.id[:12])
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])
+def test_without_a_platform_it_says_what_works(root: Root, verb: str) -> None:
+    journal = root.started(spec(1))
+    told = root.refused(verb, journal.job_id)
+    assert f"no platform runs on {root.home.root}" in told
+    assert f"nothing trains {journal.job_id} now" in told and "`cray-agents up` goes on" in told
+    root.home.slurm.mkdir(parents=True)
+    argv = [sys.executable, "-c", "input()", "cray-agents jobs submit"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, text=True) as submitting:
+        (root.home.slurm / SUBMITTER).write_text(str(submitting.pid))
+        assert f"kill -INT {submitting.pid}" in root.refused(verb, journal.job_id)
+        submitting.communicate("\n")
+    journal.write_status(JobStatus(id=journal.job_id, state="succeeded", steps=4))
+    assert "has succeeded already" in root.refused(verb, journal.job_id)
 
 
 def test_plots_in_the_terminal(root: Root) -> None:

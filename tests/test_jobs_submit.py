@@ -178,13 +178,16 @@ def test_a_platform_is_asked(site: Site, capsys: pytest.CaptureFixture[str]) -> 
             try:
                 wanted = ["--parent", "m", "--steps", 3, "--set", "save_every=7", "--name", "tiny"]
                 done = here(site, capsys, *wanted)
-                later = here(site, capsys, "--parent", "m@1", "--steps", 4, "--detach")
+                many = ("--layout", "data=64", "--oversubscribe")
+                later = here(site, capsys, "--parent", "m@1", "--steps", 4, "--detach", *many)
                 failed = here(site, capsys, "--parent", "m@1", "--steps", 5, "--json")
                 refused = here(site, capsys, "--parent", "m@7")
             finally:
                 process.kill()
     spec = next(s for s in map(_spec, site.home.jobs.iterdir()) if s["save_every"] == 7)
     assert (spec["hyperparameters"]["steps"], spec["layout"]["data"]) == (3, 1)
+    [wide] = [s for s in map(_spec, site.home.jobs.iterdir()) if s["layout"]["data"] == 64]
+    assert wide["oversubscribe"] is True
     [version] = Registry(site.home).versions("tiny")
     assert done.code == 0 and "step 3/3" in done.out
     assert done.out.endswith(f"{site.home.checkpoint(version.checkpoint)}\n")
@@ -200,6 +203,9 @@ def _spec(folder: Path) -> dict[str, Any]:
 
 
 # ---- refused
+MORE = len(os.sched_getaffinity(0)) + 1  # ranks than there are cores
+
+
 def here(site: Site, screen: pytest.CaptureFixture[str], *words: object) -> Done:
     """The command in this process."""
     with pytest.MonkeyPatch.context() as patch:
@@ -219,6 +225,9 @@ def here(site: Site, screen: pytest.CaptureFixture[str], *words: object) -> Done
         (["--set", "nonsense"], "--set 'nonsense': write it as key=value"),
         (["--set", "zzz=1"], "valid keys: steps, batch_size"),
         (["--set", "batch_size=many"], "batch_size = 'many': Input should be a valid integer"),
+        (["--set", "learning_rate=-1"], "learning_rate = -1: Input should be greater than or eq"),
+        (["--set", "learning_rate=Infinity"], "learning_rate = inf: Input should be a finite num"),
+        (["--set", "weight_decay=NaN"], "weight_decay = nan: Input should be"),
         (["--set", "policy.kl=0.1"], "policy has no effect with method 'sft'"),
         (["--set", "seed=1", "--method", "dpo"], "is made for sft, not for dpo"),
         (["--method", "ppo"], "method = 'ppo': Input should be 'sft', 'dpo', 'kto' or 'grpo'"),
@@ -242,6 +251,32 @@ def test_bad_input_is_told_before_anything_is_submitted(
     assert (done.code, done.out) == (2, ""), done
     assert why in " ".join(done.err.split())
     assert not made.home.jobs.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "environment"),
+    [
+        (("--layout", f"data={MORE}"), {}),
+        (("--set", f"batch_size={MORE}"), {"TRAIN_RANKS": str(MORE)}),
+    ],
+)
+def test_more_ranks_than_cores_are_refused(
+    site: Site,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    environment: dict[str, str],
+) -> None:
+    for name, value in ({"SCHEDULER": "local", "TRAIN_GPUS": "off"} | environment).items():
+        monkeypatch.setenv(f"CRAY_AGENTS_{name}", value)
+    done = here(site, capsys, "--parent", site.model, "--steps", 4, *words)
+    assert (done.code, done.out) == (2, ""), done
+    said = " ".join(done.err.split())
+    assert (
+        f"layout data={MORE} takes a core for each of its {MORE} ranks, and this host has" in said
+    )
+    assert "ask for a layout of at most" in said and "--oversubscribe" in said
+    assert not site.home.jobs.exists()
 
 
 def test_a_spec_file_comes_before_options(made: Site, tmp_path: Path) -> None:

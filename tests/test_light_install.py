@@ -3,19 +3,31 @@
 The packages of the extras are hidden from a child process; nothing is downloaded.
 """
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 
-HEAVY = ["torch", "vllm", "transformers", "megatron", "fastapi", "uvicorn", "aiohttp", "pyarrow"]
-HIDE = f"""
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {HEAVY}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name.split(".")[0])
-sys.meta_path.insert(0, Hidden())
-"""
+from cray_agents import Agent, ScriptedEngine
+from cray_agents.openai_engine import run_event
+from cray_agents.paths import Home
+from cray_agents.records import Event
+from cray_agents.runtime.store import Store
+
+CORE = {"cray_agents", "openai", "orjson", "pydantic", "pydantic_settings", "rich"}
+CORE |= {"tenacity", "typer"}
+HIDE = """
+import importlib.machinery, importlib.metadata, re, sys
+named = [re.match(r"[\\w.-]+", line)[0] for line in importlib.metadata.requires("cray-agents")]
+extras = {name.replace("-", "_") for name in named} - {CORE!r}
+extras |= {"vllm", "megatron", "fastapi", "tokenizers", "multipart"}
+class Light(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.partition(".")[0] in extras
+        return None if hidden else importlib.machinery.PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Light
+""".replace("{CORE!r}", repr(CORE))
 RUN = """
 from cray_agents import Agent, ScriptedEngine
 print(Agent(name="a", engine=ScriptedEngine(["hi"])).run_sync("x").output)
@@ -45,12 +57,78 @@ def test_agents_run(tmp_path: Path) -> None:
     assert light(RUN, tmp_path).stdout == "hi\n"
 
 
+LOOKS = [
+    "--help",
+    "runs list",
+    "runs stats",
+    "runs fsck",
+    "runs prune --until 9d",
+    "jobs list",
+    "dataset list",
+    "batch list",
+    "keys list",
+    "models list",
+    "models prune",
+    "down",
+]
+
+
 def test_what_is_there_can_be_looked_at(tmp_path: Path) -> None:
-    code = commands("models list", "runs list", "jobs list", "--help", "status")
-    done = light(code, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = light(commands(*LOOKS), tmp_path)
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended:")]
-    assert ended == ["ended: 0"] * 4 + ["ended: 1"]  # nothing runs here
+    told = dict(zip(LOOKS, ended, strict=True))
+    elsewhere = {"batch list"}  # it asks a platform, and none runs here
+    assert {look for look, end in told.items() if end != "ended: 0"} == elsewhere, done.stderr
+
+
+async def store_a_run(home: Path) -> None:
+    agent = Agent("a", engine=ScriptedEngine(["hi"]))
+    run = (await agent.run("x")).model_copy(update={"id": "run_1"})
+    store = Store(Home(home))
+    await store.append([Event(run_id=run.id, **run_event(run))])
+    await store.close()
+
+
+LACKING = {
+    "runs list": "zstandard",  # sealed segments are zstd
+    "runs show run_1": "zstandard",
+    "dataset build": "numpy",
+    "import chats.jsonl --format openai": "ijson",
+    "jobs submit --parent . --dataset nothing": "",
+    "demo": "transformers",
+    "run agent.py hi": "vLLM is not installed",
+    "doctor": "",
+}
+
+
+def test_what_cannot_be_done_is_said_with_what_to_install(tmp_path: Path) -> None:
+    asyncio.run(store_a_run(tmp_path / ".cray-agents"))
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    (tmp_path / "agent.py").write_text("from cray_agents import Agent\nagent = Agent('a')\n")
+    done = light(commands(*LACKING), tmp_path)
+    ended = [line for line in done.stdout.splitlines() if line.startswith("ended:")]
+    assert ended == ["ended: 2"] * len(LACKING), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for lack in filter(None, LACKING.values()):
+        assert lack in done.stderr
+    assert "'cray-agents[export]'" in done.stderr and "--url" in done.stderr
+
+
+def test_all_that_is_public_can_be_imported_and_a_tiny_model_says_what_it_lacks(
+    tmp_path: Path,
+) -> None:
+    code = """
+from cray_agents import *
+try:
+    make_tiny_model("m", [([{"role": "user", "content": "hi"}], {})])
+except Exception as error:
+    print(type(error).__name__, error)
+print("torch" in sys.modules)
+"""
+    done = light("import sys\n" + code, tmp_path)
+    assert done.stdout.startswith("SetupError to make a model takes "), done.stderr
+    assert "pip install 'cray-agents[cpu]'" in done.stdout
+    assert done.stdout.endswith("False\n")
 
 
 def test_commands_that_only_look_import_no_client(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from cray_agents.recipes import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
 from cray_agents.runtime.store import Store
+from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.seed_model import make_seed_model
 from cray_agents.training import Hyperparameters, JobSpec, Lora, Policy
 from tests.loop_site import echo, site_loop
@@ -24,8 +25,8 @@ from tests.scripted_platform import platform
 
 def specs(root: Path, done: list[Generation]) -> list[JobSpec]:
     """Of the generations' jobs, in their order."""
-    folders = [Home(root).job(g.job) for g in done if g.generation and g.job]
-    return [JobSpec.model_validate_json((f / "spec.json").read_text()) for f in folders]
+    jobs = [g.job for g in done if g.generation and g.job]
+    return [Journal(Home(root), job).spec() for job in jobs]
 
 
 def used(root: Path, generation: Generation) -> set[str]:

@@ -98,7 +98,7 @@ class Site:
         platform = client(self.info)
         try:
             version = await platform.register("m", self.jobs[method].checkpoint or "")
-            proof = await platform.stage(version)
+            proof = await platform.stage(version, force=True)
             run = await agent.override(model=version.id, engine=platform.engine()).run("Hello")
             return proof, run
         finally:

@@ -111,6 +111,11 @@ def test_run_uses_the_platform_that_runs(site: Site) -> None:
     assert site.cli("runs", "show", run["id"]).returncode == 0
 
 
+def test_nobody_else_may_read_what_platform_worker_and_commands_wrote(site: Site) -> None:
+    for path in (site.home, *site.home.rglob("*")):
+        assert not path.lstat().st_mode & 0o077 or path.is_symlink(), path
+
+
 def test_down_leaves_nothing(site: Site) -> None:
     status = site.status()
     pids = [status["pid"], *(replica["pid"] for replica in status["replicas"])]

@@ -3,14 +3,16 @@
 Called by mcp_client.py; also for your own bridges to whatever describes its tools in JSON.
 """
 
+import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, create_model, model_validator
-from pydantic_core import PydanticCustomError
 
-from cray_agents.errors import BadInput, SetupError
+from cray_agents.errors import BadInput
 from cray_agents.toolbox import NAME, TIMEOUT, Tool
+from cray_agents.tools.schema_checks import SchemaChecks
 
 
 def tool_from_schema(
@@ -20,25 +22,26 @@ def tool_from_schema(
     call: Callable[..., Any],
     *,
     timeout: float | None = TIMEOUT,
+    checks: SchemaChecks | None = None,
     **options: Any,
 ) -> Tool:
     """A tool whose arguments are checked against `parameters`, the JSON schema of an object.
 
     `call`, sync or async, gets them as one dict, `call(arguments={...})`, with what the model gave
     and no defaults filled in. `options` are Tool's others. References that lead out of the schema
-    are not followed. Raises BadInput for a name or schema that cannot be used, and SetupError
-    where jsonschema is not installed.
+    are not followed. The check is made in another process (schema_checks.py); `checks`: which,
+    else one that all share. Raises BadInput for a name or schema that cannot be used, and
+    SetupError where jsonschema is not installed.
     """
     if not NAME.fullmatch(name):
         raise BadInput(f"a tool cannot be called {name!r}: use 1 to 64 letters, digits, _ and -")
-    problem = _checker(name, parameters)
+    checks = checks or _shared(os.getpid())
+    text = checks.text_of(name, parameters)
 
-    def check(given: Any) -> Any:
-        if (what := problem(given)) is not None:
-            raise PydanticCustomError("json_schema", "{what}", {"what": what})
-        return {"arguments": given}
+    async def check(values: Mapping[str, Any]) -> str | None:
+        return await checks.problem(text, values["arguments"])
 
-    validators: dict[str, Any] = {"check": model_validator(mode="before")(check)}
+    validators: dict[str, Any] = {"wrap": model_validator(mode="before")(_wrapped)}
     arguments = create_model(
         name,
         __config__=ConfigDict(extra="forbid"),
@@ -48,37 +51,17 @@ def tool_from_schema(
     shown = {"type": "object", **parameters, "properties": _described(parameters)}
     function = {"name": name, "description": description, "parameters": shown}
     schema = {"type": "function", "function": function}
-    return Tool(name, description, schema, arguments, call, timeout=timeout, **options)
+    return Tool(name, description, schema, arguments, call, timeout=timeout, check=check, **options)
 
 
-def _checker(name: str, schema: Mapping[str, Any]) -> Callable[[Any], str | None]:
-    """What is wrong with a value by this schema, in words for a model; None: nothing."""
-    try:
-        import jsonschema
-        import referencing
-        from jsonschema.validators import validator_for
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"tool {name!r} comes with a JSON schema: pip install 'cray-agents[tools]'"
-        ) from error
-    kind = validator_for(schema, default=jsonschema.Draft202012Validator)
-    try:
-        kind.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise BadInput(f"tool {name!r} has a broken JSON schema: {error.message}") from error
-    validator = kind(schema, registry=referencing.Registry())
+def _wrapped(given: Any) -> Any:
+    return {"arguments": given}
 
-    def problem(value: Any) -> str | None:
-        try:
-            error = jsonschema.exceptions.best_match(validator.iter_errors(value))
-        except referencing.exceptions.Unresolvable as unresolved:
-            return f"its schema refers to {unresolved.ref!r}, which is not in it"
-        if error is None:
-            return None
-        place = "".join(f"{part}: " for part in error.absolute_path)
-        return f"{place}{error.message[:300]}"
 
-    return problem
+@functools.cache
+def _shared(pid: int) -> SchemaChecks:
+    """The checks of a process for all tools that bring none."""
+    return SchemaChecks()
 
 
 def _described(parameters: Mapping[str, Any]) -> dict[str, Any]:

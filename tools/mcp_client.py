@@ -15,12 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from cray_agents.errors import BadInput, SetupError, ToolError
 from cray_agents.toolbox import TIMEOUT, Tool
 from cray_agents.tools.from_schema import tool_from_schema
 from cray_agents.tools.mcp_connection import McpConnection
+from cray_agents.tools.schema_checks import MAX_CHARS, SchemaChecks
 
 MAX_PAGES = 100  # of a server's list of tools
+MAX_TOOLS = 1000  # of a server; a model chooses well among a few dozen
 
 
 class McpTools:
@@ -36,12 +40,17 @@ class McpTools:
         prefix: put before each tool's name.
         allow: patterns of the names, without prefix, that are taken; each must fit a tool.
         timeout: seconds a call may take; None: no limit.
-        start_timeout: seconds until the server has introduced itself.
+        start_timeout: seconds until the server has introduced itself, and until it has listed
+            its tools.
         environment, folder: more variables for the command, and where it runs.
         headers: for the URL, such as Authorization.
         options: of each Tool, such as `approve` or `max_chars`.
 
-    Opening raises SetupError when the server does not start, BadInput for tools that cannot be.
+    A server is not trusted with this process: what it lists is limited (MAX_TOOLS, and the size of
+    a schema), and its schemas are applied elsewhere (schema_checks.py).
+
+    Opening raises SetupError when the server does not start, or lists too much; BadInput for tools
+    that cannot be.
     """
 
     def __init__(
@@ -71,7 +80,9 @@ class McpTools:
             headers=headers,
             start_timeout=start_timeout,
         )
+        self._start_timeout = start_timeout
         self._connection: McpConnection | None = None
+        self._checks: SchemaChecks | None = None
 
     def open(self) -> "McpTools":
         """Connect, until `close` or the end of the process."""
@@ -79,7 +90,9 @@ class McpTools:
             connection = self._connection = self._connect()
             atexit.register(connection.close)
             try:
-                self.tools = self._taken(connection.blocking(_listed(connection)))
+                listed = connection.blocking(_listed(connection, self._start_timeout))
+                self._checks = SchemaChecks()
+                self.tools = self._taken(listed)
             except (SetupError, BadInput):
                 self.close()
                 raise
@@ -91,6 +104,9 @@ class McpTools:
             self._connection = None
             atexit.unregister(connection.close)
             connection.close()
+        if (checks := self._checks) is not None:
+            self._checks = None
+            checks.close()
 
     def __enter__(self) -> "McpTools":
         return self.open()
@@ -124,28 +140,55 @@ class McpTools:
         return tools
 
     def _tool(self, found: Any) -> Tool:
+        checks = self._checks
+        assert checks is not None
+        output = found.output_schema and checks.text_of(found.name, found.output_schema)
+
         async def call(arguments: dict[str, Any]) -> Any:
             if self._connection is None:
                 raise ToolError(f"the connection to the MCP server of {found.name} was closed")
             work = self._connection.call(found.name, arguments)
-            return read_result(await self._connection.waited(work))
+            result = await self._connection.waited(work)
+            if output and not result.is_error:
+                problem = await checks.problem(output, result.structured_content)
+                if problem is not None:
+                    raise ToolError(f"the MCP server gave {found.name} a wrong answer: {problem}")
+            return read_result(result)
 
         name = re.sub(r"[^a-zA-Z0-9_-]", "_", self._prefix + found.name)[:64]
         description = found.description or found.title or ""
-        return tool_from_schema(name, description, found.input_schema, call, **self._options)
+        if len(description) > MAX_CHARS:
+            raise BadInput(
+                f"tool {name!r} has a description of {len(description):,} characters: "
+                f"at most {MAX_CHARS:,} are taken"
+            )
+        return tool_from_schema(
+            name, description, found.input_schema, call, checks=checks, **self._options
+        )
 
 
-async def _listed(connection: McpConnection) -> list[Any]:
-    """All tools of a server, page by page."""
+async def _listed(connection: McpConnection, seconds: float) -> list[Any]:
+    """All tools of a server, page by page. Raises SetupError: too many, or too slowly."""
+    from mcp import MCPError
+
     client = await connection.client()
     found: list[Any] = []
     cursor: str | None = None
-    for _ in range(MAX_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        found += page.tools
-        if (cursor := page.next_cursor) is None:
-            return found
-    raise SetupError(f"the MCP server {connection.name} lists more than {MAX_PAGES} pages of tools")
+    lists = f"the MCP server {connection.name} lists"
+    try:
+        async with asyncio.timeout(seconds):
+            for _ in range(MAX_PAGES):
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                if len(found) > MAX_TOOLS:
+                    raise SetupError(f"{lists} more than {MAX_TOOLS} tools: so many are not taken")
+                if (cursor := page.next_cursor) is None:
+                    return found
+    except TimeoutError:
+        raise SetupError(f"{lists} no tools, or not all of them, within {seconds:g} s") from None
+    except (MCPError, ValidationError) as error:
+        raise SetupError(f"{lists} its tools wrongly: {error}") from error
+    raise SetupError(f"{lists} more than {MAX_PAGES} pages of tools")
 
 
 def read_result(result: Any) -> Any:

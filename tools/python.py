@@ -51,8 +51,9 @@ class PythonSession(Environment):
     """A tool `python(code)` whose variables and files last for the run.
 
     Give it as `environment=PythonSession`, or `lambda: PythonSession(Sandbox(seconds=60))`. The
-    sandbox's seconds hold for each call. Code that takes longer is interrupted and the variables
-    stay; if it cannot be, or takes too much of something else, the session begins again.
+    sandbox's seconds and cpu_seconds hold for each call. Code that takes longer is interrupted and
+    the variables stay; if it cannot be, or takes too much of something else, the session begins
+    again.
     """
 
     def __init__(self, sandbox: Sandbox | None = None) -> None:
@@ -100,6 +101,8 @@ class PythonSession(Environment):
     async def _ask(self, worker: Confined, code: str) -> str | None:
         """What the worker says of some code; None if it is gone, or had to go."""
         asked = {"code": code, "seconds": self.sandbox.seconds}
+        if self.sandbox.cpu_seconds is not None:
+            worker.allow(self.sandbox.cpu_seconds)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             worker.stdin.write(json.dumps(asked).encode() + b"\n")
             await worker.stdin.drain()

@@ -19,7 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 from cray_agents.records import Manifest, ProbePrompt
-from cray_agents.runtime import checkpoints, durable
+from cray_agents.runtime import checked, checkpoints, durable, model_files
+from cray_agents.runtime.model_config import TIED, read_config
+from cray_agents.runtime.model_files import CONFIG
 from cray_agents.trainers.adapter import write_adapter
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.models.lora import fold
@@ -64,6 +66,18 @@ def export_weights(training: Training, folder: Path, file_bytes: int = FILE_BYTE
     if torch.distributed.get_rank() == 0 and len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
+
+
+def copy_settings(parent: Path, folder: Path, *, tied: bool) -> None:
+    """Copy config, tokenizer and chat template; the config says what embedding and head are."""
+    parent = parent.resolve()
+    for name in model_files.names_in(parent, _COPIED):
+        if name not in _OURS:
+            with model_files.open_file(parent, name) as old, (folder / name).open("wb") as new:
+                shutil.copyfileobj(old, new)
+    config = read_config(parent)
+    if bool(config.get(TIED)) != tied:
+        durable.write_file(folder / CONFIG, json.dumps({**config, TIED: tied}, indent=2).encode())
 
 
 def cut(names: Sequence[str], sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -111,9 +125,7 @@ def publish(
     found = training.score(Samples.of(prompts), temperature=1.0)
     torch.distributed.barrier()
     if main:
-        for path in training.parent.iterdir():
-            if path.is_file() and path.suffix in _COPIED and path.name not in _OURS:
-                shutil.copyfile(path, draft / path.name)
+        copy_settings(training.parent, draft, tied=training.model.tied)
         files = hash_files(draft)
         manifest = Manifest(
             files=files,
@@ -127,7 +139,8 @@ def publish(
                 for prompt, logprobs in zip(prompts, found, strict=True)
             ],
         )
-        durable.replace_file(draft / "manifest.json", manifest.model_dump_json(indent=1).encode())
+        text = checked.with_crc(manifest.model_dump_json(indent=1).encode())
+        durable.replace_file(draft / "manifest.json", text)
         if not publish_folder(draft, final):
             shutil.rmtree(draft)
     torch.distributed.barrier()

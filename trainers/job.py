@@ -20,6 +20,7 @@ from pathlib import Path
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
+from cray_agents.runtime import checked
 from cray_agents.runtime.checkpoints import settings_in, settings_sha256
 from cray_agents.runtime.removing import keep_newest
 from cray_agents.trainers.agreement import sampled_by_parent
@@ -28,7 +29,8 @@ from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.launch import EX_TEMPFAIL, Outcome, Place, find_place, run_ranks
 from cray_agents.trainers.layouts import check_layout
-from cray_agents.trainers.models.architecture import Architecture, read_architecture
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.publish import parent_sha256
 from cray_agents.trainers.work import Work
 from cray_agents.training import JobSpec, JobStatus
@@ -86,7 +88,7 @@ def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
 
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
-    model = read_architecture(parent)
+    model = read_parent(parent, hyper.init)
     check_layout(model, spec.layout)
     if hyper.lora is not None:
         adapted(model, hyper.lora)
@@ -119,7 +121,7 @@ def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> 
     if spec.reference is None or spec.reference_sha256 is None:
         return None
     reference = home.root / spec.reference
-    other = read_architecture(reference)
+    other = read_parent(reference)
     if replace(other, dtype=model.dtype, init_std=model.init_std) != model:
         raise BadInput(
             f"the reference {reference} is another kind of model than {parent}", param="reference"
@@ -229,7 +231,7 @@ def _succeed(journal: Journal, spec: JobSpec) -> None:
     path = journal.home.checkpoint(spec.id) / "manifest.json"
     if not path.exists():
         raise NotFound(f"the ranks of {spec.id} ended well, but published no {path}")
-    metrics = Manifest.model_validate_json(path.read_bytes()).metrics
+    metrics = checked.read_record(Manifest, path).metrics
     journal.write_status(
         JobStatus(
             id=spec.id,

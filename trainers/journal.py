@@ -17,7 +17,7 @@ The training process and the trainers that watch it share this module. Events ar
     layout      layout, recompute, reasons (sentences): why it is spread so, where the spec left
                 that open; the only event from before the first start
     started     attempt, from_step, left_out (samples without anything to learn), layout
-    corrupt     message: a resume point that was set aside
+    corrupt     message: a resume point that was set aside, or a damaged line that was dropped
     agreement   tokens, max_difference, mean_difference, limit: log-probabilities of the sampled
                 tokens, the trainer's against the engine's, nats; run_id, place, ours, theirs: of
                 the token that differs most
@@ -42,10 +42,10 @@ from typing import Any
 
 import orjson
 
-from cray_agents.errors import NotFound
+from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.removing import resume_points
 from cray_agents.training import JobSpec, JobStatus
 
@@ -71,10 +71,9 @@ class Journal:
     def spec(self) -> JobSpec:
         """What was asked. Raises NotFound."""
         try:
-            text = (self.folder / "spec.json").read_bytes()
+            return checked.read_record(JobSpec, self.folder / "spec.json")
         except FileNotFoundError:
             raise NotFound(f"no job {self.job_id!r} in {self.home.jobs}", param="job") from None
-        return JobSpec.model_validate_json(text)
 
     def write_spec(self, spec: JobSpec) -> None:
         """Record what is asked; the first submission's layout stays."""
@@ -101,7 +100,7 @@ class Journal:
         Called before it is handed over.
         """
         if self._next_spec.exists():
-            spec = JobSpec.model_validate_json(self._next_spec.read_bytes())
+            spec = checked.read_record(JobSpec, self._next_spec)
             why = changes(self.spec(), spec) or ["its weights were pruned"]
             self.event("retried", changes=why)
             self.close()
@@ -125,8 +124,8 @@ class Journal:
         """Become the newest attempt; older ones see it and stop before they publish."""
         while True:
             number = self.attempts + 1
-            who = canonical({"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()})
-            if durable.create_file(self.folder / "attempts" / str(number), who):
+            mine = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+            if durable.create_file(self.folder / "attempts" / str(number), _said(mine)):
                 return number
 
     def fenced(self, attempt: int) -> str | None:
@@ -143,7 +142,7 @@ class Journal:
 
     def cancel(self) -> None:
         """Mark it cancelled, for good."""
-        durable.create_file(self.folder / "cancelled", canonical({"time": time.time()}))
+        durable.create_file(self.folder / "cancelled", _said({"time": time.time()}))
 
     # ---- whether it may work
     @property
@@ -156,13 +155,13 @@ class Journal:
         """Mark it paused, unless it is."""
         if not self.paused:
             path = self.folder / "pauses" / str(_newest(self._pauses()) + 1)
-            durable.create_file(path, canonical({"time": time.time()}))
+            durable.create_file(path, _said({"time": time.time()}))
 
     def resume(self) -> None:
         """Mark the newest pause over."""
         if self.paused:
             path = self.folder / "pauses" / f"{_newest(self._pauses())}.resumed"
-            durable.create_file(path, canonical({"time": time.time()}))
+            durable.create_file(path, _said({"time": time.time()}))
 
     def _pauses(self) -> set[str]:
         try:
@@ -191,9 +190,8 @@ class Journal:
             self._events = None
 
     def events(self) -> list[dict[str, Any]]:
-        """All whole lines so far; a torn last line is left out."""
-        lines = self.events_file.read_bytes().split(b"\n") if self.events_file.exists() else []
-        return [orjson.loads(line) for line in lines[:-1] if line]
+        """All whole lines so far; a torn last line is left out. Raises Corrupt."""
+        return list(checked.read_lines(self.events_file)) if self.events_file.exists() else []
 
     def rewind(self, step: int) -> None:
         """Drop what is told of steps beyond `step`: the resumed job tells it again. -1: of all.
@@ -201,8 +199,20 @@ class Journal:
         The file is replaced, so what a superseded attempt still appends is seen by nobody.
         """
         self.close()
-        lines = b"".join(_line(e) for e in self.events() if e.get("step", -1) <= step)
-        durable.replace_file(self.events_file, lines)
+        kept, damaged = [], []
+        for number, line in enumerate(self._whole_lines(), 1):
+            try:
+                event = checked.parse(line, f"{self.events_file}: line {number}")
+            except Corrupt as problem:  # a log's line must not keep a job from going on
+                damaged.append({"event": "corrupt", "time": time.time(), "message": str(problem)})
+            else:
+                kept.append(event)
+        told = [event for event in kept if event.get("step", -1) <= step]
+        durable.replace_file(self.events_file, b"".join(map(_line, [*told, *damaged])))
+
+    def _whole_lines(self) -> list[bytes]:
+        whole = self.events_file.read_bytes() if self.events_file.exists() else b""
+        return [line for line in whole.split(b"\n")[:-1] if line]
 
     def _drop_torn_line(self) -> None:
         """What a killed process left half-written must not become the start of our line."""
@@ -216,7 +226,7 @@ class Journal:
     def last_step(self) -> dict[str, Any] | None:
         """The newest step's event, read from the file's end."""
         for line in _lines_from_the_end(self.events_file):
-            event: dict[str, Any] = orjson.loads(line)
+            event: dict[str, Any] = checked.parse(line, self.events_file)
             if event.get("event") == "step":
                 return event
         return None
@@ -240,7 +250,7 @@ class Journal:
     def status(self) -> JobStatus | None:
         """The final status; None while there is none."""
         path = self.folder / "status.json"
-        return JobStatus.model_validate_json(path.read_bytes()) if path.exists() else None
+        return checked.read_record(JobStatus, path) if path.exists() else None
 
     def write_status(self, status: JobStatus) -> None:
         """Record the end."""
@@ -268,14 +278,18 @@ def measures(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(record: Record) -> bytes:
-    return record.model_dump_json(indent=1).encode()
+    return checked.with_crc(record.model_dump_json(indent=1).encode())
+
+
+def _said(value: dict[str, Any]) -> bytes:
+    return checked.with_crc(canonical(value))
 
 
 def _line(event: dict[str, Any]) -> bytes:
     """An event as it is written; orjson makes null of what is not finite."""
     wrong = {n: str(v) for n, v in event.items() if isinstance(v, float) and not math.isfinite(v)}
     told = {**event, "not_finite": wrong} if wrong else event
-    return orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    return checked.with_crc(orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)) + b"\n"
 
 
 def _lines_from_the_end(path: Path) -> Iterator[bytes]:

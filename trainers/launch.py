@@ -109,15 +109,22 @@ class StopFlag:
 RankMain = Callable[[int, Any, StopFlag], int]
 
 
+def meeting_point(place: Place) -> socket.socket:
+    """Where the ranks of all nodes find each other: on loopback if all nodes are this host.
+
+    A host can have another address under its own name than others know it by, so what others are
+    to reach listens on all of them.
+    """
+    return socket.create_server((place.host if place.host.startswith("127.") else "", place.port))
+
+
 def run_ranks(place: Place, logs: Path, main: RankMain) -> Outcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
     Raises JobError, naming the rank and with its log's tail, when one dies or no longer responds.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    listener = None
-    if place.node == 0 and place.world > 1:
-        listener = socket.create_server(("" if place.nodes > 1 else place.host, place.port))
+    listener = meeting_point(place) if place.node == 0 and place.world > 1 else None
     ranks: list[RankProcess] = []
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:

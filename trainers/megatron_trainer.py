@@ -13,13 +13,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.records import Record
-from cray_agents.runtime import checkpoints, durable
+from cray_agents.runtime import checked, checkpoints, durable
+from cray_agents.trainers.fitting import hold
 from cray_agents.trainers.journal import Journal, changes, measures
 from cray_agents.trainers.layouts import described
+from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.resources import Resources
 from cray_agents.trainers.spreading import spread
 from cray_agents.training import JobSpec, JobState, JobStatus
@@ -66,11 +68,13 @@ class MegatronTrainer:
 
         But a failed one that is to be run otherwise (see JobSpec) is tried again so, from its
         newest resume point, and one whose weights were pruned is trained again. Raises
-        SchedulerError, Corrupt; BadInput and NotFound if no layout can be chosen for it.
+        SchedulerError, Corrupt; BadInput and NotFound if its parent can never be trained, if no
+        layout can be chosen for it, or it does not fit into what is there.
         """
         journal = Journal(self.home, spec.id)
         with self._starting:
             if not journal.exists:
+                self._check(spec)
                 journal.write_spec(self._settled(journal, spec))
                 self._hand_over(journal, Handover())
             elif to_try_again(journal, spec):
@@ -79,9 +83,21 @@ class MegatronTrainer:
                 journal.set_end_aside(settled)  # `status` does the rest, also if we are killed
         return self.status(spec.id)
 
+    def _check(self, spec: JobSpec) -> None:
+        """Raises BadInput, NotFound for a parent that no start of the job could read."""
+        places = {"parent": (spec.parent, spec.hyperparameters.init)}
+        if spec.reference is not None:
+            places["reference"] = (spec.reference, "parent")
+        for param, (place, init) in places.items():
+            try:
+                read_parent(self.home.root / place, init)
+            except (BadInput, NotFound) as error:
+                raise type(error)(str(error), param=param) from error
+
     def _settled(self, journal: Journal, spec: JobSpec) -> JobSpec:
         """The spec with a layout; where it had none, why that one is told before."""
         settled, reasons = spread(spec, self.home, self.resources)
+        hold(settled, self.home, self.resources, chosen=bool(reasons))
         # there are events, if we were killed before the spec
         if reasons and (journal.exists or not journal.events()):
             journal.folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +185,7 @@ class MegatronTrainer:
         return self.status(job_id)
 
     def _note_resumed(self, journal: Journal) -> None:
-        note = handover(journal).model_copy(update={"resumed": True})
-        durable.replace_file(journal.folder / "scheduler.json", note.model_dump_json().encode())
+        _note(journal, handover(journal).model_copy(update={"resumed": True}))
 
     # ---- restarts
     def _restart(self, journal: Journal, spec: JobSpec, command: CommandStatus) -> JobStatus:
@@ -194,8 +209,7 @@ class MegatronTrainer:
         environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
         if not gpus:  # of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        path = journal.folder / "scheduler.json"
-        durable.replace_file(path, what.model_dump_json().encode())
+        _note(journal, what)
         command = Command(
             name=journal.job_id,
             argv=[
@@ -214,7 +228,7 @@ class MegatronTrainer:
             minutes=self.resources.minutes,
         )
         given = self.scheduler.submit(command)
-        durable.replace_file(path, what.model_copy(update={"id": given}).model_dump_json().encode())
+        _note(journal, what.model_copy(update={"id": given}))
 
     # ---- what to say
     def _ended(self, journal: Journal) -> JobStatus | None:
@@ -281,4 +295,9 @@ def newest_measures(journal: Journal) -> dict[str, Any]:
 def handover(journal: Journal) -> Handover:
     """What was last given to the scheduler for a job."""
     path = journal.folder / "scheduler.json"
-    return Handover.model_validate_json(path.read_bytes()) if path.exists() else Handover()
+    return checked.read_record(Handover, path) if path.exists() else Handover()
+
+
+def _note(journal: Journal, what: Handover) -> None:
+    text = checked.with_crc(what.model_dump_json().encode())
+    durable.replace_file(journal.folder / "scheduler.json", text)

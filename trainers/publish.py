@@ -7,7 +7,7 @@ rename that makes them visible. Read next: journal.py, a job's folder; saving.py
 from pathlib import Path
 
 from cray_agents.errors import NotFound
-from cray_agents.runtime import checkpoints, durable
+from cray_agents.runtime import checked, checkpoints, durable
 
 
 def publish_folder(draft: Path, final: Path) -> bool:
@@ -29,7 +29,7 @@ def weights_sha256(checkpoint: Path) -> str:
 
     Computed from the files, whatever a manifest says. Raises NotFound without safetensors.
     """
-    files = {p.name: durable.sha256_file(p) for p in sorted(checkpoint.glob("*.safetensors"))}
+    files = {p.name: checked.sha256_of(p) for p in sorted(checkpoint.glob("*.safetensors"))}
     if not files:
         raise NotFound(f"{checkpoint} holds no *.safetensors: give a Hugging Face checkpoint")
     return checkpoints.weights_sha256(files)

@@ -7,9 +7,11 @@ spreading.py, which chooses the layout of a job over them.
 
 import os
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from math import ceil
+from pathlib import Path
 
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError
@@ -32,11 +34,30 @@ class Gpus:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What this process may use of the host that it runs on: cores, and GiB of memory."""
+
+    cores: int
+    gib: float
+
+
+def this_host() -> Host:
+    """This host's cores and memory, less where a container's limit says so."""
+    gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    limit = Path("/sys/fs/cgroup/memory.max")
+    with suppress(OSError, ValueError):  # no cgroup, or "max"
+        gib = min(gib, int(limit.read_text()) / 2**30)
+    return Host(len(os.sched_getaffinity(0)), gib)
+
+
+@dataclass(frozen=True)
 class Resources:
     """Of a job that names no layout: `ranks`, spread evenly over `nodes`; one that does gets as
     many nodes as its ranks take.
 
-    `gpus` None: ranks are processes on CPU cores. `minutes` is Slurm's time limit.
+    `gpus` None: ranks are processes on CPU cores. `minutes` is Slurm's time limit. `host`: this one
+    where it runs all jobs, so that no layout takes more than it has; None at a site's Slurm, which
+    knows its nodes.
     """
 
     ranks: int = 1
@@ -44,6 +65,7 @@ class Resources:
     gpus: Gpus | None = None
     cpus_per_rank: int = 1
     minutes: int | None = None
+    host: Host | None = None
 
     @property
     def ranks_per_node(self) -> int:
@@ -51,10 +73,7 @@ class Resources:
         return self.ranks // self.nodes
 
     def nodes_for(self, world: int) -> int:
-        """How many nodes so many ranks are spread over: evenly, and on GPUs no more on any.
-
-        CPU cores are shared where there are too few.
-        """
+        """How many nodes so many ranks are spread over: evenly, and on GPUs no more on any."""
         if self.gpus is None:
             return next(n for n in range(self.nodes, 0, -1) if world % n == 0)
         return next(n for n in count(ceil(world / self.ranks_per_node)) if world % n == 0)
@@ -71,8 +90,11 @@ class Resources:
         return f"{ranks} on {nodes} of {of}{cores}{limit}"
 
 
-def resources_of(config: Config) -> Resources:
-    """What the configuration says, and this host where it says nothing. Raises ConfigError."""
+def resources_of(config: Config, *, here: bool = False) -> Resources:
+    """What the configuration says, and this host where it says nothing. Raises ConfigError.
+
+    here: the scheduler runs all jobs on this host.
+    """
     gpus, cores, nodes = _gpus(config), len(os.sched_getaffinity(0)), config.train_nodes
     most = gpus.per_node if gpus is not None else min(CPU_RANKS, cores)
     ranks = config.train_ranks or nodes * most
@@ -89,9 +111,11 @@ def resources_of(config: Config) -> Resources:
         )
     each = 1
     if gpus is not None:
-        here = len(nvidia_devices())
-        each = min(CORES_PER_GPU, max(1, cores // here)) if here else CORES_PER_GPU
-    return Resources(ranks, nodes, gpus, config.train_cpus_per_rank or each, config.train_minutes)
+        devices = len(nvidia_devices())
+        each = min(CORES_PER_GPU, max(1, cores // devices)) if devices else CORES_PER_GPU
+    host = this_host() if here else None
+    each = config.train_cpus_per_rank or each
+    return Resources(ranks, nodes, gpus, each, config.train_minutes, host)
 
 
 def _gpus(config: Config) -> Gpus | None:

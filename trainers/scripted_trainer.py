@@ -13,7 +13,7 @@ from typing import Any
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ProbePrompt
-from cray_agents.runtime import checkpoints, durable
+from cray_agents.runtime import checked, checkpoints, durable
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import read_status
 from cray_agents.trainers.publish import hash_files, publish_folder
@@ -176,7 +176,8 @@ class ScriptedTrainer:
             metrics={**self.metrics, "steps": spec.hyperparameters.steps},
             probe=self._probe_of(spec),
         )
-        durable.replace_file(draft / "manifest.json", manifest.model_dump_json(indent=1).encode())
+        text = checked.with_crc(manifest.model_dump_json(indent=1).encode())
+        durable.replace_file(draft / "manifest.json", text)
         if not publish_folder(draft, self.home.checkpoint(spec.id)):
             shutil.rmtree(draft)
 
@@ -185,4 +186,4 @@ class ScriptedTrainer:
         if self.probe is not None:
             return self.probe
         path = self.home.root / spec.parent / "manifest.json"
-        return Manifest.model_validate_json(path.read_bytes()).probe if path.exists() else []
+        return checked.read_record(Manifest, path).probe if path.exists() else []

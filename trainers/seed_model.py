@@ -9,22 +9,24 @@ matter to the reader of a run:
   an agent's second turn starts with the tokens of its first, and one run is one training sequence.
 * Digits are single tokens, hence an unseen number is only ever an unseen order of known tokens.
 
-The same seed and corpus give the same bytes. Read next: `cookbook/02_calculator_loop.py`.
+For a loop's own demonstrations there is `make_tiny_model`, also as `cray_agents.make_tiny_model`.
+The same seed and corpus give the same bytes. Importing this is light: torch, transformers and
+tokenizers are imported by what uses them. Read next: `cookbook/02_calculator_loop.py`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.chat_template_utils import render_jinja_template
-from transformers.utils.logging import disable_progress_bar
+from cray_agents.errors import BadInput, SetupError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Not special: the hermes parser must find them in the decoded text (as in Qwen's own tokenizer).
@@ -102,14 +104,61 @@ def make_seed_model(
     _write_model(directory, tokenizer, seed, shape)
 
 
+def make_tiny_model(
+    directory: Path | str,
+    demonstrations: Iterable[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    seed: int = 0,
+    shape: ModelShape = DEFAULT_SHAPE,
+) -> Path:
+    """Write a model that knows nothing, and has the words of these demonstrations; where it is.
+
+    A whole model is made or none, so that a call that was killed can be made again; one that is
+    there stays as it is. Its weights are random: warm it up (WarmUp) before a loop.
+
+    Args:
+        directory: where to, as a Hugging Face directory.
+        demonstrations: as a Loop takes them, pairs of messages and metadata.
+        tools: what the demonstrations call, `agent.tool_schemas`.
+        seed: of the weights.
+        shape: how large; the default has 0.43M parameters, and learns one pattern in a minute.
+
+    Raises BadInput when there is no demonstration, SetupError where torch is not installed.
+    """
+    directory = Path(directory)
+    if directory.exists():
+        return directory
+    pairs = list(demonstrations)
+    if not pairs:
+        raise BadInput(
+            "a model's words come from demonstrations: give some", param="demonstrations"
+        )
+    draft = directory.with_name(f"{directory.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        corpus = [render(messages, tools) for messages, _ in pairs]
+        make_seed_model(draft, seed=seed, corpus=corpus, shape=shape)
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"to make a model takes {error.name}: pip install 'cray-agents[cpu]' or "
+            "'cray-agents[gpu]'; see `cray-agents doctor`"
+        ) from error
+    return draft.rename(directory)
+
+
 def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
     """One conversation as the chat template spells it; such texts make a good corpus."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     texts, _ = render_jinja_template([messages], tools=tools, chat_template=CHAT_TEMPLATE)
     return str(texts[0])
 
 
 def train_tokenizer(corpus: Iterable[str], vocabulary: int) -> Tokenizer:
     """A byte-level BPE whose digits are never merged; unused ids are left without a token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     texts = list(corpus)
     if not texts:
         raise ValueError("the tokenizer's corpus is empty: pass the demonstrations' texts")
@@ -158,6 +207,10 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, context: int) -> Non
 
 
 def _write_model(directory: Path, tokenizer: Tokenizer, seed: int, shape: ModelShape) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     config = Qwen3Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,

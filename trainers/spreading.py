@@ -6,7 +6,7 @@ MegatronTrainer calls `spread` before it writes the spec down. Read next: planni
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets.reading import read_dataset
-from cray_agents.trainers.models.architecture import read_architecture
+from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.choosing import choose_layout
 from cray_agents.trainers.resources import Gpus, Resources
 from cray_agents.training import JobSpec, Layout
@@ -43,7 +43,7 @@ def _on_gpus(
     spec: JobSpec, home: Home, resources: Resources, gpus: Gpus
 ) -> tuple[JobSpec, list[str]]:
     choice = choose_layout(
-        read_architecture(home.root / spec.parent),
+        read_parent(home.root / spec.parent, spec.hyperparameters.init),
         resources.ranks,
         memory_gib_per_rank=gpus.gib,
         ranks_per_node=resources.ranks_per_node,

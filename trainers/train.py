@@ -93,7 +93,7 @@ class Training:
     def take_weights(self, checkpoint: Path | None = None) -> None:
         """Replace the weights by another checkpoint's, or by those that the job starts from."""
         first = weight_source(self.parent, self.model, self.hyper)
-        source = first if checkpoint is None else SafeTensors(checkpoint)
+        source = first if checkpoint is None else SafeTensors(checkpoint, tied=self.model.tied)
         load_weights(self.inner, self.model, source)
         for _, _, adapter in adapters(self.inner):
             adapter.start()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cray_agents.records import Record
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.trainers.journal import tail
 
 SILENCE = 300.0  # seconds; less than collectives wait, which would blame those that only wait
@@ -146,9 +146,9 @@ def first_end(note: Path | None, ours: BadEnd) -> BadEnd:
     deadline = time.monotonic() + PATIENCE
     while ours.followed and not note.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    if durable.create_file(note, ours.model_dump_json().encode()):
+    if durable.create_file(note, checked.with_crc(ours.model_dump_json().encode())):
         return ours
-    return BadEnd.model_validate_json(note.read_bytes())
+    return checked.read_record(BadEnd, note)
 
 
 def describe(process: RankProcess, how: str, where: str, log: Path) -> BadEnd:

@@ -4,6 +4,8 @@ Commands read the shared root directly where they only look (models, runs, jobs)
 running platform where something happens. Heavy imports wait until a command needs them.
 """
 
+import importlib.metadata
+import re
 import sys
 
 import typer
@@ -82,5 +84,25 @@ def main() -> None:
         if isinstance(error, JobError) and error.log_tail:
             errors.print(escape(error.log_tail))
         sys.exit(2 if isinstance(error, _THEIRS) else 1)
+    except ModuleNotFoundError as error:
+        if (lacking := _lacking(error)) is None:
+            raise
+        errors.print(f"[bold red]error:[/] {escape(lacking)}", soft_wrap=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _lacking(error: ModuleNotFoundError) -> str | None:
+    """What to install for a module that one of our extras brings; None: it is none of ours."""
+    module = (error.name or "").partition(".")[0].replace("_", "-")
+    extras = set()
+    for requirement in importlib.metadata.requires("cray-agents") or ():
+        name, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == .(\w+)", requirement)
+        if name and extra and (name[0] == module or name[0].startswith(f"{module}-")):
+            extras.add(extra[1])
+    smallest = next((extra for extra in ("export", "tools") if extra in extras), None)
+    if not extras:
+        return None
+    wanted = f"'cray-agents[{smallest}]'" if smallest else "'cray-agents[cpu]' or '…[gpu]'"
+    return f"this command needs {error.name}, which is not installed: pip install {wanted}"

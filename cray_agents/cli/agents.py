@@ -7,13 +7,14 @@ the shared root, which is started if none runs. Read next: conversing.py, what i
 
 import asyncio
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -23,14 +24,27 @@ from cray_agents.cli.running import client, serving
 from cray_agents.cli.screen import HomeOption
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
+from cray_agents.loop import Loop
 from cray_agents.openai_engine import OpenAIEngine
 from cray_agents.platform import Platform
+from cray_agents.records import Task
 from cray_agents.sessions import FileSession, MemorySession, Session
+from cray_agents.tasks import TaskSet
 
 AgentFile = Annotated[
     str, typer.Argument(help="A Python file that defines `agent`; FILE:NAME: another name.")
 ]
 T = TypeVar("T")
+TaskOption = Annotated[
+    str | None,
+    typer.Option("--task", help="A task of the file's tasks, by its id: what is asked, and where."),
+]
+MetadataOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metadata", help="KEY=VALUE, or JSON, for an environment that reads it; repeatable."
+    ),
+]
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="A platform's URL \\[default: the one on this root].")
 ]
@@ -57,7 +71,12 @@ def add_to(app: typer.Typer) -> None:
 
 def run_agent(
     file: AgentFile,
-    question: Annotated[str, typer.Argument(help="What to ask the agent; -: standard input.")],
+    question: Annotated[
+        str | None,
+        typer.Argument(help="What to ask the agent; -: standard input \\[default: the task's]."),
+    ] = None,
+    task: TaskOption = None,
+    metadata: MetadataOption = None,
     home: HomeOption = None,
     url: ServerOption = None,
     session: SessionOption = None,
@@ -71,12 +90,16 @@ def run_agent(
 ) -> None:
     """Run an agent once and print its answer. Exit code 1: it came to none."""
     text = sys.stdin.read().strip() if question == "-" else question
+    module = load(_parted(file)[0])
+    given = asked_task(module, task, metadata, text)
+    if text is None and (given is None or task is None):
+        raise BadInput("say what to ask, or name a task of the file with --task", param="question")
     memory = FileSession(session) if session else MemorySession()
-    with engaged(load_agent(file), home, url) as agent:
+    with engaged(agent_in(module, file), home, url) as agent:
         if stream:
-            run = asyncio.run(answer(agent, text, memory, as_json=as_json))
+            run = asyncio.run(answer(agent, given or text or "", memory, as_json=as_json))
         else:
-            run = agent.run_sync(text, session=memory)
+            run = agent.run_sync(given or text or "", session=memory)
     if as_json and not stream:
         print(run.model_dump_json(indent=2))
     elif not stream and answered(run):
@@ -88,6 +111,8 @@ def run_agent(
 
 def chat(
     file: AgentFile,
+    task: TaskOption = None,
+    metadata: MetadataOption = None,
     home: HomeOption = None,
     url: ServerOption = None,
     session: SessionOption = None,
@@ -97,8 +122,10 @@ def chat(
 ) -> None:
     """Talk with an agent: answers stream, tool calls are shown. /help tells more."""
     memory: Session = FileSession(session) if session else MemorySession()
-    with engaged(load_agent(file), home, url) as agent:
-        Chat(agent, memory, forget=forget).run()
+    module = load(_parted(file)[0])
+    given = asked_task(module, task, metadata)
+    with engaged(agent_in(module, file), home, url) as agent:
+        Chat(agent, memory, task=given, forget=forget).run()
 
 
 @contextmanager
@@ -125,14 +152,63 @@ def platform_at(
         yield client(info)
 
 
+def asked_task(
+    module: ModuleType, task: str | None, metadata: list[str] | None, text: str | None = None
+) -> Task | None:
+    """The task that `--task` and `--metadata` mean, with this input; None without either.
+
+    Raises BadInput for a task that the file has not, and metadata that cannot be read.
+    """
+    if task is None and not metadata:
+        return None
+    found = Task(input=text or "") if task is None else _task_of(module, task)
+    more = dict(pair for given in metadata or () for pair in _pairs(given))
+    changes = {"metadata": {**found.metadata, **more}}
+    return found.model_copy(update=changes | ({"input": text} if text is not None else {}))
+
+
+def _task_of(module: ModuleType, task: str) -> Task:
+    """The task of a file's TaskSet or Loop with this id. Raises BadInput."""
+    sets = [one.tasks if isinstance(one, Loop) else one for one in vars(module).values()]
+    known = {one.id: one for tasks in sets if isinstance(tasks, TaskSet) for one in tasks}
+    if task in known:
+        return known[task]
+    there = ", ".join([*known][:5]) + (", ..." if len(known) > 5 else "")
+    instead = f"there is {there}" if known else "it has no TaskSet"
+    raise BadInput(f"{module.__file__} has no task {task!r}: {instead}", param="task")
+
+
+def _pairs(given: str) -> list[tuple[str, Any]]:
+    """`KEY=VALUE`, whose value is JSON or else a text; or a whole JSON object. Raises BadInput."""
+    if given.lstrip().startswith("{"):
+        try:
+            return [*json.loads(given).items()]
+        except ValueError as error:
+            raise BadInput(f"--metadata {given!r} is no JSON: {error}", param="metadata") from error
+    key, found, value = given.partition("=")
+    if not (key and found):
+        raise BadInput(f"--metadata {given!r}: give KEY=VALUE, or JSON", param="metadata")
+    try:
+        return [(key, json.loads(value))]
+    except ValueError:
+        return [(key, value)]
+
+
+def _parted(given: str) -> tuple[Path, str]:
+    """The file and the name that `FILE` or `FILE:NAME` means."""
+    path, _, name = given.rpartition(":")
+    return (Path(given), "") if not path or Path(given).is_file() else (Path(path), name)
+
+
 def load_agent(given: str) -> Agent:
     """The agent that `FILE` or `FILE:NAME` means. Raises BadInput."""
-    path, _, name = given.rpartition(":")
-    if not path or Path(given).is_file():
-        path, name = given, ""
-    found = {
-        key: value for key, value in vars(load(Path(path))).items() if isinstance(value, Agent)
-    }
+    return agent_in(load(_parted(given)[0]), given)
+
+
+def agent_in(module: ModuleType, given: str) -> Agent:
+    """The same, of the file that was loaded. Raises BadInput."""
+    path, name = _parted(given)
+    found = {key: value for key, value in vars(module).items() if isinstance(value, Agent)}
     if not name and len(found) == 1:
         (name,) = found
     name = name or "agent"

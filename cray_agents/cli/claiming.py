@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from cray_agents.cli.running import owner, submitter
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.gateway.auth import is_loopback
 from cray_agents.runtime.scheduler.supervised import boot_id
 
@@ -113,7 +113,7 @@ def _claim(home: Home, listener: socket.socket, name: str) -> str:
     }
     home.platform.unlink(missing_ok=True)  # of one that was killed
     draft = home.platform.with_name(f".platform.{token[-12:]}")
-    durable.write_file(draft, json.dumps(info).encode(), 0o600)
+    durable.write_file(draft, checked.with_crc(json.dumps(info).encode()), 0o600)
     try:
         os.link(draft, home.platform)
     except FileExistsError as error:
@@ -126,6 +126,6 @@ def _claim(home: Home, listener: socket.socket, name: str) -> str:
 
 def give_back(home: Home, token: str) -> None:
     """End a claim, if it still is ours."""
-    with suppress(OSError, ValueError):
-        if json.loads(home.platform.read_text())["token"] == token:
+    with suppress(OSError):  # Corrupt is one
+        if checked.read_json(home.platform)["token"] == token:
             home.platform.unlink()

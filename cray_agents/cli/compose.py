@@ -21,12 +21,13 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from cray_agents.access import keep_private
 from cray_agents.cli.claiming import address, claim, give_back, listen
 from cray_agents.cli.doctor import distribution_version
 from cray_agents.cli.first_version import first_version
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
-from cray_agents.errors import ConfigError, StoreError
+from cray_agents.errors import ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.supervisor import keep as keep_worker
@@ -35,7 +36,7 @@ from cray_agents.runtime.devices import shares
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.auth import is_loopback
-from cray_agents.runtime.gateway.protocol import Protocol
+from cray_agents.runtime.gateway.protocol import protocol
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.keys import Keys
 from cray_agents.runtime.pool import Pool
@@ -60,9 +61,9 @@ GC = (10_000, 20, 100)  # rarely over everything: the store's index may hold mil
 def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
     """Run a platform until SIGINT or SIGTERM. Raises SetupError, BadInput, StoreError."""
     home = config.root
-    make_root(home)
+    make_root(config)
     check_access(config)
-    resources = resources_of(config)
+    resources_of(config)  # what is wrong with it is said before anything starts
     with listen(config.host, config.port) as listener, contextlib.ExitStack() as ending:
         token = claim(home, listener, name)
         ending.callback(give_back, home, token)
@@ -71,6 +72,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
         version = first_version(registry, model, name)
         with contextlib.closing(configured_scheduler(config)) as scheduler:
             say(f"scheduler: {scheduler.reason}")
+            resources = resources_of(config, here=scheduler.here)
             say(f"trainer: {resources}")
             trainer = MegatronTrainer(home, scheduler, resources)
             platform = about(config, scheduler, resources)
@@ -103,13 +105,15 @@ async def run(
         code=code_version(),
         keep_alive=config.keep_alive,
         body_timeout=config.body_timeout,
+        model_roots=tuple(config.model_roots),
         api_keys=config.api_keys if is_loopback(config.host) else "required",
         token=token,
+        reward_limit=config.reward_limit,
         admission=make_admission(config, pool, registry),
     )
     settings_http = uvicorn.Config(
         create_app(services),
-        http=Protocol,
+        http=protocol(config.head_timeout),
         ws="none",
         log_level="warning",
         lifespan="off",
@@ -166,15 +170,21 @@ def make_pool(config: Config, name: str, replicas: int) -> Pool:
         load_timeout=config.load_timeout,
     )
     logs = config.root.logs
-    shown: Sequence[str | None] = [None] * replicas
+    shown: Sequence[str | None] = [None] * (replicas + config.spare_replicas)
     if has_gpu_build():
-        shown = shares(replicas, settings.engine_args, os.environ, len(nvidia_devices()))
+        there, args = len(nvidia_devices()), settings.engine_args
+        shown = shares(replicas, args, os.environ, there)
+        for count in range(1, config.spare_replicas + 1):  # as many as GPUs are left for
+            with contextlib.suppress(SetupError):
+                shown = shares(replicas + count, args, os.environ, there)
     hosts = [Replica(name, settings, logs / f"replica-{n}.log", its) for n, its in enumerate(shown)]
     return Pool(
-        hosts,
+        hosts[:replicas],
+        spares=hosts[replicas:],
         tolerance=settings.tolerance,
         wait_timeout=config.swap_timeout,
         swap_mode=config.swap_mode,
+        silence_timeout=config.silence_timeout,
     )
 
 
@@ -226,8 +236,11 @@ async def stopped(
             return
 
 
-def make_root(home: Home) -> None:
-    """Make the shared root, and prove that it can be written. Raises StoreError."""
+def make_root(config: Config) -> None:
+    """Make the shared root, private, and prove that it can be written. Raises StoreError."""
+    home = config.root
+    if note := keep_private(config):
+        say(note)
     try:
         home.logs.mkdir(parents=True, exist_ok=True)
         probe = home.root / f".writable-{os.getpid()}"

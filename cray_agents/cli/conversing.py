@@ -27,7 +27,7 @@ from cray_agents.events import (
     ToolFinished,
     ToolStarted,
 )
-from cray_agents.records import Message, Run, StopReason
+from cray_agents.records import Message, Run, StopReason, Task
 from cray_agents.sessions import MemorySession, Session
 from cray_agents.toolbox import told
 
@@ -42,7 +42,7 @@ _HELP = """\
 Ctrl-C stops an answer. A line that begins with a blank is never a command."""
 
 
-async def answer(agent: Agent, text: str, memory: Session, *, as_json: bool = False) -> Run:
+async def answer(agent: Agent, text: str | Task, memory: Session, *, as_json: bool = False) -> Run:
     """Ask, print what happens as it happens, and return the run. Raises as Agent.stream does."""
     run: Run | None = None
     async for event in agent.stream(text, session=memory):
@@ -109,11 +109,18 @@ def report(run: Run) -> None:
 
 
 class Chat:
-    """A conversation on the terminal. Ctrl-C stops the present answer, which is then forgotten."""
+    """A conversation on the terminal. Ctrl-C stops the present answer, which is then forgotten.
 
-    def __init__(self, agent: Agent, memory: Session, *, forget: bool = False) -> None:
+    With a `task` each question is asked as that one with another input: an environment finds the
+    task's metadata.
+    """
+
+    def __init__(
+        self, agent: Agent, memory: Session, *, task: Task | None = None, forget: bool = False
+    ) -> None:
         self._agent = agent
         self._memory = memory
+        self._task = task
         self._forget = forget
 
     def run(self) -> None:
@@ -161,7 +168,8 @@ class Chat:
         if self._forget:
             self._memory = MemorySession()
         _print(f"{self._agent.name}: ", style="bold green")
-        run = runner.run(answer(self._agent, text, self._memory))
+        asked = text if self._task is None else self._task.model_copy(update={"input": text})
+        run = runner.run(answer(self._agent, asked, self._memory))
         if not answered(run):
             report(run)
 

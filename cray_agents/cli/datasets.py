@@ -24,6 +24,7 @@ from cray_agents.cli.filters import (
     ModelOption,
     TagOption,
 )
+from cray_agents.cli.opening import opened
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
@@ -130,7 +131,7 @@ def _run(home: Path | None, recipe: DatasetRecipe, *, as_json: bool, dry_run: bo
     from cray_agents.runtime.registry import Registry
     from cray_agents.runtime.store import Store
 
-    where = _root(home)
+    where = opened(load_config({"home": home}))
     if recipe.tokenizer is not None:
         folder = Path(recipe.tokenizer).expanduser().absolute()
         tokenizer = folder if folder.is_dir() else Registry(where).directory(recipe.tokenizer)

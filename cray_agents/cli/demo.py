@@ -18,8 +18,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from cray_agents.access import make_private
 from cray_agents.cli.agents import load
-from cray_agents.cli.progress import LoopScreen, clock, generations_table
+from cray_agents.cli.progress import LEGEND, LoopScreen, clock, generations_table
 from cray_agents.cli.report import write_report
 from cray_agents.cli.running import client, serving
 from cray_agents.cli.screen import console
@@ -29,6 +30,7 @@ from cray_agents.generation import Generation
 from cray_agents.loop import Loop
 from cray_agents.platform import Platform
 from cray_agents.records import Run
+from cray_agents.runtime import checked
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
@@ -69,6 +71,7 @@ def demo(
     name = f"demo-{seed}" + ("-quick" if quick else "") + (f"-{control}" if control else "")
     where = home or Path(".cray-agents") / name
     config = load_config({"home": where, "scheduler": scheduler, "port": 0})
+    make_private(config.root.root, config.group)
     claim(config.root.root / "demo.json", {"seed": seed, "control": control, "quick": quick})
     begun = time.monotonic()
     book = load(BOOK)
@@ -87,11 +90,11 @@ def demo(
 
 def claim(path: Path, what: dict[str, Any]) -> None:
     """Keep demos apart that would share a home. Raises BadInput."""
-    if path.exists() and (found := json.loads(path.read_text())) != what:
+    if path.exists() and (found := checked.read_json(path)) != what:
         raise BadInput(f"{path.parent} holds another demo ({found}): choose another --home")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(what))
+        path.write_bytes(checked.with_crc(json.dumps(what).encode()))
     except OSError as error:
         raise StoreError(
             f"{path.parent} cannot be written ({error.strerror}): choose another --home"
@@ -123,9 +126,18 @@ def run_demo(
         for generation in loop.run(most):
             screen.generation(generation)
             done.append(generation)
-        info = asyncio.run(client(where).info())
-        examples = asyncio.run(before_and_after(client(where), loop, done))
+        info, examples = asyncio.run(told_at_the_end(client(where), loop, done))
     return done, info, examples
+
+
+async def told_at_the_end(
+    platform: Platform, loop: Loop, done: list[Generation]
+) -> tuple[dict[str, Any], list[tuple[str, Run]]]:
+    """What the platform is made of, and examples of what changed."""
+    try:
+        return await platform.info(), await before_and_after(platform, loop, done)
+    finally:
+        await platform.close()
 
 
 async def before_and_after(
@@ -136,7 +148,6 @@ async def before_and_after(
     for version in (done[0].test_version, done[-1].test_version):
         runs = [run async for run in platform.runs(loop=loop.name, split="test", model=version)]
         ends.append({run.task.id: run for run in runs if run.task})
-    await platform.close()
     first, last = ends
     changed = sorted(
         first.keys() & last.keys(),
@@ -190,6 +201,7 @@ def tell(
     png, page = write_report(config.root.root / "report", title, done, facts, examples)
     home = config.home
     console.print(generations_table(done))
+    console.print(LEGEND, style="dim")
     first, last = done[0], done[-1]
     console.print(
         f"\ntest success {first.test_success:.1%} → [bold]{last.test_success:.1%}[/] on "

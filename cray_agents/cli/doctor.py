@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from cray_agents.access import openness
 from cray_agents.cli.screen import HomeOption, JsonOption, show
 from cray_agents.config import Config, load_config
 from cray_agents.errors import ConfigError, SetupError
@@ -80,7 +81,18 @@ def slurm() -> list[dict[str, Any]]:
     missing = [program for program in SLURM if shutil.which(program) is None]
     found = "all programs" if not missing else f"no {', '.join(missing)}"
     mend = f"{SLURM_HINT} (without it, training jobs run as local processes)"
-    return [check("slurm", not missing, found, mend, needed=False)]
+    return [check("slurm", not missing, found, mend, needed=False), *loopback()]
+
+
+def loopback() -> list[dict[str, Any]]:
+    """Whether a private cluster would listen on loopback; where it would not, it does not start."""
+    from cray_agents.runtime.scheduler.private_cluster import loopback_address, user_name
+
+    try:
+        found = f"a private cluster listens on {loopback_address()} alone, as {user_name()}"
+        return [check("slurm, private", True, found, "", needed=False)]
+    except SetupError as error:
+        return [check("slurm, private", False, "-", str(error), needed=False)]
 
 
 def sandbox() -> list[dict[str, Any]]:
@@ -109,9 +121,16 @@ def machine(home: Path) -> list[dict[str, Any]]:
     place = next(p for p in (home, *home.parents) if p.exists())
     disk = shutil.disk_usage(place).free / 2**30
     writable = os.access(place, os.W_OK)
+    private, who = openness(home) if home.is_dir() else (True, "not made yet; its owner alone")
     return [
         check("memory", memory >= MEMORY_GIB, f"{memory:.0f} GiB", f"{MEMORY_GIB} GiB are needed"),
         check("disk", disk >= DISK_GIB, f"{disk:.0f} GiB free", f"free {DISK_GIB} GiB at {place}"),
         check("shared root", writable, str(home), "choose another: --home DIR"),
+        check(
+            "shared root is private",
+            private,
+            who,
+            f"chmod 700 {home}, or cray-agents up; to share it: group in cray-agents.toml",
+        ),
         check("cores", True, str(os.cpu_count()), ""),
     ]

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from cray_agents.access import make_private
 from cray_agents.cli.filters import (
     AGE,
     AgentOption,
@@ -38,7 +38,7 @@ from cray_agents.cli.filters import (
 )
 from cray_agents.cli.screen import HomeOption, errors
 from cray_agents.config import load_config
-from cray_agents.errors import BadInput, SetupError
+from cray_agents.errors import BadInput
 
 if TYPE_CHECKING:
     from cray_agents.runtime.exports.counting import OnProgress, Progress, Summary
@@ -134,12 +134,15 @@ def export(
     quiet: QuietOption = False,
 ) -> None:
     """See HELP."""
-    exporting = _exporting()
+    from cray_agents.runtime.exports import exporting
+
     chosen = exporting.format_named(form)
     given = {"loop": loop, "generation": generation, "agent": agent, "task": task, "model": model,
              "stop_reason": stop_reason, "min_reward": min_reward, "max_reward": max_reward,
              "error": error, "since": since, "until": until, "tag": tag, "text": text}  # fmt: skip
-    where = load_config({"home": home}).root
+    config = load_config({"home": home})
+    where = config.root
+    make_private(where.root, config.group)  # what is exported has the modes of the user's umask
     if dataset is not None:
         _check_alone(given)
         source = exporting.of_dataset(where, dataset, chosen, split or "train", skip_missing)
@@ -165,17 +168,6 @@ def export(
             errors.print("  the dataset's validation split is not in it: --split validation")
 
 
-def _exporting() -> ModuleType:
-    """The exports, if what they need is installed. Raises SetupError."""
-    try:
-        from cray_agents.runtime.exports import exporting
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"exports need {error.name}, which is not installed: pip install 'cray-agents[export]'"
-        ) from error
-    return exporting
-
-
 def _check_alone(given: Mapping[str, object]) -> None:
     """Raise BadInput for filters beside a dataset, which is what it is."""
     for name, value in given.items():
@@ -193,7 +185,8 @@ def _is_age(value: object) -> bool:
 
 def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
     """Stream lines to stdout; whoever reads them may stop, as `head` does."""
-    exporting = _exporting()
+    from cray_agents.runtime.exports import exporting
+
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     tally, size = exporting.Tally(), 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cray_agents.cli.opening import opened
 from cray_agents.cli.runs import RunId, runs
 from cray_agents.cli.screen import HomeOption, JsonOption, console
 from cray_agents.config import load_config
@@ -53,11 +54,13 @@ def reward(
 
 
 async def _give(config: "Config", run_id: str, given: "Feedback") -> "Reward":
-    from cray_agents.runtime.feedback import give, judged
+    from cray_agents.records import Reward
+    from cray_agents.runtime.feedback import check_rewards, give, judged
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.redaction import Redactor
 
-    store = Store(config.root, redactor=Redactor.of(config))
+    check_rewards([Reward(**given.model_dump())], config.reward_limit)
+    store = Store(opened(config), redactor=Redactor.of(config))
     try:
         judged(store, run_id, given)
         return await give(store, run_id, given)

@@ -12,7 +12,15 @@ from pathlib import Path
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import ModelVersion
 from cray_agents.runtime import durable
-from cray_agents.runtime.checkpoints import MANIFEST, SUFFIXES, read_manifest, weights_sha256
+from cray_agents.runtime.checkpoints import (
+    MANIFEST,
+    SUFFIXES,
+    changes_of,
+    read_manifest,
+    weights_sha256,
+)
+from cray_agents.runtime.model_config import read_config
+from cray_agents.runtime.model_files import read_weights
 from cray_agents.runtime.registry import Registry
 
 
@@ -32,10 +40,12 @@ def first_version(registry: Registry, model: Path | None, name: str) -> ModelVer
                 )
             return promoted
     if model is None:
-        known = ", ".join(registry.names()) or "none"
+        names = registry.names()
+        known = ", ".join(names) or "none"
         raise BadInput(
             f"no version of {name!r} is promoted on {registry.home.root} (names there: {known}): "
-            "give a Hugging Face checkpoint directory with --model",
+            f"give a Hugging Face checkpoint directory with --model"
+            f"{', or one of these names with --name' if names else ''}",
             param="model",
         )
     checkpoint, manifest = registry.import_checkpoint(model)
@@ -50,9 +60,13 @@ def is_version(registry: Registry, name: str, model: Path) -> bool:
         return False
     told = read_manifest(model).files if (model / MANIFEST).is_file() else None
     sizes = {path.name: path.stat().st_size for path in model.iterdir() if _counts(path)}
+    changed = _changed(model)
+    sizes |= {name: len(content) for name, content in changed.items()}
 
     @cache
     def sha256(file: str) -> str:
+        if file in changed:
+            return durable.sha256(changed[file])
         return durable.sha256_file(model / file)
 
     def same(version: ModelVersion) -> bool:
@@ -66,11 +80,19 @@ def is_version(registry: Registry, name: str, model: Path) -> bool:
             hashes = told or {file: sha256(file) for file in sizes if file.endswith(".safetensors")}
             return weights_sha256(hashes) == version.weights_sha256
         if told is not None:
-            return files == told
+            return files == told | {file: sha256(file) for file in changed}
         smallest_first = sorted(sizes, key=sizes.__getitem__)
         return sizes == kept_sizes and all(sha256(file) == files[file] for file in smallest_first)
 
     return any(same(version) for version in registry.versions(name))
+
+
+def _changed(model: Path) -> dict[str, bytes]:
+    """What is taken in otherwise than it is; of what is no model nothing is."""
+    with contextlib.suppress(BadInput, NotFound):
+        config, weights = read_config(model), read_weights(model.resolve())
+        return changes_of(model.resolve(), config, weights)
+    return {}
 
 
 def _counts(path: Path) -> bool:

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cray_agents.cli.opening import opened
 from cray_agents.cli.screen import HomeOption, console, errors
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
@@ -72,6 +73,7 @@ async def _import(home: Path | None, file: Path, form: str, given: "Importing") 
     from cray_agents.runtime.store.redaction import Redactor
 
     config = load_config({"home": home})
+    given = replace(given, reward_limit=config.reward_limit)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -80,7 +82,7 @@ async def _import(home: Path | None, file: Path, form: str, given: "Importing") 
         console=errors,
         transient=True,
     )
-    store = Store(config.root, redactor=Redactor.of(config))
+    store = Store(opened(config), redactor=Redactor.of(config))
     try:
         with bar:
             task = bar.add_task("importing", total=None)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import orjson
-
+from cray_agents.runtime import checked
 from cray_agents.trainers.journal import Journal
 
 POLL = 0.3  # seconds between two looks
@@ -59,14 +58,14 @@ class NewEvents:
     """A job's events, each once: a restart's file begins with those that were told before."""
 
     def __init__(self, path: Path) -> None:
-        self._file = Growing(path)
+        self._path, self._file = path, Growing(path)
         self._told: set[tuple[Any, ...]] = set()
 
     def read(self) -> list[dict[str, Any]]:
         """Those since the last look, in order."""
         new = []
         for line in self._file.read():
-            event: dict[str, Any] = orjson.loads(line)
+            event: dict[str, Any] = checked.parse(line, self._path)
             key = (event["time"], event["event"], event.get("step"))
             if key not in self._told:
                 self._told.add(key)

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
 from cray_agents.cli.job_text import USUAL, layout_text, sentence
 from cray_agents.cli.progress import clock
 from cray_agents.cli.screen import line, when
 from cray_agents.paths import Home
+from cray_agents.runtime import checked
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import read_status
 from cray_agents.training import JobSpec
@@ -47,7 +46,7 @@ def _attempts(journal: Journal) -> list[Json]:
     """Who worked on it, and since when."""
     numbers = range(1, journal.attempts + 1)
     return [
-        {"number": number} | orjson.loads((journal.folder / "attempts" / str(number)).read_bytes())
+        {"number": number} | checked.read_json(journal.folder / "attempts" / str(number))
         for number in numbers
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from cray_agents.cli.job_curves import Curve, Panel
-from cray_agents.errors import BadInput, SetupError
+from cray_agents.errors import BadInput
 
 COLORS = ("cyan", "magenta", "yellow", "green", "red", "blue")
 HEIGHT = 10  # characters
@@ -85,12 +85,9 @@ def _color(number: int) -> str:
 
 
 def write_png(shown: Sequence[Panel], path: Path) -> None:
-    """Write the panels below each other. Raises SetupError without matplotlib, BadInput."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        message = f"a PNG needs {error.name}: pip install 'cray-agents[export]'"
-        raise SetupError(message) from error
+    """Write the panels below each other. Raises BadInput."""
+    from matplotlib.figure import Figure
+
     if not path.parent.is_dir():
         raise BadInput(f"there is no directory {path.parent} to write {path.name} to", param="png")
     picture = Figure(figsize=(WIDE, HIGH * len(shown)), layout="constrained")

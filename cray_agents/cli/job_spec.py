@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import StrictRecord
 from cray_agents.training import Hyperparameters, JobSpec
@@ -85,7 +85,6 @@ def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
     from cray_agents.runtime.registry import Registry
     from cray_agents.trainers.layouts import check_layout
     from cray_agents.trainers.megatron_trainer import code_version
-    from cray_agents.trainers.models.architecture import read_architecture
 
     for name in ("parent", "dataset"):
         if not isinstance(fields.get(name), str):
@@ -113,12 +112,15 @@ def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
         settled_hyper = spec.hyperparameters.model_copy(update=found)
         spec = spec.model_copy(update={HYPER: settled_hyper})
     registry = Registry(home)
+    init = spec.hyperparameters.init
+    model = _trainable(_directory(registry, spec.parent), "parent", init)
+    if spec.reference is not None:
+        _trainable(_directory(registry, spec.reference), "reference", "parent")
+    if "layout" in spec.model_fields_set:
+        check_layout(model, spec.layout)
     places = _checkpoint(registry, spec, "parent", afresh=spec.hyperparameters.init == "random")
     if spec.reference is not None:
         places |= _checkpoint(registry, spec, "reference", afresh=False)
-    model = read_architecture(Path(places["parent"]))
-    if "layout" in spec.model_fields_set:
-        check_layout(model, spec.layout)
     return spec.model_copy(update={**places, "code": code_version()})
 
 
@@ -135,13 +137,28 @@ def gone_over(dataset: Fields, spec: JobSpec, epochs: float) -> dict[str, int]:
     return {"batch_size": batch, "steps": ceil(epochs * units / batch)}
 
 
+def _directory(registry: Any, named: str) -> Path:
+    folder = Path(named).expanduser().absolute()
+    found: Path = folder if folder.is_dir() else registry.directory(named)
+    return found
+
+
+def _trainable(directory: Path, param: str, init: str) -> Any:
+    """The model in a directory, looked at before it is copied. Raises BadInput, NotFound."""
+    from cray_agents.trainers.models.tensors import read_parent
+
+    try:
+        return read_parent(directory, init)
+    except (BadInput, NotFound) as error:
+        raise type(error)(str(error), param=param) from error
+
+
 def _checkpoint(registry: Any, spec: JobSpec, what: str, *, afresh: bool) -> dict[str, str]:
     """A checkpoint's directory under the home and what names it; see JobSpec."""
     from cray_agents.runtime import checkpoints
 
     named = getattr(spec, what)
-    folder = Path(named).expanduser().absolute()
-    directory = folder if folder.is_dir() else registry.directory(named)
+    directory = _directory(registry, named)
     if afresh:  # only its config and tokenizer are read
         sha256, files = checkpoints.config_sha256(directory), checkpoints.settings_in(directory)
     else:

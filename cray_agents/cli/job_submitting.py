@@ -15,9 +15,10 @@ import typer
 
 from cray_agents.cli.job_spec import asked, layout_of, settled
 from cray_agents.cli.job_training import say, train
+from cray_agents.cli.opening import opened
 from cray_agents.cli.screen import HomeOption, console
 from cray_agents.config import Config, load_config
-from cray_agents.errors import BadInput, JobError, SetupError
+from cray_agents.errors import BadInput, JobError
 from cray_agents.paths import Home
 from cray_agents.training import JobSpec, JobStatus
 
@@ -57,6 +58,12 @@ def submit(
     layout: Annotated[
         str | None, typer.Option(help="data=2,tensor=2; the trainer's choice if left out.")
     ] = None,
+    oversubscribe: Annotated[
+        bool,
+        typer.Option(
+            "--oversubscribe", help="Also if it takes more cores or memory than there are."
+        ),
+    ] = False,
     lora_rank: Annotated[int | None, typer.Option(help="Train adapters of this rank.")] = None,
     init: Annotated[
         str | None, typer.Option(help="random: from scratch, by the parent's config.json alone.")
@@ -75,6 +82,7 @@ def submit(
 ) -> None:
     """Train a model: start a job, or find it, and follow it to its end. Ctrl-C saves and stops."""
     config = load_config({"home": home})
+    opened(config)
     _check_name(name, detach=detach)
     options = {
         "parent": parent,
@@ -82,21 +90,16 @@ def submit(
         "method": method,
         "steps": steps,
         "layout": layout_of(layout) if layout is not None else None,
+        "oversubscribe": oversubscribe or None,
         "lora.rank": lora_rank,
         "init": init,
         "reference": reference,
     }
-    try:
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            wanted = settled(config.root, asked(spec, options, setting or []), epochs)
-            status = _done(config, wanted, detach=detach)
-            if status.state == "succeeded":
-                _tell_result(config.root, status, name)
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"this install cannot train, it has no {error.name}: pip install 'cray-agents[cpu]' or"
-            " 'cray-agents[gpu]'; see `cray-agents doctor`"
-        ) from error
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        wanted = settled(config.root, asked(spec, options, setting or []), epochs)
+        status = _done(config, wanted, detach=detach)
+        if status.state == "succeeded":
+            _tell_result(config.root, status, name)
     if as_json:
         print(status.model_dump_json(indent=2))
     if status.state in ("failed", "cancelled"):

@@ -155,7 +155,7 @@ def _trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "MegatronTr
     from cray_agents.trainers.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.resources import resources_of
 
-    resources = resources_of(config)
+    resources = resources_of(config, here=scheduler.here)
     say(f"scheduler: {scheduler.reason}; trainer: {resources}")
     return MegatronTrainer(config.root, scheduler, resources)
 

@@ -14,7 +14,7 @@ import typer
 
 from cray_agents.cli.job_submitting import submit
 from cray_agents.cli.models import root
-from cray_agents.cli.running import client, owner, running
+from cray_agents.cli.running import client, owner, running, submitter
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, show, when
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
@@ -154,12 +154,38 @@ async def ask(
     named = named_job(home, job_id)
     info = running(home)
     if info is None:
-        raise SetupError(f"no platform runs on {home.root}: start it with `cray-agents up`")
+        raise SetupError(f"no platform runs on {home.root}: {_without_platform(home, named)}")
     platform = client(info)
     try:
         return await what(platform, named)
     finally:
         await platform.close()
+
+
+def _without_platform(home: Home, job_id: str) -> str:
+    """What a job does while no platform runs, and what works to pause, resume or end it."""
+    from cray_agents.runtime.scheduler.choose import site_cluster
+    from cray_agents.trainers.journal import Journal
+    from cray_agents.trainers.megatron_trainer import handover, read_status
+
+    status = read_status(home, job_id)
+    if status.state in ("succeeded", "failed", "cancelled"):
+        return f"{job_id} has {status.state} already"
+    at = f"it stands at step {status.step} of {status.steps}"
+    if (pid := submitter(home)) is not None:
+        return (
+            f"`jobs submit` (pid {pid}) trains there. Ctrl-C in it, or kill -INT {pid}, saves the "
+            "job and ends it; the same command goes on from there"
+        )
+    if site_cluster() is not None and (scheduled := handover(Journal(home, job_id)).id):
+        return (
+            f"{job_id} is Slurm's job {scheduled}, which goes on without one: scancel {scheduled} "
+            "ends it for now; start `cray-agents up` to pause, resume or cancel it for good"
+        )
+    return (
+        f"nothing trains {job_id} now, {at}. `cray-agents up` goes on with it, and then pauses, "
+        "resumes or cancels it"
+    )
 
 
 def kept_going(home: Home) -> bool:

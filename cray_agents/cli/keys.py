@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from cray_agents.cli.opening import opened
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
 from cray_agents.config import load_config
 
@@ -32,7 +33,7 @@ def create(
     """Make a key. Its secret is shown now and never again."""
     from cray_agents.runtime.keys import Keys, role_named
 
-    record, secret = Keys(load_config({"home": home}).root).create(name, role_named(role))
+    record, secret = Keys(opened(load_config({"home": home}))).create(name, role_named(role))
     if as_json:
         print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
         return
@@ -71,5 +72,5 @@ def revoke(
     """End a key, for good. It stops working within a second."""
     from cray_agents.runtime.keys import Keys
 
-    for record in Keys(load_config({"home": home}).root).revoke(key):
+    for record in Keys(opened(load_config({"home": home}))).revoke(key):
         console.print(f"revoked {escape(record.name)} ({record.id})", soft_wrap=True)

@@ -1,28 +1,34 @@
 """`models`: versions, what happened to them, where they come from; and what changes that.
 
-What only looks reads the shared root, platform or not; promote, rollback, reject and canary ask the
-running platform. Read next: runtime/registry.py, runtime/canary.py.
+What only looks reads the shared root, platform or not. Promote, rollback and reject ask the running
+platform, which swaps at once; where none runs they decide what the next one serves. A canary needs
+a platform. Read next: runtime/registry.py, runtime/canary.py.
 """
 
 import asyncio
 import getpass
 import json
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.tree import Tree
 
 from cray_agents.cli.pruning import prune
-from cray_agents.cli.running import client, running
-from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
+from cray_agents.cli.running import client, fetch, owner, running
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform import Platform
 from cray_agents.records import ModelVersion
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.history import ModelEvent
+    from cray_agents.runtime.registry import Registry
 
 models = typer.Typer(
     no_args_is_help=True,
@@ -44,12 +50,20 @@ def add_to(app: typer.Typer) -> None:
 
 @models.command("list")
 def list_models(home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """List every version of every name; the promoted one is what the bare name means."""
+    """List every version of every name; the promoted one is what the bare name means.
+
+    `replicas`: how many of the running platform's hold it; -: none runs.
+    """
     from cray_agents.runtime.registry import Registry
 
-    registry = Registry(root(home))
-    rows = [row for name in registry.names() for row in version_rows(registry, name)]
-    columns = ["id", "promoted", "last", "weights", "job", "when", "checkpoint"]
+    where = root(home)
+    registry, held = Registry(where), held_by(where)
+    rows = [
+        row | {"replicas": None if held is None else held[row["id"]]}
+        for name in registry.names()
+        for row in version_rows(registry, name)
+    ]
+    columns = ["id", "promoted", "replicas", "last", "weights", "job", "when", "checkpoint"]
     show(rows, columns, as_json=as_json)
 
 
@@ -99,11 +113,24 @@ def lineage(name: NameOrVersion, home: HomeOption = None, as_json: JsonOption = 
 
 
 @models.command("promote")
-def promote(version: Version, reason: Reason = "", who: Who = "", home: HomeOption = None) -> None:
+def promote(
+    version: Version,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Although what another name means is then served no more."),
+    ] = False,
+    reason: Reason = "",
+    who: Who = "",
+    home: HomeOption = None,
+) -> None:
     """Let the bare name mean a version, once all replicas hold it; no request is lost."""
     name, number = named(version)
-    wanted = _version(name, number)
-    tell(asked(home, lambda p: p.promote(wanted, who=who or user(), reason=reason)))
+    wanted, by = _version(name, number), who or user()
+    decide(
+        home,
+        lambda p: p.promote(wanted, who=by, reason=reason, force=force),
+        lambda registry: registry.promote(name, number, who=by, reason=reason),
+    )
 
 
 @models.command("rollback")
@@ -118,19 +145,25 @@ def rollback(
     home: HomeOption = None,
 ) -> None:
     """Let the bare name mean what it meant before its last promotion."""
-    tell(
-        asked(
-            home,
-            lambda p: p.rollback(name, to, who=who or user(), reason=reason, force=force),
-        )
-    )
+    by = who or user()
+
+    def roll_back(registry: "Registry") -> "ModelEvent":
+        before = registry.before(name, to, force=force)
+        return registry.roll_back(name, before.number, who=by, reason=reason)
+
+    decide(home, lambda p: p.rollback(name, to, who=by, reason=reason, force=force), roll_back)
 
 
 @models.command("reject")
 def reject(version: Version, reason: Reason = "", who: Who = "", home: HomeOption = None) -> None:
     """Note in the history that a version was found not good enough."""
-    wanted = _version(*named(version))
-    tell(asked(home, lambda p: p.reject(wanted, who=who or user(), reason=reason)))
+    name, number = named(version)
+    wanted, by = _version(name, number), who or user()
+    decide(
+        home,
+        lambda p: p.reject(wanted, who=by, reason=reason),
+        lambda registry: registry.reject(name, number, who=by, reason=reason),
+    )
 
 
 @models.command("canary")
@@ -139,6 +172,10 @@ def canary(
     share: Annotated[float, typer.Option(help="Of the live sessions, 0 to 1.")] = 0.1,
     promote_after: Annotated[
         int | None, typer.Option(help="Promote it after so many sessions, if it is no worse.")
+    ] = None,
+    giver: Annotated[
+        list[str] | None,
+        typer.Option(help="An API key whose rewards count, by name; repeatable."),
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End the one that runs.")] = False,
     reason: Reason = "",
@@ -156,7 +193,8 @@ def canary(
     if not at:
         console.print_json(data=asked(home, lambda p: p.canary_status(name)))
         return
-    wanted, test = _version(*named(version)), {"share": share, "promote_after": promote_after}
+    wanted = _version(*named(version))
+    test = {"share": share, "promote_after": promote_after, "givers": giver or []}
     tell(asked(home, lambda p: p.canary(wanted, who=who or user(), reason=reason, **test)))
 
 
@@ -168,6 +206,43 @@ def named(version: str) -> tuple[str, int]:
             f"{version!r} names no version: write name@N, such as calc@3", param="version"
         )
     return name, int(number)
+
+
+def decide(
+    home: Path | None,
+    online: Callable[[Platform], Awaitable[dict[str, Any]]],
+    offline: "Callable[[Registry], ModelEvent]",
+) -> None:
+    """Let the root's platform decide on a version, or the registry itself where none runs.
+
+    Raises SetupError while a platform starts or ends: it would not notice.
+    """
+    from cray_agents.runtime.registry import Registry
+
+    where = root(home)
+    if running(where) is not None:
+        tell(asked(home, online))
+        return
+    if (other := owner(where)) is not None:
+        raise SetupError(
+            f"the platform on {where.root} (pid {other['pid']}) is starting or ending: try again in"
+            " a moment"
+        )
+    tell(offline(Registry(where)).model_dump(mode="json"))
+    told = "no platform runs: `cray-agents up` serves what is promoted, once its probe has passed"
+    errors.print(told, highlight=False, soft_wrap=True)
+
+
+def held_by(home: Home) -> Counter[str] | None:
+    """How many replicas hold each version; None: no platform runs, or none that can be asked."""
+    try:
+        info = running(home)
+        if info is None:
+            return None
+        replicas = fetch(info, "/v1/pool")["data"]
+    except (SetupError, OSError):  # it is another's, or just ended
+        return None
+    return Counter(version for replica in replicas for version in replica["versions"])
 
 
 def asked(
@@ -194,6 +269,10 @@ def tell(event: dict[str, Any]) -> None:
     why = f": {event['reason']}" if event["reason"] else ""
     kind = event["kind"].replace("_", " ")
     said = f"{event['name']}@{event['version']} {kind} by {event['who']}{why}"
+    if event["kind"] == "rolled_back":
+        said = f"{event['name']} rolled back by {event['who']}{why}"
+    if event["kind"] in ("promoted", "rolled_back"):
+        said += f"; {event['name']} means {event['name']}@{event['version']} now"
     console.print(escape(said), soft_wrap=True)
 
 
@@ -242,7 +321,7 @@ def version_rows(registry: Any, name: str) -> list[dict[str, Any]]:
         promoted, versions = registry.promoted(name), registry.versions(name)
     except NotFound:  # a folder without a version
         return []
-    last = {event.version: event.kind for event in registry.history(name)}
+    last = lasts(registry.history(name))
     return [
         version.model_dump()
         | {
@@ -254,6 +333,21 @@ def version_rows(registry: Any, name: str) -> list[dict[str, Any]]:
         }
         for version in versions
     ]
+
+
+def lasts(events: "Iterable[ModelEvent]") -> dict[int, str]:
+    """What happened to each version last; a rollback happens to two."""
+    last: dict[int, str] = {}
+    meant: int | None = None
+    for event in events:
+        last[event.version] = event.kind
+        if event.kind == "rolled_back":
+            last[event.version] = "rolled_back_to"
+            if meant is not None and meant != event.version:
+                last[meant] = "rolled_back_from"
+        if event.kind in ("promoted", "rolled_back"):
+            meant = event.version
+    return last
 
 
 def _version(name: str, number: int) -> ModelVersion:

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from cray_agents.cli.running import fetch, running, start, stop, wait_until_ready
-from cray_agents.cli.screen import HomeOption, JsonOption, console, show
+from cray_agents.cli.running import check_vllm, fetch, running, start, stop, wait_until_ready
+from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
 from cray_agents.config import load_config
-from cray_agents.errors import SetupError
 from cray_agents.lifeline import die_with_parent
+from cray_agents.paths import Home
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,7 +29,12 @@ def up(
         Path | None,
         typer.Option(help="A Hugging Face checkpoint directory. Default: what the root promotes."),
     ] = None,
-    name: Annotated[str, typer.Option(help="The name people ask for.")] = "default",
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="The name people ask for \\[default: the root's, if it has one; else 'default']."
+        ),
+    ] = None,
     port: Annotated[int | None, typer.Option(help="0 picks a free one \\[default: 8000].")] = None,
     home: HomeOption = None,
     replicas: Annotated[int, typer.Option(min=1, help="vLLM servers behind the gateway.")] = 1,
@@ -44,6 +49,7 @@ def up(
     """Run the platform: gateway, vLLM, store, scheduler and trainer. Ctrl-C ends it."""
     flags = {"home": home, "port": port, "scheduler": scheduler}
     config = load_config(flags)
+    name = name or _only_name(config.root, model)
     if detach:
         process = start(config, model, name, replicas, with_parent=False)
         info = wait_until_ready(config.root, process)
@@ -51,14 +57,18 @@ def up(
         return
     if parent is not None:
         die_with_parent(parent)
-    try:
-        from cray_agents.cli.compose import serve
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"this install cannot run a platform, it has no {error.name}: pip install "
-            "'cray-agents[cpu]' or 'cray-agents[gpu]'; see `cray-agents doctor`"
-        ) from error
+    check_vllm()
+    from cray_agents.cli.compose import serve
+
     serve(config, model, name, replicas)
+
+
+def _only_name(home: Home, model: Path | None) -> str:
+    """The one name that a root promotes; "default" beside a model, and where there are others."""
+    from cray_agents.runtime.registry import Registry
+
+    names = Registry(home).names() if model is None else []
+    return names[0] if len(names) == 1 else "default"
 
 
 def down(home: HomeOption = None) -> None:
@@ -82,11 +92,12 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
         else:
             console.print(f"no platform runs on {root.root}")
         raise typer.Exit(1)
-    about, replicas = fetch(info, "/v1/platform"), fetch(info, "/v1/pool")["data"]
+    about, pool = fetch(info, "/v1/platform"), fetch(info, "/v1/pool")
+    replicas, lease = [*pool["data"], *pool["spares"]], pool["lease"]
     info = {name: value for name, value in info.items() if name != "token"}
     info |= {"running": True} | about
     if as_json:
-        print(json.dumps(info | {"replicas": replicas}, indent=2))
+        print(json.dumps(info | {"replicas": replicas, "lease": lease}, indent=2))
         return
     where = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
     console.print(
@@ -95,3 +106,12 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
     )
     rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]
     show(rows, ["versions", "state", "in_flight", "restarts", "pid"], as_json=False)
+    for replica in replicas:
+        if (last := replica["last_restart"]) is not None:
+            console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)
+    if lease is not None:
+        console.print(
+            f"{', '.join(lease['displaced'])} made room for {lease['version']}, which "
+            f"{lease['holder']!r} evaluates",
+            markup=False,
+        )

@@ -16,8 +16,32 @@ from rich.text import Text
 from cray_agents.cli.screen import errors
 from cray_agents.generation import Generation, Progress
 
-HEADINGS = ("gen", "method", "held-out", "test", "reward", "runs", "tokens", "loss", "probe",
-            "seconds", "idle", "version", "job", "")  # fmt: skip
+#: The columns of a generation, and what each means; the report shows all of them.
+COLUMNS = {
+    "gen": "The generation; 0 is the model before this training.",
+    "method": "How it was trained.",
+    "held-out": "Mean reward on held-out tasks, which no training sees. It decides promotion.",
+    "test": "Mean reward on test tasks, which decide nothing.",
+    "runs": "Training runs sampled.",
+    "kept": "The share of these runs that went into the training set.",
+    "tokens": "Tokens trained on, each counted as often as it was.",
+    "loss": "Of the first and the last step, in nats per token. Falling, it says that the job fits "
+    "its data; it does not say that the agent became better.",
+    "probe": "The largest difference between the log-probabilities that vLLM and the trainer give "
+    "to the same tokens after the weights were swapped. Rounding stays far below 0.001: the "
+    "weights that serve are the weights that were trained.",
+    "seconds": "From the end of the generation before.",
+    "idle": "The share of that time in which vLLM had no request.",
+    "version": "The candidate.",
+    "job": "The training job, as the scheduler numbers it.",
+    "outcome": "What became of the candidate.",
+}
+#: Those that say something to everybody; a terminal shows these.
+SHOWN = ("gen", "method", "held-out", "test", "runs", "kept", "seconds", "version", "outcome")
+LEGEND = (
+    "held-out: mean reward on tasks that no training sees, which decides promotion; "
+    "kept: the share of runs that were trained on"
+)
 
 
 def clock(seconds: float) -> str:
@@ -81,9 +105,9 @@ class LoopScreen:
         """A generation ended."""
         self._done.append(generation)
         if self._enabled and not self._drawn:
-            cells = dict(zip(HEADINGS, row(generation), strict=True))
-            said = (f"{name} {value}".strip() for name, value in cells.items())
-            text = "  ".join(part for part in said if part and not part.endswith(" -"))
+            cells = row(generation)
+            said = [f"{name} {cells[name]}" for name in SHOWN[:-1] if cells[name] != "-"]
+            text = "  ".join([*said, cells["outcome"]])
             errors.print(f"{clock(self.elapsed)} {text}", highlight=False, soft_wrap=True)
 
     def draw(self) -> RenderableType:
@@ -112,45 +136,47 @@ class LoopScreen:
 def generations_table(generations: Sequence[Generation]) -> Table:
     """The table at the end: what each generation did and what came of it."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("version", "") else "right")
+    for heading in SHOWN:
+        table.add_column(heading, justify="left" if heading in ("version", "outcome") else "right")
     for generation in generations:
-        table.add_row(*row(generation), style=None if generation.promoted else "dim")
+        cells = row(generation)
+        style = None if generation.promoted else "dim"
+        table.add_row(*(cells[name] for name in SHOWN), style=style)
     return table
 
 
-def row(g: Generation) -> tuple[str, ...]:
-    """A generation as cells, in the order of HEADINGS."""
+def row(g: Generation) -> dict[str, str]:
+    """A generation as a cell for each of COLUMNS."""
     loss = (
         f"{g.loss_first:.3f}→{g.loss_last:.3f}" if g.loss_last is not None and g.loss_first else "-"
     )
-    probe = "-" if g.probe_max_logprob_diff is None else f"{g.probe_max_logprob_diff:.0e}"
-    rate = f"{g.accepted_runs / g.runs:.3f}" if g.runs else "-"
-    return (
-        str(g.generation),
-        g.method if g.generation else "-",
-        f"{g.holdout_success:.3f}" if g.holdout_tasks else "-",
-        "-" if g.test_success is None else f"{g.test_success:.3f}",
-        rate,
-        str(g.runs) if g.runs else "-",
-        f"{g.trained_tokens:,}" if g.trained_tokens else "-",
-        loss,
-        probe,
-        f"{g.wall or sum(g.seconds.values()):.0f}",  # phases of an asynchronous loop overlap
-        "-" if g.idle_share is None else f"{g.idle_share:.0%}",
-        g.version,
-        g.job_id or "-",
-        outcome(g),
-    )
+    return {
+        "gen": str(g.generation),
+        "method": g.method if g.generation else "-",
+        "held-out": f"{g.holdout_success:.3f}" if g.holdout_tasks else "-",
+        "test": "-" if g.test_success is None else f"{g.test_success:.3f}",
+        "runs": str(g.runs) if g.runs else "-",
+        "kept": f"{g.accepted_runs / g.runs:.0%}" if g.runs else "-",
+        "tokens": f"{g.trained_tokens:,}" if g.trained_tokens else "-",
+        "loss": loss,
+        "probe": "-" if g.probe_max_logprob_diff is None else f"{g.probe_max_logprob_diff:.0e}",
+        "seconds": f"{g.wall or sum(g.seconds.values()):.0f}",  # asynchronous phases overlap
+        "idle": "-" if g.idle_share is None else f"{g.idle_share:.0%}",
+        "version": g.version,
+        "job": g.job_id or "-",
+        "outcome": outcome(g),
+    }
 
 
 def outcome(g: Generation) -> str:
     """What came of a generation, in a few words."""
-    what = "" if g.promoted else "not promoted"
-    if not g.promoted and not g.holdout_tasks:
+    what = "promoted" if g.promoted else "not promoted"
+    if not g.generation:
+        what = "the start"
+    elif not g.promoted and not g.holdout_tasks:
         what = g.note.partition(":")[0] or "passed on"  # not proven, no update
     if g.zero_variance_groups:
         what += f", {g.zero_variance_groups} groups without variance"
     if g.carried:
         what += f", {g.carried} runs of the one before"
-    return what.removeprefix(", ")
+    return what

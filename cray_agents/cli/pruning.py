@@ -70,7 +70,7 @@ def held_on(home: Home) -> set[str]:
     async def ask() -> list[dict[str, object]]:
         platform = client(info)
         try:
-            return await platform.pool()
+            return await platform.pool(spares=True)
         finally:
             await platform.close()
 

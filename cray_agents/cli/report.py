@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cray_agents.cli.progress import HEADINGS, row
+from cray_agents.cli.progress import COLUMNS, row
 from cray_agents.generation import Generation
 from cray_agents.records import Run
 
@@ -23,6 +23,7 @@ th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #e3e
 tr.rejected { color: #8a929c } svg { width: 100%; height: auto }
 .runs { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem }
 pre { background: #f5f6f8; padding: .8rem; white-space: pre-wrap; font-size: .85rem }
+dt { font-weight: 600 } dd { margin: 0 0 .4rem 1.2rem } details { margin-top: .8rem }
 .figure { font-size: 2rem; font-weight: 600 } .dim { color: #68707a }
 @media (prefers-color-scheme: dark) {
   body { background: #14171a; color: #e6e8ea } pre { background: #1e2226 }
@@ -92,12 +93,16 @@ def _page(
     examples: Sequence[tuple[str, Run]],
     drawing: str,
 ) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in HEADINGS)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
     body = "".join(
         f'<tr class="{"" if g.promoted else "rejected"}">'
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row(g))
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row(g).values())
         + "</tr>"
         for g in generations
+    )
+    meant = "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>"
+        for name, text in COLUMNS.items()
     )
     about = "".join(
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
@@ -116,6 +121,7 @@ def _page(
 <h1>{html.escape(title)}</h1>{ends}{note if ends else ""}
 {drawing}
 <h2>Generations</h2><table><tr>{head}</tr>{body}</table>
+<details><summary>What the columns mean</summary><dl>{meant}</dl></details>
 <h2>The same questions, before and after</h2><div class="runs">{shown}</div>
 <h2>How it was made</h2><table>{about}</table>
 </body></html>

@@ -5,6 +5,7 @@ as the command does: `serving`, and `local_platform` for Python. One that anothe
 where it can be reached; claiming.py writes down where that is. Used by all of cli/.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,15 +16,19 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cray_agents.access import make_private
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config, load_config
-from cray_agents.errors import SetupError
+from cray_agents.errors import Corrupt, NotFound, SetupError
 from cray_agents.lifeline import alive
 from cray_agents.paths import Home
 from cray_agents.platform import Platform
+from cray_agents.runtime import checked
+from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.scheduler.supervised import boot_id
 
 SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` without a platform
@@ -38,9 +43,13 @@ def owner(home: Home) -> dict[str, Any] | None:
     SetupError when it is another user's, or another host's and cannot be reached from here.
     """
     try:
-        info: dict[str, Any] = json.loads(home.platform.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        info: dict[str, Any] = checked.read_json(home.platform)
+    except FileNotFoundError:
         return None
+    except Corrupt as error:  # it may live: another one beside it would do harm
+        raise SetupError(
+            f"{error}. If no platform runs on {home.root}, remove that file"
+        ) from error
     except PermissionError as error:
         raise SetupError(
             f"the platform on {home.root} is another user's ({home.platform} cannot be read): reach"
@@ -130,13 +139,15 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start `up` as a child. With `with_parent` it dies when this process does."""
     home = config.root
-    home.logs.mkdir(parents=True, exist_ok=True)
+    umask = make_private(home.root, config.group).umask
+    home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
     argv = [sys.executable, "-m", "cray_agents", "up", "--name", name, "--home", str(home.root)]
     argv += ["--port", str(config.port), "--replicas", str(replicas)]
     argv += ["--scheduler", config.scheduler]
     argv += ["--model", str(model)] if model else []
     argv += ["--parent", str(os.getpid())] if with_parent else []
-    with (home.logs / "platform.log").open("ab") as log:
+    opener = partial(os.open, mode=0o666 & ~umask)
+    with open(home.logs / "platform.log", "ab", opener=opener) as log:
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                 start_new_session=True)  # fmt: skip
 
@@ -179,6 +190,7 @@ def serving(
     if info is not None:
         yield info
         return
+    _check_startable(config.root, model, name)
     free = config.model_copy(update={"port": 0})
     process = start(free, model, name, 1, with_parent=True)
     try:
@@ -186,6 +198,35 @@ def serving(
     finally:
         stop(process.pid)
         process.wait()
+
+
+def check_vllm(what: str = "this install cannot run a platform", other: str = "") -> None:
+    """Raises SetupError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise SetupError(
+            f"{what}, for vLLM is not installed: {other}pip install 'cray-agents[cpu]' or "
+            "'cray-agents[gpu]'; see `cray-agents doctor`"
+        )
+
+
+def _check_startable(home: Home, model: Path | None, name: str) -> None:
+    """Raises SetupError where a platform would end at once: for want of vLLM, or of a model."""
+    other = "name a server with --url (or CRAY_AGENTS_URL)"
+    check_vllm(f"no platform runs on {home.root}, and none can be started here", f"{other}, or ")
+    if model is not None:
+        return
+    registry = Registry(home)
+    try:
+        promoted = registry.promoted(name)
+    except NotFound:
+        promoted = None
+    if promoted is None:
+        known = ", ".join(registry.names()) or "none"
+        raise SetupError(
+            f"no platform runs on {home.root}, and no version of {name!r} is promoted there to "
+            f"start one with (names there: {known}): {other}, or start a platform with "
+            f"`cray-agents up --name {name} --model DIR`"
+        )
 
 
 @contextmanager

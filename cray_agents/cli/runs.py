@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli import filters
+from cray_agents.cli.opening import opened as opened_root
 from cray_agents.cli.screen import HomeOption, JsonOption, cell, console, errors, one_line, show
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
@@ -56,8 +57,9 @@ def opened(home: Path | None) -> "Iterator[Store]":
     """The store of a root, for looking and appending; closed at the end."""
     from cray_agents.runtime.store import Store
 
+    where = opened_root(load_config({"home": home}))
     with errors.status("looking at what is stored"):
-        store = Store(load_config({"home": home}).root)
+        store = Store(where)
     try:
         yield store
     finally:

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cray_agents.cli import filters
+from cray_agents.cli.datasets import dataset
 from cray_agents.cli.models import root
+from cray_agents.cli.opening import opened
 from cray_agents.cli.runs import runs
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show
+from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.recipes import RunFilter, RunQuery
 
 if TYPE_CHECKING:
     from cray_agents.runtime.store import Store
 
-FOUND = ["segment", "kind", "offset", "at", "lost", "repairable", "message"]
+FOUND = ["path", "kind", "offset", "at", "lost", "repairable", "message"]
 SHOWN = 10  # of the runs that would go
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
@@ -28,6 +31,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done,
 def add_to(app: typer.Typer) -> None:
     """Register the commands, in the group `runs`."""
     runs.command("fsck")(check)
+    dataset.command("fsck")(check)
     runs.command("compact")(compact_segments)
     runs.command("prune")(prune)
 
@@ -39,22 +43,24 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every segment whole and tell what is damaged, and where.
+    """Read everything under the root and tell what is damaged, and where.
 
-    Exit code 1 if anything is, with --repair if anything is lost.
+    Runs, datasets, checkpoints, files, batches, uploads, versions, jobs, loops, keys: all that has
+    a checksum or a hash. --repair mends segments; what else is damaged stays as it is. Exit code 1
+    if anything is damaged, with --repair if anything is lost.
     """
-    from cray_agents.runtime.store.segments.salvage import check as look
+    from cray_agents.runtime.fsck import check as look
     from cray_agents.runtime.store.segments.salvage import repair as mend
 
-    segments = root(home).segments
+    home_ = root(home)
     rows = []
-    with errors.status("reading every segment"):
-        for finding in look(segments):
-            done = mend(segments, finding) if repair else None
+    with errors.status("reading everything"):
+        for finding in look(home_):
+            done = mend(home_.segments, finding) if repair else None
             rows.append({**finding._asdict(), "done": done})
     show(rows, [*FOUND, "done"] if repair else FOUND, as_json=as_json)
     if not rows:
-        errors.print("every segment is whole", style="green")
+        errors.print("everything is whole", style="green")
     elif not repair and any(row["repairable"] for row in rows):
         errors.print("`cray-agents runs fsck --repair` mends what it can; no byte is destroyed")
     if any(row["lost"] != 0 or not repair for row in rows):
@@ -70,7 +76,7 @@ def compact_segments(
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.compaction import compact, plan
 
-    store = Store(root(home))
+    store = Store(opened(load_config({"home": home})))
     if not dry_run:
         store.seal_orphans()
     groups = plan(store, thorough=True)
@@ -130,7 +136,7 @@ def prune(
         raise BadInput("say which runs to forget: without a filter it would be all of them")
     from cray_agents.runtime.store import Store
 
-    store = Store(root(home))
+    store = Store(opened(load_config({"home": home})))
     told = about(store, wanted)
     if not as_json:
         tell(told)

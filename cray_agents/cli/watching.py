@@ -24,6 +24,7 @@ class Watching:
     every: str | None
     quiet: str | None
     updates_per_day: int | None
+    giver: list[str] | None
     once: bool
 
 
@@ -64,6 +65,8 @@ def _changes(given: Watching, known: dict[str, Any]) -> dict[str, Any]:
         changes["runs"] = given.runs
     if given.quiet is not None:
         changes["quiet"] = given.quiet
+    if given.giver:
+        changes["givers"] = given.giver
     if given.updates_per_day is not None:
         changes["per_day"] = {**known.get("per_day", {}), "updates": given.updates_per_day}
     return changes

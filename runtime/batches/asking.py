@@ -57,13 +57,14 @@ class Asker:
         """Close the connections."""
         await self._session.close()
 
-    async def ask(self, batch_id: str, endpoint: str, line: Line) -> Answer:
-        """The line's answer, however long it takes."""
+    async def ask(self, batch_id: str, endpoint: str, line: Line, owner: str = "") -> Answer:
+        """The line's answer, however long it takes. `owner`: whose its run is to be."""
         request = orjson.loads(line.raw)
         body = orjson.dumps(request["body"])
         headers = {
             "Idempotency-Key": f"{batch_id}:{line.number}",
             "X-Run-Id": f"{batch_id}-{line.number}",
+            "X-On-Behalf-Of": owner,
         }
         attempt = 0
         while True:
@@ -77,7 +78,8 @@ class Asker:
                 pause = _pause(attempt, LONGEST_AWAY)
                 _tell(attempt, batch_id, line, f"{type(error).__name__}: {error}")
             else:
-                if _final(answer.status, attempt):
+                no_more = answer.headers.get("x-should-retry") == "false"
+                if _final(answer.status, attempt) or (no_more and answer.status in BROKEN):
                     request_id = answer.headers.get("x-request-id", "")
                     return Answer(request["custom_id"], answer.status, request_id, content)
                 pause = _asked_pause(answer.headers) or _pause(attempt, LONGEST_PAUSE)

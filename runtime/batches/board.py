@@ -16,7 +16,7 @@ from cray_agents.runtime.batches import claims
 from cray_agents.runtime.batches.chunks import chunk_name, seal_path, sealed
 from cray_agents.runtime.batches.claims import Holder
 from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
-from cray_agents.runtime.batches.records import Accepted, BatchRequest, End, Stopped
+from cray_agents.runtime.batches.records import Accepted, BatchRequest, End, LineError, Stopped
 from cray_agents.runtime.batches.validation import Row, read_index
 
 SWEEP = 5.0  # seconds between looks for chunks whose worker has died
@@ -72,9 +72,13 @@ class Board:
                 self._end(name, batch)
                 continue
             batch.stopped = batch.folder.stopped(batch.request)
-            if batch.accepted is None and (accepted := batch.folder.accepted()) is not None:
-                batch.index = read_index(batch.folder.index)
-                batch.accepted = accepted
+            try:
+                if batch.accepted is None and (accepted := batch.folder.accepted()) is not None:
+                    batch.index = read_index(batch.folder.index, accepted.index_sha256)
+                    batch.accepted = accepted
+            except Corrupt as error:
+                self.fail(batch, error)
+                continue
             if batch.accepted is not None and batch.next >= len(batch.index):
                 batch.done.update(sealed(batch.folder))
 
@@ -112,6 +116,12 @@ class Board:
         work.batch.done.add(work.chunk)
         work.batch.mine.discard(work.chunk)
         claims.release(work.batch.folder.claims, chunk_name(work.chunk), work.fence)
+
+    def fail(self, batch: OpenBatch, error: Corrupt) -> None:
+        """End a batch that cannot be finished, for one of its files is damaged; the rest go on."""
+        log.error("%s failed: %s", batch.folder.id, error)
+        told = [LineError(code="damaged", message=str(error))]
+        batch.folder.finish(End(at=int(time.time()), status="failed", errors=told))
 
     def _sorted(self) -> list[OpenBatch]:
         return sorted(self._open.values(), key=_age)

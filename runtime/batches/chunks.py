@@ -1,14 +1,19 @@
 """A chunk of lines: its requests, its results so far, and the seal that ends it.
 
-A result is a line `{"line": n, "ok": ..., "usage": [...], "result": {...}}`, and `result` is, byte
-for byte, what the output file will hold. A sealed chunk is its counts, then its output lines, then
-its error lines, each in the order of the input. Called by worker.py; output.py joins the seals, and
+A result is a line `{"line": n, "ok": ..., "usage": [...], "result": {...}, "crc": ...}`, and
+`result` is, byte for byte, what the output file will hold. A sealed chunk is its counts, then its
+output lines, then its error lines, each in the order of the input. Each line has a checksum, and so
+have a seal's head and its body (checked.py). Called by worker.py; output.py joins the seals, and
 progress.py counts.
 """
 
+import contextlib
 import hashlib
+import logging
 import os
+import zlib
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +26,9 @@ from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.records import NO_TOKENS, Counts, Stopped, Tokens, add, tokens_of
 from cray_agents.runtime.batches.results import Place, fetch, read_lines
 from cray_agents.runtime.batches.validation import Row
+from cray_agents.runtime.checked import parse, proven, with_crc
+
+log = logging.getLogger(__name__)
 
 RESULT = b',"result":'
 #: What Python's `splitlines`, by which people read JSON lines, takes for the end of one; in JSON
@@ -50,7 +58,8 @@ class Result(NamedTuple):
 class Seal(NamedTuple):
     """The head of a sealed chunk; sizes in bytes, `start`: where its output lines begin.
 
-    `unasked`: how many of the failed lines were not asked, for the batch had stopped.
+    `unasked`: how many of the failed lines were not asked, for the batch had stopped. `body`: the
+    CRC-32 of all that follows the head; None in a seal from before that was kept.
     """
 
     counts: Counts
@@ -59,6 +68,7 @@ class Seal(NamedTuple):
     start: int
     output: int
     errors: int
+    body: int | None
 
 
 def chunk_name(chunk: int) -> str:
@@ -72,11 +82,13 @@ def seal_path(folder: BatchFolder, chunk: int) -> Path:
 
 
 def requests(folder: BatchFolder, row: Row) -> list[Line]:
-    """The requests of a chunk, as they stand in the input."""
-    offset, length, first, _ = row
+    """The requests of a chunk, as they stand in the input. Raises Corrupt."""
+    offset, length, first, _, crc = row
     with folder.input.open("rb") as file:
         file.seek(offset)
         data = file.read(length)
+    if crc is not None and zlib.crc32(data) != crc:
+        raise Corrupt(f"{folder.input} is damaged: bytes {offset} to {offset + length}")
     lines = data.removesuffix(b"\n").split(b"\n")
     return [
         Line(first + index, raw) for index, raw in enumerate(lines) if raw and not raw.isspace()
@@ -103,23 +115,23 @@ def answered(
     record = _record(batch_id, number, custom_id, response, None)
     ok, tokens = status < 400, tokens_of(value)
     head = orjson.dumps({"line": number, "ok": ok, "usage": tokens})
-    return head[:-1] + RESULT + record + b"}", ok, tokens
-
-
-def result_place(line: bytes, place: Place) -> Place:
-    """Where inside a stored line the output file's line stands."""
-    head = line.index(RESULT) + len(RESULT)
-    return Place(place.path, place.offset + head, place.length - head - 1)
+    return with_crc(head[:-1] + RESULT + record + b"}"), ok, tokens
 
 
 def results_so_far(folder: BatchFolder, chunk: int) -> dict[int, Result]:
-    """By line number, what earlier claims had finished of a chunk. The first result stays."""
+    """By line number, what earlier claims had finished of a chunk. The first result stays.
+
+    A damaged line is no result: it is asked again, and the gateway answers with what it recorded.
+    """
     found: dict[int, Result] = {}
     for path in sorted(folder.results.glob(f"{chunk_name(chunk)}.*"), key=_fence):
         for place, line in read_lines(path, 0):
-            head = orjson.loads(line[: line.index(RESULT)] + b"}")
-            result = Result(head["ok"], _tokens(head), result_place(line, place))
-            found.setdefault(head["line"], result)
+            try:
+                head, _ = _parts(line, place)
+            except Corrupt as error:
+                log.error("%s; it is asked again", error)
+                continue
+            found.setdefault(head["line"], Result(head["ok"], _tokens(head), place))
     return found
 
 
@@ -132,7 +144,7 @@ def seal(
 ) -> bool:
     """Link a chunk with one result for every line into done/; False if somebody was first.
 
-    Lines without a result get the error that says why the batch stopped.
+    Lines without a result get the error that says why the batch stopped. Raises Corrupt.
     """
     good: list[bytes] = []
     bad: list[bytes] = []
@@ -146,7 +158,7 @@ def seal(
             bad.append(_not_asked(folder.id, number, raw, stopped))
             unasked += 1
             continue
-        (good if result.ok else bad).append(found[number])
+        (good if result.ok else bad).append(_parts(found[number], result.place)[1])
         tokens = add(tokens, result.tokens)
     head = {
         "completed": len(good),
@@ -155,18 +167,39 @@ def seal(
         "usage": tokens,
         "output": sum(map(len, good)) + len(good),
         "errors": sum(map(len, bad)) + len(bad),
+        "body": reduce(lambda crc, line: zlib.crc32(line + b"\n", crc), [*good, *bad], 0),
     }
-    return _publish(seal_path(folder, chunk), [orjson.dumps(head), *good, *bad])
+    return _publish(seal_path(folder, chunk), [with_crc(orjson.dumps(head)), *good, *bad])
 
 
 def read_seal(path: Path) -> Seal:
-    """The head of a sealed chunk."""
+    """The head of a sealed chunk. Raises Corrupt."""
     with path.open("rb") as file:
         line = file.readline()
-    head: dict[str, Any] = orjson.loads(line)
+    head: dict[str, Any] = parse(line, path)
     completed, failed = head["completed"], head["failed"]
     counts = Counts(total=completed + failed, completed=completed, failed=failed)
-    return Seal(counts, head["unasked"], _tokens(head), len(line), head["output"], head["errors"])
+    sizes = (len(line), head["output"], head["errors"])
+    return Seal(counts, head["unasked"], _tokens(head), *sizes, head.get("body"))
+
+
+def verify_seal(path: Path) -> Seal:
+    """The same, of a chunk that was read whole. Raises Corrupt."""
+    seal, crc = read_seal(path), 0
+    with path.open("rb") as file:
+        file.seek(seal.start)
+        while block := file.read(durable.BLOCK):
+            crc = zlib.crc32(block, crc)
+    whole = seal.start + seal.output + seal.errors == path.stat().st_size
+    if not whole or seal.body not in (None, crc):
+        raise Corrupt(f"{path} is damaged: its lines are not what its checksum says")
+    return seal
+
+
+def set_aside(path: Path) -> None:
+    """Take a damaged seal away: its lines are asked again. The bytes stay beside it."""
+    with contextlib.suppress(FileNotFoundError):  # another worker was faster
+        path.rename(path.with_name(f".{path.name}.{new_id('damaged')}"))
 
 
 def sealed(folder: BatchFolder) -> Iterator[int]:
@@ -225,6 +258,17 @@ def _record(
     for mark, escaped in BREAKS:
         record = record.replace(mark, escaped)
     return record
+
+
+def _parts(line: bytes, place: Place) -> tuple[dict[str, Any], bytes]:
+    """What a stored line says of its result, and the output file's line. Raises Corrupt."""
+    at = f"{place.path}: byte {place.offset}"
+    text = proven(line, at)
+    begin = text.find(RESULT)
+    if begin < 0:
+        raise Corrupt(f"{at} is damaged: it is no result")
+    head: dict[str, Any] = parse(text[:begin] + b"}", at)
+    return head, text[begin + len(RESULT) : -1]
 
 
 def _tokens(head: dict[str, Any]) -> Tokens:

@@ -9,6 +9,7 @@ that was only slow may then go on: what it links into done/ comes too late, or f
 Used by worker.py.
 """
 
+import logging
 import os
 import re
 import socket
@@ -17,13 +18,16 @@ from pathlib import Path
 
 import orjson
 
+from cray_agents.errors import Corrupt
 from cray_agents.lifeline import alive
 from cray_agents.records import new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 
 LEASE = 60.0  # seconds without a heartbeat after which a worker counts as dead
 BEAT = 5.0  # seconds between heartbeats
 FORGET = 86400.0  # seconds after which a dead worker's file is removed
+log = logging.getLogger(__name__)
+
 _CLAIM = re.compile(r"([a-z0-9]+)\.([0-9]+)")
 
 
@@ -37,7 +41,7 @@ class Holder:
         self._machine = _machine()
         pid = os.getpid()
         me = {"machine": self._machine, "pid": pid, "since": _started(pid)}
-        durable.create_file(self.path, orjson.dumps(me))
+        durable.create_file(self.path, checked.with_crc(orjson.dumps(me)))
 
     def beat(self) -> None:
         """Renew every claim."""
@@ -66,9 +70,12 @@ class Holder:
         try:
             with claim.open("rb") as file:  # opened, so that NFS asks the server for the time
                 theirs = os.fstat(file.fileno()).st_mtime
-                holder = orjson.loads(file.read())
+                holder = checked.parse(file.read(), claim)
         except FileNotFoundError:
             return False
+        except Corrupt as error:  # who holds it is not known any more; that it lives, by its time
+            log.error("%s; its lease decides", error)
+            return self.path.stat().st_mtime - theirs > self.lease
         pid = holder["pid"]
         here = holder["machine"] == self._machine
         if here and (not alive(pid) or _started(pid) != holder["since"]):

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError
-
-from cray_agents.errors import Corrupt
 from cray_agents.records import Record
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.batches.records import (
     Accepted,
     BatchRequest,
@@ -132,7 +129,7 @@ class BatchFolder:
 
 
 def _json(record: Record) -> bytes:
-    return record.model_dump_json(exclude_none=True).encode()
+    return checked.with_crc(record.model_dump_json(exclude_none=True).encode())
 
 
 def _read(kind: type[Kind], path: Path) -> Kind | None:
@@ -143,7 +140,4 @@ def _read(kind: type[Kind], path: Path) -> Kind | None:
 
 
 def _parse(kind: type[Kind], path: Path) -> Kind:
-    try:
-        return kind.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise Corrupt(f"{path} cannot be read: {error.errors()[0]['msg']}") from error
+    return checked.read_record(kind, path)

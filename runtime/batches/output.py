@@ -5,13 +5,20 @@ to do the same again, with the same bytes.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from cray_agents.errors import NotFound
-from cray_agents.runtime.batches.chunks import Seal, read_seal, seal_path
+from cray_agents.errors import Corrupt, NotFound
+from cray_agents.runtime.batches.chunks import (
+    Seal,
+    read_seal,
+    seal_path,
+    set_aside,
+    verify_seal,
+)
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.records import (
     NO_TOKENS,
@@ -27,11 +34,20 @@ from cray_agents.runtime.files import Files
 
 PIECE = 1 << 20  # bytes copied at a time
 
+log = logging.getLogger(__name__)
 
-def finish(folder: BatchFolder, request: BatchRequest, accepted: Accepted, files: Files) -> None:
-    """Publish the files of a batch whose chunks are all sealed, and end it."""
+
+def finish(
+    folder: BatchFolder, request: BatchRequest, accepted: Accepted, files: Files
+) -> list[int]:
+    """Publish the files of a batch whose chunks are all sealed, and end it.
+
+    Returns the chunks whose seals are damaged: then nothing is published, and they are asked again.
+    """
     paths = [seal_path(folder, chunk) for chunk in range(accepted.chunks)]
     try:
+        if damaged := _set_damaged_aside(paths):
+            return damaged
         seals = [read_seal(path) for path in paths]
         counts, tokens = Counts(total=accepted.lines), NO_TOKENS
         for seal in seals:
@@ -48,7 +64,7 @@ def finish(folder: BatchFolder, request: BatchRequest, accepted: Accepted, files
         errors = _join(files, request, paths, seals, "error") if counts.failed else None
     except FileNotFoundError:
         if folder.end_file.exists():  # another worker was faster, and has cleaned up
-            return
+            return []
         raise
     folder.finish(
         End(
@@ -61,6 +77,19 @@ def finish(folder: BatchFolder, request: BatchRequest, accepted: Accepted, files
         )
     )
     folder.clean()
+    return []
+
+
+def _set_damaged_aside(paths: Sequence[Path]) -> list[int]:
+    found = []
+    for chunk, path in enumerate(paths):
+        try:
+            verify_seal(path)
+        except Corrupt as error:
+            log.error("%s; its lines are asked again", error)
+            set_aside(path)
+            found.append(chunk)
+    return found
 
 
 def _outcome(

@@ -4,13 +4,18 @@ A sealed chunk never changes, so what was counted of it is kept; of the few resu
 only what was appended since the last look is read. Called by queue.py, in threads.
 """
 
+import logging
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cray_agents.errors import Corrupt
 from cray_agents.runtime.batches.chunks import read_seal, seal_path, sealed
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.records import NO_TOKENS, Counts, Tokens, add
+from cray_agents.runtime.checked import proven
+
+log = logging.getLogger(__name__)
 
 HEAD = 40  # bytes of a result within which its "ok" stands
 
@@ -85,6 +90,8 @@ def _open_results(folder: BatchFolder, known: dict[Path, Open]) -> dict[Path, Op
                     if not line.endswith(b"\n"):
                         break
                     part.offset += len(line)
+                    if not _is_sound(line, path):
+                        continue
                     if b'"ok":true' in line[:HEAD]:
                         part.completed += 1
                     else:
@@ -93,6 +100,16 @@ def _open_results(folder: BatchFolder, known: dict[Path, Open]) -> dict[Path, Op
             continue
         found[path] = part
     return found
+
+
+def _is_sound(line: bytes, path: Path) -> bool:
+    """Whether a result counts; the worker asks again for one that is damaged."""
+    try:
+        proven(line, path)
+    except Corrupt as error:
+        log.error("%s: a result that does not count, and is asked again", error)
+        return False
+    return True
 
 
 def _chunk(path: Path) -> int:

@@ -5,6 +5,7 @@ thread.
 """
 
 import os
+import shutil
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import digest, new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
 from cray_agents.runtime.batches.progress import Progress
 from cray_agents.runtime.batches.records import (
@@ -49,7 +50,7 @@ class BatchQueue:
         NotFound for an input file that is not there.
         """
         batch_id = f"{PREFIX}{digest(['key', caller, key], 24)}" if key else new_id("batch")
-        request = _request(body, batch_id, int(time.time()))
+        request = _request(body, batch_id, int(time.time())).model_copy(update={"owner": caller})
         folder = self._folder(batch_id)
         if not folder.request_file.is_file():
             self._publish(request, folder)
@@ -67,21 +68,28 @@ class BatchQueue:
                 f"file {file.id} has purpose {file.purpose!r}: upload it with purpose {PURPOSE!r}",
                 param="input_file_id",
             )
-        owned = request.model_copy(update={"owner": file.owner})
+        known = request.model_copy(update={"input_sha256": file.sha256})
         draft = BatchFolder(durable.draft_directory(folder.root))
-        for directory in (draft.claims, draft.results, draft.done):
-            directory.mkdir()
-        # a link: the batch keeps its input whatever becomes of the file
-        os.link(self._files.path(request.input_file_id), draft.input)
-        durable.write_file(draft.request_file, owned.model_dump_json().encode())
-        if not durable.publish_directory(draft.root, folder.root):
-            draft.clean()
-            draft.request_file.unlink()
-            draft.root.rmdir()
+        published = False
+        try:
+            for directory in (draft.claims, draft.results, draft.done):
+                directory.mkdir()
+            # a link: the batch keeps its input whatever becomes of the file
+            os.link(self._files.path(request.input_file_id), draft.input)
+            text = checked.with_crc(known.model_dump_json().encode())
+            durable.write_file(draft.request_file, text)
+            published = durable.publish_directory(draft.root, folder.root)
+        finally:
+            if not published:
+                shutil.rmtree(draft.root)
 
     def get(self, batch_id: str) -> Batch:
         """One batch. Raises NotFound."""
         return self._show(self._known(batch_id))
+
+    def owner(self, batch_id: str) -> str:
+        """Who made a batch. Raises NotFound."""
+        return self._known(batch_id).request().owner
 
     def page(self, after: str | None, limit: int) -> tuple[list[Batch], bool]:
         """Batches, the newest first, after one of them; and whether there are more.
@@ -145,7 +153,7 @@ class BatchQueue:
         if cancelled_at is not None and (finalizing is None or finalizing.outcome == "cancelled"):
             status = "cancelling"
         batch = Batch(
-            **request.model_dump(exclude={"output_expires_after", "owner"}),
+            **request.model_dump(exclude={"output_expires_after", "owner", "input_sha256"}),
             status=status,
             model=accepted.model if accepted else None,
             in_progress_at=accepted.at if accepted else None,

@@ -39,7 +39,8 @@ class BatchRequest(Record):
     expires_at: int
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
-    owner: str = ""  # of the input file, and so of the output files
+    owner: str = ""  # the id of the key that made it; of its runs and output files, too
+    input_sha256: str = ""  # of the input; batches from before that was kept have none
 
     @field_validator("endpoint")
     @classmethod
@@ -160,6 +161,7 @@ class Accepted(Record):
     lines: int
     chunks: int
     model: str | None = None
+    index_sha256: str = ""  # of the chunk index; likewise
 
 
 class Cancelling(Record):

@@ -59,7 +59,7 @@ class ResultWriter:
         """Leave the file: it may end in half a line."""
         where = self._file.path if self._file else self._directory
         self._leave()
-        return StoreError(f"cannot write to {where}: {error.strerror or error}")
+        return StoreError.of(f"cannot write to {where}", error)
 
     def _leave(self) -> None:
         if self._file is not None:

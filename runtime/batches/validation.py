@@ -5,16 +5,18 @@ looked at once more, in a second pass that only an input with duplicates needs. 
 in a thread; the chunk index is read by chunks.py.
 """
 
+import hashlib
 import time
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy
 import orjson
 
-from cray_agents.runtime import durable
+from cray_agents.errors import Corrupt
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.records import Accepted, BatchRequest, End, LineError
 
@@ -25,7 +27,9 @@ MAX_ERRORS = 100  # told of one input
 LOOK = 10_000  # lines between looks whether the batch was cancelled
 MAX_ID = 512  # characters of a custom_id
 
-Row = tuple[int, int, int, int]  # of the index: byte offset, bytes, first line number, requests
+#: Of the index: byte offset, bytes, first line number, requests, CRC-32 of the bytes (None: of an
+#: index from before that was kept).
+Row = tuple[int, int, int, int, int | None]
 
 
 class Validation:
@@ -52,12 +56,13 @@ class Validation:
         del self.errors[MAX_ERRORS:]
 
     def _first_pass(self, file: BinaryIO, folder: BatchFolder) -> None:
-        start, first, requests, offset, number = 0, 1, 0, 0, 0
+        start, first, requests, offset, number, crc = 0, 1, 0, 0, 0, 0
         for number, raw in _lines(file):
             if requests and (requests == CHUNK_LINES or offset - start >= CHUNK_BYTES):
-                self.rows.append((start, offset - start, first, requests))
-                start, first, requests = offset, number, 0
+                self.rows.append((start, offset - start, first, requests, crc))
+                start, first, requests, crc = offset, number, 0, 0
             offset += len(raw)
+            crc = zlib.crc32(raw, crc)
             if number % LOOK == 0 and folder.cancelling_file.exists():
                 return
             if raw.isspace():
@@ -67,7 +72,7 @@ class Validation:
             if len(self.errors) >= MAX_ERRORS:
                 return
         if requests:
-            self.rows.append((start, offset - start, first, requests))
+            self.rows.append((start, offset - start, first, requests, crc))
 
     def _line(self, number: int, raw: bytes) -> None:
         self.lines += 1
@@ -83,6 +88,8 @@ class Validation:
     def _equal_hashes(self) -> set[int]:
         if not self._hashes:
             return set()
+        import numpy
+
         hashes = numpy.frombuffer(self._hashes, dtype=numpy.int64)
         hashes.sort()
         return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
@@ -130,7 +137,12 @@ class Refused(Exception):
 
 
 def validate(folder: BatchFolder, request: BatchRequest) -> None:
-    """Accept a batch's input, or fail the batch. Harmless when done twice, or by two at once."""
+    """Accept a batch's input, or fail the batch. Harmless when done twice, or by two at once.
+
+    Raises Corrupt for an input that is not the file that was given.
+    """
+    if request.input_sha256:
+        checked.prove(folder.input, request.input_sha256)
     check = Validation(request)
     check.run(folder)
     now = int(time.time())
@@ -139,15 +151,28 @@ def validate(folder: BatchFolder, request: BatchRequest) -> None:
     if check.errors:
         folder.finish(End(at=now, status="failed", errors=check.errors))
         return
-    durable.create_file(folder.index, b"".join(orjson.dumps(row) + b"\n" for row in check.rows))
+    index = b"".join(orjson.dumps(row) + b"\n" for row in check.rows)
+    durable.create_file(folder.index, index)
     model = check.models.pop() if len(check.models) == 1 else None
-    folder.accept(Accepted(at=now, lines=check.lines, chunks=len(check.rows), model=model))
+    sha256 = hashlib.sha256(index).hexdigest()
+    folder.accept(
+        Accepted(
+            at=now,
+            lines=check.lines,
+            chunks=len(check.rows),
+            model=model,
+            index_sha256=sha256,
+        )
+    )
 
 
-def read_index(path: Path) -> list[Row]:
-    """The chunks of an input, in order."""
-    rows = map(orjson.loads, path.read_bytes().splitlines())
-    return [(offset, length, first, requests) for offset, length, first, requests in rows]
+def read_index(path: Path, sha256: str = "") -> list[Row]:
+    """The chunks of an input, in order. Raises Corrupt."""
+    text = path.read_bytes()
+    if sha256 and hashlib.sha256(text).hexdigest() != sha256:
+        raise Corrupt(f"{path} is damaged: it is not what its checksum says")
+    rows = (orjson.loads(line) for line in text.splitlines())
+    return [(*row[:4], row[4] if len(row) > 4 else None) for row in rows]
 
 
 def check_line(raw: bytes, endpoint: str) -> tuple[str, str]:

@@ -16,9 +16,11 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from cray_agents.errors import Corrupt
 from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
 from cray_agents.runtime.batches import chunks, output
@@ -94,7 +96,10 @@ class Worker:
             self._tasks.create_task(self._chore(batch, chore))
 
     async def _chore(self, batch: OpenBatch, chore: Callable[[OpenBatch], None]) -> None:
-        await asyncio.to_thread(chore, batch)
+        try:
+            await asyncio.to_thread(chore, batch)
+        except Corrupt as problem:
+            await self._board_call(partial(self._board.fail, batch, problem))
         batch.busy = False
         self._look.set()
 
@@ -107,7 +112,8 @@ class Worker:
 
     def _finish(self, batch: OpenBatch) -> None:
         assert batch.accepted is not None
-        output.finish(batch.folder, batch.request, batch.accepted, self._files)
+        damaged = output.finish(batch.folder, batch.request, batch.accepted, self._files)
+        batch.done.difference_update(damaged)
 
     async def _lane(self, lane: Lane) -> None:
         """Take chunks, and ask their lines one after another as the window has room."""
@@ -118,11 +124,20 @@ class Worker:
                     await self._news.wait()
                 continue
             run = ChunkRun(work, self._asker, self._slots, self._tasks)
-            await run.ask()
+            try:
+                await run.ask()
+            except Corrupt as problem:
+                await self._fail(run, problem)
             self._tasks.create_task(self._seal(run))  # its last answers may take their time
 
+    async def _fail(self, run: "ChunkRun", problem: Corrupt) -> None:
+        await self._board_call(partial(self._board.fail, run.work.batch, problem))
+
     async def _seal(self, run: "ChunkRun") -> None:
-        await run.seal()
+        try:
+            await run.seal()
+        except Corrupt as problem:
+            await self._fail(run, problem)
         await self._board_call(lambda: self._board.release(run.work))
         self._look.set()
 
@@ -209,10 +224,10 @@ class ChunkRun:
     async def _line(self, line: Line) -> None:
         try:
             batch = self.work.batch.request
-            answer = await self._asker.ask(batch.id, batch.endpoint, line)
+            answer = await self._asker.ask(batch.id, batch.endpoint, line, batch.owner)
             stored, ok, tokens = chunks.answered(batch.id, line.number, *answer)
             place = await self._writer.submit(stored)
-            self._results[line.number] = Result(ok, tokens, chunks.result_place(stored, place))
+            self._results[line.number] = Result(ok, tokens, place)
         finally:
             self._slots.release()
 

@@ -1,6 +1,6 @@
 """Immutable training sets: from recorded runs and demonstrations to a directory named by content.
 
-    <home>/datasets/<id>/train-00000.parquet, ...      token samples: shards.py has the columns
+    <home>/datasets/<id>/train-00000.parquet, ...      token samples, as token_shards.py has it
                          validation-00000.parquet, ... where the recipe asks for such a split
                          runs.parquet                  each run and demonstration considered, with
                                                        in or out, and why: considered.py
@@ -13,13 +13,17 @@ Called by the gateway (process.py: in a process of its own), fine_tuning and the
 next: building.py, the conductor; reading.py, for those who use a dataset.
 """
 
-from cray_agents.runtime.datasets.building import build_dataset, plan_dataset
+from typing import TYPE_CHECKING, Any
+
 from cray_agents.runtime.datasets.reading import (
     dataset_runs,
     list_datasets,
     read_dataset,
     shards,
 )
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.datasets.building import build_dataset, plan_dataset
 
 __all__ = [
     "build_dataset",
@@ -29,3 +33,12 @@ __all__ = [
     "read_dataset",
     "shards",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Building is imported when first asked for: a light install has no numpy, and may look."""
+    if name not in ("build_dataset", "plan_dataset"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cray_agents.runtime.datasets import building
+
+    return getattr(building, name)

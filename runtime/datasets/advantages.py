@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from cray_agents.recipes import Deviation
 from cray_agents.runtime.store.index import RunFacts
 
 EQUAL = 1e-9  # rewards this near to each other are equal: sums of the same parts differ in order
@@ -25,16 +26,23 @@ def equal(values: Sequence[float]) -> bool:
     return math.isclose(min(values), max(values), rel_tol=EQUAL, abs_tol=EQUAL)
 
 
-def of_outcomes(values: Sequence[float], normalize: bool) -> list[float]:
-    """Each run's reward minus the group's mean; over their (population) deviation, if so asked."""
+def of_outcomes(values: Sequence[float], deviation: Deviation | None) -> list[float]:
+    """Each run's reward minus the group's mean; over their standard deviation, if one is named.
+
+    The squares of n values are divided by n - 1 for the deviation of a `sample`, by n for that of
+    a `population`. The paper says std and not which; TRL 1.16 and verl take the sample's.
+    """
     mean = math.fsum(values) / len(values)
     scale = 1.0
-    if normalize:
-        scale = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    if deviation is not None:
+        count = len(values) - (deviation == "sample")
+        scale = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / count)
     return [(value - mean) / scale for value in values]
 
 
-def of_steps(group: Sequence[Steps], normalize: bool, discount: float) -> list[list[float]]:
+def of_steps(
+    group: Sequence[Steps], deviation: Deviation | None, discount: float
+) -> list[list[float]]:
     """The advantages of each run's turns: [runs][turns].
 
     All step rewards of the group are normalised together, as outcomes are; the advantage of a
@@ -42,7 +50,7 @@ def of_steps(group: Sequence[Steps], normalize: bool, discount: float) -> list[l
     that is k turns ahead times discount**k (the paper's discount is 1).
     """
     rewards = [reward for run in group for reward in run.rewards.values()]
-    flat = iter(of_outcomes(rewards, normalize))
+    flat = iter(of_outcomes(rewards, deviation))
     found = []
     for run in group:
         normal = {turn: next(flat) for turn in run.rewards}

@@ -1,31 +1,35 @@
 """Builds a dataset: one pass over the runs a recipe considers, in flat memory, then one rename.
 
 The store's index tells the runs in the order of their tasks; selection.py and methods.py settle
-them group by group; what is accepted goes into shards (shards.py), every run into runs.parquet
-(considered.py), and all of it into a hidden draft (making.py), which becomes the dataset when it is
-whole. A step of a loop is built once (uses.py). Called by process.py,
+them group by group; what is accepted goes into shards (token_shards.py), every run into
+runs.parquet (considered.py), and all of it into a hidden draft (making.py), which becomes the
+dataset when it is whole. A step of a loop is built once (uses.py). Called by process.py,
 fine_tuning and the command line.
 """
 
+import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput, CrayError, StoreError
+from cray_agents.errors import BadInput, Corrupt, CrayError, StoreError
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe
+from cray_agents.records import new_id
 from cray_agents.runtime import durable
 from cray_agents.runtime.datasets.checking import check
 from cray_agents.runtime.datasets.counts import Counts
 from cray_agents.runtime.datasets.making import Making, OnLine, OnProgress
-from cray_agents.runtime.datasets.reading import MANIFEST, read_dataset
+from cray_agents.runtime.datasets.reading import MANIFEST, read_dataset, verify
 from cray_agents.runtime.datasets.uses import Ledger, Uses
 from cray_agents.runtime.store import Store
 
 DRAFT = "building"
 LEFT_SECONDS = 86_400.0  # a draft that nobody wrote to for so long has lost its builder
+
+log = logging.getLogger(__name__)
 
 
 def _silent(done: int, total: int, what: str) -> None:
@@ -104,7 +108,7 @@ def _build(
         making = Making(store, home, recipe, uses or Uses(), on_progress, draft)
         _check_filled(making.run())
         name = making.naming.name
-        if not (home.dataset(name) / MANIFEST).is_file():
+        if not _whole(home.dataset(name)):
             making.finish(name)
             prepare(name)
             durable.publish_directory(draft, home.dataset(name))
@@ -112,6 +116,20 @@ def _build(
     finally:
         if draft.exists():
             shutil.rmtree(draft)
+
+
+def _whole(directory: Path) -> bool:
+    """Whether a dataset is there; a damaged one is set aside, and so made anew."""
+    if not (directory / MANIFEST).is_file():
+        return False
+    try:
+        verify(directory)
+    except Corrupt as error:
+        aside = directory.with_name(f".{directory.name}.{new_id('damaged')}")
+        log.error("%s; it is made anew, the damaged one is kept as %s", error, aside)
+        directory.rename(aside)
+        return False
+    return True
 
 
 def _check_filled(counts: Counts) -> None:

@@ -4,7 +4,6 @@ Called by building.py before anything is read. An option that does nothing would
 about what is in the dataset, so each is an error that names its field.
 """
 
-import math
 import re
 
 from cray_agents.errors import BadInput
@@ -43,9 +42,6 @@ def check(recipe: DatasetRecipe) -> None:
             raise BadInput(f"{name} has no effect with method {recipe.method!r}", param=name)
     if recipe.balance_power and recipe.balance_by is None:
         raise BadInput("balance_power has no effect without balance_by", param="balance_power")
-    for run_id, value in (recipe.rewards or {}).items():
-        if not math.isfinite(value):
-            raise BadInput(f"the reward of {run_id!r} is {value}", param="rewards")
     _check_step(recipe)
     _check_rendering(recipe)
 

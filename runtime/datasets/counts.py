@@ -17,7 +17,7 @@ from cray_agents.runtime.datasets.histogram import Histograms
 from cray_agents.runtime.datasets.naming import brief
 from cray_agents.runtime.datasets.seen import Repeat
 from cray_agents.runtime.datasets.selection import Candidate
-from cray_agents.runtime.datasets.shards import Row
+from cray_agents.runtime.datasets.token_shards import Row
 
 EXAMPLES = 5  # of each kind of removal that the card shows
 PAGE = "histogram.html"

@@ -12,19 +12,19 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
-from cray_agents.errors import Corrupt
 from cray_agents.held_out import ENTRY, HeldOut
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe, RunQuery
 from cray_agents.records import Message, Run
+from cray_agents.runtime import checked
 from cray_agents.runtime.datasets.checking import LOOP
 from cray_agents.runtime.datasets.held_files import texts_of_file
 from cray_agents.runtime.datasets.shingles import Shingles, shared, shingles
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.facts import text_of
+from cray_agents.splits import task_key
 from cray_agents.words import SIMILAR, is_long, words_of
 
 MANY = 200  # candidates that are not compared one by one
@@ -34,10 +34,14 @@ Places = NDArray[np.int64]
 
 
 class HeldText(NamedTuple):
-    """A text that must not be trained on, and where from: `holdout task 3f2a`, `f.jsonl:17`."""
+    """A text that must not be trained on, and where from: `holdout task 3f2a`, `f.jsonl:17`.
+
+    With `world` the text is the key of a task that has one (splits.task_key): only that is held.
+    """
 
     source: str
     text: str
+    world: bool = False
 
 
 class Match(NamedTuple):
@@ -68,10 +72,14 @@ class Held:
         self._sources: list[str] = []
         self._heads: list[str] = []
         self._equal: dict[str, int] = {}
+        self._worlds: dict[str, str] = {}  # the source of each
         self._vocabulary: dict[str, int] = {}
         self._long: list[int] = []  # numbers of the texts that are compared by similarity
         sets: list[Shingles] = []
         for held in texts:
+            if held.world:
+                self._worlds.setdefault(held.text, held.source)
+                continue
             words = words_of(held.text)
             number = len(self._sources)
             if self._equal.setdefault(" ".join(words), number) != number or not words:
@@ -87,8 +95,8 @@ class Held:
         self._known: dict[str, Match | None] = {}  # of what match_any was given last
 
     def __len__(self) -> int:
-        """How many different texts are held."""
-        return len(self._sources)
+        """How many different texts and worlds are held."""
+        return len(self._sources) + len(self._worlds)
 
     @classmethod
     def of(cls, store: Store, home: Home, recipe: DatasetRecipe) -> "Held":
@@ -99,6 +107,14 @@ class Held:
     def match(self, text: str) -> Match | None:
         """The held text that this one is: an equal one, else the most similar, else None."""
         return self.match_any([text])
+
+    def match_run(self, run: Run) -> Match | None:
+        """What is held of a run: its task's world, or a text that its user said."""
+        if run.task is not None and run.task.world is not None:
+            source = self._worlds.get(task_key(run.task))
+            if source is not None:
+                return Match(source, head(run.input), 1.0, "equal")
+        return self.match_any(inputs_of(run))
 
     def match_any(self, texts: Iterable[str]) -> Match | None:
         """The match of the first of these texts that has one."""
@@ -228,8 +244,12 @@ class _Index:
 
 
 def inputs_of(run: Run) -> list[str]:
-    """What of a run is compared: its input, and all that its user said."""
-    return [run.input, *inputs_of_messages(run.trajectory.messages)]
+    """What of a run is compared: its input, and all that its user said.
+
+    Also what was really asked of the model, for the rest is what its client tells.
+    """
+    asked = (text for call in run.calls for text in inputs_of_messages(call.messages))
+    return list(dict.fromkeys([run.input, *inputs_of_messages(run.trajectory.messages), *asked]))
 
 
 def inputs_of_messages(messages: Iterable[Message]) -> list[str]:
@@ -269,11 +289,9 @@ def _of_journal(home: Home, loop: str | None) -> Iterator[HeldText]:
     if loop is not None and not LOOP.fullmatch(loop):
         return
     for path in sorted(home.loop("").glob(f"{loop or '*'}/journal/{ENTRY}*.json")):
-        try:
-            entry = HeldOut.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise Corrupt(f"{path} cannot be read: {error}") from error
+        entry = checked.read_record(HeldOut, path)
         yield from (HeldText(source, text) for source, text in entry.inputs)
+        yield from (HeldText(source, key, world=True) for source, key in entry.worlds)
 
 
 def _of_split(store: Store, loop: str | None, split: str) -> Iterator[HeldText]:
@@ -282,4 +300,8 @@ def _of_split(store: Store, loop: str | None, split: str) -> Iterator[HeldText]:
     for facts in store.facts(RunQuery(loop=loop, split=split)):
         found.setdefault((facts.loop, facts.task, facts.input), facts.run_id)
     for run in store.whole(list(found.values())):
-        yield HeldText(f"{split} task {run.task.id if run.task else ''}", input_of(run))
+        source = f"{split} task {run.task.id if run.task else ''}"
+        if run.task is not None and run.task.world is not None:
+            yield HeldText(source, task_key(run.task), world=True)
+        else:
+            yield HeldText(source, input_of(run))

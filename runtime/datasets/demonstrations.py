@@ -15,6 +15,10 @@ from typing import Any
 from cray_agents.errors import BadInput
 from cray_agents.records import Message
 from cray_agents.runtime.datasets.samples import TokenSample, TokenTurn, merge_turns
+from cray_agents.runtime.template_time import TemplateTooSlow, limited
+
+# what transformers raises for files that are damaged, or hold other JSON than it thinks
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @functools.lru_cache(maxsize=4)
@@ -30,8 +34,10 @@ class Renderer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(checkpoint), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:  # KeyError: of its config.json
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(checkpoint), local_files_only=True, trust_remote_code=False
+            )
+        except _UNREADABLE as error:
             message = f"no tokenizer can be read from {checkpoint}: {error}"
             raise BadInput(message, param="tokenizer") from error
         if not self._tokenizer.chat_template:
@@ -89,11 +95,14 @@ class Renderer:
         from jinja2 import TemplateError
 
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=generation, tokenize=False
+            with limited():
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        messages, tools=tools, add_generation_prompt=generation, tokenize=False
+                    )
                 )
-            )
+        except TemplateTooSlow as error:
+            raise BadInput(str(error), param="tokenizer") from error
         except (TemplateError, TypeError, ValueError) as error:  # a template is its author's code
             message = f"the chat template refuses a demonstration: {error}"
             raise BadInput(message, param="demonstrations") from error

@@ -15,7 +15,8 @@ import orjson
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.records import canonical
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
+from cray_agents.runtime.checkpoints import verify_settings
 from cray_agents.runtime.datasets.checking import query_of
 from cray_agents.runtime.datasets.considered import Line, LineWriter
 from cray_agents.runtime.datasets.counts import Counts
@@ -32,7 +33,7 @@ from cray_agents.runtime.datasets.reading import MANIFEST, RECIPE
 from cray_agents.runtime.datasets.samples import TokenSample
 from cray_agents.runtime.datasets.seen import Repeat, Seen
 from cray_agents.runtime.datasets.selection import Candidate, Selection, too_long
-from cray_agents.runtime.datasets.shards import Row, ShardWriter
+from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
 from cray_agents.runtime.datasets.uses import Uses
 from cray_agents.runtime.datasets.weights import Balance
 from cray_agents.runtime.store import Store
@@ -113,7 +114,7 @@ class Making:
             "files": dict(sorted(files.items())),
             "created": time.time(),
         }
-        durable.write_file(self.draft / MANIFEST, orjson.dumps(manifest))
+        durable.write_file(self.draft / MANIFEST, checked.with_crc(orjson.dumps(manifest)))
 
     def _about(self, file: str, rows: dict[str, int]) -> dict[str, Any]:
         assert self.draft is not None
@@ -125,7 +126,9 @@ class Making:
         wanted = self.recipe.demonstrations or self.recipe.render
         if not wanted or self.recipe.tokenizer is None:
             return None
-        return renderer_of(Path(self.recipe.tokenizer))
+        tokenizer = Path(self.recipe.tokenizer)
+        verify_settings(tokenizer)
+        return renderer_of(tokenizer)
 
     def _settle(self, group: Sequence[Candidate]) -> None:
         """Write a settled group: its rows side by side, and a line for each run."""

@@ -128,8 +128,8 @@ class Sft:
 class Grpo:
     """Groups of a task's scored runs, with advantages (advantages.py).
 
-    The mean and the (population) standard deviation are of all that was scored in the group: also
-    of those whose tokens are then missing, contaminated or over the limit.
+    The mean and the standard deviation are of all that was scored in the group: also of those whose
+    tokens are then missing, contaminated or over the limit.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -155,12 +155,13 @@ class Grpo:
                 candidate.refuse(reason, f"reward {candidate.value:g}")
             return group
         recipe, scored = self._selection.recipe, [c for c in group if c.scored]
+        deviation = recipe.deviation if recipe.normalize else None
         about: list[dict[str, Any]]
         if steps := self._steps(scored):
-            turns = of_steps(steps, recipe.normalize, recipe.discount)
+            turns = of_steps(steps, deviation, recipe.discount)
             about = [{"turns": advantages} for advantages in turns]
         else:
-            outcomes = of_outcomes([c.value for c in scored], recipe.normalize)
+            outcomes = of_outcomes([c.value for c in scored], deviation)
             about = [{"advantage": advantage} for advantage in outcomes]
         for candidate, advantages in zip(scored, about, strict=True):
             self._settle_one(candidate, advantages)

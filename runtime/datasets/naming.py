@@ -10,7 +10,7 @@ from typing import Any
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.records import canonical, digest
 from cray_agents.runtime.datasets.checking import DEMONSTRATIONS
-from cray_agents.runtime.datasets.shards import Row
+from cray_agents.runtime.datasets.token_shards import Row
 
 LARGE = (*DEMONSTRATIONS, "rewards")
 
@@ -26,6 +26,13 @@ def essence(recipe: DatasetRecipe) -> dict[str, Any]:
     what["generations"] = recipe.generations and sorted(set(recipe.generations))
     if recipe.discount == 1.0:
         del what["discount"]
+    # without the key it is the population's: what was made before there was a choice keeps its name
+    if recipe.method != "grpo" or not recipe.normalize or recipe.deviation == "population":
+        del what["deviation"]
+    if recipe.givers is None:
+        del what["givers"]
+    else:
+        what["givers"] = sorted(set(recipe.givers))
     return what
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import orjson
-
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
+from cray_agents.runtime import checked
 
 MANIFEST, RUNS, RECIPE, CARD = "manifest.json", "runs.parquet", "recipe.json", "README.md"
 BATCH = 4096  # rows of runs.parquet read at a time
@@ -20,37 +19,57 @@ SplitName = Literal["train", "validation"]
 
 def read_dataset(home: Home, dataset_id: str) -> dict[str, Any]:
     """A dataset's manifest. Raises NotFound, Corrupt."""
-    path = home.dataset(dataset_id) / MANIFEST
     try:
-        manifest: dict[str, Any] = orjson.loads(path.read_bytes())
+        return read_manifest(home.dataset(dataset_id))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"no dataset {dataset_id!r}", param="dataset") from error
-    except ValueError as error:
-        raise Corrupt(f"{path} is not a dataset's manifest: {error}") from error
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The same, of a dataset's directory. Raises FileNotFoundError, Corrupt."""
+    path = directory / MANIFEST
+    manifest = checked.read_json(path)
+    if not isinstance(manifest, dict):
+        raise Corrupt(f"{path} is damaged: it is not a dataset's manifest")
     return manifest
 
 
+def verify(directory: Path) -> None:
+    """Hash every file that a dataset's manifest names. Raises Corrupt, naming the file."""
+    for name in read_manifest(directory).get("files", {}):
+        file_in(directory, name)
+
+
+def file_in(directory: Path, name: str) -> Path:
+    """A dataset's file, proven by its manifest: read whole, once a process. Raises Corrupt."""
+    told = read_manifest(directory).get("files", {}).get(name)
+    if told is None:
+        raise Corrupt(f"{directory / MANIFEST} does not name {name}")
+    return checked.prove(directory / name, told["sha256"])
+
+
 def shards(home: Home, dataset_id: str, split: SplitName = "train") -> list[Path]:
-    """The token shards of a split, in order. Raises NotFound, Corrupt."""
+    """The token shards of a split, in order, each proven. Raises NotFound, Corrupt."""
     return shards_in(home.dataset(dataset_id), read_dataset(home, dataset_id), split)
 
 
 def shards_in(directory: Path, manifest: dict[str, Any], split: SplitName = "train") -> list[Path]:
     """The same, of a directory whose manifest is at hand."""
-    names = sorted(name for name in manifest.get("files", {}) if name.startswith(f"{split}-"))
-    return [directory / name for name in names]
+    files = manifest.get("files", {})
+    names = sorted(name for name in files if name.startswith(f"{split}-"))
+    return [checked.prove(directory / name, files[name]["sha256"]) for name in names]
 
 
 def dataset_runs(home: Home, dataset_id: str) -> Iterator[dict[str, Any]]:
     """The rows of runs.parquet, in order: see considered.py. Raises NotFound, Corrupt."""
     read_dataset(home, dataset_id)
-    for batch in _batches(home.dataset(dataset_id) / RUNS):
+    for batch in _batches(home.dataset(dataset_id)):
         yield from batch.to_pylist()
 
 
 def accepted_runs(home: Home, dataset_id: str) -> Iterator[str]:
     """The ids of the runs (and demonstrations) that are in a dataset. Raises Corrupt."""
-    for batch in _batches(home.dataset(dataset_id) / RUNS, ["run", "accepted"]):
+    for batch in _batches(home.dataset(dataset_id), ["run", "accepted"]):
         yield from batch.filter(batch.column("accepted")).column("run").to_pylist()
 
 
@@ -74,7 +93,7 @@ def runs_page(
     read_dataset(home, dataset_id)
     found: list[dict[str, Any]] = []
     waiting = after is not None
-    for batch in _batches(home.dataset(dataset_id) / RUNS):
+    for batch in _batches(home.dataset(dataset_id)):
         if waiting:
             names = batch.column("run").to_pylist()
             if after not in names:
@@ -113,10 +132,15 @@ def list_datasets(home: Home, *, after: str | None = None, limit: int = 20) -> D
     return DatasetsPage([read_dataset(home, name) for name in names[:limit]], len(names) > limit)
 
 
-def _batches(path: Path, columns: list[str] | None = None) -> Iterator[Any]:
+def _batches(directory: Path, columns: list[str] | None = None) -> Iterator[Any]:
+    """Rows of runs.parquet. Raises Corrupt."""
     import pyarrow
     import pyarrow.parquet
 
+    try:
+        path = file_in(directory, RUNS)
+    except FileNotFoundError as error:
+        raise Corrupt(f"{directory} has no {MANIFEST}") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             yield from file.iter_batches(BATCH, columns=columns)

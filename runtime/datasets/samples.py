@@ -1,7 +1,7 @@
 """From turns to training sequences: the tokens that were sampled, never a text tokenised again.
 
 Called by selection.py for recorded runs and by demonstrations.py for conversations to imitate.
-shards.py writes what comes of it.
+token_shards.py writes what comes of it.
 """
 
 from array import array

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.records import UNSCORED, ModelCall, Run
+from cray_agents.records import UNSCORED, ModelCall, Run, by_givers, reward_by
 from cray_agents.runtime.datasets.advantages import turn_beyond
 from cray_agents.runtime.datasets.considered import Line
-from cray_agents.runtime.datasets.decontamination import Held, Match, inputs_of
+from cray_agents.runtime.datasets.decontamination import Held, Match
 from cray_agents.runtime.datasets.demonstrations import Renderer
 from cray_agents.runtime.datasets.samples import TokenSample, merge_turns, turn_of
 from cray_agents.runtime.datasets.seen import Repeat, Seen
-from cray_agents.runtime.datasets.shards import Row
+from cray_agents.runtime.datasets.token_shards import Row
 from cray_agents.runtime.datasets.uses import Uses
 from cray_agents.runtime.datasets.weights import Balance
 from cray_agents.runtime.store import Store
@@ -100,6 +100,7 @@ class Selection:
     def judge(self, facts: RunFacts) -> Candidate:
         """All that can be said of a run without its body."""
         given = (self.recipe.rewards or {}).get(facts.run_id)
+        rewarded, facts = facts.reward is not None, self._counted(facts)
         reward = facts.reward if given is None else given
         candidate = Candidate(facts, reward)
         if facts.split not in (None, "train"):
@@ -109,7 +110,8 @@ class Selection:
         elif facts.error == UNSCORED:
             candidate.refuse("reward_error")
         elif reward is None:
-            candidate.refuse("no_reward")
+            detail = "from nobody whom the recipe names as a giver" if rewarded else None
+            candidate.refuse("no_reward", detail)
         elif _silent(facts):
             candidate.refuse("empty", "nothing was sampled" if facts.calls else "no turn")
         elif self.recipe.method == "grpo" and given is None and turn_beyond(facts) is not None:
@@ -118,6 +120,13 @@ class Selection:
             candidate.scored = True
             self._judge_scored(candidate)
         return candidate
+
+    def _counted(self, facts: RunFacts) -> RunFacts:
+        """The run with the rewards of those givers that the recipe names."""
+        if self.recipe.givers is None or not facts.given:
+            return facts
+        reward = reward_by(facts.reward, facts.given, self.recipe.givers)
+        return facts._replace(reward=reward, rewards=by_givers(facts.given, self.recipe.givers))
 
     def _judge_scored(self, candidate: Candidate) -> None:
         facts, recipe = candidate.facts, self.recipe
@@ -199,7 +208,7 @@ class Selection:
         fault = _token_fault(run)
         if fault is not None:
             return Body([], metadata, *fault)
-        match = self.held.match_any(inputs_of(run))
+        match = self.held.match_run(run)
         if match is not None:
             return Body([], metadata, "contaminated", match.told, match)
         if run.calls:

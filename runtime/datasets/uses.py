@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -36,7 +35,7 @@ from cray_agents.errors import BadInput, Corrupt
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe
 from cray_agents.records import Record
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.datasets.naming import recipe_name
 from cray_agents.runtime.datasets.reading import MANIFEST, accepted_runs
 
@@ -202,16 +201,13 @@ class Ledger:
 
 def _read(path: Path) -> Commit | None:
     try:
-        found: Any = orjson.loads(path.read_bytes())
+        return checked.read_record(Commit, path)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise Corrupt(f"{path} cannot be read: {error}") from error
-    return Commit.model_validate(found)
 
 
 def _line(commit: Commit) -> bytes:
-    return orjson.dumps(commit.model_dump())
+    return checked.with_crc(orjson.dumps(commit.model_dump()))
 
 
 def _key(run_id: str) -> bytes:

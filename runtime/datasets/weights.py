@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cray_agents.errors import BadInput
 from cray_agents.records import canonical
 from cray_agents.runtime import durable
-from cray_agents.runtime.datasets.shards import OPTIONS
+from cray_agents.runtime.datasets.token_shards import OPTIONS
 
 
 class Balance:

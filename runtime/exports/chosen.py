@@ -19,7 +19,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import read_dataset, shards
-from cray_agents.runtime.datasets.reading import RECIPE, SplitName
+from cray_agents.runtime.datasets.reading import RECIPE, SplitName, file_in
 from cray_agents.runtime.exports.counting import MISSING
 from cray_agents.runtime.exports.format import run_of_demonstration
 from cray_agents.runtime.exports.sources import Item, Source
@@ -173,7 +173,7 @@ class DatasetRuns:
 
     @cached_property
     def _recipe(self) -> dict[str, Any]:
-        recipe: dict[str, Any] = orjson.loads((self.dataset / RECIPE).read_bytes())
+        recipe: dict[str, Any] = orjson.loads(file_in(self.dataset, RECIPE).read_bytes())
         return recipe
 
     def _missing(self, count: int, some: Sequence[str]) -> BadInput:

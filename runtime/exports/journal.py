@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from cray_agents.errors import BadInput, Corrupt, StoreError
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.exports.counting import Tally
 
 
@@ -88,7 +88,7 @@ class Draft:
         if found is None:
             self._remove_part()
             mine = replace(fresh, writer=_writer())
-            if not durable.create_file(self._path, orjson.dumps(asdict(mine))):
+            if not durable.create_file(self._path, _text(mine)):
                 raise _busy(self.target, "another process")
             return mine, False
         mine = replace(found, writer=_writer())
@@ -97,7 +97,7 @@ class Draft:
 
     def save(self, journal: Journal) -> None:
         """Let an export that is killed after this go on from here."""
-        durable.replace_file(self._path, orjson.dumps(asdict(journal)))
+        durable.replace_file(self._path, _text(journal))
 
     def state(self, digest: str) -> dict[str, Any] | None:
         """The source's state in the journal of this export, if it lies here."""
@@ -141,16 +141,20 @@ class Draft:
 
     def _read(self) -> Journal | None:
         try:
-            return Journal(**orjson.loads(self._path.read_bytes()))
+            return Journal(**checked.read_json(self._path))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
+        except (Corrupt, TypeError) as error:
             raise Corrupt(f"{self._path} is no export's journal: remove it ({error})") from error
 
     def _check_idle(self, found: Journal) -> None:
         mine = _writer(found.writer.get("pid", 0))
         if mine["started"] and found.writer == mine and mine["pid"] != os.getpid():
             raise _busy(self.target, f"process {mine['pid']}")
+
+
+def _text(journal: Journal) -> bytes:
+    return checked.with_crc(orjson.dumps(asdict(journal)))
 
 
 def _busy(target: Path, who: str) -> BadInput:

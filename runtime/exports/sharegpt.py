@@ -1,17 +1,23 @@
 """ShareGPT: `conversations` of {from, value}, with `tools` as JSON in a string, and the run's `id`.
 
-A call of a tool is a turn of its own whose value is {"name", "arguments"}, its result the turn that
+Turns alternate, as LLaMA-Factory's converter demands (it drops a record that does not): after the
+system's come `human` or `observation`, then `gpt` or `function_call`, and so on; the model's is the
+last. A call of a tool is a turn whose value is {"name", "arguments"}, its result the turn that
 follows it. There are no ids of calls: of calls made at once, each is told with its result, one
-after another. A run whose calls saw different system messages or tools, as after a handoff, is a
+after another; of calls without results the value is a list. What was said beside a call has no
+place. Turns of one speaker in a row are joined, and a record ends where turns do not alternate. A
+run whose calls saw different system messages or tools, as after a handoff, is a
 record for each, with the ids `<run>.1`, `<run>.2`, ...; answers of others in it are the loss
 `weights`. Listed in format.py.
 """
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from cray_agents.records import Message, Run
 from cray_agents.runtime.exports.chat import Chat, chats_of
-from cray_agents.runtime.exports.written import Json, LineFormat, Written, json_text
+from cray_agents.runtime.exports.written import Json, LineFormat, Written, json_text, unsupported
 
 _FROM = {
     "system": "system",
@@ -20,6 +26,7 @@ _FROM = {
     "assistant": "gpt",
     "tool": "observation",
 }
+_QUESTIONS, _ANSWERS = ("human", "observation"), ("gpt", "function_call")
 
 
 def _of_run(run: Run) -> Written:
@@ -27,7 +34,10 @@ def _of_run(run: Run) -> Written:
     for number, chat in enumerate(chats, 1):
         chat.messages = chat.until_answer()
         name = run.id if len(chats) == 1 else f"{run.id}.{number}"
-        record: Json = {"id": name, "conversations": list(_turns(run, chat))}
+        turns = _alternating(_joined(list(_turns(run, chat)), chat), chat)
+        if not any(turn["from"] in _ANSWERS for turn in turns):
+            raise unsupported(run, "messages", "hold no question with an answer after it")
+        record: Json = {"id": name, "conversations": turns}
         if chat.tools:
             functions = [tool["function"] for tool in chat.tools]
             record["tools"] = json_text(run, "tools", functions)
@@ -44,9 +54,11 @@ def _turns(run: Run, chat: Chat) -> Iterator[Json]:
             continue
         calls = message.get("tool_calls") or ()
         text = _text(message, chat)
-        if text or not calls:
+        if not calls:
             yield {"from": _FROM[message["role"]], "value": text}
-        if len(calls) > 1 or (calls and text):
+        elif text:
+            chat.losses.add("call_text")
+        if len(calls) > 1:
             chat.losses.add("split_turns")
         for call in calls:
             function = call["function"]
@@ -57,6 +69,33 @@ def _turns(run: Run, chat: Chat) -> Iterator[Json]:
             if result is not None:
                 told.add(result)
                 yield {"from": "observation", "value": _text(chat.messages[result], chat)}
+
+
+def _joined(turns: list[Json], chat: Chat) -> list[Json]:
+    """Turns of one speaker in a row as one: texts as paragraphs, calls as a list."""
+    found: list[Json] = []
+    for speaker, same in groupby(turns, key=itemgetter("from")):
+        values = [turn["value"] for turn in same]
+        if len(values) > 1 and speaker != "function_call":
+            chat.losses.add("joined_turns")
+        together = f"[{','.join(values)}]" if speaker == "function_call" else "\n\n".join(values)
+        found.append({"from": speaker, "value": together if len(values) > 1 else values[0]})
+    return found
+
+
+def _alternating(turns: list[Json], chat: Chat) -> list[Json]:
+    """The turns up to where they alternate; answers before the first question are left out."""
+    begin = 1 if turns and turns[0]["from"] == "system" else 0
+    while begin < len(turns) and turns[begin]["from"] in _ANSWERS:
+        del turns[begin]
+        chat.losses.add("not_alternating")
+    end = begin
+    while end < len(turns) and turns[end]["from"] in (_QUESTIONS, _ANSWERS)[(end - begin) % 2]:
+        end += 1
+    end -= (end - begin) % 2
+    if end < len(turns):
+        chat.losses.add("not_alternating")
+    return turns[:end]
 
 
 def _result(messages: list[Message], asked: int, call_id: str, told: set[int]) -> int | None:

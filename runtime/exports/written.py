@@ -56,7 +56,10 @@ LOSSES = MappingProxyType(
         "tool_call_ids": "the format has no ids of tool calls: results follow calls in order",
         "message_fields": "fields of messages that the format does not have are left out",
         "text_parts": "texts in several parts became one text",
-        "split_turns": "a message with both text and tool calls, or several calls, became several",
+        "split_turns": "a message with several tool calls became several",
+        "call_text": "what the assistant said in a message with tool calls is left out",
+        "joined_turns": "messages of one speaker in a row became one",
+        "not_alternating": "messages are left out where questions and answers do not alternate",
         "redacted": "something was removed from the texts before they were stored, and the format "
         "cannot say so",
         "completions": "texts continued through /v1/completions are told as questions and answers",

@@ -166,10 +166,11 @@ def _hyperparameters(body: CreateJob, kind: Kind) -> dict[str, Any]:
 def _number(value: Any, param: str, kind: type[Any], most: float) -> Any:
     if value == "auto":
         return value
-    whole = kind is int
+    whole, zero = kind is int, param.endswith("learning_rate_multiplier")
     fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not fits or not 0 < value <= most:
-        what = f"a whole number from 1 to {most}" if whole else f"above 0 and at most {most:g}"
+    if not fits or not (value >= 0 if zero else value > 0) or value > most:
+        least = "from 0 to" if zero else "above 0 and at most"
+        what = f"a whole number from 1 to {most}" if whole else f"{least} {most:g}"
         raise BadInput(f"{param} must be 'auto' or {what}, not {value!r}", param=param)
     return kind(value)
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from cray_agents.paths import Home
 from cray_agents.records import digest
+from cray_agents.runtime import checked
 from cray_agents.runtime.fine_tuning.records import Asked, Ended, Validated
 
 MEASURES = ("reward_margin", "accuracy", "chosen_reward", "rejected_reward")
@@ -171,8 +170,7 @@ def _shown(job_id: str, event: Told) -> dict[str, Any]:
 def _lines(folder: Path) -> list[dict[str, Any]]:
     """The whole lines of a job's events; a last one that is still being written is left out."""
     path = folder / "events.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    return [orjson.loads(line) for line in lines if line]
+    return list(checked.read_lines(path)) if path.is_file() else []
 
 
 def _times(folder: Path, suffix: str) -> Iterator[tuple[int, float]]:
@@ -180,4 +178,4 @@ def _times(folder: Path, suffix: str) -> Iterator[tuple[int, float]]:
     for path in folder.glob(f"[0-9]*{suffix}") if folder.is_dir() else ():
         number = path.name.removesuffix(suffix)
         if number.isdecimal():
-            yield int(number), orjson.loads(path.read_bytes())["time"]
+            yield int(number), checked.read_json(path)["time"]

@@ -7,6 +7,7 @@ written (images, audio, refusals, functions in their old form) is an error and i
 silently. Called by preparing.py, in a thread, and by runtime/imports.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,7 +128,7 @@ def _output(value: dict[str, Any], side: str) -> Message:
     answer = value.get(side)
     if not isinstance(answer, list) or len(answer) != 1 or not isinstance(answer[0], dict):
         raise BadInput(f"{side} must be a list of one message")
-    message = {name: item for name, item in answer[0].items() if item is not None}
+    message = _as_sent(answer[0])
     if message.get("role") != "assistant":
         raise BadInput(f"{side}[0].role must be assistant, not {message.get('role')!r}")
     _only(message, FIELDS["assistant"] - {"weight"}, f"{side}[0]")
@@ -143,7 +144,7 @@ def _messages(messages: list[Any]) -> Iterator[Message]:
         where = f"messages[{place}]"
         if not isinstance(given, dict):
             raise BadInput(f"{where} is not an object")
-        message = {name: value for name, value in given.items() if value is not None}
+        message = _as_sent(given)
         _check_message(where, message)
         if message["role"] == "tool" and message["tool_call_id"] not in asked:
             raise BadInput(f"{where} answers {message['tool_call_id']!r}, which nothing called")
@@ -154,6 +155,27 @@ def _messages(messages: list[Any]) -> Iterator[Message]:
         raise BadInput(f"the last message must be the assistant's, not the {message['role']}'s")
     if not trained:
         raise BadInput("every assistant message has the weight 0: nothing is left to train on")
+
+
+def _as_sent(given: dict[str, Any]) -> Message:
+    """A message as it is sent to a model: what a client's own types write into an answer that has
+    nothing to say there is left out, and arguments that are objects (TRL's) become texts."""
+    message = {name: value for name, value in given.items() if value is not None}
+    for name in ("annotations", "tool_calls"):
+        if message.get(name) == []:
+            del message[name]
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message["tool_calls"] = [_call_as_sent(call) for call in calls]
+    return message
+
+
+def _call_as_sent(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _check_message(where: str, message: Message) -> None:

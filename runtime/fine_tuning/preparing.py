@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
@@ -40,6 +38,7 @@ from cray_agents.runtime.datasets.samples import TokenSample
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning.examples import BadExamples, Example, bad_lines, read_examples
 from cray_agents.runtime.fine_tuning.records import Asked, Auto, Ended, Folder, Validated
+from cray_agents.runtime.model_config import read_config
 from cray_agents.runtime.store import Store
 from cray_agents.training import Hyperparameters, JobSpec, Preference
 
@@ -97,7 +96,7 @@ class Preparer:
         multiplier = _or(asked.learning_rate_multiplier, 1.0)
         batch_size = int(min(_or(asked.batch_size, BATCH), n))
         steps = math.ceil(n_epochs * n / batch_size)
-        rate = base_rate(_config(parent)) * multiplier * (DPO_RATE if pairs else 1.0)
+        rate = base_rate(read_config(parent)) * multiplier * (DPO_RATE if pairs else 1.0)
         spec = JobSpec(
             method="dpo" if pairs else "sft",
             dataset=manifest["id"],
@@ -174,7 +173,7 @@ class Preparer:
             tokens = pyarrow.parquet.read_table(path, columns=["input_ids"])["input_ids"]
             lengths = pyarrow.compute.list_value_length(tokens)
             longest = max(longest, int(pyarrow.compute.max(lengths).as_py()))
-        limit = max_tokens(_config(parent))
+        limit = max_tokens(read_config(parent))
         if longest > limit:
             message = f"a sample has {longest} tokens, and the model reads {limit}"
             error = BadExamples(message, param=given.param)
@@ -223,11 +222,6 @@ def base_rate(config: dict[str, Any]) -> float:
         message = "the model's config.json has no hidden_size: it cannot be trained here"
         raise BadInput(message, param="model")
     return float(TINY_RATE * (TINY_HIDDEN / hidden) ** 1.5)
-
-
-def _config(parent: Path) -> dict[str, Any]:
-    config: dict[str, Any] = orjson.loads((parent / "config.json").read_bytes())
-    return config
 
 
 def _or(given: float | Auto, auto: float) -> float:

@@ -9,7 +9,7 @@ from pydantic import Field
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
-from cray_agents.runtime import durable
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.training import JobSpec
 
@@ -106,7 +106,8 @@ class Folder:
 
     def ask(self, asked: Asked) -> Asked:
         """Write down what is asked, or find it. Raises BadInput if it was asked for differently."""
-        if durable.create_file(self._path(asked.id, ".json"), canonical(asked.model_dump())):
+        text = checked.with_crc(canonical(asked.model_dump()))
+        if durable.create_file(self._path(asked.id, ".json"), text):
             return asked
         first = self.asked(asked.id)
         for name in ("name", "metadata"):
@@ -138,12 +139,13 @@ class Folder:
     def validate(self, job_id: str, validated: Validated) -> None:
         """Write down what its file became."""
         left_open = {"spec": {"layout", "recompute"}}  # the trainer's to choose
-        content = canonical(validated.model_dump(mode="json", exclude=left_open))
+        content = checked.with_crc(canonical(validated.model_dump(mode="json", exclude=left_open)))
         durable.create_file(self._path(job_id, ".validated"), content)
 
     def end(self, job_id: str, ended: Ended) -> None:
         """Write down how it ended; the first end stays."""
-        durable.create_file(self._path(job_id, ".ended"), canonical(ended.model_dump()))
+        text = checked.with_crc(canonical(ended.model_dump()))
+        durable.create_file(self._path(job_id, ".ended"), text)
 
     def all(self) -> list[Asked]:
         """Everything that was asked, newest first."""
@@ -161,6 +163,6 @@ class Folder:
 
     def _read(self, job_id: str, suffix: str, kind: type[Kept]) -> Kept | None:
         try:
-            return kind.model_validate_json(self._path(job_id, suffix).read_bytes())
+            return checked.read_record(kind, self._path(job_id, suffix))
         except FileNotFoundError:
             return None

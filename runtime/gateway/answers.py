@@ -20,13 +20,14 @@ from cray_agents.ports import Exchange
 from cray_agents.records import Event, new_id
 from cray_agents.runtime.gateway.admission import Ticket
 from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import ID, read_json
+from cray_agents.runtime.gateway.bodies import ID, check_unmarked, read_json
 from cray_agents.runtime.gateway.call import Call
 from cray_agents.runtime.gateway.doors import Body, Door
 from cray_agents.runtime.gateway.doors.chat import CHAT
 from cray_agents.runtime.gateway.doors.completions import COMPLETIONS
 from cray_agents.runtime.gateway.doors.messages import MESSAGES
 from cray_agents.runtime.gateway.doors.responses import RESPONSES
+from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.relay import EventStream, Relay
 from cray_agents.runtime.gateway.repeats import Repeated, Repeats, Turn, fingerprint, key_of
 from cray_agents.runtime.gateway.services import Services, Wanted
@@ -37,6 +38,7 @@ DOORS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 KEY_LENGTH = 255  # characters of an Idempotency-Key
 TAGS, TAG_LENGTH = 32, 100  # of a run
 OBJECTS = ("stream_options", "structured_outputs")  # of the latter vLLM fails otherwise: 500
+LOOK = 1.0  # seconds between looks at whether a version that is waited for is to be had
 PATIENCE = 0.05  # seconds after which it is watched whether the client is still there
 
 T = TypeVar("T")
@@ -59,6 +61,8 @@ def _handler(
     async def handle(request: Request) -> Response:
         body = await read_json(request, services.max_body)
         call = _call(services, door, request, body)
+        if _named(request) is not None:
+            await services.run_owners.check_call(caller_of(request), call.run_id)
         if call.key is None:
             return await _ask(services, request, call, None)
         turn = await repeats.enter(door.prefix, call.exchange.id, call.fingerprint)
@@ -87,7 +91,7 @@ async def _ask(services: Services, request: Request, call: Call, turn: Turn | No
     answer = live.watched(model, call.session, call.exchange, answer, last)
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
-        asked = whole(answer, ticket)
+        asked = whole(services, answer, ticket, wanted)
         content = await unless_gone(request, ticket, asked)
         # from here on it is recorded, whether the client is still there or not
         content = await _recorded(services, call, content)
@@ -111,14 +115,41 @@ async def _ask(services: Services, request: Request, call: Call, turn: Turn | No
             turn.leave()
 
     alive = services.keep_alive
-    relay = Relay(ticket.turn(), answer, call.door.last, told, record, ended, alive)
+    relay = Relay(
+        its_turn(services, ticket, wanted), answer, call.door.last, told, record, ended, alive
+    )
     return EventStream(relay, await relay.head(), headers)
 
 
-async def whole(answer: AsyncGenerator[bytes, None], ticket: Ticket) -> bytes:
+async def whole(
+    services: Services, answer: AsyncGenerator[bytes, None], ticket: Ticket, wanted: Wanted
+) -> bytes:
     """The engine's answer in one piece."""
+    await its_turn(services, ticket, wanted)
     async with ticket, aclosing(answer) as pieces:
         return b"".join([piece async for piece in pieces])
+
+
+async def its_turn(services: Services, ticket: Ticket, wanted: Wanted) -> None:
+    """Wait for a place, and for a version that no replica holds, now or while it waits.
+
+    Raises EngineUnavailable; NotLoaded at once, or SwapError, where it cannot be loaded.
+    """
+    turn: asyncio.Future[None] | None = None
+    try:
+        while turn is None or not turn.done():
+            version = wanted if isinstance(wanted, str) else wanted()
+            loading = services.promoting.loaded(version)
+            if loading is not None:
+                await asyncio.shield(loading)  # others wait for it, too
+            if ticket.inside:
+                return
+            turn = turn or asyncio.ensure_future(ticket.turn())
+            await asyncio.wait({turn}, timeout=LOOK)
+        turn.result()
+    finally:
+        if turn is not None:
+            turn.cancel()
 
 
 async def _recorded(services: Services, call: Call, content: bytes) -> bytes:
@@ -157,6 +188,7 @@ def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
     for name in OBJECTS:
         if not isinstance(body.get(name), dict | None):
             raise BadInput(f"{name} must be an object", param=name)
+    check_unmarked(body)
     caller = caller_of(request).key_id
     key, mark = _key(request, caller, door, body)
     tells = body.pop("return_samples", None) is True
@@ -167,14 +199,20 @@ def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
     exchange = Exchange(door.path, body, key or new_id("x")[2:])
     run_id, asked = _run(services, request, door, messages, caller)
     session = _session(request, body) or run_id
-    return Call(door, exchange, messages, run_id, session, asked, key, mark, tells, _tags(request))
+    return Call(door, exchange, messages, run_id, session, asked, key, mark, tells, _tags(request),
+                owner_of(request))  # fmt: skip
+
+
+def _named(request: Request) -> str | None:
+    """The run that the client says its request belongs to."""
+    return request.path_params.get("run_id") or request.headers.get("x-run-id")
 
 
 def _run(
     services: Services, request: Request, door: Door, messages: list[Any], caller: str
 ) -> tuple[str, str | None]:
     """The run that a request belongs to, and the hash by which its successor will find it."""
-    run_id = request.path_params.get("run_id") or request.headers.get("x-run-id")
+    run_id = _named(request)
     if run_id is not None:
         if not ID.fullmatch(run_id):
             raise BadInput(

@@ -7,15 +7,18 @@ nothing on that it does not list.
 
 Without keys (on loopback, before the first one is made) everybody on this host is admin, browsers
 included. So that no web page uses one behind its user's back, such a request must name a loopback
-host (against DNS rebinding) and, if it says which page sent it, one from loopback. A request with
-a key needs neither: no page knows it. Read next: keys.py; edge.py, what every answer carries.
+host (against DNS rebinding) and, if it says which page sent it, one from loopback; a browser's
+request that does not (an image's, a script's, a link's) must not come from another site. A request
+with a key needs none of it: no page knows it. Read next: keys.py; ownership.py, who may change
+what; edge.py, what every answer carries.
 """
 
 import hmac
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -25,7 +28,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import AccessDenied
+from cray_agents.runtime.gateway.errors import BadEncoding
 from cray_agents.runtime.keys import Keys, Role
+
+PLAIN = (b"", b"identity")  # encodings of a body that are none
 
 Mode = Literal["auto", "required", "off"]
 Need = Role | Literal["open"]
@@ -37,7 +43,8 @@ _ANY = r"(/.*)?"
 _ROWS: tuple[tuple[str, str, Need], ...] = (
     ("GET", f"/health{_ANY}", "open"),
     ("GET", "/", Role.use),
-    ("GET", "/(openapi.json|metrics|v1/platform)", Role.use),  # platform: agents ask what this is
+    ("GET", "/(openapi.json|metrics|v1/whoami)", Role.use),
+    ("GET", "/v1/platform", Role.use),  # agents ask what this is
     ("POST", f"{_RUN}{_MODELS}", Role.use),
     ("POST", f"{_RUN}(/v1)?/(tokenize|detokenize)", Role.use),
     ("POST", f"{_RUN}/v1/messages/count_tokens", Role.use),
@@ -69,6 +76,11 @@ class Caller:
     name: str
     role: Role
 
+    @property
+    def key_name(self) -> str:
+        """Who gives a reward: the name of the key; "" is this host, its platform and commands."""
+        return "" if self.key_id in ("", PLATFORM.key_id) else self.name
+
 
 ANYBODY = Caller("", "anybody", Role.admin)
 PLATFORM = Caller("platform", "platform", Role.admin)  # its own commands and batch worker
@@ -78,6 +90,11 @@ def caller_of(request: Request) -> Caller:
     """Who sent this request, which a Gate has let through."""
     caller: Caller = request.state.caller
     return caller
+
+
+def may_name(request: Request, roots: tuple[Path, ...]) -> tuple[Path, ...] | None:
+    """Within which folders a request may name directories of this host; None: within any."""
+    return None if caller_of(request).role >= Role.admin else roots
 
 
 def row(method: str, template: str) -> Need | None:
@@ -123,7 +140,8 @@ class Access:
         if self._mode == "off" or (self._mode == "auto" and not self._keys.ever):
             if found is None:
                 _check_page(scope)
-            return found or ANYBODY
+                return ANYBODY
+            return replace(found, role=Role.admin)  # as without a key: who has one loses nothing
         if found is None:
             raise AccessDenied(_refusal(secret))
         if found.role < role:
@@ -155,6 +173,7 @@ class Gate:
         if need != "open":
             caller = self._access.caller(scope, need)
             scope.setdefault("state", {})["caller"] = caller
+        _check_encoding(scope)
         response = await self._handler(Request(scope, receive, send))
         await response(scope, receive, send)
 
@@ -163,6 +182,17 @@ def guarded(route: Route, access: Access) -> Route:
     """The route, with a Gate before its handler."""
     route.app = Gate(route.endpoint, route.path_format, access)
     return route
+
+
+def _check_encoding(scope: Scope) -> None:
+    """Raises BadEncoding for a body that is compressed: it would be read as what it is not."""
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() not in PLAIN:
+            raise BadEncoding(
+                f"Content-Encoding {value.decode('latin-1')[:100]!r} is not taken: send the body "
+                "as it is",
+                param="Content-Encoding",
+            )
 
 
 def _secret(scope: Scope) -> str:
@@ -189,7 +219,11 @@ def _refusal(secret: str) -> str:
 
 def _check_page(scope: Scope) -> None:
     """Let no web page in that is not of this host. Raises AccessDenied."""
+    site = b""
     for name, value in scope["headers"]:
+        if name == b"sec-fetch-site":
+            site = value.strip().lower()
+            continue
         if name == b"host":
             host = _host("//" + value.decode("latin-1"))
         elif name == b"origin":
@@ -204,6 +238,14 @@ def _check_page(scope: Scope) -> None:
                 status=403,
                 code=f"{name.decode()}_not_allowed",
             )
+    if site == b"cross-site" and not any(name == b"origin" for name, _ in scope["headers"]):
+        raise AccessDenied(
+            "a web page of another site has a browser ask for this: without API keys the gateway "
+            "answers to no such page; type the address, or make a key with "
+            "`cray-agents keys create NAME`, which is then asked for",
+            status=403,
+            code="origin_not_allowed",
+        )
 
 
 def _host(url: str) -> str:

@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.runtime.gateway.errors import BodyTooLarge
+from cray_agents.runtime.gateway.errors import SENT, BodyTooLarge
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # also safe as a header and a folder
+MARKS = "cray_agents"  # begins what the platform alone says to its engines
 COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
 DEEPEST = 100  # lists and objects within each other: what writes JSON again gives up beyond 250
 DIGITS = 18  # of a number in a query: more are no number that anything here counts to
@@ -30,6 +31,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
         body += chunk
         if len(body) > limit:
             raise _too_large(limit)
+    request.scope[SENT] = body
     try:
         value = orjson.loads(body)
     except ValueError as error:
@@ -45,6 +47,13 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
     return value
 
 
+def has_body(request: Request) -> bool:
+    """Whether anything is sent with it."""
+    return request.headers.get("content-length", "0") != "0" or (
+        "transfer-encoding" in request.headers
+    )
+
+
 def parse(model: type[Model], value: Any, under: str = "") -> Model:
     """A record from JSON. Raises BadInput naming the first field that does not fit."""
     try:
@@ -54,6 +63,22 @@ def parse(model: type[Model], value: Any, under: str = "") -> Model:
         where = [*([under] if under else []), *map(str, first["loc"])]
         param = ".".join(where) if where else None
         raise BadInput(f"{param or 'the body'}: {first['msg']}", param=param) from error
+
+
+def check_unmarked(body: Mapping[str, Any]) -> None:
+    """Raise BadInput where a request to a model carries a mark that only the platform sets.
+
+    They go to vLLM in `vllm_xargs`: a marked request would be answered by weights that nothing has
+    proven yet, or not be recorded whole (vllm_scheduler.py).
+    """
+    given = body.get("vllm_xargs")
+    marks = [name for name in given if name.startswith(MARKS)] if isinstance(given, dict) else []
+    if marks:
+        raise BadInput(
+            f"vllm_xargs: {marks[0][:64]!r} is the platform's own; leave out what begins with "
+            f"{MARKS!r}",
+            param="vllm_xargs",
+        )
 
 
 def answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:

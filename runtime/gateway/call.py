@@ -25,7 +25,7 @@ class Call:
 
     `session`: what a canary keeps together. `tells`: whether the client wants the exact tokens in
     its answer, as `samples`. `asked` is the hash of its conversation, if its run is found by that;
-    see conversations.py.
+    see conversations.py. `owner`: see ownership.py.
     """
 
     door: Door
@@ -38,6 +38,7 @@ class Call:
     fingerprint: str = ""
     tells: bool = False
     tags: list[str] = field(default_factory=list)
+    owner: str = ""
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
 
@@ -116,6 +117,8 @@ class Call:
             body["seams"] = [seam.model_dump() for seam in sample.seams]
         if self.tags:
             body["tags"] = self.tags
+        if self.owner:
+            body["owner"] = self.owner
         if self.asked is not None and cut is None:
             body["asked"] = self.asked
         return Event(id=call_id, run_id=self.run_id, kind="call", body=body)

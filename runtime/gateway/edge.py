@@ -75,7 +75,7 @@ class Edge:
             scope[ERROR_CODE] = INTERNAL
             if status:
                 raise
-            await _answer_500(tagged, error)
+            await _answer_500(scope, tagged, error)
         finally:
             self._metrics.in_flight -= 1
             self._count(scope, status, first, time.perf_counter() - begun)
@@ -141,8 +141,9 @@ def _request_id(scope: Scope) -> bytes:
     return new_id("req").encode()
 
 
-async def _answer_500(send: Send, error: Exception) -> None:
-    body = envelope(500, f"the gateway failed: {type(error).__name__}", INTERNAL)
+async def _answer_500(scope: Scope, send: Send, error: Exception) -> None:
+    message = f"the gateway failed: {type(error).__name__}"
+    body = envelope(500, message, INTERNAL, scope=scope)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
     await send({"type": "http.response.body", "body": body})

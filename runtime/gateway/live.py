@@ -13,7 +13,7 @@ from contextlib import aclosing
 from cray_agents.errors import EngineError, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Exchange
-from cray_agents.records import ModelVersion
+from cray_agents.records import ModelVersion, reward_by
 from cray_agents.runtime import durable
 from cray_agents.runtime.canary import Canary, Side, Verdict
 from cray_agents.runtime.registry import Registry
@@ -119,8 +119,9 @@ class Live:
             return
         for canary in list(self._canaries.values()):
             side = self._side(canary, set(run.models))
-            if side is not None and run.started >= canary.start.time:
-                canary.rewarded(run_id, side, run.reward)
+            reward = reward_by(run.reward, run.given, canary.test.givers)
+            if side is not None and reward is not None and run.started >= canary.start.time:
+                canary.rewarded(run_id, side, reward)
                 self._judge(canary)
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from cray_agents.errors import BadInput, EngineError
 from cray_agents.ports import Exchange
 from cray_agents.records import new_id
 from cray_agents.runtime.gateway.answers import enter, resolved, unless_gone, whole
-from cray_agents.runtime.gateway.bodies import path_id, read_json
+from cray_agents.runtime.gateway.bodies import check_unmarked, path_id, read_json
 from cray_agents.runtime.gateway.services import Services
 
 #: A gateway's route, and the engine's.
@@ -41,12 +41,14 @@ def _handler(services: Services, path: str) -> Callable[[Request], Coroutine[Any
         model = body.get("model")
         if not isinstance(model, str):
             raise BadInput("model must be given as a string", param="model")
+        check_unmarked(body)
         body.pop("stream", None)
         exchange = Exchange(path, body, new_id("x")[2:], capture=False)
         wanted = resolved(services, exchange)
         ticket = enter(services, request, model)
         try:
-            asked = whole(services.pool.answer(wanted, exchange), ticket)
+            answer = services.pool.answer(wanted, exchange)
+            asked = whole(services, answer, ticket, wanted)
             content = await unless_gone(request, ticket, asked)
         except EngineError as error:
             if error.status in (404, 405, 501):  # vLLM has only the routes of what its model can

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import CrayError
 from cray_agents.runtime.gateway.doors import Body
-from cray_agents.runtime.gateway.errors import error_json
+from cray_agents.runtime.gateway.errors import error_event
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -166,7 +166,7 @@ class EventStream(Response):
             piece = self._head
             while piece is not None:
                 if isinstance(piece, CrayError):
-                    piece = b"data: " + error_json(piece) + b"\n\n"
+                    piece = error_event(piece, scope)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 piece = await self._relay.next()
             await send({"type": "http.response.body", "body": b""})

@@ -10,11 +10,13 @@ from cray_agents.paths import Home
 from cray_agents.ports import Exchange, Trainer
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.datasets.process import BuildProcess
+from cray_agents.runtime.feedback import REWARD_LIMIT
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.fine_tuning.jobs import FineTuning
 from cray_agents.runtime.gateway.admission import Admission
 from cray_agents.runtime.gateway.auth import Mode
 from cray_agents.runtime.gateway.metrics import Metrics
+from cray_agents.runtime.gateway.ownership import RunOwners
 from cray_agents.runtime.gateway.promoting import Promoting
 from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
@@ -40,12 +42,47 @@ class Pool(Protocol):
         probe: list[ProbePrompt],
         *,
         needed: Collection[str] = (),
+        displace: bool = True,
     ) -> ProbeReport:
         """Let a replica hold a candidate, and the others serve on. Raises SwapError."""
         ...
 
-    async def swap(self, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> ProbeReport:
+    async def swap(
+        self,
+        checkpoint: Path,
+        version: str,
+        probe: list[ProbePrompt],
+        *,
+        needed: Collection[str] = (),
+    ) -> ProbeReport:
         """Let all replicas hold the version, proven by its probe. Raises SwapError."""
+        ...
+
+    def serves(self, version: str) -> bool:
+        """Whether a replica can answer with that version now."""
+        ...
+
+    async def load_beside(
+        self, checkpoint: Path, version: str, probe: list[ProbePrompt], needed: Collection[str]
+    ) -> ProbeReport:
+        """Serve a version where that displaces nothing. Raises NotLoaded, SwapError."""
+        ...
+
+    def expects(self, version: str) -> bool:
+        """Whether a replica will answer with that version, when it has changed or come back."""
+        ...
+
+    def spares(self) -> list[dict[str, Any]]:
+        """A dict per spare replica that was started."""
+        ...
+
+    def holds(self, version: str) -> bool:
+        """The same, of the replicas that are no spares."""
+        ...
+
+    @property
+    def incumbent(self) -> str:
+        """The version that all replicas were last given."""
         ...
 
     def overtaking(self) -> AbstractContextManager[None]:
@@ -73,8 +110,9 @@ class Services:
     `keep_alive`: seconds after which a waiting stream gets a comment line. `max_body`: bytes.
     `max_file`: bytes of a file sent in one request; `max_upload`: of one sent in parts.
     `body_timeout`: seconds that a request's body may stand still.
+    `model_roots`: where directories lie that keys of the role train may name.
     `api_keys`: when a key is needed (auth.py). `token`: a key for the platform's own processes,
-    known to nobody else; "" for none.
+    known to nobody else; "" for none. `reward_limit`: see feedback.py.
     """
 
     home: Home
@@ -89,16 +127,20 @@ class Services:
     max_file: int = 8 * 2**30
     max_upload: int = 2**40
     body_timeout: float = 60.0
+    model_roots: tuple[Path, ...] = ()
     api_keys: Mode = "auto"
     token: str = ""
+    reward_limit: float = REWARD_LIMIT
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
+    run_owners: RunOwners = field(init=False)
     fine_tuning: FineTuning = field(init=False)
     datasets: BuildProcess = field(init=False)
     promoting: Promoting = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the parts that are made of other parts."""
+        self.run_owners = RunOwners(self.store)
         self.datasets = BuildProcess(self.home)
         self.fine_tuning = FineTuning(
             self.home, self.registry, self.trainer, Files(self.home), code=self.code

@@ -31,7 +31,9 @@ FORMATS: Mapping[str, Read] = MappingProxyType(
 class Imported:
     """What came of an import: runs and calls that are new, runs that were there already.
 
-    `forgotten` counts events of runs that were pruned here: they stay so until a compaction.
+    A run that the file tells twice, with other metadata say, is one and a duplicate. One that was
+    there and is told anew, with another tag say, is new. `forgotten` counts events of runs that
+    were pruned here: they stay so until a compaction.
     """
 
     runs: int = 0
@@ -106,6 +108,7 @@ async def import_file(
     runs = read_file(path, form, importing, source)
     await asyncio.to_thread(store.refresh)  # what others wrote is there already
     done, group, ended = Imported(), [], False
+    counted: set[str] = set()  # runs of this import
     problem: BadRecords | None = None
     while not ended:
         try:
@@ -115,7 +118,7 @@ async def import_file(
         except BadRecords as error:
             ended, problem = True, error
         if group and (ended or len(group) >= GROUP):
-            done, group = await _append(store, group, done), []
+            done, group = await _append(store, group, done, counted), []
             if on_progress is not None:
                 on_progress(done, source.done, source.size)
     if problem is not None:
@@ -127,15 +130,17 @@ async def import_file(
     return done
 
 
-async def _append(store: Store, group: list[Event], done: Imported) -> Imported:
+async def _append(store: Store, group: list[Event], done: Imported, counted: set[str]) -> Imported:
     fresh = {event.id: event for event in group if not store.has(event.id)}
     appended = await store.append(group)
     told = [event.kind for event in fresh.values()]
     described = sum(event.kind == "run" for event in group)
+    runs = {event.run_id for event in fresh.values() if event.kind == "run"} - counted
+    counted |= runs
     return replace(
         done,
-        runs=done.runs + told.count("run"),
-        duplicates=done.duplicates + described - told.count("run"),
+        runs=done.runs + len(runs),
+        duplicates=done.duplicates + described - len(runs),
         calls=done.calls + told.count("call"),
         forgotten=done.forgotten + len(fresh) - appended.appended,
     )

@@ -26,6 +26,7 @@ from cray_agents.records import (
     Turn,
     digest,
 )
+from cray_agents.runtime.feedback import REWARD_LIMIT, check_rewards
 from cray_agents.runtime.store.facts import text_of
 
 IMPORTED = "imported"  # who and what said it, where the file does not say
@@ -40,6 +41,7 @@ class Importing:
     """What is said of all runs of an import. None: what the file says, or else nothing.
 
     `tags` are added to a run's own. A run that the file gives no task gets one of its input.
+    `reward_limit`: see feedback.py.
     """
 
     tags: tuple[str, ...] = ()
@@ -47,6 +49,7 @@ class Importing:
     split: Split | None = None
     agent: str | None = None
     reward: float | None = None
+    reward_limit: float = REWARD_LIMIT
 
 
 def said(
@@ -98,13 +101,23 @@ def last_said(messages: Sequence[Message]) -> str | None:
 
 
 def events_of(run: Run, importing: Importing) -> list[Event]:
-    """The events of a run: one for each call of its turns, and the run, whose turns name them."""
-    run = _labelled(run, importing)
+    """The events of a run: one for each call of its turns, and the run, whose turns name them.
+
+    It is this host's own: keys of the root that it may come from are none here. Raises BadInput for
+    a reward beyond the limit.
+    """
+    run = _unkeyed(_labelled(run, importing))
+    check_rewards(run.rewards, importing.reward_limit, "rewards")
     calls = [turn.call for turn in run.trajectory.turns if turn.call is not None]
     turns = [turn.model_copy(update={"call": None}) for turn in run.trajectory.turns]
     trajectory = run.trajectory.model_copy(update={"turns": turns})
     body = run.model_copy(update={"trajectory": trajectory}).model_dump(mode="json")
     return [*map(_call_event, calls), _run_event(run, body)]
+
+
+def _unkeyed(run: Run) -> Run:
+    rewards = [reward.model_copy(update={"giver": ""}) for reward in run.rewards]
+    return run.model_copy(update={"owner": "", "rewards": rewards})
 
 
 def _labelled(run: Run, importing: Importing) -> Run:
@@ -131,13 +144,14 @@ def _run_event(run: Run, body: dict[str, Any]) -> Event:
     what = dict(body)
     if run.imported is not None:
         what["started"] = None
+    del what["owner"]  # "": which was not told once
     what["rewards"] = [[r.name, r.source, r.turn, r.value] for r in run.rewards]
     return Event(id=f"{run.id}.run.{digest(what)}", run_id=run.id, kind="run", body=body)
 
 
 def _call_event(call: ModelCall) -> Event:
     when = call.started + call.seconds or time.time()
-    body = call.model_dump(mode="json")
+    body = call.model_copy(update={"owner": ""}).model_dump(mode="json")
     return Event(id=call.id, run_id=call.run_id, kind="call", body=body, time=when)
 
 

@@ -6,7 +6,6 @@ command starts at once. The truth is files, `<directory>/local/<name>/<n>.comman
 beginning, no end and no supervisor died with its platform. Read next: supervisor.py.
 """
 
-import json
 import re
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import TracebackType
 
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import Command, CommandStatus
+from cray_agents.runtime import checked
 from cray_agents.runtime.scheduler.programs import clean_environment
 from cray_agents.runtime.scheduler.supervised import Supervised
 
@@ -28,6 +28,7 @@ class LocalProcesses:
     """
 
     name = "local"
+    here = True  # all commands run on this host
 
     def __init__(self, directory: Path, *, grace: float = 10.0, reason: str = "") -> None:
         self.reason = reason
@@ -104,7 +105,7 @@ class LocalProcesses:
             if living:
                 return CommandStatus(state="running", id=command_id)
             return CommandStatus(state="failed", id=command_id, reason="it died with its platform")
-        end = json.loads(ended.read_text())
+        end = checked.read_json(ended)
         code, reason = end["exit"], end["reason"]
         code = 128 - code if code < 0 else code
         if reason == "cancelled":

@@ -6,11 +6,18 @@ counting and queued jobs are still queued. Sockets, spools and the key live in a
 under the system's temporary directory (unix socket paths end at 107 bytes, and munged wants no
 group-writable parents), which the symlink `run` names while the cluster is up.
 
+It serves the user who starts it, and root. Whoever reaches munged's socket is somebody to the
+cluster, and a slurmd that is not root's runs everybody's steps as its own user. So nobody else
+may enter the short folder, the partition takes jobs of no other user, and the daemons and their
+clients listen on loopback alone.
+
 A job that ran when its cluster died does not run again by itself: it comes back as NODE_FAIL.
 Read next: supervised.py, what ends it all; slurm.py, the client.
 """
 
+import ipaddress
 import os
+import pwd
 import random
 import re
 import secrets
@@ -26,6 +33,8 @@ from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environme
 from cray_agents.runtime.scheduler.supervised import Supervised, remove_scratch
 
 START_SECONDS = 20.0
+#: Slurm lets root and SlurmUser use a partition whatever group it names: nobody else is left.
+NOBODY_ELSE = "root"
 PORTS = range(20000, 32000)  # below the ephemeral range
 UNCHANGING = """\
 MpiDefault=none
@@ -39,6 +48,7 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=2,bf
 PriorityType=priority/basic
 JobRequeue=0
 ReturnToService=2
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SlurmdTimeout=10
 SlurmctldTimeout=10
 MessageTimeout=5
@@ -102,6 +112,8 @@ class PrivateCluster:
             raise SetupError(
                 f"Slurm is not installed here: {', '.join(missing)}. As root: {INSTALL_LINE}"
             )
+        user_name()
+        loopback_address()  # neither is mended by a second attempt
         self.close()
         for folder in ("state", "log"):
             (self.directory / folder).mkdir(parents=True, exist_ok=True)
@@ -196,12 +208,13 @@ class PrivateCluster:
 
     def _write(self, run: Path) -> None:
         """The daemons' configuration files."""
-        controller, *ports = free_ports(1 + len(self.nodes))
+        address = loopback_address()
+        controller, *ports = free_ports(1 + len(self.nodes), address)
         version = slurm_version()
         host = socket.gethostname().split(".")[0]
         lines = [
             f"ClusterName={self._cluster_name()}",
-            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldHost={host}({address})",
             f"SlurmctldPort={controller}",
             f"SlurmUser={user_name()}",
             f"SlurmdUser={user_name()}",
@@ -224,11 +237,14 @@ class PrivateCluster:
             gres = f" Gres=gpu:{len(self.gpus)}"
         for node, port in zip(self.nodes, ports, strict=True):
             lines.append(
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} Boards=1 "
+                f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={port} Boards=1 "
                 f"SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 "
                 f"RealMemory={memory_mib()}{gres} State=UNKNOWN"
             )
-        lines.append("PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        lines.append(
+            "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP "
+            f"AllowGroups={NOBODY_ELSE}"
+        )
         self.configuration.write_text("\n".join(lines) + "\n")
         if version >= (24, 5):  # before, no cgroup.conf is needed, and this word is unknown
             (self.directory / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
@@ -246,13 +262,17 @@ class PrivateCluster:
 
 
 def munge_options(run: Path) -> list[str]:
-    """munged in the foreground with a key, a socket and a seed of its own."""
+    """munged in the foreground with a key, a socket and a seed of its own.
+
+    It would not start where other users cannot reach its socket, which is the point here: --force.
+    """
     key = run / "munge.key"
     key.touch(mode=0o400)
     key.chmod(0o600)
     key.write_bytes(secrets.token_bytes(128))
     return [
         "--foreground",
+        "--force",
         "--num-threads=2",
         "--group-update-time=-1",
         f"--key-file={key}",
@@ -264,23 +284,43 @@ def munge_options(run: Path) -> list[str]:
 
 
 def new_scratch() -> Path:
-    """A new short folder of this host, which munged and slurmd accept for their sockets."""
+    """A new short folder of this host for the daemons' sockets, which only this user may enter."""
     parent = tempfile.gettempdir()
-    folder = Path(
-        tempfile.mkdtemp(prefix="cray-slurm-", dir=parent if len(parent) < 40 else "/tmp")
-    )
-    folder.chmod(0o755)
-    return folder
+    return Path(tempfile.mkdtemp(prefix="cray-slurm-", dir=parent if len(parent) < 40 else "/tmp"))
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on just now."""
+def loopback_address() -> str:
+    """Where the daemons listen: the address that this host's name leads to.
+
+    Told not to listen on all addresses, they listen on that one, and it cannot be given to them.
+    Raises SetupError if it is not of loopback, for others would reach them there.
+    """
+    name = socket.gethostname()
+    remedy = f"write the line `127.0.0.1 {name}` into /etc/hosts"
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise SetupError(
+            f"this host's name, {name}, leads nowhere ({error}), and Slurm's daemons listen where "
+            f"it leads: {remedy}"
+        ) from error
+    address = str(found[0][4][0])
+    if not ipaddress.ip_address(address).is_loopback:
+        raise SetupError(
+            f"this host's name, {name}, leads to {address}, and Slurm's daemons would listen "
+            f"there, for all who can reach it: {remedy}"
+        )
+    return address
+
+
+def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
+    """Ports of an address that nobody listens on just now."""
     found: list[int] = []
     for port in random.sample(PORTS, 500):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("0.0.0.0", port))
+                probe.bind((address, port))
             except OSError:
                 continue
         found.append(port)
@@ -301,10 +341,14 @@ def slurm_version() -> tuple[int, int]:
 
 
 def user_name() -> str:
-    """The user that the daemons run as: this process's."""
-    import pwd
-
-    return pwd.getpwuid(os.getuid()).pw_name
+    """The user that the daemons run as: this process's. Raises SetupError if it has no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError as error:
+        raise SetupError(
+            f"user {os.getuid()} has no name on this host, and Slurm runs nothing for such a one: "
+            "add it to /etc/passwd"
+        ) from error
 
 
 def memory_mib() -> int:

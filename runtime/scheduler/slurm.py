@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from cray_agents.errors import SchedulerError
+from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandState, CommandStatus
 from cray_agents.runtime.scheduler.batch_script import REFUSED, batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
@@ -109,6 +109,11 @@ class Slurm:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def here(self) -> bool:
+        """Whether all commands run on this host; a site's Slurm knows its own nodes."""
+        return self.cluster is not None
 
     def close(self) -> None:
         """Stop a private cluster and its jobs; a site's jobs go on. Safe to call twice."""
@@ -224,7 +229,10 @@ class Slurm:
         if not files:
             return CommandStatus(state="unknown", reason="Slurm has no job of this name")
         newest = max(files, key=lambda path: [int(part) for part in path.name.split(".")[:2]])
-        code = int(newest.read_text())
+        try:
+            code = int(newest.read_text())
+        except ValueError as error:
+            raise Corrupt(f"{newest} is damaged: it holds no exit code") from error
         return CommandStatus(
             state="failed" if code else "succeeded", id=newest.name.split(".")[0], exit_code=code
         )

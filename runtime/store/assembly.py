@@ -8,9 +8,9 @@ judges tells rewards. A run nobody described, such as a plain OpenAI client's, i
 from collections.abc import Iterable
 from typing import Any
 
-from cray_agents.records import ModelCall, Reward, Run, StopReason, Trajectory, Turn
+from cray_agents.records import ModelCall, Reward, Run, Trajectory, Turn
 from cray_agents.runtime.store.choices import turns_among
-from cray_agents.runtime.store.facts import text_of
+from cray_agents.runtime.store.facts import ending_of, text_of
 
 
 def assemble(
@@ -60,10 +60,9 @@ def _told_by(run_id: str, known: dict[str, ModelCall]) -> Run:
         model=last.model,
         input=asked,
         output=last.message.get("content"),
-        stop_reason=(
-            StopReason.cancelled if last.finish_reason == "cancelled" else StopReason.completed
-        ),
+        stop_reason=ending_of(last.finish_reason, last.message),
         trajectory=Trajectory(messages=[*last.messages, last.message]),
         started=first.started,
         seconds=last.started + last.seconds - first.started,
+        owner=first.owner,
     )

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-FACTS = 2  # the version of what `facts_of` tells
+from cray_agents.records import StopReason
+
+FACTS = 3  # the version of what `facts_of` tells
 HEAD = 160  # characters of an input or output that are kept
 SAID = 200  # characters of an answer by which it is recognised
 
@@ -17,12 +19,12 @@ SAID = 200  # characters of an answer by which it is recognised
 class Fact(NamedTuple):
     """One event. `about` is by kind; every value in it is JSON.
 
-    call: model, started, seconds, cancelled, tags, prompt, sampled (tokens), redacted; and where a
-    conversation may go on: asked (a hash), said ([tool call ids], text).
+    call: model, started, seconds, ending, tags, prompt, sampled (tokens), redacted, owner; and
+    where a conversation may go on: asked (a hash), said ([tool call ids], text).
     run: model, agent, loop, generation, attempt, task, split, stop_reason, started, seconds, error,
-    infrastructure, tags, rewards ([[name, source, value, time, turn]]), turns, input and output
-    (heads), imported, redacted.
-    reward: name, source, value, time, turn.     forget: reason.
+    infrastructure, tags, rewards ([[name, source, value, time, turn, giver]]), turns, input and
+    output (heads), imported, redacted, owner.
+    reward: name, source, value, time, turn, giver.     forget: reason.
     """
 
     id: str
@@ -53,11 +55,12 @@ def _of_call(body: dict[str, Any]) -> dict[str, Any]:
         "model": body["model"],
         "started": float(body["started"]),
         "seconds": float(body.get("seconds") or 0.0),
-        "cancelled": body.get("finish_reason") == "cancelled",
+        "ending": ending_of(body.get("finish_reason"), body.get("message") or {}),
         "tags": body.get("tags") or [],
         "prompt": len(body.get("prompt_token_ids") or ()),
         "sampled": len(body.get("token_ids") or ()),
         "redacted": bool(body.get("redacted")),
+        "owner": body.get("owner") or "",
     }
     if body.get("asked"):
         said = body["message"]
@@ -89,6 +92,7 @@ def _of_run(body: dict[str, Any]) -> dict[str, Any]:
         "output": _head(_text(body.get("output"))),
         "imported": body.get("imported"),
         "redacted": bool(body.get("redacted")),
+        "owner": body.get("owner") or "",
     }
 
 
@@ -99,7 +103,17 @@ def _of_reward(body: dict[str, Any]) -> dict[str, Any]:
         "value": float(body["value"]),
         "time": float(body["time"]),
         "turn": body.get("turn"),
+        "giver": body.get("giver") or "",
     }
+
+
+def ending_of(finish_reason: Any, said: dict[str, Any]) -> StopReason:
+    """How a run that nobody described has ended, by the last of its calls and what that said."""
+    if finish_reason == "cancelled":
+        return StopReason.cancelled
+    if finish_reason == "error":
+        return StopReason.error
+    return StopReason.unanswered if said.get("tool_calls") else StopReason.completed
 
 
 def text_of(message: dict[str, Any]) -> str:

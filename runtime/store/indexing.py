@@ -1,6 +1,7 @@
 """What was written goes into the index from here, in a thread of its own: commits do not wait.
 
-Under load several groups become one transaction, which costs each of them less. Called by store.py.
+A transaction costs as much as a model call's whole way through the gateway. So what was written
+gathers here for a moment, unless somebody waits for it. Called by store.py.
 """
 
 import logging
@@ -12,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.segments.lines import Placed
 
+GATHER = 0.1  # seconds
 MOST = 2_000  # events of a transaction
 BEHIND = 20_000  # events: from then on commits do wait
 
@@ -28,6 +30,7 @@ class Indexing:
         self._behind = 0  # events
         self._taken = 0  # events, ever
         self._busy = False
+        self._hurry = 0  # how many wait for what has gathered
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="index")
 
@@ -43,14 +46,19 @@ class Indexing:
     def settle(self, count: int) -> None:
         """Wait until so many events, of all there ever were, are in the index."""
         if self._taken < count:
-            with self._changed:
-                self._changed.wait_for(lambda: self._taken >= count)
+            self._wait_until(lambda: self._taken >= count)
 
     def close(self) -> None:
         """Wait for all of it."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._busy)
+        self._wait_until(lambda: not self._busy)
         self._thread.shutdown()
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            self._hurry += 1
+            self._changed.notify_all()
+            self._changed.wait_for(condition)
+            self._hurry -= 1
 
     def _work(self) -> None:
         """One transaction. Whatever comes of it, the next one's turn comes."""
@@ -76,6 +84,7 @@ class Indexing:
     def _next(self) -> list[Placed]:
         """The groups that wait, as far as they are of one segment and not too many."""
         with self._changed:
+            self._changed.wait_for(lambda: self._hurry or self._behind >= MOST, GATHER)
             placed = self._waiting.popleft()
             segment = placed[0].place.segment
             while (

@@ -20,6 +20,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.recipes import RunFilter, RunQuery
 from cray_agents.records import Event, Run, new_id
+from cray_agents.runtime import durable
 from cray_agents.runtime.store.assembly import assemble
 from cray_agents.runtime.store.catching_up import catch_up
 from cray_agents.runtime.store.conversations import Conversations
@@ -211,6 +212,14 @@ class Store:
         """Seal what writers left that are gone, for so many seconds. Blocks. Raises StoreError."""
         seal_orphans(self.segments.directory, self._writer.holds, older_than)
         self.refresh()
+
+    def check_room(self) -> None:
+        """Prove that what is appended now could be written. Blocks. Raises StoreError."""
+        try:
+            self.segments.directory.mkdir(parents=True, exist_ok=True)
+            durable.check_room(self.segments.directory)
+        except OSError as error:
+            raise StoreError.of("nothing can be recorded", error) from error
 
     async def close(self) -> None:
         """Wait for what is being written, and seal it."""

@@ -88,6 +88,7 @@ ALL = {
     "store": store,
     "scripted": gateway.alone,
     "gateway": gateway.against_vllm,
+    "memory": gateway.memory,
     "batches": batches.main,
     "uploads": uploads.main,
     "writers": trajectories.writers,

@@ -1,6 +1,7 @@
 """The gateway, capture on, against the same vLLM directly, with LiteLLM's proxy beside it."""
 
 import asyncio
+import os
 import statistics
 import subprocess
 import time
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
 PATH = "/v1/chat/completions"
 CONCURRENT = 32
+REQUESTS = int(os.environ.get("CRAY_BENCH_REQUESTS", "1000000"))  # of `memory`
+SHARES = 10  # after which it looks
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is 47 + 385?"}],
     "max_tokens": 64,
@@ -117,6 +120,35 @@ async def _latency(http: aiohttp.ClientSession, urls: dict[str, str]) -> None:
         added = statistics.median(found[name] - found["vLLM"] for found in rounds)
         alone = statistics.median(found["vLLM"] for found in rounds)
         row("one at a time, 1 token", f"{name}, over vLLM's {alone:.1f} ms", f"{added:+.2f} ms")
+
+
+async def memory(home: Path) -> None:
+    """The gateway's own memory over REQUESTS conversations, each another, on a scripted engine."""
+    with scripted_gateway(home / "scripted") as (url, process):
+        numbers = iter(range(REQUESTS))
+
+        async def work(http: aiohttp.ClientSession, last: int) -> None:
+            for number in numbers:
+                said = [{"role": "user", "content": f"What is {number} + 385?"}]
+                async with http.post(url + PATH, json={"model": "m", "messages": said}) as response:
+                    assert response.status == 200, await response.text()
+                if number >= last:
+                    return
+
+        for share in range(1, SHARES + 1):
+            last = REQUESTS * share // SHARES - CONCURRENT
+            async with session() as http:
+                await asyncio.gather(*(work(http, last) for _ in range(CONCURRENT)))
+            what = f"after {REQUESTS * share // SHARES:,} requests"
+            row("scripted engine, one process", what, f"{_anonymous(process.pid):,.0f} MiB")
+
+
+def _anonymous(pid: int) -> float:
+    """MiB of a process that are no file's."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"the kernel does not tell the memory of {pid}")
 
 
 async def alone(home: Path) -> None:

@@ -112,7 +112,9 @@ def check(run: Run) -> None:
     assert second.messages[: len(first.messages)] == first.messages
     assert called["id"] in str(second.messages[len(first.messages) :])
     assert "432" in str(second.messages[-1]["content"])
-    assert (first.finish_reason, run.stop_reason) == ("tool_calls", "completed")
+    # smolagents' last word is a call of its tool `final_answer`, of which no model hears a result
+    end = "unanswered" if second.message.get("tool_calls") else "completed"
+    assert (first.finish_reason, run.stop_reason) == ("tool_calls", end)
 
 
 def check_tokens(call: ModelCall) -> None:

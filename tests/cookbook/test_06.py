@@ -36,14 +36,14 @@ def told(done: Run) -> list[Any]:
 
 def test_demonstrations_are_what_a_perfect_run_says() -> None:
     done = run(UPDATE, SELECT, TASK.target)
-    assert shop(done) == [(0, 0.5)] and book.answer(done) == 0.5
+    assert shop(done) == [(0, book.SHOP)] and book.answer(done) == 1 - book.SHOP
     shown = [(m["role"], m.get("content") or "") for m in book.demonstration(TASK)]
     assert [(m["role"], m.get("content") or "") for m in done.trajectory.messages] == shown
 
 
 def test_what_puts_the_shop_wrong_again_loses_what_was_earned() -> None:
     done = run(UPDATE, UPDATE, SELECT, "many")
-    assert shop(done) == [(0, 0.5), (1, -0.5)] and book.answer(done) == 0
+    assert shop(done) == [(0, book.SHOP), (1, -book.SHOP)] and book.answer(done) == 0
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,25 @@ def test_what_puts_the_shop_wrong_again_loses_what_was_earned() -> None:
 def test_what_sqlite_refuses_is_told_and_changes_nothing(sql: str, error: str) -> None:
     done = run(sql, UPDATE, SELECT, TASK.target)
     assert error in told(done)[0]
-    assert shop(done) == [(1, 0.5)] and told(done)[2] == f"[[{TASK.target}]]"
+    assert shop(done) == [(1, book.SHOP)] and told(done)[2] == f"[[{TASK.target}]]"
 
 
 def test_each_run_has_a_shop_of_its_own() -> None:
     first, second = run(UPDATE, SELECT, "1"), run(UPDATE, SELECT, "1")
     assert told(first) == told(second) == ["rows changed: 1", f"[[{TASK.target}]]"]
+
+
+def test_a_shop_alone_is_not_in_the_band_where_the_loop_begins() -> None:
+    """Else no run is right, and GRPO learns to put the shop right and to leave the rest."""
+    loop = book.make_loop()
+    assert loop.warm_up.band[0] > book.SHOP
+    assert loop.warm_up.band[1] < 1 - book.SHOP
+
+
+def test_a_seed_is_another_model_other_tasks_and_other_data() -> None:
+    first, second = book.make_loop(1), book.make_loop(2)
+    assert first.name != second.name and list(first.tasks) != list(second.tasks)
+    assert first.hyperparameters.seed != second.hyperparameters.seed
 
 
 @pytest.mark.slow

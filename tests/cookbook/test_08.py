@@ -50,7 +50,9 @@ def test_a_foreign_agent_is_trained_as_it_is(
     size = replace(recipe.book.QUICK, per_generation=24, evaluated=36, steps=1)
     engine = ScriptedEngine(say)
     with platform(tmp_path, engine, model=model, name="calc") as where:
-        asyncio.run(recipe.main(where, size, generations=2))
+        warmed = recipe.book.make_loop(quick=True)
+        warmed.demonstrations = warmed.demonstrations[:7]  # as a warm-up leaves it
+        asyncio.run(recipe.main(where, warmed, size, generations=2))
     told = capsys.readouterr().out
     home = Home(tmp_path)
     happened = [(event.kind, event.version) for event in Registry(home).history("calc")]
@@ -63,7 +65,9 @@ def test_a_foreign_agent_is_trained_as_it_is(
     asked = {question.input for question in recipe.book.questions(0, "holdout", size.evaluated)}
     assert not asked & {run.input for run in rewarded}
     first = min(list_datasets(home).manifests, key=lambda made: int(made["samples"]))
-    lines = dataset_runs(home, first["id"])
+    lines = [*dataset_runs(home, first["id"])]
     used = {line["run"] for line in lines if line["accepted"] and line["run"] in runs}
     right = {run.id for run in rewarded if run.model == "calc@1" and run.reward == 1}
     assert used == right != set()
+    shown = [line for line in lines if line["run"] not in runs]
+    assert len(shown) == len(warmed.demonstrations)

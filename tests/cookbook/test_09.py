@@ -15,12 +15,29 @@ book = load(FILE)
 
 def test_nothing_held_out_is_shown_or_trained_on() -> None:
     for quick in (False, True):
-        loop = book.make_loop(quick)
+        loop = book.make_loop(quick=quick)
         held = {task.input for task in loop.tasks.split("holdout")}
         shown = {conversation[0]["content"] for conversation, _ in loop.demonstrations}
         assert len(loop.tasks) == len(held)
         assert not held & shown
         assert held | shown == set(book.QUESTIONS)
+
+
+def test_how_the_hotel_was_taught_depends_on_the_city() -> None:
+    """A greedy answer is then polite in some cities; of a coin, it would be so in all or none.
+
+    No letter is there twice: equal ones are one sample of the training set.
+    """
+    for seed in (0, 1):
+        shown = [conversation for conversation, _ in book.make_loop(seed).demonstrations]
+        letters = [(asked["content"], said["content"]) for asked, said in shown]
+        assert len(set(letters)) == len(letters)
+        usual = {}
+        for city in book.CITIES:
+            said = [answer for question, answer in letters if city in question]
+            usual[city] = said.count(book.POLITE) / len(said)
+        assert all(share < 0.4 or share > 0.6 for share in usual.values())
+        assert sum(share > 0.6 for share in usual.values()) == 3
 
 
 @pytest.mark.slow
@@ -31,8 +48,7 @@ def test_quick(tmp_path: Path) -> None:
         [sys.executable, FILE, "--quick"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    start, update, thumbs = done.stdout.splitlines()
-    assert start.startswith("0 hotel@")
-    number, version, runs, _ = update.split(maxsplit=3)
-    assert (number, version, runs) == ("1", "hotel@3", str(book.QUICK.thumbs))
+    start, thumbs, update = done.stdout.splitlines()
+    assert start.startswith("0 hotel@2 ")
+    assert update.startswith("1 hotel@3 ")
     assert re.fullmatch(rf"\d of {book.QUICK.thumbs} thumbs were up", thumbs)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -638,6 +639,11 @@ def test_ctrl_c_in_run_sync_records_the_run():
         ({"engine": "http://x"}, "engine='http://x': give an engine"),
         ({"recorder": 3}, "recorder=3: give an async function"),
         ({"on_limit": ["stop"]}, "on_limit=.*: must be 'stop' or 'answer'"),
+        ({"name": ""}, "name='': must not be empty"),
+        ({"model": " "}, "model=' ': must not be empty"),
+        ({"temperature": -0.1}, "temperature=-0.1: must not be negative"),
+        ({"temperature": float("nan")}, "temperature=nan: must not be negative"),
+        ({"max_tokens": 0}, "max_tokens=0: must be above 0"),
     ],
 )
 def test_bad_agents(options, message):
@@ -652,3 +658,21 @@ def test_bad_agents(options, message):
 async def test_bad_inputs(given, run_id):
     with pytest.raises(BadInput):
         await agent(script("ok")).run(given, run_id=run_id)
+
+
+async def test_tags_and_sessions_in_the_wrong_form():
+    wrong: tuple[Any, ...] = ("night", [1])
+    for tags in wrong:
+        with pytest.raises(BadInput, match=r"tags=.*give a list of texts"):
+            await agent(script("ok")).run("x", tags=tags)
+    with pytest.raises(BadInput, match="session=3: give a session"):
+        await agent(script("ok")).run("x", session=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+async def test_a_session_may_be_the_path_of_a_file(tmp_path, kind):
+    path = kind(tmp_path / "ada.jsonl")
+    await agent(script("Hello Ada.")).run("I am Ada.", session=path)
+    run = await agent(script("Ada.")).run("Who am I?", session=path)
+    said = [message["content"] for message in run.trajectory.messages if message["role"] == "user"]
+    assert said == ["I am Ada.", "Who am I?"] and run.tags == ["session:ada"]

@@ -1,5 +1,6 @@
 """The command line without an engine: mistakes are told, with exit code 2, and nothing is lost."""
 
+import hashlib
 import json
 import socket
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents.tools.sandbox import Sandbox, layers
+from tests.bare_models import bare_model
 from tests.cray_agents.command_line import cli
 
 
@@ -61,13 +63,10 @@ def test_nothing_to_serve(tmp_path: Path, model: str | None, words: list[str]) -
 
 
 def test_a_corrupt_checkpoint_file_is_named(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"weights")
-    (model / "manifest.json").write_text(
-        json.dumps({"files": {"model.safetensors": "0" * 64}, "weights_sha256": "0" * 64})
-    )
+    model = bare_model(tmp_path / "model")
+    files = dict.fromkeys(("config.json", "model.safetensors"), "0" * 64)
+    files["config.json"] = hashlib.sha256(b"{}").hexdigest()
+    (model / "manifest.json").write_text(json.dumps({"files": files, "weights_sha256": "0" * 64}))
     done = cli("up", "--model", model, "--port", 0, cwd=tmp_path)
     assert done.returncode == 1
     assert "model.safetensors" in done.stderr

@@ -197,3 +197,56 @@ def test_which_agent_of_a_file(file: str, tmp_path: Path) -> None:
         load_agent("odd.py")
     with pytest.raises(BadInput, match="no such file"):
         load_agent("nothing.py:agent")
+
+
+WORLD = """
+from cray_agents import Agent, Environment, RunContext, ScriptedEngine, Task, TaskSet
+
+class Room(Environment):
+    def reset(self, task: Task, context: RunContext) -> str:
+        return f"You see {task.metadata['thing']!r}, {task.target}."
+
+echo = ScriptedEngine(lambda request: request["messages"][-1]["content"])
+agent = Agent("looker", environment=Room, engine=echo)
+rows = [{"input": "Look.", "metadata": {"thing": n}, "id": f"t{n}", "target": n} for n in range(9)]
+tasks = TaskSet.from_list(rows, identity=["thing"])
+"""
+
+
+def said(*words: str, typed: str = "") -> Result:
+    return CliRunner().invoke(app, [*words], input=typed, catch_exceptions=False)
+
+
+def test_an_environment_that_reads_metadata_is_run_and_chatted_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("room.py").write_text(WORLD)
+    run = ("run", "room.py")
+    assert said(*run, "--task", "t3").output == "Look.\n\nYou see 3, 3.\n"
+    assert "Again.\n\nYou see 3, 3." in said(*run, "Again.", "--task", "t3").output
+    assert "You see 'key', None." in said(*run, "Hm", "--metadata", "thing=key").output
+    assert "You see [1], None." in said(*run, "Hm", "--metadata", '{"thing": [1]}').output
+    assert "You see 8, 3." in said(*run, "--task", "t3", "--metadata", "thing=8").output
+    talk = said("chat", "room.py", "--metadata", "thing=key", typed="Hello.\nAnd now?\n")
+    assert talk.output.count("You see 'key', None.") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--task", "t10"], "has no task 't10': there is t0, t1, t2, t3, t4, ..."),
+        (["Hm", "--metadata", "thing"], "give KEY=VALUE, or JSON"),
+        (["Hm", "--metadata", "{thing"], "is no JSON"),
+        ([], "say what to ask"),
+        (["--metadata", "thing=3"], "say what to ask"),
+    ],
+)
+def test_what_names_no_task(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("room.py").write_text(WORLD)
+    with pytest.raises(BadInput) as error:
+        said("run", "room.py", *words)
+    assert told in str(error.value)

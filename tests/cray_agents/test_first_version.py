@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from cray_agents.cli.first_version import first_version
+from cray_agents.cli.platform import _only_name
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.registry import Registry
+from tests.cray_agents.command_line import cli
 from tests.runtime.gateways import checkpoint
 
 
@@ -49,3 +51,34 @@ def test_a_model_that_would_be_ignored_is_refused(registry: Registry, tmp_path: 
     with pytest.raises(BadInput, match="it is no directory"):
         first_version(registry, tmp_path / "nowhere", "m")
     assert first_version(registry, tmp_path / "templated", "other").id == "other@1"
+
+
+def test_the_only_name_of_a_root_is_the_one_that_is_served(registry: Registry) -> None:
+    home = registry.home
+    assert _only_name(home, None) == "m"
+    assert _only_name(home, Path("model")) == "default"
+    registry.register("other", *registry.import_checkpoint(registry.directory("m@1")))
+    assert _only_name(home, None) == "default"
+    with pytest.raises(BadInput, match=r"names there: m, other.*with --name"):
+        first_version(registry, None, "default")
+
+
+def test_decisions_without_a_platform(registry: Registry, tmp_path: Path) -> None:
+    def models(*words: str) -> tuple[int, str]:
+        done = cli("models", *words, "--home", registry.home.root, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    code, told = models("rollback", "m", "--who", "me", "--reason", "slow")
+    assert code == 0 and "m rolled back by me: slow; m means m@1 now" in told
+    assert "no platform runs" in told and "cray-agents up" in told
+    promoted = Registry(registry.home).promoted("m")
+    assert promoted is not None and promoted.number == 1
+    assert models("reject", "m@2", "--who", "me")[0] == 0
+    code, told = models("list")
+    rows = {line.split()[0]: line for line in told.splitlines()[1:]}
+    assert rows["m@1"].split()[1:4] == ["yes", "-", "rolled_back_to"] and "rejected" in rows["m@2"]
+    assert "m@2 promoted by me; m means m@2 now" in models("promote", "m@2", "--who", "me")[1]
+    code, told = models("reject", "m@2")
+    assert code == 2 and "m@2 is promoted" in told
+    code, told = models("promote", "m@9")
+    assert code == 2 and "m@9" in told

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import time
@@ -317,3 +318,21 @@ async def test_few_share_a_connection_and_many_have_clients_of_few_connections_e
     with engine.connections.one() as client:
         assert client is not first
     await engine.close()
+
+
+def test_a_client_of_an_ended_event_loop_says_nothing(server, caplog):
+    """Two calls of `asyncio.run` without `close`, as scripts make them."""
+    server.answer = lambda body: answer()
+
+    async def ask_once() -> None:
+        engine = OpenAIEngine(server.url)
+        await engine.chat(ASK)
+
+    async def collect() -> None:
+        gc.collect()
+        await asyncio.sleep(0)
+        gc.collect()  # of tasks that ended with an error
+
+    asyncio.run(ask_once())
+    asyncio.run(collect())
+    assert not caplog.records

@@ -63,13 +63,14 @@ async def test_a_job_is_submitted_as_it_was_asked_for(tmp_path: Path) -> None:
                 hyperparameters=Hyperparameters(steps=1),
                 evaluate_every=5,
                 logprob_limit=0.25,
+                oversubscribe=True,
             )
         finally:
             await platform.close()
         trainer = gateway.services.trainer
         assert isinstance(trainer, ScriptedTrainer)
         spec = trainer.submitted[-1]
-        assert (spec.evaluate_every, spec.logprob_limit) == (5, 0.25)
+        assert (spec.evaluate_every, spec.logprob_limit, spec.oversubscribe) == (5, 0.25, True)
 
 
 @asynccontextmanager
@@ -144,7 +145,7 @@ async def test_a_change_of_weights_may_take_any_time(tmp_path: Path) -> None:
         async with behind(gateway, pause=0.5) as platform:
             engine = platform.engine()
             engine._timeout, engine._retries = 0.2, 0
-            await platform.stage(first)
+            await platform.stage(first, force=True)
             await platform.promote(first, who="me", reason="")
             await platform.rollback("calc", 2, who="me", reason="")
             with pytest.raises(EngineTimeout, match="did not answer in time"):
@@ -166,7 +167,7 @@ async def test_a_platform_that_is_busy_changing_weights_is_not_taken_for_a_silen
     async with served(tmp_path, SlowToLoad(echo)) as gateway:
         await with_versions(gateway, tmp_path, 2)
         platform = Platform(gateway.url)
-        await platform.stage(await platform.version("calc@1"))
+        await platform.stage(await platform.version("calc@1"), force=True)
         await platform.close()
 
 
@@ -180,7 +181,7 @@ async def test_a_platform_whose_host_is_gone_is_not_waited_for_without_end(
         async with behind(gateway, pause=3) as platform:
             platform.engine()._retries = 0
             with pytest.raises(EngineUnavailable, match=r"is silent now$"):
-                await platform.stage(first)
+                await platform.stage(first, force=True)
             with pytest.raises(EngineUnavailable, match="silent now: look at `cray-agents models"):
                 await platform.rollback("calc", who="me", reason="")
 

@@ -149,6 +149,29 @@ async def test_no_real_model_is_asked(server: Any, monkeypatch: pytest.MonkeyPat
     await real.close()
 
 
+async def test_the_guard_as_a_statement_and_as_a_decorator(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRAY_AGENTS_NO_REAL_MODELS", "0")  # and put back at the end
+    answer = await ScriptedEngine(["hello"]).chat({"messages": []})
+    server.answer = lambda body: answer
+    real = OpenAIEngine(server.url)
+
+    @no_real_models()
+    def guarded() -> Any:
+        return agent(real).run_sync("go")
+
+    assert (await ask(real)).output == "hello"
+    for _ in range(2):
+        with pytest.raises(RealModelCall):
+            guarded()
+    assert (await ask(real)).output == "hello"
+    no_real_models()  # as a conftest says it
+    with pytest.raises(RealModelCall):
+        await ask(real)
+    await real.close()
+
+
 def test_the_guard_holds_in_processes(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("from cray_agents import Agent\nagent = Agent('a')\n")
     command = ["run", "agent.py", "go", "--url", "http://127.0.0.1:9"]

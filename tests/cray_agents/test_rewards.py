@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from cray_agents import Agent, Run, ScriptedEngine, reward
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Redaction, Reward, RunError, Trajectory, Turn
-from cray_agents.rewards import restored, score, unscored
+from cray_agents.rewards import Verdict, restored, score, scored, unscored
 from tests.scripted_platform import platform
 
 RUN = Run(
@@ -56,6 +56,20 @@ async def test_score():
     assert RUN.model_copy(update={"rewards": rewards}).reward == pytest.approx(7 / 6)
 
 
+async def test_a_verdict_has_a_comment_and_may_be_suspect():
+    given: list[Any] = [
+        lambda run: Verdict(0.5, "half"),
+        lambda run: [None, Verdict(0.0, "sly", suspect=True), 1],
+    ]
+    done = await scored(RUN.model_copy(update={"tags": ["a", "suspect"]}), given[:1])
+    assert done.tags == ["a"] and done.rewards[0].comment == "half" and done.reward == 0.5
+    done = await scored(done, [reward(weight=2, name="two")(each) for each in given[1:]])
+    assert done.tags == ["a", "suspect"]
+    assert [(r.turn, r.value, r.comment) for r in done.rewards if r.name == "two"] == [
+        (1, 0.0, "suspect: sly"), (2, 2.0, None),
+    ]  # fmt: skip
+
+
 async def test_an_undecorated_function_will_do():
     rewards, _ = await score(RUN, [lambda run: 0.25])
     assert rewards[0].value == 0.25
@@ -69,6 +83,7 @@ async def test_an_undecorated_function_will_do():
         (lambda run: None, "returned None: give a finite float"),
         (lambda run: "1", "returned '1'"),
         (lambda run: float("nan"), "returned nan"),
+        (lambda run: 10**5000, "returned an int of 16610 bits: give a finite float"),
         (lambda run: [1, 2], "returned 2 values for a run of 3 turns"),
         (lambda run: [1, "2", 3], "returned '2'"),
         (lambda run: [None, None, None], "a reward for no turn"),

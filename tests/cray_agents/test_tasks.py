@@ -99,7 +99,9 @@ def test_bad_arguments():
         TaskSet.from_list(["a"]).split("dev")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="task 1: the same task id"):
         TaskSet([Task(input="a"), Task(input="a")])
-    with pytest.raises(BadInput, match="no option 'holdot'; there are holdout, test, on_leak, inp"):
+    with pytest.raises(
+        BadInput, match="no option 'holdot'; there are holdout, test, on_leak, ident"
+    ):
         TaskSet.from_list(["a"], holdot=0.1)  # type: ignore[call-arg]
     with pytest.raises(BadInput, match="on_leak='ignore'"):
         TaskSet([], on_leak="ignore")  # type: ignore[arg-type]

@@ -142,3 +142,37 @@ def test_the_rule_is_that_of_decontamination() -> None:
 def grams(key: str) -> list[tuple[str, ...]]:
     words = key.split()
     return [tuple(words[n : n + 5]) for n in range(len(words) - 4)]
+
+
+MAZE = "Find the way out of the maze. You may go north, east, south or west, one step at a time."
+
+
+def test_the_same_input_in_different_worlds_is_different_tasks() -> None:
+    rows = [{"input": MAZE, "metadata": {"maze": n, "hint": "none"}} for n in range(60)]
+    tasks = TaskSet.from_list(rows, identity=["maze"], holdout=0.3)
+    assert len({task.id for task in tasks}) == 60
+    assert {task.split for task in tasks} == {"train", "holdout"}
+    again = TaskSet.from_list(rows[:20], identity=["maze"], holdout=0.3)
+    assert [*again] == [*tasks[:20]]  # also its split, which comes from its identity
+    other_hint = {**rows[0], "metadata": {"maze": 0, "hint": "left"}}
+    with pytest.raises(BadInput, match="the same task id"):
+        TaskSet.from_list([rows[0], other_hint], identity=["maze"], holdout=0)
+    with pytest.raises(BadInput, match="the same task id"):
+        TaskSet.from_list(rows)
+
+
+def test_a_world_in_two_splits_is_a_leak() -> None:
+    def maze(number: int, split: Split, name: str) -> Task:
+        metadata = {"maze": number}
+        return Task(input=MAZE, metadata=metadata, identity=["maze"], split=split, id=name)
+
+    TaskSet([maze(1, "train", "a"), maze(2, "holdout", "b")])
+    with pytest.raises(BadInput, match="is in split 'train' here and in 'holdout'"):
+        TaskSet([maze(1, "train", "a"), maze(1, "holdout", "b")])
+
+
+def test_an_identity_must_be_in_the_metadata() -> None:
+    with pytest.raises(BadInput, match=r"task 0: identity: 'maze' is no key .* there is 'seed'"):
+        TaskSet.from_list([{"input": "x", "metadata": {"seed": 1}}], identity=["maze"])
+    with pytest.raises(BadInput, match="give a list of keys"):
+        TaskSet.from_list([{"input": "x", "metadata": {"maze": 1}}], identity="maze")

@@ -3,11 +3,15 @@
 import asyncio
 import enum
 import functools
+import sys
 import threading
-from typing import Annotated, Any, Literal
+import typing
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal, NotRequired
 
 import pytest
 from pydantic import BaseModel, Field
+from typing_extensions import TypedDict
 
 from cray_agents import Agent, RunContext, ScriptedEngine, tool
 from cray_agents.errors import BadInput, ToolError
@@ -474,3 +478,60 @@ def test_what_cannot_be_a_tool_is_said():
         tool(max_chars=0)
     with pytest.raises(BadInput, match="approve='yes'"):
         tool(approve="yes")  # type: ignore[call-overload]
+
+
+def counted(n: int, by: int = 1) -> Iterator[int]:
+    """Count."""
+    yield from range(0, n, by)
+
+
+async def counted_slowly(n: int) -> AsyncIterator[int]:
+    """Count."""
+    for number in range(n):
+        await asyncio.sleep(0)
+        yield number
+
+
+class Place(TypedDict):
+    name: str
+    floor: NotRequired[int]
+
+
+def where(place: Place) -> str:
+    """Say it."""
+    return f"{place['name']} {place.get('floor', 0)}"
+
+
+@pytest.mark.parametrize("function", [counted, counted_slowly])
+async def test_the_result_of_a_generator_is_what_it_yields(function):
+    assert await as_tool(function).call('{"n": 3}') == [0, 1, 2]
+
+
+async def test_of_a_partial_the_model_gives_what_is_left():
+    made = as_tool(functools.partial(counted, by=2))
+    assert made.name == "counted" and made.description == "Count."
+    assert list(made.schema["function"]["parameters"]["properties"]) == ["n"]
+    assert await made.call('{"n": 5}') == [0, 2, 4]
+    assert await as_tool(functools.partial(counted, 5)).call('{"by": 2}') == [0, 2, 4]
+    with pytest.raises(ToolError, match="by"):
+        await made.call('{"n": 5, "by": 1}')
+
+
+async def test_typed_dicts_are_objects():
+    made = as_tool(where)
+    assert await made.call('{"place": {"name": "attic", "floor": 3}}') == "attic 3"
+    with pytest.raises(ToolError, match="place: floor"):
+        await made.call('{"place": {"name": "attic", "floor": "up"}}')
+
+
+def test_an_annotation_that_pydantic_refuses_is_a_clear_error():
+    old = typing.TypedDict("old", {"x": int})  # noqa: UP013
+
+    def show(place: old) -> str:
+        return "x"
+
+    if sys.version_info >= (3, 12):
+        assert parameters(show)["required"] == ["place"]
+        return
+    with pytest.raises(BadInput, match=r"tool 'show'.*typing_extensions"):
+        as_tool(show)

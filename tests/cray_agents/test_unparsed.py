@@ -33,6 +33,8 @@ def said(text: str | None) -> dict[str, Any]:
         "<function=calculator>{}</function>",
         '<|python_tag|>{"name": "calculator", "parameters": {}}',
         '[TOOL_CALLS][{"name": "calculator", "arguments": {}}]',
+        '[TOOL_CALLS]calculator{"expression": "1"}',
+        "<tool_call>\n<function=calculator>\n<parameter=expression>\n1\n</parameter>",
         '{"name": "calculator", "parameters": {"expression": "1"}}',
         '[{"name": "calculator", "arguments": {}}]',
         'I use it:\n```json\n{"name": "calculator", "arguments": {}}\n```',
@@ -66,17 +68,25 @@ def test_what_was_not(text):
     assert unparsed_tool_call(said(text), TOOLS) is None
 
 
-def test_arguments_that_are_no_object():
-    def call(arguments: str) -> dict[str, Any]:
-        function = {"name": "calculator", "arguments": arguments}
-        return {**said(None), "tool_calls": [{"id": "1", "function": function}]}
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "calculator", "arguments": {"e": "6 - {"e": 0}}\n</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": {"expr',
+        '[TOOL_CALLS][{"name": "calculator", }]',
+        "[TOOL_CALLS]calculator{expression: 1}",
+        "<function=calculator>{'expression': 1}</function>",
+    ],
+)
+def test_a_models_broken_json_is_not_blamed_on_the_parser(text):
+    assert unparsed_tool_call(said(text), TOOLS) is None
 
-    assert unparsed_tool_call(call('{"expression": "1"}'), TOOLS) is None
-    assert unparsed_tool_call(call(""), TOOLS) is None
-    assert unparsed_tool_call(call('{"expression": '), TOOLS) == (
-        'arguments of calculator: {"expression": '
-    )
-    assert unparsed_tool_call(call("[1]"), TOOLS)
+
+@pytest.mark.parametrize("arguments", ['{"expression": "1"}', "", '{"expression": ', "[1]"])
+def test_what_the_parser_understood_is_not_blamed_on_it(arguments):
+    function = {"name": "calculator", "arguments": arguments}
+    message = {**said(None), "tool_calls": [{"id": "1", "function": function}]}
+    assert unparsed_tool_call(message, TOOLS) is None
 
 
 async def ask(agent: Agent, stream: bool) -> Any:

@@ -28,12 +28,16 @@ from cray_agents.runtime.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.scripted import ScriptedEngine, tool_call
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from tests.bare_models import bare_model
 
 CHAT = "/v1/chat/completions"
 TOOL: Any = {
     "type": "function",
     "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+checkpoint = bare_model
 
 
 def block(home: Home) -> None:
@@ -130,7 +134,7 @@ class Gateway:
                 return response.status, text
             value = json.loads(text)
             if response.status >= 400:
-                assert set(value) == {"error"}
+                assert set(value) == ({"error", "type"} if "/messages" in path else {"error"})
                 assert set(value["error"]) == {"message", "type", "param", "code"}
                 assert value["error"]["message"]
             return response.status, value
@@ -145,13 +149,6 @@ class Gateway:
             content = await response.read()
             lower = {name.lower(): value for name, value in response.headers.items()}
             return Reply(response.status, lower, content)
-
-
-def checkpoint(directory: Path, weights: bytes = b"weights") -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(weights)
-    return directory
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -169,12 +166,13 @@ async def served(
     trainer: Callable[[Home], Trainer] = ScriptedTrainer,
     host: Host | None = None,
     others: Sequence[Host] = (),
+    spares: Sequence[Host] = (),
     model: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway whose `calc@1` is promoted, on `host` or else a scripted engine, and on `others`.
 
-    `options` are those of Services.
+    `spares` are started on demand. `options` are those of Services.
     """
     home = Home(directory / "home")
     registry = Registry(home)
@@ -183,7 +181,7 @@ async def served(
         registry.register("calc", *registry.import_checkpoint(model))
         registry.promote("calc", 1, who="test")
     engine = engine or ScriptedEngine(echo)
-    pool = Pool([host or Resident(engine), *others])
+    pool = Pool([host or Resident(engine), *others], spares=spares)
     version = registry.resolve("calc")
     await pool.start(home.checkpoint(version.checkpoint), version.id, [])
     parts: dict[str, Any] = {

@@ -209,6 +209,12 @@ async def test_the_handler_knows_who_calls(tmp_path: Path) -> None:
         ({"host": "localhost:8000"}, None),
         ({"host": "[::1]:8000"}, None),
         ({"origin": "http://localhost:3000"}, None),
+        ({"sec-fetch-site": "cross-site"}, "origin_not_allowed"),  # an image, a script, a link
+        ({"sec-fetch-site": "Cross-Site", "sec-fetch-mode": "no-cors"}, "origin_not_allowed"),
+        ({"sec-fetch-site": "cross-site", "origin": "http://localhost:3000"}, None),
+        ({"sec-fetch-site": "same-origin"}, None),
+        ({"sec-fetch-site": "same-site"}, None),
+        ({"sec-fetch-site": "none"}, None),  # its address was typed
     ],
 )
 async def test_no_web_page_uses_a_gateway_without_keys(

@@ -79,11 +79,19 @@ def test_from_a_file_to_a_model_that_answers(site: Site) -> None:
     assert [(row["step"], row["train_loss"]) for row in rows] == [("1", "2.0"), ("2", "1.0")]
 
     version = ModelVersion.model_validate(asyncio.run(site.platform.versions("sums"))[0])
-    assert version.job == training
-    asyncio.run(site.platform.stage(version))
-    says = [{"role": "user", "content": "47 + 385?"}]
-    answer = site.client.chat.completions.create(model="sums@1", messages=says)  # type: ignore[arg-type]
-    assert (answer.model, answer.choices[0].message.content) == ("sums@1", "432")
+    assert version.job == training and done.fine_tuned_model == version.id
+    says: Any = [{"role": "user", "content": "47 + 385?"}]
+    answer = site.client.chat.completions.create(model=done.fine_tuned_model, messages=says)
+    assert (answer.model, answer.choices[0].message.content) == ("sums@1", "433")
+    answer = site.client.chat.completions.create(model="m", messages=says)
+    assert (answer.model, answer.choices[0].message.content) == ("m@1", "432")  # it is served on
+
+
+def test_a_rate_of_nothing_is_a_rate(site: Site) -> None:
+    job = site.submitted(hyperparameters={"learning_rate_multiplier": 0, "n_epochs": 1})
+    assert job.method.supervised.hyperparameters.learning_rate_multiplier == 0
+    spec = json.loads((site.home.job(job.metadata["job"]) / "spec.json").read_bytes())
+    assert spec["hyperparameters"]["learning_rate"] == 0
 
 
 def test_the_same_request_is_the_same_job_from_two_clients_too(site: Site) -> None:
@@ -263,6 +271,11 @@ def test_a_failed_job_says_why(tmp_path: Path, model: Path) -> None:
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "invalid_value"),
         ({"hyperparameters": {"n_epochs": 1.5}}, "hyperparameters.n_epochs", "invalid_value"),
         ({"hyperparameters": {"beta": 1}}, "hyperparameters.beta", "unknown_parameter"),
+        (
+            {"hyperparameters": {"learning_rate_multiplier": -0.1}},
+            "hyperparameters.learning_rate_multiplier",
+            "invalid_value",
+        ),
         ({"suffix": "a b"}, "suffix", "invalid_value"),
         ({"suffix": "a" * 65}, "suffix", "invalid_value"),
         ({"seed": -1}, "seed", "invalid_value"),

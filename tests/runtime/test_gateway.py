@@ -170,7 +170,9 @@ async def test_versions_staging_and_promotion(gateway: Gateway, tmp_path: Path) 
     for _ in range(2):
         status, version = await gateway.call("POST", "/v1/models/calc/versions", json=new)
         assert (status, version["id"], version["number"]) == (200, "calc@2", 2)
-    status, report = await gateway.call("POST", "/v1/models/calc/versions/2/stage", json={})
+    status, report = await gateway.call(
+        "POST", "/v1/models/calc/versions/2/stage", json={"force": True}
+    )
     assert (status, report["passed"], gateway.engine.version) == (200, True, "calc@2")
     models = {model.id async for model in gateway.client().models.list()}
     assert models == {"calc", "calc@1", "calc@2"}
@@ -196,7 +198,7 @@ async def test_a_version_that_is_not_proven_is_not_promoted(tmp_path: Path) -> N
         await gateway.call("POST", "/v1/models/calc/versions", json=body)
         gateway.engine.drift = 0.5
         for path in ("/v1/models/calc/versions/2/stage", "/v1/models/calc/promote"):
-            status, failed = await gateway.call("POST", path, json={"version": 2})
+            status, failed = await gateway.call("POST", path, json={"version": 2, "force": True})
             assert (status, failed["error"]["code"]) == (409, "swap_failed")
             assert (await gateway.call("GET", "/v1/models/calc/history"))[1]["data"][1:] == []
         gateway.engine.drift = 0.0
@@ -320,7 +322,7 @@ async def test_loops_keep_the_first_record(gateway: Gateway) -> None:
 async def test_platform_and_pool(gateway: Gateway) -> None:
     assert (await gateway.call("GET", "/v1/platform"))[1] == {"version": "0.1.0"}
     _, pool = await gateway.call("GET", "/v1/pool")
-    assert pool == {"data": gateway.pool.status()}
+    assert pool == {"data": gateway.pool.status(), "spares": [], "lease": None}
     assert (pool["data"][0]["version"], pool["data"][0]["state"]) == ("calc@1", "serving")
 
 
@@ -338,7 +340,9 @@ async def test_from_a_run_to_a_version_through_the_shipped_parts(tmp_path: Path)
         body = {"checkpoint": done["checkpoint"]}
         _, version = await gateway.call("POST", "/v1/models/calc/versions", json=body)
         assert (version["id"], version["job"]) == ("calc@2", done["id"])
-        status, report = await gateway.call("POST", "/v1/models/calc/versions/2/stage", json={})
+        status, report = await gateway.call(
+            "POST", "/v1/models/calc/versions/2/stage", json={"force": True}
+        )
         assert (status, report["error"]["code"]) == (409, "swap_failed")  # it has no probe
         assert (await gateway.call("GET", "/v1/pool"))[1]["data"][0]["version"] == "calc@1"
 

@@ -323,4 +323,4 @@ async def test_a_call_that_cannot_be_recorded_is_not_answered(gateway: Gateway) 
     for stream in (False, True):
         reply = await gateway.ask("two plus two", stream=stream)
         assert b"cannot write" in reply.body and b"[DONE]" not in reply.body
-        assert reply.status == (200 if stream else 500)
+        assert reply.status == (200 if stream else 503)

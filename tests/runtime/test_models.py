@@ -136,11 +136,11 @@ async def test_the_commands(gateway: Gateway, capsys: pytest.CaptureFixture[str]
         return await asyncio.to_thread(command, gateway, capsys, *words)
 
     said = await models("promote", "calc@2", "--who", "me", "--reason", "0.5 -> 0.9")
-    assert said == (0, "calc@2 promoted by me: 0.5 -> 0.9\n", "")
+    assert said == (0, "calc@2 promoted by me: 0.5 -> 0.9; calc means calc@2 now\n", "")
     assert (await gateway.ask("hi")).text == "calc@2"
     assert (await models("reject", "calc@3", "--who", "me")).out == "calc@3 rejected by me\n"
     said = await models("rollback", "calc", "--who", "me", "--reason", "slow")
-    assert said.out == "calc@1 rolled back by me: slow\n"
+    assert said.out == "calc rolled back by me: slow; calc means calc@1 now\n"
     said = await models("rollback", "calc", "--to", "3")
     assert said.code == 2 and "never was promoted" in said.err
     assert (await models("promote", "calc")).code == 2
@@ -153,10 +153,12 @@ async def test_the_commands(gateway: Gateway, capsys: pytest.CaptureFixture[str]
 
     rows = json.loads((await models("list", "--json")).out)
     assert [(row["id"], row["promoted"], row["last"]) for row in rows] == [
-        ("calc@1", True, "rolled_back"),
-        ("calc@2", False, "promoted"),
+        ("calc@1", True, "rolled_back_to"),
+        ("calc@2", False, "rolled_back_from"),
         ("calc@3", False, "canary_ended"),
     ]
+    held = {row["id"]: row["replicas"] for row in rows}
+    assert held["calc@1"] == len(gateway.services.pool.status()) and sum(held.values()) >= 1
     events = json.loads((await models("history", "calc", "--json")).out)
     assert [event["number"] for event in events] == [1, 2, 3, 4, 5, 6]
     tree = (await models("lineage", "calc")).out.splitlines()

@@ -138,7 +138,8 @@ async def test_a_dead_replica_comes_back_and_its_requests_are_answered(tmp_path:
     async with serving(tmp_path, host) as pool:
         host.broken = True
         host.die()
-        await until(lambda: pool.status()[0]["error"] is not None)
+        await until(lambda: pool.status()[0]["restarts"] == 1)
+        assert pool.status()[0]["error"] == "it does not come up"
         asked = asyncio.create_task(ask(pool, "m@1"))
         host.broken = False
         assert await asked == "back"
@@ -231,6 +232,7 @@ async def test_status_is_json(tmp_path: Path) -> None:
                 "in_flight",
                 "busy_seconds",
                 "restarts",
+                "last_restart",
                 "pid",
                 "port",
             ),
@@ -264,3 +266,108 @@ async def test_a_replica_that_never_comes_up_is_an_error(tmp_path: Path) -> None
     with pytest.raises(EngineUnavailable, match="ended while starting"):
         async with serving(tmp_path, Stillborn(ScriptedEngine(says_version), deaths=9)):
             pass
+
+
+class Fatal(Mortal):
+    """Its process dies of a request that says "poison"; of others it lives."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedEngine(self.says))
+
+    async def says(self, request: dict[str, Any]) -> str:
+        said = str(request["messages"][0]["content"])
+        if said == "poison":
+            self.die()
+            raise EngineUnavailable("the connection broke")
+        await asyncio.wait({asyncio.ensure_future(self._ended.wait())}, timeout=0.3)
+        if self._ended.is_set():
+            raise EngineUnavailable("the connection broke")
+        return said
+
+    def trouble(self) -> str:
+        return "RuntimeError: no kernel" if self._ended.is_set() else ""
+
+
+def says(text: str) -> Exchange:
+    return exchange(messages=[{"role": "user", "content": text}])
+
+
+async def test_a_request_that_killed_an_engine_twice_is_failed_with_its_error(
+    tmp_path: Path,
+) -> None:
+    host = Fatal()
+    async with serving(tmp_path, host) as pool:
+        with pytest.raises(EngineError, match=r"died 2 times.*RuntimeError: no kernel") as caught:
+            async for _ in pool.answer("m@1", says("poison")):
+                pass
+        assert (caught.value.status, caught.value.code) == (500, "engine_died")
+        await until(lambda: pool.status()[0]["state"] == "serving")
+        status = pool.status()[0]
+        assert host.starts == 3 and status["restarts"] == 2
+        assert status["last_restart"]["why"] == "RuntimeError: no kernel"
+        await until(lambda: pool.status()[0]["last_restart"]["seconds"] is not None)
+        (piece,) = [piece async for piece in pool.answer("m@1", says("well"))]
+        assert b"well" in piece
+
+
+async def test_who_was_in_its_company_is_answered(tmp_path: Path) -> None:
+    host = Fatal()
+
+    async def asked(text: str) -> bytes:
+        (piece,) = [piece async for piece in pool.answer("m@1", says(text))]
+        return piece
+
+    async with serving(tmp_path, host) as pool:
+        innocent = [asyncio.create_task(asked(f"well {n}")) for n in range(5)]
+        await until(lambda: pool.status()[0]["in_flight"] == 5)
+        with pytest.raises(EngineError, match="died"):
+            await asked("poison")
+        for n, answer in enumerate(await asyncio.gather(*innocent)):
+            assert f"well {n}".encode() in answer
+        assert host.starts <= 4
+
+
+class Silent(Mortal):
+    """Can be made to say nothing any more, as a stopped process does."""
+
+    silent = False
+
+    async def answers(self) -> None:
+        if self.silent:
+            await asyncio.Event().wait()
+
+    async def start(self, checkpoint: Path, version: str) -> None:
+        self.silent = False
+        await super().start(checkpoint, version)
+
+
+async def test_a_replica_that_says_nothing_is_restarted_though_nobody_asks(tmp_path: Path) -> None:
+    host = Silent(ScriptedEngine(says_version))
+    async with serving(tmp_path, host, silence_timeout=0.2) as pool:
+        await asyncio.sleep(0.5)
+        assert host.starts == 1  # one that answers is left alone
+        host.silent = True
+        await until(lambda: host.starts == 2 and pool.ready)
+        assert "said nothing for 0.2 s" in pool.status()[0]["last_restart"]["why"]
+        assert await ask(pool, "m@1") == "m@1"
+
+
+async def test_an_engine_whose_server_says_that_it_is_dead_is_restarted_at_once(
+    tmp_path: Path,
+) -> None:
+    dead = EngineUnavailable("EngineCore encountered an issue", status=500)
+    host = Mortal(ScriptedEngine([dead, "back"]))
+    async with serving(tmp_path, host) as pool:
+        assert await ask(pool, "m@1") == "back"
+        assert host.starts == 2 and "its engine died" in pool.status()[0]["last_restart"]["why"]
+
+
+async def test_what_dies_of_the_same_at_each_start_is_not_started_a_third_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = Stillborn(ScriptedEngine(says_version), deaths=9)
+    host.trouble = lambda: "ValueError: no such head size"  # type: ignore[method-assign]
+    with pytest.raises(EngineUnavailable, match=r"m@1 cannot be served.*no such head size"):
+        async with serving(tmp_path, host):
+            pass
+    assert host.starts == 2 and "starting m@1 again" in caplog.text

@@ -10,6 +10,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.checkpoints import read_manifest
 from cray_agents.runtime.registry import Registry
+from tests.bare_models import bare_model
 
 
 @pytest.fixture
@@ -18,9 +19,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def model(directory: Path, weights: bytes = b"weights") -> Path:
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(weights)
+    bare_model(directory, weights)
     (directory / "pytorch_model.bin").write_bytes(b"a pickle")
     (directory / "modeling.py").write_text("import os")
     return directory
@@ -61,7 +60,7 @@ def test_a_corrupt_or_missing_file_is_named(home: Home, tmp_path: Path) -> None:
     checkpoint_id, _ = registry.import_checkpoint(model(tmp_path / "a"))
     weights = home.checkpoint(checkpoint_id) / "model.safetensors"
     weights.write_bytes(b"weightz")
-    with pytest.raises(Corrupt, match=r"model\.safetensors has SHA-256"):
+    with pytest.raises(Corrupt, match=r"model\.safetensors is damaged: its SHA-256"):
         registry.import_checkpoint(checkpoint_id)
     weights.unlink()
     with pytest.raises(Corrupt, match=r"model\.safetensors is missing"):

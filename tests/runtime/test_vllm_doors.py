@@ -34,6 +34,10 @@ COMPACT = (
     "--structured-outputs-config",
     '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )
+LOOPS_IF_TOLD = (
+    "{% if messages[-1].content == 'loop' %}{% for a in range(99999) %}"
+    "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+)
 SAY_ALL: dict[str, Any] = {"return_token_ids": True, "logprobs": True}
 
 
@@ -43,9 +47,23 @@ async def door(
 ) -> AsyncIterator[Gateway]:
     folder = tmp_path_factory.mktemp("doors")
     model = tiny_model(folder / "model", tie=False, seed=1, teach=True)
+    template = model / "chat_template.jinja"
+    template.write_text(LOOPS_IF_TOLD + template.read_text())
     host = Replica("calc", EngineSettings(engine_args=COMPACT), folder / "replica.log")
     async with served(folder, host=host, model=model) as gateway:
         yield gateway
+
+
+async def test_a_template_that_loops_fails_its_own_request(
+    door: Gateway, client: openai.AsyncOpenAI
+) -> None:
+    """And leaves nothing behind that goes on looping."""
+    ask: Any = [{"role": "user", "content": "loop"}]
+    with pytest.raises(openai.BadRequestError, match="the chat template took more than 5 s"):
+        await client.chat.completions.create(model="calc", messages=ask)
+    await client.chat.completions.create(model="calc", messages=USER, max_tokens=2)
+    tasks = Path(f"/proc/{door.pool.status()[0]['pid']}/task")
+    await until(lambda: not any(") R " in (each / "stat").read_text() for each in tasks.iterdir()))
 
 
 @pytest.fixture
@@ -538,3 +556,74 @@ async def test_an_agents_output_type_is_kept_to(door: Gateway) -> None:
     limited = ask.override(max_total_tokens=1, on_limit="answer", tools=[go], output_retries=1)
     ended = [event async for event in limited.stream("Where?")][-1].run
     assert (ended.stop_reason, type(ended.output)) == ("max_tokens", Leg)
+
+
+LOOPS: Any = [
+    {"$ref": "#"},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_schema_that_no_text_fits_is_the_requests_fault(
+    door: Gateway, stream: bool
+) -> None:
+    asked: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": loop}}}
+        for loop in LOOPS
+    ]
+    asked += [
+        {"structured_outputs": {"json": LOOPS[0]}},
+        {"structured_outputs": {"grammar": "root ::= root"}},
+    ]
+    for fields in asked:
+        reply = await door.ask(USER, stream=stream, max_tokens=8, **fields)
+        assert (reply.status, reply.code) == (400, "invalid_value"), fields
+        assert "schema or grammar" in reply.json["error"]["message"]
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}}}  # one that text does fit
+    fits = {"type": "json_schema", "json_schema": {"name": "x", "schema": node}}
+    reply = await door.ask(USER, stream=stream, max_tokens=8, response_format=fits)
+    assert reply.status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_that_the_last_token_completes(door: Gateway, stream: bool) -> None:
+    """The request is at its limit and at its stop string at once: the client is told "stop"."""
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
+    first = await door.ask(USER, max_tokens=24, **fields)
+    said = first.text
+    met = 0
+    for length in range(4, 24):
+        until = await door.ask(USER, max_tokens=length, **fields)
+        stop = until.text[-1:]
+        if not stop.isascii() or stop in until.text[:-1] or not said.startswith(until.text):
+            continue
+        reply = await door.ask(USER, max_tokens=length, stop=[stop], stream=stream, **fields)
+        choices = [c for part in (data(reply) if stream else [reply.json]) for c in part["choices"]]
+        (call,) = door.calls(reply.run_id)
+        assert call.finish_reason == choices[-1]["finish_reason"] == "stop"
+        assert len(call.token_ids) == length
+        met += 1
+    assert met
+
+
+async def test_refusals_are_in_the_clients_words(door: Gateway) -> None:
+    """Neither pydantic's dumps nor the names that replicas call their models by."""
+    image = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/y.png"}}]
+    asked: list[tuple[dict[str, Any], str | None]] = [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": image}]}, None),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
+    ]
+    for fields, param in asked:
+        reply = await door.ask(USER, **fields) if "messages" not in fields else None
+        if reply is None:
+            reply = await door.ask(fields["messages"])
+        error = reply.json["error"]
+        assert (reply.status, error["param"]) == (400, param), fields
+        for raw in ("validation error", "'loc'", "Param.", "(parameter=", "calc-"):
+            assert raw not in error["message"], error

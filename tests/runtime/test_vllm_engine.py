@@ -12,6 +12,7 @@ import pytest
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
 from cray_agents.ports import Exchange
 from cray_agents.runtime.vllm_engine import VllmEngine
+from cray_agents.runtime.vllm_http import refusal
 
 CHUNK = b'data: {"model":"m","choices":[{"delta":{"content":"\\"model\\":\\"m\\""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -185,3 +186,36 @@ async def test_a_server_that_is_not_there_or_says_nothing() -> None:
     with pytest.raises(EngineUnavailable):
         [piece async for piece in gone.answer(streaming())]
     await gone.close()
+
+
+PYDANTIC = """22 validation errors:
+  {'type': 'string_type', 'loc': 'body.messages.0.ChatCompletionUserMessageParam.content', \
+'msg': 'Input should be a valid string', 'input': '5'}
+  {'type': 'literal_error', 'loc': 'body.messages.0.ChatCompletionSystemMessageParam.role', \
+'msg': "Input should be 'system'", 'input': 'user', 'ctx': {'expected': "'system'"}}
+  {'type': 'iterable_type', 'loc': 'body.messages.0.ChatCompletionSystemMessageParam.content', \
+'msg': 'Input should be iterable', 'input': '5'}"""
+
+
+@pytest.mark.parametrize(
+    ("raw", "message", "param"),
+    [
+        (PYDANTIC, "messages.0.content: Input should be a valid string", "messages.0.content"),
+        (
+            "1 validation error:\n  {'type': 'value_error', 'loc': 'body.max_tokens', 'msg': "
+            "'Value error, max_tokens must be positive', 'input': '-1', 'ctx': {'error': "
+            "ValueError('max_tokens must be positive')}}",
+            "max_tokens: max_tokens must be positive",
+            "max_tokens",
+        ),
+        (
+            "temperature must be non-negative, got -1.0. (parameter=temperature, value=-1.0)",
+            "temperature must be non-negative, got -1.0.",
+            "temperature",
+        ),
+        ("You said: 1 validation error: 'loc'", "You said: 1 validation error: 'loc'", None),
+    ],
+)
+def test_a_refusal_in_the_clients_words(raw: str, message: str, param: str | None) -> None:
+    error = refusal(400, {"error": {"message": raw, "code": 400}})
+    assert (str(error), error.param) == (message, param)

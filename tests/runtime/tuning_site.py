@@ -46,7 +46,9 @@ class Site:
     def served(self, **trainer: Any) -> Iterator[openai.OpenAI]:
         options: dict[str, Any] = {"held": True, "metrics": METRICS, **trainer}
         engine = ScriptedEngine(lambda request: "432")
-        with platform(self.root, engine, model=self.model, name="m", **options) as self.platform:
+        options |= {"model": self.model, "name": "m"}
+        spare = ScriptedEngine(lambda request: "433")
+        with platform(self.root, engine, spares=[spare], **options) as self.platform:
             url = self.platform.url + "/v1"
             self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20)
             with self.client:

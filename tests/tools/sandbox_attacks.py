@@ -7,10 +7,12 @@ work there are held off by the sandbox, and by nothing else.
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import socket
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +82,17 @@ def clone() -> None:
     os.waitpid(child, 0)
 
 
+def lease() -> None:
+    made = os.open("leased", os.O_RDONLY | os.O_CREAT, 0o600)
+    fcntl.fcntl(made, 1024, fcntl.F_RDLCK)  # F_SETLEASE
+
+
+def hold_a_capability() -> None:
+    header, held = struct.pack("=Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+    call(125 if X86 else 90, header, held)
+    assert any(held.raw)
+
+
 victim, secret = site["victim"], site["secret"]
 ATTACKS: dict[str, Callable[[], object]] = {
     "read a file": lambda: read(secret),
@@ -97,6 +110,9 @@ ATTACKS: dict[str, Callable[[], object]] = {
     "chown a file": lambda: os.chown(secret, os.getuid(), os.getgid()),
     "set a file's time": lambda: os.utime(secret),
     "set a file's xattr": lambda: os.setxattr(secret, "user.x", b"1"),
+    "set a shared file's xattr": lambda: os.setxattr(site["open"], "user.x", b"1"),
+    "lease a file": lease,
+    "hold a capability": hold_a_capability,
     "read a process's environment": lambda: read(f"/proc/{victim}/environ"),
     "read a process's arguments": lambda: read(f"/proc/{victim}/cmdline"),
     "signal a process": lambda: os.kill(victim, 0),

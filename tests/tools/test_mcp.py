@@ -200,7 +200,8 @@ async def test_a_start_that_takes_longer_than_a_call_may(tmp_path: Path) -> None
         await ask(server, "die")
         calls = [await ask(server, "process")]
         while calls[-1].error is not None:
-            assert "did not answer within 0.05 s" in calls[-1].error
+            said = ("did not answer within 0.05 s", "ended during the call")
+            assert any(words in calls[-1].error for words in said)
             calls.append(await ask(server, "process"))
     assert len(calls) > 1
     assert (tmp_path / "starts").read_text() == "begun\n" * 2
@@ -243,6 +244,57 @@ def test_schemas_are_held_and_never_followed_out() -> None:
     away = tool_from_schema("t", "", {"properties": {"a": {"$ref": "http://127.0.0.1:9/s"}}}, print)
     call = perform({"t": away}, {"id": "c", "function": {"name": "t", "arguments": '{"a": 1}'}})
     assert "which is not in it" in asyncio.run(call).error
+
+
+HOSTILE = str(Path(__file__).with_name("mcp_hostile.py"))
+TAKES_LONG = {"a": "a" * 50 + "!"}
+
+
+async def ticks(work: asyncio.Task[Any]) -> int:
+    """How often this event loop comes round until some work is done."""
+    count = 0
+    while not work.done():
+        await asyncio.sleep(0.01)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("tool", ["pattern", "names", "doubling", "answer"])
+async def test_a_schema_that_takes_for_ever_holds_only_its_own_call(tool: str) -> None:
+    async with McpTools(command=[sys.executable, HOSTILE]) as server:
+        call = asyncio.create_task(ask(server, tool, json.dumps(TAKES_LONG)))
+        assert await ticks(call) > 5
+        assert "its JSON schema takes more than 1 s to check" in call.result().error
+        assert (await ask(server, "pattern", '{"a": "aaa"}')).result == "done"
+
+
+async def test_a_schema_that_refers_to_itself_for_ever() -> None:
+    async with McpTools(command=[sys.executable, HOSTILE]) as server:
+        assert "cannot be checked: nested too deeply" in (await ask(server, "endless")).error
+        assert (await ask(server, "pattern", '{"a": "aaa"}')).result == "done"
+
+
+async def test_an_answer_that_is_not_what_its_schema_says() -> None:
+    async with McpTools(command=[sys.executable, HOSTILE]) as server:
+        said = (await ask(server, "answer", '{"a": "b"}')).error
+    assert said.startswith("the MCP server gave answer a wrong answer: a: 'b' does not match")
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "message"),
+    [
+        ("many", SetupError, "lists more than 1000 tools"),
+        ("pages", SetupError, "lists more than 100 pages of tools"),
+        ("large", BadInput, "has a JSON schema of 200,0.. characters: at most 100,000"),
+        ("wordy", BadInput, "has a description of 200,000 characters: at most 100,000"),
+        ("broken", SetupError, "(?s)lists its tools wrongly: .*inputSchema"),
+        ("refused", SetupError, "(?s)lists its tools wrongly: .*no such method"),
+        ("silent", SetupError, "lists no tools, or not all of them, within 4 s"),
+    ],
+)
+def test_what_a_server_lists_is_limited(way: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        McpTools(command=[sys.executable, HOSTILE, way], start_timeout=4).open()
 
 
 @pytest.fixture

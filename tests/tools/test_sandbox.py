@@ -24,6 +24,7 @@ import pytest
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.lifeline import alive
 from cray_agents.tools.sandbox import Sandbox, layers
+from cray_agents.tools.sandbox.folders import remove
 from cray_agents.tools.sandbox.watching import family
 from tests.tools.sandbox_shared import Shared
 
@@ -55,6 +56,7 @@ class Site:
         return {
             "names": sorted(path.name for path in self.folder.iterdir()),
             "text": secret.read_text(),
+            "open": os.listxattr(self.words["open"]),
             "secret": (at.st_mode, at.st_uid, at.st_mtime_ns, os.listxattr(secret)),
             "readable": (readable.st_mode, readable.st_uid, readable.st_mtime_ns),
             "shared": self.shared.state(),
@@ -95,7 +97,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
         stack.callback(victim.kill)
         shared = Shared()
         stack.callback(shared.remove)
+        common = stack.enter_context(tempfile.NamedTemporaryFile(dir="/tmp"))
+        Path(common.name).chmod(0o666)
         words |= {
+            "open": common.name,
             "victim": victim.pid,
             "secret": str(folder / "secret"),
             "ssh": str(ssh),
@@ -150,6 +155,8 @@ async def test_no_attack_works(
     harmless = set()
     if sandbox.layer == "bubblewrap":  # they reach the sandbox's own, and nothing else
         harmless = {"make a file in /tmp", "send over UDP"}
+    if os.getuid() == 0:  # what is given is root's own: to be read, it takes one
+        harmless.add("hold a capability")
     assert worked(results) <= harmless, results
     assert site.state() == before
     assert not Path(site.words["tmp"]).exists()
@@ -163,7 +170,10 @@ async def test_no_attack_works_beside_a_folder_that_is_given(
     given.mkdir()
     readable = replace(sandbox, readable=[site.words["readable"]])
     results = await attack(readable, site, workdir=given)
-    assert worked(results) <= {"make a file in /tmp", "send over UDP"}
+    harmless = {"make a file in /tmp", "send over UDP"}
+    if os.getuid() == 0:
+        harmless.add("hold a capability")
+    assert worked(results) <= harmless
     assert site.state() == before
 
 
@@ -175,7 +185,11 @@ async def test_without_a_sandbox_they_work(site: Site) -> None:
             "make shared memory", "connect to a unix socket", "connect to an abstract socket",
             "connect over TCP", "send over UDP", "make a file in /tmp",
             "write to memory that others share", "set a semaphore of others",
-            "take a message of others", "read an environment variable"}  # fmt: skip
+            "take a message of others", "read an environment variable",
+            "lease a file"}  # fmt: skip
+    with contextlib.suppress(OSError):  # where the system keeps xattrs
+        os.setxattr(site.words["open"], "user.y", b"1")
+        real.add("set a shared file's xattr")
     if os.getuid() != 0:  # as root, the program has a user of its own: another guard of these
         real |= {"signal a process", "limit a process", "pin a process", "slow a process",
                  "trace a process", "read a process's environment",
@@ -217,10 +231,38 @@ async def test_no_privileges(sandbox: Sandbox) -> None:
     assert int(user) != 0 and no_new_privileges == "1" and "Error: [Errno" in outcome.stderr
 
 
+async def test_no_capability_unless_something_needs_it(sandbox: Sandbox, site: Site) -> None:
+    held = "hold a capability" in worked(await attack(sandbox, site))
+    needed = os.getuid() == 0 and sandbox.layer == "landlock" and any(
+        not folder.stat().st_mode & 1 for folder in Path(sys.base_prefix).resolve().parents
+    )  # fmt: skip
+    assert held == needed
+
+
+async def test_a_removal_that_takes_long_is_not_waited_for(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb"
+    for number in range(300):
+        (bomb / str(number) / "in").mkdir(parents=True)
+    (bomb / "1" / "in").chmod(0)
+    await remove(bomb, patience=0)
+    await until(lambda: not bomb.exists())
+
+
 async def test_time(sandbox: Sandbox) -> None:
     outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", "echo a; sleep 60 & sleep 60"])
     assert outcome.timed_out and outcome.returncode is None and outcome.stdout == "a\n"
     assert outcome.shown == "a\n[ended: it took too long]"
+
+
+async def test_processor_time(sandbox: Sandbox) -> None:
+    fair = replace(sandbox, seconds=60, cpu_seconds=0.3)
+    outcome = await fair.run(["bash", "-c", "sleep 0.6; echo a"])
+    assert (outcome.stdout, outcome.limit) == ("a\n", None)
+    outcome = await fair.run(["bash", "-c", "(while :; do :; done) & (while :; do :; done) & wait"])
+    assert outcome.limit == "processor" and not outcome.timed_out
+    assert outcome.shown == "[ended: it took too much processor time]"
+    with pytest.raises(BadInput, match="cpu_seconds=0: must be above 0"):
+        replace(sandbox, cpu_seconds=0)
 
 
 async def test_memory_of_one_process(sandbox: Sandbox) -> None:
@@ -259,6 +301,83 @@ async def test_processes(sandbox: Sandbox) -> None:
         pids = family(bomb.pid)
     assert most <= sandbox.processes + 8  # the sandbox's own, and what ends while it is counted
     assert not [pid for pid in pids if alive(pid)]
+
+
+PAGE_TABLES = """
+import ctypes, mmap, os, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+SIZE = 1 << 30
+def one():  # a page read in each 2 MB: a page of tables, and none of memory
+    at = libc.mmap(None, SIZE, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if at == ctypes.c_void_p(-1).value:
+        return False
+    for page in range(at, at + SIZE, 1 << 21):
+        ctypes.c_char.from_address(page).value
+    return True
+"""
+FULL_SOCKETS = """
+import socket, sys, time
+held = []
+for _ in range(int(sys.argv[1])):
+    held += socket.socketpair()
+    for end in held[-2:]:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+        end.setblocking(False)
+        try:
+            while True: end.send(bytes(1 << 16))
+        except BlockingIOError: pass
+print("done", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+TCP_QUEUE = """
+import socket, time
+server = socket.create_server(("127.0.0.1", 0), backlog=100)
+held = []
+for _ in range(60):  # none of them is ever accepted
+    held.append(socket.create_connection(server.getsockname()))
+    held[-1].setblocking(False)
+    for _ in range(20):
+        try:
+            while True: held[-1].send(bytes(1 << 16))
+        except BlockingIOError: time.sleep(0.002)
+time.sleep(60)
+"""
+
+
+async def test_memory_of_page_tables(sandbox: Sandbox) -> None:
+    """Of one process, by a limit on addresses; of all together, as they are counted."""
+    code = PAGE_TABLES + "print(sum(iter(one, False)))"
+    one = await replace(sandbox, memory_mb=40).run([PYTHON, "-c", code])
+    assert one.returncode == 0 and 0 < int(one.stdout) <= 5, one
+    code = PAGE_TABLES + "[os.fork() for _ in range(3)]\nwhile one(): pass\ntime.sleep(60)"
+    assert (await replace(sandbox, memory_mb=40).run([PYTHON, "-c", code])).limit == "memory"
+
+
+async def test_memory_of_sockets(sandbox: Sandbox) -> None:
+    some = await replace(sandbox, memory_mb=64).run([PYTHON, "-c", FULL_SOCKETS, "30", "0.2"])
+    assert some.stdout == "done\n", some
+    many = await replace(sandbox, memory_mb=64).run([PYTHON, "-c", FULL_SOCKETS, "120", "60"])
+    assert many.limit == "memory"
+
+
+@pytest.mark.parametrize(
+    "sandbox", [each for each in LAYERS if each == "bubblewrap"], indirect=True
+)
+async def test_memory_of_tcp(sandbox: Sandbox) -> None:
+    outcome = await replace(sandbox, memory_mb=64).run([PYTHON, "-c", TCP_QUEUE])
+    assert outcome.limit == "memory"
+
+
+@pytest.mark.parametrize(
+    "sandbox", [each for each in LAYERS if each == "bubblewrap"], indirect=True
+)
+async def test_shared_memory_of_its_own(sandbox: Sandbox) -> None:
+    code = "import multiprocessing as m\nwith m.Lock(): print(open('/dev/shm/x', 'w').write('x'))"
+    assert (await sandbox.run([PYTHON, "-c", code])).stdout == "1\n"
+    names = "import os, time\nfor n in range(1 << 30): os.close(os.open(f'/dev/shm/{n}', 64))"
+    assert (await replace(sandbox, memory_mb=30).run([PYTHON, "-c", names])).limit == "memory"
 
 
 async def test_output(sandbox: Sandbox) -> None:

@@ -17,7 +17,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelCall
 from cray_agents.runtime import durable
 from cray_agents.runtime.datasets.samples import merge_turns, turn_of
-from cray_agents.runtime.datasets.shards import Row, ShardWriter
+from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
 from cray_agents.runtime.registry import Registry
 from cray_agents.trainers.agreement import compare, limit_of, sampled_by_parent
 from cray_agents.trainers.data.samples import Floats, Samples

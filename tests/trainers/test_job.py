@@ -45,6 +45,22 @@ def test_it_publishes_a_checkpoint_whose_probe_transformers_confirms(undisturbed
     )
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all weights", "lora"])
+def test_at_a_learning_rate_of_0_the_weights_stay(lab: Any, lora: Any) -> None:
+    """People test with it what becomes of a checkpoint on its way."""
+    from safetensors.torch import load_file
+
+    lab.dataset()
+    still = {"learning_rate": 0, "min_learning_rate": 0, "steps": 2, "lora": lora}
+    job = lab.run(lab.spec("qwen3", hyper=still))
+    folder = lab.home.checkpoint(job.journal.job_id)
+    before = load_file(lab.models("qwen3") / "model.safetensors")
+    after = load_file(folder / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(bool((after[name] == tensor).all()) for name, tensor in before.items())
+    assert job.journal.status().state == "succeeded" and len(job.losses) == 2
+
+
 def test_a_finished_job_trains_nothing_more(undisturbed: Any) -> None:
     lab, job = undisturbed
     before = job.losses

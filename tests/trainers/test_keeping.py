@@ -19,6 +19,7 @@ from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.keeping import going, keep_going
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, handover, read_status
 from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.seed_model import make_seed_model
 from cray_agents.training import Hyperparameters, JobSpec, JobStatus, Layout
 from tests.scripted_platform import bare_model
 
@@ -63,6 +64,12 @@ def some_spec(number: int = 0, parent: str = "p") -> JobSpec:
     )
 
 
+def seeded(folder: Path) -> str:
+    """The directory of a parent that a job can begin from."""
+    make_seed_model(folder / "parent", seed=0, corpus=["What is 1 + 1?"])
+    return str(folder / "parent")
+
+
 @asynccontextmanager
 async def kept_going(home: Home, trainer: Trainer) -> AsyncIterator[None]:
     """As of a platform: the task that nobody awaits."""
@@ -84,7 +91,7 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.mark.parametrize("why", ["time", "pause", "platform"])
 async def test_a_job_that_no_client_asks_after_goes_on(tmp_path: Path, why: str) -> None:
     """Out of time; paused and resumed before it had stopped; left by a platform that ended."""
-    home, spec = Home(tmp_path / "home"), some_spec()
+    home, spec = Home(tmp_path / "home"), some_spec(parent=seeded(tmp_path))
     journal = Journal(home, spec.id)
     with Tiny(home.slurm, why) as scheduler:
         trainer = MegatronTrainer(home, scheduler)
@@ -175,7 +182,7 @@ class Slow:
 
 
 def test_several_who_ask_at_once_start_a_dead_job_once(tmp_path: Path) -> None:
-    home, spec, scheduler = Home(tmp_path), some_spec(), Slow()
+    home, spec, scheduler = Home(tmp_path), some_spec(parent=seeded(tmp_path)), Slow()
     trainer = MegatronTrainer(home, scheduler)
     trainer.submit(spec)
     scheduler.runs = False

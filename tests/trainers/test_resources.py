@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cray_agents.cli.agents import load
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
@@ -15,11 +16,14 @@ from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.resources import Gpus, Resources, read_answer, resources_of
+from cray_agents.trainers.seed_model import make_seed_model
 from cray_agents.trainers.spreading import LOUD, usual_length
 from cray_agents.training import Hyperparameters, JobSpec, Layout, Lora
 from tests.trainers.known_models import LLAMA_2_70B
 
 H100 = {"train_gpu": "h100"}
+CONFIG = LLAMA_2_70B | {"vocab_size": 128256}
+RECIPE = Path(__file__).parents[2] / "cookbook/10_cluster.py"  # it writes weights of holes
 
 
 class Recording:
@@ -61,8 +65,8 @@ def llama70(home: Home, tmp_path: Path) -> Path:
     """Its config, and a dataset of samples of 1,000 tokens."""
     folder = tmp_path / "llama70"
     folder.mkdir()
-    config = LLAMA_2_70B | {"vocab_size": 128256}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    load(RECIPE).hollow_weights(folder)
     home.dataset("ds").mkdir(parents=True)
     counts = {"splits": {"train": {"samples": 50, "tokens": 50_000}}}
     (home.dataset("ds") / "manifest.json").write_text(json.dumps(counts))
@@ -201,7 +205,7 @@ def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path)
     kept = open_spec(llama70, hyper={"seed": 1}, recompute="none")
     trainer.submit(kept)
     assert Journal(home, kept.id).spec().recompute == "none"
-    named = open_spec(llama70, hyper={"seed": 2}, layout=Layout(tensor=8))
+    named = open_spec(llama70, hyper={"seed": 2}, layout=Layout(tensor=8), oversubscribe=True)
     trainer.submit(named)
     journal = Journal(home, named.id)
     assert (journal.spec(), journal.events()) == (named, [])
@@ -211,7 +215,9 @@ def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path)
 def test_ranks_without_gpus_share_the_batch(home: Home, tmp_path: Path) -> None:
     scheduler = Recording()
     trainer = MegatronTrainer(home, scheduler, Resources(ranks=4))
-    wide, narrow = (open_spec(tmp_path, hyper={"batch_size": size}) for size in (16, 3))
+    model = tmp_path / "model"
+    make_seed_model(model, seed=0, corpus=["What is 1 + 1?"])
+    wide, narrow = (open_spec(model, hyper={"batch_size": size}) for size in (16, 3))
     trainer.submit(wide)
     trainer.submit(narrow)
     assert Journal(home, wide.id).spec().layout == Layout(data=4)
@@ -229,7 +235,7 @@ def test_nothing_is_started_that_no_layout_can_be_chosen_for(home: Home, llama70
     (llama70 / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(BadInput, match="cannot train a 'gpt2' model"):
         trainer.submit(open_spec(llama70))
-    (llama70 / "config.json").write_text(json.dumps(LLAMA_2_70B))
+    (llama70 / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(NotFound, match="no dataset"):
         trainer.submit(open_spec(llama70).model_copy(update={"dataset": "none"}))
     (home.dataset("ds") / "manifest.json").write_text('{"splits": {}}')

@@ -1,10 +1,14 @@
 """Which jobs that have ended are tried again when they are submitted; kills lose nothing."""
 
+import atexit
+import functools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from itertools import count
 from pathlib import Path
@@ -19,6 +23,7 @@ from cray_agents.runtime.checkpoints import Pruned, pruned_file
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.journal import Journal
 from cray_agents.trainers.megatron_trainer import MegatronTrainer, handover, read_status
+from cray_agents.trainers.seed_model import make_seed_model
 from cray_agents.training import Hyperparameters, JobSpec, JobStatus, Layout
 
 #: A job's process, which fails unless logprob_limit is raised.
@@ -40,9 +45,22 @@ journal.write_status(JobStatus(id=journal.job_id, state="succeeded"))
 RENAMES = {"os.rename", "os.link"}  # what others see changes with these alone
 
 
+@functools.cache
+def parent() -> str:
+    """The directory of one that a job can begin from; where it lies is not part of a job's name."""
+    folder = Path(tempfile.mkdtemp(prefix="parent-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    make_seed_model(folder / "p", seed=0, corpus=["What is 1 + 1?"])
+    return str(folder / "p")
+
+
 def some_spec(**how: Any) -> JobSpec:
-    hyper = Hyperparameters(steps=8)
-    given = {"dataset": "d", "parent": "p", "parent_sha256": "0" * 64, "hyperparameters": hyper}
+    given = {
+        "dataset": "d",
+        "parent": parent(),
+        "parent_sha256": "0" * 64,
+        "hyperparameters": Hyperparameters(steps=8),
+    }
     return JobSpec.model_validate(given | how)
 
 

@@ -5,6 +5,7 @@ Called by sandbox.py and tools/python.py. Read next: watching.py.
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,9 +16,10 @@ from cray_agents.errors import SetupError
 from cray_agents.lifeline import alive
 from cray_agents.tools.sandbox import layers, watching
 
-Limit = Literal["seconds", "memory", "disk", "output"]
+Limit = Literal["seconds", "processor", "memory", "disk", "output"]
 TOO_MUCH: dict[Limit, str] = {
     "seconds": "it took too long",
+    "processor": "it took too much processor time",
     "memory": "it took too much memory",
     "disk": "it wrote too much to files",
     "output": "it printed too much",
@@ -30,6 +32,10 @@ FLOOD = 32 * layers.MEGABYTE  # bytes of output: a program that writes more is e
 BLOCK = 1 << 16
 
 
+class SandboxLost(SetupError):
+    """The sandbox failed after its program had begun: by chance, or by what the program did."""
+
+
 class Confined:
     """A program that runs. `limit` says which limit ended it, if one did."""
 
@@ -39,8 +45,10 @@ class Confined:
         self.limit: Limit | None = None
         self._process = process
         self._layer = layer
-        self._first: int | None = None  # of bubblewrap's process namespace
+        self.first: int | None = None  # of bubblewrap's namespaces, and within them
         self.seen: dict[int, str] = {}  # at the last look: pid and when it began
+        self._used = 0.0  # seconds of processor time, at the last look
+        self._allowed = math.inf
 
     @property
     def pid(self) -> int:
@@ -64,7 +72,7 @@ class Confined:
             raise SetupError(f"the sandbox did not start: {told[-500:] or line!r}")
         pids = self.look()
         if self._layer == "bubblewrap":
-            self._first = next(iter(pids[1:]), None)
+            self.first = next(iter(pids[1:]), None)
 
     def look(self) -> list[int]:
         """The processes of the sandbox, its holder first."""
@@ -73,13 +81,28 @@ class Confined:
             self.seen = {pid: watching.begun(pid) for pid in pids}
         return pids
 
+    def allow(self, seconds: float) -> None:
+        """End the program once it has used so much more processor time, all processes together.
+
+        Of a child that nobody waited for it is forgotten when it ends: hold the clock too.
+        """
+        self._allowed = self._used_now(self.look()) + seconds
+
+    def takes_more_time(self, pids: list[int]) -> bool:
+        """Whether it has used more than it was allowed."""
+        return self._allowed < math.inf and self._used_now(pids) > self._allowed
+
+    def _used_now(self, pids: list[int]) -> float:
+        self._used = max(self._used, watching.processor_time(pids))
+        return self._used
+
     async def wait(self) -> int:
         """The exit status, once the program has ended with all its processes.
 
         Its output must be read meanwhile, or the end is never seen.
         """
         status = await self._process.wait()
-        while self._first is not None and alive(self._first):  # noqa: ASYNC110 - of the kernel
+        while self.first is not None and alive(self.first):  # noqa: ASYNC110 - of the kernel
             await asyncio.sleep(0.001)  # bubblewrap ends a moment before its namespace does
         return status
 
@@ -89,11 +112,11 @@ class Confined:
             self.limit = self.limit or limit
             with contextlib.suppress(ProcessLookupError):
                 if self._layer != "bubblewrap":
-                    self._process.terminate()
-                elif self._first is None:
+                    os.kill(self.pid, signal.SIGTERM)  # terminate() would take its exit status
+                elif self.first is None:
                     self._process.kill()
                 else:  # with it goes its namespace, and then bubblewrap
-                    os.kill(self._first, signal.SIGKILL)
+                    os.kill(self.first, signal.SIGKILL)
 
     async def end(self) -> None:
         """Kill all and wait until it is gone; what it still says is dropped."""
@@ -142,7 +165,10 @@ async def _watch(confined: Confined, cell: layers.Cell, base: Path, disk: int) -
         if not confined.holds:  # killed from outside: the kernel ends what bubblewrap held
             watching.kill(confined.seen)
             continue
-        if watching.takes_more(confined.look(), cell.memory):
+        pids = confined.look()
+        if confined.takes_more_time(pids):
+            confined.kill("processor")
+        if watching.takes_more(pids, cell.memory, inside=confined.first, network=cell.network):
             confined.kill("memory")
         if look % DISK_EVERY == 0 and await asyncio.to_thread(watching.fills_more, base, disk):
             confined.kill("disk")

@@ -6,29 +6,41 @@ sandbox.py.
 
 import asyncio
 import contextlib
+import errno
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from cray_agents.errors import BadInput, SetupError
+from cray_agents.tools.sandbox.confined import SandboxLost
 
+_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)  # no name's fault
+log = logging.getLogger(__name__)
+
+PATIENCE = 5.0  # seconds that a run waits for the removal of its folders
+_REMOVAL = 'rm -rf -- "$0" || { chmod -R u+rwX -- "$0"; rm -rf -- "$0"; }'
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes], user: int | None) -> None:
     """Write files below a folder. As root, they become a user's, if one is given.
 
-    Raises BadInput for a name that leads out of the folder, or through a link.
+    Raises BadInput for a name that leads out of the folder, or through a link, or is none;
+    SetupError if there is no room.
     """
     for name, content in files.items():
         parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        broken = "\0" in name or any(0xD800 <= ord(each) < 0xE000 for each in name)
+        if not parts or name.startswith("/") or ".." in parts or broken:
             raise BadInput(f"file {name!r}: give a name inside the work folder", param="files")
         data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
         try:
             _write(folder, parts, data, user if os.getuid() == 0 else None)
         except OSError as error:
             problem = error.strerror
+            if error.errno in _OURS:
+                raise SetupError(f"the sandbox's folder cannot be written: {problem}") from error
             raise BadInput(f"file {name!r} cannot be written: {problem}", param="files") from error
 
 
@@ -53,12 +65,22 @@ def _write(folder: Path, parts: tuple[str, ...], data: bytes, user: int | None) 
             file.write(data)
 
 
-async def remove(folder: Path) -> None:
-    """Remove a folder, however deep, full or forbidden what is in it. Raises SetupError."""
-    for words in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        process = await asyncio.create_subprocess_exec(
-            *words, "--", str(folder), stderr=asyncio.subprocess.DEVNULL
-        )
-        if await process.wait() == 0 and words[0] == "rm":
-            return
-    raise SetupError(f"{folder} is left behind: it cannot be removed")
+async def remove(folder: Path, patience: float = PATIENCE) -> None:
+    """Remove a folder, however deep, full or forbidden what is in it. Raises SandboxLost.
+
+    What takes longer than so many seconds, because a program filled it for that, is not waited
+    for: it goes on by itself, also after the end of this process.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", _REMOVAL, str(folder)),
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(patience):
+            status = await process.wait()
+    except TimeoutError:
+        log.warning("%s holds so much that its removal takes longer than %g s", folder, patience)
+        return
+    if status != 0:
+        raise SandboxLost(f"{folder} is left behind: it cannot be removed")

@@ -26,6 +26,7 @@ from typing import Literal
 
 from cray_agents.errors import SetupError
 from cray_agents.tools.sandbox.seccomp import filter_program, supported
+from cray_agents.tools.sandbox.watching import OPEN_FILES
 
 Layer = Literal["bubblewrap", "landlock", "none"]
 CONFINING: tuple[Layer, ...] = ("bubblewrap", "landlock")
@@ -35,7 +36,7 @@ STARTED = b"started\n"
 LANDLOCK_ABI = 6  # scopes signals and abstract sockets: Linux 6.12
 MEGABYTE = 1 << 20
 SHARED_MEMORY = 64 * MEGABYTE  # of /dev/shm: bytes
-OPEN_FILES = 256
+ADDRESSES = 128  # times the memory: page tables for as many take a quarter of it
 FIRST_USER, USERS = 61184, 4335  # systemd's range of users that exist for a while
 KEEPER = Path(__file__).with_name("keeper.py")
 
@@ -43,8 +44,10 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix
 _SETTINGS = (  # in /etc: what programs look up, and nothing that is secret
     *("alternatives", "ca-certificates", "ca-certificates.conf", "crypto-policies", "fonts"),
     *("group", "host.conf", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime"),
-    *("magic", "mime.types", "nsswitch.conf", "os-release", "passwd", "pki", "protocols"),
-    *("resolv.conf", "services", "ssl", "terminfo", "timezone"),
+    *("magic", "mime.types", "nsswitch.conf", "os-release", "passwd", "protocols"),
+    *("pki/ca-trust", "pki/tls/cert.pem", "pki/tls/certs", "pki/tls/openssl.cnf"),
+    *("resolv.conf", "services", "ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf"),
+    *("terminfo", "timezone"),
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _FACTS = ("/proc/cpuinfo", "/proc/meminfo")
@@ -103,6 +106,8 @@ def problem(layer: Layer) -> str | None:
     with tempfile.TemporaryDirectory(prefix="cray-sandbox-") as folder:
         work = Path(folder, "work")
         work.mkdir()
+        for each in (Path(folder), work):
+            each.chmod(0o755)
         cell = Cell(work, Path(folder), (), (), False, 1 << 29, 1 << 20, 4, False)
         program = seccomp_file(layer, cell)
         try:
@@ -172,7 +177,7 @@ def _bubblewrap(cell: Cell, program: int) -> list[str]:
     else:
         made += ["--unshare-user"]
     made += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
-    made += ["--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY)]
+    made += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHARED_MEMORY)]
     made += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for path in map(Path, _SYSTEM):
         if path.is_symlink():
@@ -182,6 +187,9 @@ def _bubblewrap(cell: Cell, program: int) -> list[str]:
     for name in _SETTINGS:
         made += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     made += ["--bind", str(cell.temp), "/tmp"]
+    shown = (*_python(), *cell.readable, *cell.writable, cell.work)
+    for above in sorted({folder for path in shown for folder in path.parents} - {Path("/")}):
+        made += ["--perms", "0755", "--dir", str(above)]  # else 0700, and root's
     for path in (*_python(), *cell.readable):
         made += ["--ro-bind", str(path), str(path)]
     for path in (*cell.writable, cell.work):
@@ -195,8 +203,7 @@ def _begin(cell: Cell, layer: Layer) -> list[str]:
     made: list[str] = []
     processes = cell.processes
     if os.getuid() == 0:
-        # what may be opened is the layer's to say, whoever owns it
-        keep = "-all,+dac_override" if cell.shared else "-all,+dac_read_search"
+        keep = "-all" if (capability := _capability(cell, layer)) is None else f"-all,+{capability}"
         made += ["setpriv", f"--reuid={cell.user}", f"--regid={cell.user}", "--clear-groups"]
         made += [f"--inh-caps={keep}", f"--ambient-caps={keep}", f"--bounding-set={keep}"]
     elif layer == "bubblewrap":
@@ -207,12 +214,29 @@ def _begin(cell: Cell, layer: Layer) -> list[str]:
     for name, value in (
         ("nproc", processes),
         ("data", cell.memory),
+        ("as", ADDRESSES * cell.memory),
         ("fsize", cell.file_size),
         ("nofile", OPEN_FILES),
     ):
         _, most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
         made += [f"--{name}={value if most < 0 else min(value, most)}"]
     return [*made, "sh", "-c", 'cd "$0" && echo started && exec "$@"', str(cell.work)]
+
+
+def _capability(cell: Cell, layer: Layer) -> str | None:
+    """As root, what the program's user cannot do without; None: nothing.
+
+    What is given may be root's own, and lie where nobody else gets. What may be opened is then the
+    layer's to say, whoever owns it.
+    """
+    if cell.shared:
+        return "dac_override"
+    needed, above = list(_python()), set[Path]()
+    if layer != "bubblewrap":  # which makes the folders above anew
+        above = {folder for path in (*needed, cell.work) for folder in path.parents}
+    hidden = any(path.stat().st_mode & 0o005 != 0o005 for path in needed)
+    hidden = hidden or any(not folder.stat().st_mode & 0o001 for folder in above)
+    return "dac_read_search" if hidden or cell.readable else None
 
 
 def _python() -> list[Path]:

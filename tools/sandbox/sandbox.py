@@ -1,6 +1,6 @@
 """Sandbox: run a program with limits, and say how it ended. The promises stand in __init__.py.
 
-Called by tools/python.py, tools/shell.py and tools/verifier.py. Read next: layers.py, what confines
+Called by tools/python.py, tools/shell.py and tools/verifier/. Read next: layers.py, what confines
 the program; confined.py, the process while it runs.
 """
 
@@ -15,7 +15,15 @@ from pathlib import Path
 
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.tools.sandbox import layers
-from cray_agents.tools.sandbox.confined import TOO_MUCH, Confined, Limit, collect, feed, start
+from cray_agents.tools.sandbox.confined import (
+    TOO_MUCH,
+    Confined,
+    Limit,
+    SandboxLost,
+    collect,
+    feed,
+    start,
+)
 from cray_agents.tools.sandbox.folders import remove, write_files
 
 _NAMES = {"PATH": layers.PATH, "LANG": "C.UTF-8", "USER": "sandbox"}
@@ -60,7 +68,7 @@ class Sandbox:
     """Where programs run, and what they may use.
 
     Args:
-        seconds: how long a program may run; its start does not count.
+        seconds: how long a program may run, by the clock; its start does not count.
         memory_mb: megabytes, of each process and of all together.
         processes: how many processes and threads it may have at a time.
         disk_mb: megabytes of a file, and of the run's own folders.
@@ -71,6 +79,8 @@ class Sandbox:
         unsandboxed: where the system offers no sandbox, run programs without one: they can then do
             whatever this process can. Otherwise that is a SetupError.
         layer: "bubblewrap" or "landlock"; default: the better one that works here.
+        cpu_seconds: how much processor time a program may use, all its processes together; default:
+            any. On a busy machine this is the fair limit, with several times as many `seconds`.
     """
 
     seconds: float = 10
@@ -83,9 +93,11 @@ class Sandbox:
     writable: Sequence[str | Path] = ()
     unsandboxed: bool = False
     layer: layers.Layer | None = None
+    cpu_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory_mb", "processes", "disk_mb", "output_chars"):
+        limits = ("seconds", "memory_mb", "processes", "disk_mb", "output_chars")
+        for name in (*limits, *(["cpu_seconds"] if self.cpu_seconds is not None else [])):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name}={getattr(self, name)!r}: must be above 0", param=name)
         for name, path in self._missing():
@@ -129,11 +141,14 @@ class Sandbox:
                 afterwards.
             env: variables, beside PATH, HOME, LANG and a few; none of this process's go along.
 
-        Raises SetupError if the sandbox cannot be had, or failed: never for what the program did.
+        Raises SetupError if the sandbox cannot be had; SandboxLost, a SetupError, if it failed once
+        the program had begun.
         Raises BadInput for a file name that leads out of the work folder, or no workdir.
         """
         async with self.start(argv, files=files, workdir=workdir, env=env) as confined:
             begun = time.monotonic()
+            if self.cpu_seconds is not None:
+                confined.allow(self.cpu_seconds)
             data = stdin.encode() if isinstance(stdin, str) else stdin
             async with asyncio.TaskGroup() as tasks:
                 reads = [
@@ -150,7 +165,7 @@ class Sandbox:
             seconds = time.monotonic() - begun
             (out, cut), (err, cut_too) = (read.result() for read in reads)
         if confined.limit is None and returncode < 0:
-            raise SetupError(
+            raise SandboxLost(
                 f"the sandbox itself was killed (signal {-returncode}): is this machine out of "
                 f"memory? {err.strip()[-300:]}"
             )
@@ -168,8 +183,8 @@ class Sandbox:
     ) -> AsyncIterator[Confined]:
         """A program that has begun, for as long as the block lasts: for talking to it.
 
-        `seconds` and `output_chars` are the caller's to hold; the other limits are held. Arguments
-        and errors are those of `run`.
+        `seconds`, `cpu_seconds` (Confined.allow) and `output_chars` are the caller's to hold; the
+        other limits are held. Arguments and errors are those of `run`.
         """
         layer = await asyncio.to_thread(self.check)
         for name, path in self._missing():  # it was there when this sandbox was made

@@ -15,7 +15,8 @@ import struct
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST, _SECOND, _UPPER = 0, 4, 16, 24, 4  # in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND, _THIRD = 0, 4, 16, 24, 32  # in struct seccomp_data
+_UPPER = 4  # bytes further: an argument's upper half
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _EPERM, _ENOSYS, _EACCES = 1, 38, 13
 _X32 = 0x40000000  # the second, 32-bit set of numbers on x86_64
@@ -119,6 +120,9 @@ _METADATA: dict[str, tuple[int | None, int | None]] = {
     "utime": (132, None),
     "utimes": (235, None),
     "futimesat": (261, None),
+    "file_setattr": (469, 469),
+}
+_XATTRS: dict[str, tuple[int | None, int | None]] = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
@@ -127,10 +131,11 @@ _METADATA: dict[str, tuple[int | None, int | None]] = {
     "fremovexattr": (199, 16),
     "setxattrat": (463, 463),
     "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
 }
 _CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
-_UTIMENSAT = (280, 88)
+_UTIMENSAT, _FCNTL, _SETSOCKOPT = (280, 88), (72, 25), (54, 208)
+_SET_LEASE = 1024  # F_SETLEASE: makes others wait who open the file
+_OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)  # SOL_SOCKET; SO_SNDBUF, SO_RCVBUF, and with force
 
 _LOCAL = (1,)  # AF_UNIX
 _INTERNET = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK
@@ -159,7 +164,7 @@ def filter_program(*, namespaces: bool, network: bool, owner: bool) -> bytes:
         families = _INTERNET
     refused = dict(_ALWAYS)
     if not namespaces:
-        refused |= _OF_OTHERS | (_METADATA if owner else {})
+        refused |= _OF_OTHERS | _XATTRS | (_METADATA if owner else {})
     lines = [
         _line(_LOAD, _ARCHITECTURE),
         _line(_EQUAL, architecture, then=1),
@@ -175,6 +180,16 @@ def filter_program(*, namespaces: bool, network: bool, owner: bool) -> bytes:
     lines += [_line(_EQUAL, _CLONE3[column], otherwise=1), _line(_RETURN, _ERRNO | _ENOSYS)]
     lines += _when(_CLONE[column], _FIRST, [(_ANY_BIT, _NEW_NAMESPACES)], _EPERM)
     lines += _when(_IOCTL[column], _SECOND, [(_EQUAL, _TIOCSTI), (_EQUAL, _TIOCLINUX)], _EPERM)
+    lines += _when(_FCNTL[column], _SECOND, [(_EQUAL, _SET_LEASE)], _EPERM)
+    # a buffer of another size is taken for a wish, as the kernel does: no error, and no change
+    wishes = [
+        line
+        for option in _BUFFERS
+        for line in (_line(_EQUAL, option, otherwise=1), _line(_RETURN, _ERRNO))
+    ]
+    body = [_line(_LOAD, _SECOND), _line(_EQUAL, _OF_SOCKETS, then=1), _line(_RETURN, _ALLOW)]
+    body += [_line(_LOAD, _THIRD), *wishes, _line(_RETURN, _ALLOW)]
+    lines += [_line(_EQUAL, _SETSOCKOPT[column], otherwise=len(body)), *body]
     lines += _unless(_SOCKET[column], _FIRST, families, _EACCES)
     if not namespaces:
         for numbers in _OF_OTHERS_BY_PID.values():

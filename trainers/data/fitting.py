@@ -11,7 +11,8 @@ import orjson
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.datasets.reading import MANIFEST
+from cray_agents.runtime.checkpoints import verify_settings
+from cray_agents.runtime.datasets.reading import read_manifest
 from cray_agents.runtime.registry import Registry
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.models.architecture import Architecture
@@ -86,6 +87,7 @@ def check_tokenizer(samples: Samples, folder: Path, home: Home, parent: Path) ->
     for name, there in _makers(samples, folder, home).items():
         if not there.exists() or there.read_bytes() == here.read_bytes():
             continue
+        verify_settings(there.parent)
         ours, theirs = _texts(here), _texts(there)
         other = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
         if (token := _first_of(other, samples)) is not None:
@@ -113,7 +115,7 @@ def _makers(samples: Samples, folder: Path, home: Home) -> dict[str, Path]:
         except NotFound:  # imported runs name models of elsewhere
             continue
         found[version] = home.checkpoint(checkpoint) / TOKENIZER
-    manifest = orjson.loads((folder / MANIFEST).read_bytes())
+    manifest = read_manifest(folder)
     recipe = manifest.get("recipe", {})
     if recipe.get("tokenizer") and (manifest.get("demonstrations") or recipe.get("render")):
         rendered = Path(recipe["tokenizer"])

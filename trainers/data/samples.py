@@ -1,11 +1,10 @@
 """A dataset on disk as samples: read and checked once, by job.py, before the ranks are forked.
 
-The columns are those of runtime/datasets/shards.py. A sample's arrays are views into flat buffers,
-of 18 bytes per token for grpo and 14 for the other methods. No torch. Read next: fitting.py, for
-whether a model can take the samples; packing.py, for how they are put together.
+The columns are those of runtime/datasets/token_shards.py. A sample's arrays are views into flat
+buffers, of 18 bytes per token for grpo and 14 for the other methods. No torch. Read next:
+fitting.py, for whether a model can take the samples; packing.py, for how they are put together.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
-from cray_agents.runtime import durable
-from cray_agents.runtime.datasets.reading import MANIFEST, SplitName, shards_in
+from cray_agents.runtime.datasets.reading import MANIFEST, SplitName, read_manifest, shards_in
 from cray_agents.training import MethodName
 
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -126,25 +124,25 @@ def read_samples(folder: Path, method: MethodName = "sft", split: SplitName = "t
     versions: dict[str, int] = {}  # their places
     parts = [
         _samples_of(table, method, versions, path)
-        for path, expected in shards
-        for table in _tables(path, expected, method)
+        for path in shards
+        for table in _tables(path, method)
     ]
     if not parts:
         if split == "train":
             raise BadInput(f"dataset {folder.name} is empty", param="dataset")
         return Samples.of([])
     rows = _joined(parts, list(versions))
-    units = _pairs([path for path, _ in shards], rows) if method == "dpo" else rows.units
+    units = _pairs(shards, rows) if method == "dpo" else rows.units
     samples = _with_a_target(rows, units)
     if split == "train":
         _check_signal(samples, method, folder.name)
     return samples
 
 
-def _shards(folder: Path, method: MethodName, split: SplitName) -> list[tuple[Path, str]]:
-    """A split's shards, in order, and their SHA-256. Raises NotFound, BadInput."""
+def _shards(folder: Path, method: MethodName, split: SplitName) -> list[Path]:
+    """A split's shards, in order, each proven. Raises NotFound, BadInput, Corrupt."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = read_manifest(folder)
     except FileNotFoundError as problem:
         raise NotFound(
             f"no dataset at {folder}: it has no {MANIFEST}", param="dataset"
@@ -155,18 +153,15 @@ def _shards(folder: Path, method: MethodName, split: SplitName) -> list[tuple[Pa
             f" {method}: build a dataset with method {method!r}, or train with {made_for!r}",
             param="dataset",
         )
-    paths = shards_in(folder, manifest, split)
-    return [(path, manifest["files"][path.name]["sha256"]) for path in paths]
+    return shards_in(folder, manifest, split)
 
 
-def _tables(path: Path, expected: str, method: MethodName) -> Iterator[Any]:
+def _tables(path: Path, method: MethodName) -> Iterator[Any]:
     """What a method needs of a shard, a thousand rows or so at a time. Raises Corrupt."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        if durable.sha256_file(path) != expected:
-            raise Corrupt(f"{path} is not what its manifest says; build the dataset again")
         with pq.ParquetFile(path) as file:
             there = set(file.schema_arrow.names)
             needed = {*COLUMNS, *OF_METHOD[method]}

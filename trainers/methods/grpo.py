@@ -4,6 +4,8 @@ With r = p / p_before, the advantage A, the bounds [1 - clip_low, 1 + clip_high]
 w = min(p_before / p_sampled, cap) that corrects the engine, the loss of a token is
 
     ppo    -w min(r A, clip(r) A)                              arXiv 1707.06347
+           with dual_clip c, where A < 0:                      arXiv 1912.09729, equation 8
+           -w max(min(r A, clip(r) A), c A)                    (verl: clip_ratio_c)
     gspo   the same, r being the geometric mean of r over      arXiv 2507.18071
            the token's sequence
     cispo  -w stop_gradient(clip(r)) A log p                   arXiv 2506.13585
@@ -69,7 +71,12 @@ def _gain(marked: Marked, policy: Policy, ratio: torch.Tensor) -> tuple[torch.Te
     if policy.objective == "cispo":
         return bounded.detach() * marked.advantages * marked.logprobs, bounded != ratio
     free, held = ratio * marked.advantages, bounded * marked.advantages
-    return torch.minimum(free, held), held < free
+    gain, clipped = torch.minimum(free, held), held < free
+    if policy.dual_clip is not None:
+        least = policy.dual_clip * marked.advantages
+        beyond = (marked.advantages < 0) & (gain < least)
+        gain, clipped = torch.where(beyond, least, gain), clipped | beyond
+    return gain, clipped
 
 
 def _normalized(

@@ -1,19 +1,20 @@
 """What a Hugging Face `config.json` says, in the few numbers that training needs.
 
 Read before Megatron is imported: a model that cannot be trained is refused here by name, at once.
-Read next: model.py, which builds the Megatron model from it.
+Read next: tensors.py, which holds the weights against it; model.py, which builds the Megatron
+model from it.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput
 from cray_agents.runtime.checkpoints import max_tokens
-from cray_agents.trainers.models.rope import Rope, read_rope
+from cray_agents.runtime.model_config import KINDS, MIXTURES, TIED, read_config
+from cray_agents.trainers.models.rope import Rope, check_rope, read_rope
 
-SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED = KINDS
 _REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
@@ -23,6 +24,11 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
+_REQUIRED_OF_MIXTURES = {
+    "mixtral": ("num_experts_per_tok",),
+    "qwen3_moe": ("num_experts_per_tok", "moe_intermediate_size"),
+}
+_QWEN3_HEAD = 128  # what transformers takes for a qwen3 whose config has no head_dim
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Architecture:
     vocab: int
     max_tokens: int  # of a sequence: positions, the sliding window, or what RoPE allows
     norm_eps: float
-    tied: bool
+    tied: bool  # by the config; tensors.py settles it by the weights
     rope: Rope
     experts: int | None = None
     experts_per_token: int = 0
@@ -61,20 +67,24 @@ class Architecture:
 
 def read_architecture(checkpoint: Path) -> Architecture:
     """Read a checkpoint directory's config. Raises NotFound, or BadInput naming the obstacle."""
-    try:
-        config = json.loads((checkpoint / "config.json").read_bytes())
-    except FileNotFoundError:
-        raise NotFound(f"{checkpoint} has no config.json: give a Hugging Face checkpoint") from None
+    config = read_config(checkpoint)
     kind = config.get("model_type", "")
     if kind not in SUPPORTED:
         raise BadInput(
             f"cannot train a {kind!r} model ({checkpoint}); supported: {', '.join(SUPPORTED)}"
         )
-    if missing := [name for name in _REQUIRED if config.get(name) is None]:
+    required = _REQUIRED + _REQUIRED_OF_MIXTURES.get(kind, ())
+    missing = [name for name in required if config.get(name) is None]
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if kind in MIXTURES and experts is None:
+        missing.append("num_local_experts")
+    if missing:
         raise BadInput(f"{checkpoint}/config.json does not say {', '.join(missing)}: add it")
     _refuse_variants(config, checkpoint)
     rope = read_rope(config, checkpoint)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    size = config.get("head_dim") or (_QWEN3_HEAD if kind == "qwen3" else hidden // heads)
+    check_rope(rope, size, checkpoint)
     return Architecture(
         kind=kind,
         layers=config["num_hidden_layers"],
@@ -82,13 +92,13 @@ def read_architecture(checkpoint: Path) -> Architecture:
         ffn=config["intermediate_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or hidden // heads,
+        head_size=size,
         vocab=config["vocab_size"],
         max_tokens=max_tokens(config),
         norm_eps=config["rms_norm_eps"],
-        tied=config.get("tie_word_embeddings", False),
+        tied=config.get(TIED, False),
         rope=rope,
-        experts=config.get("num_local_experts") or config.get("num_experts"),
+        experts=experts if kind in MIXTURES else None,
         experts_per_token=config.get("num_experts_per_tok", 0),
         expert_ffn=config.get("moe_intermediate_size") or config["intermediate_size"],
         norm_topk=config.get("norm_topk_prob", kind != "qwen3_moe"),

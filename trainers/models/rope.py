@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cray_agents.errors import BadInput
+from cray_agents.runtime.model_config import is_positive
 
 if TYPE_CHECKING:
     import torch
 
 VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+_NEEDED = {  # by transformers' functions
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,25 @@ def read_rope(config: dict[str, Any], checkpoint: Path) -> Rope:
         original = original or parameters.get("original_max_position_embeddings") or positions
         parameters["original_max_position_embeddings"] = original
     return Rope(parameters, positions)
+
+
+def check_rope(rope: Rope, head_size: int, checkpoint: Path) -> None:
+    """Raises BadInput where no frequencies can be computed of the parameters."""
+    if head_size % 2:
+        raise BadInput(f"cannot train {checkpoint}: a head of {head_size} cannot be rotated")
+    for name in ("rope_theta", *_NEEDED.get(rope.kind, ())):
+        value = rope.parameters.get(name)
+        if name.endswith(("short_factor", "long_factor")):
+            fits = isinstance(value, list) and len(value) == head_size // 2
+            must = f"a list of {head_size // 2} finite numbers above 0"
+        else:
+            fits, must = True, "a finite number above 0"
+        each = value if isinstance(value, list) and "a list" in must else [value]
+        if not fits or not all(map(is_positive, each)):
+            raise BadInput(
+                f"cannot train {checkpoint}: its rotary embedding ({rope.kind}) has {name} ="
+                f" {repr(value)[:100]}, which must be {must}"
+            )
 
 
 def frequencies(rope: Rope, head_size: int) -> tuple["torch.Tensor", float]:

@@ -1,11 +1,80 @@
 """The tensors of a Hugging Face checkpoint, as its config implies them: names and shapes.
 
-initial.py makes them, weights.py compares them with what a checkpoint holds.
+`read_parent` holds them against what a checkpoint has, before anything is copied or started: what
+is left over would be dropped, and another model would be trained. initial.py makes them.
 """
 
-from cray_agents.trainers.models.architecture import Architecture
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from cray_agents.errors import BadInput
+from cray_agents.runtime.model_config import EMBEDDING, HEAD, is_tied, read_config
+from cray_agents.runtime.model_files import Tensor, read_weights
+from cray_agents.trainers.models.architecture import Architecture, read_architecture
 
 Shapes = dict[str, tuple[int, ...]]
+DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' words, of what can be trained
+_BUFFERS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # computed from the config
+_SHOWN = 5
+
+
+def read_parent(checkpoint: Path, init: str = "parent") -> Architecture:
+    """The model that a job starts from: by its config and, where it has them, its weights.
+
+    Embedding and head are tied as transformers decides it. Raises NotFound, and BadInput for
+    tensors that are missing, too many, of another shape, or of a type that cannot be trained.
+    """
+    model = read_architecture(checkpoint)
+    if init == "random":
+        return model
+    weights = read_weights(checkpoint.resolve())
+    model = replace(model, tied=is_tied(checkpoint.resolve(), read_config(checkpoint), weights))
+    _compare(weights, model, checkpoint)
+    return model
+
+
+def _compare(weights: dict[str, Tensor], model: Architecture, checkpoint: Path) -> None:
+    experts = model.experts or 1
+    if model.layers * experts > len(weights):  # before so many names are made
+        raise BadInput(
+            f"{checkpoint} lacks tensors that its config.json implies: it speaks of {model.layers}"
+            f" layers{f' of {experts} experts' if model.experts else ''}, and there are"
+            f" {len(weights)} tensors in all",
+            param="parent",
+        )
+    implied = shapes(model)
+    held = dict(weights)
+    if model.tied and HEAD in held:  # the same numbers, or all there is of the two
+        held.setdefault(EMBEDDING, held[HEAD])
+        del held[HEAD]
+    for name, shape in implied.items():
+        if name not in held:
+            raise BadInput(
+                f"{checkpoint} lacks the tensor {name!r} that its config.json implies",
+                param="parent",
+            )
+        if held[name].shape != shape:
+            raise BadInput(
+                f"{name} in {checkpoint} has the shape {list(held[name].shape)}, and config.json"
+                f" implies {list(shape)}: they are of different models",
+                param="parent",
+            )
+        if held[name].dtype not in DTYPES:
+            raise BadInput(
+                f"{checkpoint}: {name!r} is stored as {held[name].dtype}; supported are"
+                f" {', '.join(DTYPES)}: save it as one of these",
+                param="parent",
+            )
+    others = [n for n in held if n not in implied and not _BUFFERS.search(n)]
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise BadInput(
+            f"{checkpoint} has tensors that its config.json does not imply, and that training would"
+            f" drop: {', '.join(sorted(others)[:_SHOWN])}{more}; correct the config, or save the"
+            " model without them",
+            param="parent",
+        )
 
 
 def shapes(model: Architecture) -> Shapes:

@@ -6,7 +6,6 @@ at a time. The table knows the names of torch's and of Transformer Engine's laye
 adapters (lora.py). train.py loads, export.py exports.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ import torch
 from safetensors import safe_open
 
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.runtime.model_config import EMBEDDING, HEAD
+from cray_agents.runtime.model_files import read_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.initial import InitialWeights
 from cray_agents.trainers.models.tensors import hf_name, shapes
@@ -55,19 +56,18 @@ _DTYPES = {
 class SafeTensors:
     """The tensors of a checkpoint directory by name, in one file or many. Nothing is unpickled.
 
-    Raises NotFound without such files, BadInput for a tensor that is missing or is no float.
+    `tied`: embedding and head are one, under either name. Raises NotFound without such files,
+    BadInput for a tensor that is missing or is no float.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, tied: bool = False) -> None:
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            self.where: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        elif (folder / "model.safetensors").exists():
-            with safe_open(folder / "model.safetensors", "pt") as file:
-                self.where = dict.fromkeys(file.keys(), "model.safetensors")
-        else:
+        held = read_weights(folder.resolve())
+        if not held:
             raise NotFound(f"{folder} holds no model.safetensors; other formats are not read")
+        self.where = {name: tensor.file for name, tensor in held.items()}
+        # where the two are tied, transformers takes for both what there is
+        self._stored = {EMBEDDING: HEAD} if tied and EMBEDDING not in held else {}
         self._files = {n: safe_open(folder / n, "pt") for n in set(self.where.values())}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -94,6 +94,7 @@ class SafeTensors:
         return _DTYPES[found]
 
     def _slice(self, name: str) -> Any:
+        name = self._stored.get(name, name)
         if name not in self.where:
             raise BadInput(f"{self.folder} lacks the tensor {name!r} that its config.json implies")
         file: Any = self._files[self.where[name]]
@@ -107,7 +108,7 @@ def weight_source(checkpoint: Path, model: Architecture, hyper: Hyperparameters)
     """Where a job's first weights come from: the parent's files, or a seed alone."""
     if hyper.init == "random":
         return InitialWeights(model, hyper.seed)
-    return SafeTensors(checkpoint)
+    return SafeTensors(checkpoint, tied=model.tied)
 
 
 class Origin:

@@ -37,6 +37,8 @@ FAILS = (
     "400 idempotency_key_reused",
     "429 rate_limit_exceeded",
     "503 engine_unavailable",
+    "503 model_not_loaded",
+    "502 engine_died",
     "504 engine_timeout",
     "502 engine_error",
 )

@@ -99,8 +99,10 @@ JOBS = (
         "checkpoint's id. Their hashes and `code` are filled in where they are left out. A spec "
         "without a `layout` gets one of the trainer's, and the event `layout` says why that one. A "
         "job that failed is tried again where it is to be run otherwise: another layout, "
-        "`recompute`, `save_every`, `keep`, `evaluate_every` or `logprob_limit`. `optimizer_from` "
-        "may be `parent`: the job that made the parent, if it did so here and neither has LoRA.",
+        "`recompute`, `save_every`, `keep`, `evaluate_every` or `logprob_limit`. A layout that "
+        "takes more than there is of cores, memory or GPUs is refused without `oversubscribe`. "
+        "`optimizer_from` may be `parent`: the job that made the parent, if it did so here and "
+        "neither has LoRA.",
         fails=("400 invalid_value", "404 model_not_found"),
     ),
     Operation(
@@ -246,8 +248,15 @@ VERSIONS = (
         "Versions",
         "Let a replica hold a version, proven by its probe",
         ref("ProbeReport"),
-        more="All of them, where there is but one. The others serve on what they served.",
-        fails=("404 model_not_found", "409 swap_failed"),
+        takes=record(
+            {},
+            {"force": {"type": "boolean"}, "holder": TEXT, "seconds": {"type": "number"}},
+        ),
+        empty=True,
+        more="The others serve on what they served. What is promoted is taken off its last replica "
+        "only with `force` (role admin), for a `holder`: it comes back `seconds` after he last "
+        "renewed that at /v1/pool/lease, or when the version is rejected.",
+        fails=("404 model_not_found", "409 swap_failed", "409 would_displace", "409 pool_busy"),
     ),
     Operation(
         "post",
@@ -256,8 +265,12 @@ VERSIONS = (
         "Versions",
         "Let a name mean a version",
         ref("ModelEvent"),
-        takes=record({"version": {"type": "integer"}}, {**_SAID, "numbers": ANY}),
-        fails=("404 model_not_found", "409 swap_failed"),
+        takes=record(
+            {"version": {"type": "integer"}},
+            {**_SAID, "numbers": ANY, "force": {"type": "boolean"}},
+        ),
+        more="`force`: although what another name means is then served no more.",
+        fails=("404 model_not_found", "409 swap_failed", "409 would_displace"),
     ),
     Operation(
         "post",

@@ -7,10 +7,15 @@ too (edge.py). Every error, also 404, 405 and a body that is no JSON, is
 `{"error": {"message", "type", "param", "code"}}` with the status in brackets below.
 
 Where keys are required (auth.py has the table of roles), a request without a good one is [401
-invalid_api_key], one whose key has too small a role [403 insufficient_permissions]; without keys, a
-web page of another host is [403 origin_not_allowed, host_not_allowed]. A request for a model that
-finds the wait queue full is [429 rate_limit_exceeded] with `retry-after-ms` (admission.py). A body
-that stops coming is [408 request_timeout].
+invalid_api_key], one whose key has too small a role [403 insufficient_permissions], one that would
+change what another key made [403 not_the_owner] (ownership.py); without keys, a web page of another
+host is [403 origin_not_allowed, host_not_allowed]. A request for a model that finds the wait queue
+full is [429 rate_limit_exceeded] with `retry-after-ms` (admission.py). A head or body that stops
+coming is [408 request_timeout], a compressed body [415 unsupported_content_encoding]; where the
+disk is full, what would be written is [507 disk_full], and what the shared root does not take
+otherwise [503 store_error]. Who speaks Anthropic's API (by path, or by the header
+`anthropic-version`) gets Anthropic's errors and models. No error tells a path of the platform's
+machine (server_paths.py).
 
     POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages
         Also under /runs/{run_id}. OpenAI's three, and Anthropic's, as vLLM serves them; fields that
@@ -23,17 +28,24 @@ that stops coming is [408 request_timeout].
         `return_samples: true` adds `samples` to the answer, or to the last event but one:
         [{"prompt_token_ids", "token_ids", "logprobs"}] per choice.
         [404 model_not_found; 400 invalid_value, context_length_exceeded, idempotency_key_reused;
-        the engine's own 4xx; 429; 503 engine_unavailable; 504 engine_timeout; 502 engine_error]
+        the engine's own 4xx; 429; 503 engine_unavailable; 504 engine_timeout; 502 engine_error,
+        engine_died: of this request, twice; 503 model_not_loaded: no replica holds the version]
     POST /v1/embeddings, /v1/tokenize, /v1/detokenize, /v1/messages/count_tokens
         Also under /runs/{run_id}. As vLLM serves them; nothing is recorded [400 unsupported_model]
     GET  /v1/models          {"object": "list", "data": [{"id", "object": "model", "created",
                              "owned_by": "cray-agents"}]}: each promoted `name`, each `name@N`
     GET  /v1/models/{id}     one of them [404 model_not_found]
     GET  /health, /health/live    {"status": "ok"}
-    GET  /health/ready       {"status": "ready"} [503 not_ready]
+    GET  /health/ready       {"status": "ready"} [503 not_ready]: a replica can answer, and what it
+                             says could be recorded
     GET  /metrics            Prometheus' text, or OpenMetrics for who accepts that (metrics.py)
     GET  /v1/platform        the dict that `up` gave: engine, trainer, scheduler, home, version
-    GET  /v1/pool            {"data": [status of each replica]}
+    GET  /v1/whoami          {"key": its id or null, "name", "role"}
+    GET  /v1/pool            {"data": [status of each replica], "spares": [of those started on
+                             demand], "lease": null | {"holder", "version", "displaced",
+                             "seconds_left"}}
+    POST /v1/pool/lease      {"holder", "seconds"? (60)}: what he staged by force stays so long from
+                             now on; 0 gives it back [404 no_lease]
 
     DELETE /v1/trajectories/{run_id}     {"id", "object": "trajectory", "deleted": true}: forgotten,
                                          and off the disk when segments are compacted [404]
@@ -42,7 +54,10 @@ that stops coming is [408 request_timeout].
         -> {"appended": n, "duplicates": m}. Without an id an event is named by its content, so that
         sending it again is harmless. A Run's `id` may be left out; a call inside a turn is dropped
         (tokens come from the engine alone). The newest `run` event of a run counts, and the newest
-        reward of each (name, source, turn). A reward is a finite number.
+        reward of each (name, source, turn). A reward is a number of at most `reward_limit`; its
+        `giver` is the name of the caller's key. The run is the caller's or new; of one that is not
+        there nothing is rewarded [404]. To say that a run is a loop's, imported, or on a held-out
+        task needs `train` [403 insufficient_permissions]; an admin may do all of it.
     POST /v1/trajectories/events        the same of several runs: each event has a "run_id", too
     POST /v1/trajectories/{run_id}/rewards      {"value", "name"? ("feedback"), "source"?
         ("human"), "turn"?, "comment"?} -> Reward: feedback on a run that is there [404; 400: it has
@@ -97,7 +112,7 @@ that stops coming is [408 request_timeout].
                              -> a job at once, which then validates its files; the same request is
                              the same job. Its result is registered as
                              `fine_tuned_model`, the next version of `suffix` or of the model's
-                             own name, and answers once it is staged or promoted.
+                             own name, and answers by that name.
                              [404 model_not_found; 400 invalid_training_file,
                              invalid_validation_file, unsupported_value, job_exists]
     GET  /v1/fine_tuning/jobs?limit=(20)&after=&metadata[key]=value      newest first
@@ -110,10 +125,13 @@ that stops coming is [408 request_timeout].
     POST /v1/models/{name}/versions      {"checkpoint": id or directory} -> ModelVersion, the same
                                          one for the same weights [404; 422 corrupt]
     GET  /v1/models/{name}/versions      {"data": [ModelVersion + "id" + "promoted"]} (oldest first)
-    POST /v1/models/{name}/versions/{n}/stage    ProbeReport; one replica holds it, the others serve
-                                         on; all, where there is one [409 swap_failed]
-    POST /v1/models/{name}/promote       {"version": n, "who"?, "reason"?, "numbers"?} -> ModelEvent
-                                         when the pool holds it [409 swap_failed]
+    POST /v1/models/{name}/versions/{n}/stage    {"force"? (role admin), "holder"?, "seconds"?} ->
+                                         ProbeReport; one replica holds it, the others serve on.
+                                         The last one of a promoted version only by force, as a
+                                         lease [409 swap_failed, would_displace, pool_busy]
+    POST /v1/models/{name}/promote       {"version": n, "who"?, "reason"?, "numbers"?, "force"?} ->
+                                         ModelEvent when the pool holds it [409 swap_failed,
+                                         would_displace: another name's promoted version]
     POST /v1/models/{name}/rollback      {"to"?: n, "force"?, "who"?, "reason"?} -> ModelEvent: to
                                          what was promoted before [400; 409 swap_failed]
     POST /v1/models/{name}/reject        {"version": n, "who"?, "reason"?, "numbers"?} -> ModelEvent

@@ -12,6 +12,7 @@ from cray_agents.runtime.batches.records import Batch
 from cray_agents.runtime.files import Files
 from cray_agents.runtime.gateway.auth import caller_of
 from cray_agents.runtime.gateway.bodies import ID, answer, listed, number, path_id, query, read_json
+from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Services
 
 MOST = 100  # batches in a page
@@ -41,7 +42,10 @@ def routes(services: Services) -> list[Route]:
         return _shown(await asyncio.to_thread(queue.get, _batch_id(request)))
 
     async def cancel(request: Request) -> Response:
-        return _shown(await asyncio.to_thread(queue.cancel, _batch_id(request)))
+        batch_id = _batch_id(request)
+        owner = await asyncio.to_thread(queue.owner, batch_id)
+        check_owner(caller_of(request), owner, f"batch {batch_id!r}")
+        return _shown(await asyncio.to_thread(queue.cancel, batch_id))
 
     return [
         Route("/v1/batches", listing, methods=["GET"]),

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -9,8 +10,15 @@ from starlette.routing import Route
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.recipes import DatasetRecipe
-from cray_agents.runtime.datasets.reading import CARD, list_datasets, read_dataset, runs_page
+from cray_agents.runtime.datasets.reading import (
+    CARD,
+    file_in,
+    list_datasets,
+    read_dataset,
+    runs_page,
+)
 from cray_agents.runtime.files import Files
+from cray_agents.runtime.gateway.auth import may_name
 from cray_agents.runtime.gateway.bodies import (
     answer,
     listed,
@@ -21,6 +29,7 @@ from cray_agents.runtime.gateway.bodies import (
     read_json,
 )
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.model_files import refuse_links_outside
 
 SUMMARY = (
     "id",
@@ -43,7 +52,9 @@ def routes(services: Services) -> list[Route]:
         for name in recipe.decontamination.files:
             _check_uploaded(files, name)
         if recipe.tokenizer is not None:
-            tokenizer = services.registry.directory(recipe.tokenizer)
+            within = may_name(request, services.model_roots)
+            tokenizer = services.registry.directory(recipe.tokenizer, within)
+            await asyncio.to_thread(_check_links, tokenizer)
             recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
         manifest = await services.datasets.build(recipe)
         return answer({name: manifest[name] for name in SUMMARY})
@@ -77,9 +88,9 @@ def routes(services: Services) -> list[Route]:
 
     async def card(request: Request) -> Response:
         manifest = await asyncio.to_thread(read_dataset, services.home, _id(request))
-        path = services.home.dataset(manifest["id"]) / CARD
-        if not await asyncio.to_thread(path.is_file):
+        if CARD not in manifest.get("files", {}):
             raise NotFound(f"{manifest['id']} has no card: it was built before there were any")
+        path = await asyncio.to_thread(file_in, services.home.dataset(manifest["id"]), CARD)
         return FileResponse(path, media_type="text/markdown")
 
     dataset = "/v1/datasets/{dataset_id}"
@@ -101,6 +112,14 @@ def _check_uploaded(files: Files, name: str) -> None:
             f"{name!r} is no uploaded file's id: send the file to /v1/files first",
             param="decontamination.files",
         ) from error
+
+
+def _check_links(tokenizer: Path) -> None:
+    """Its files are opened by name, by a library: none may lead elsewhere. Raises BadInput."""
+    try:
+        refuse_links_outside(tokenizer.resolve())
+    except BadInput as error:
+        raise BadInput(str(error), param="tokenizer") from error
 
 
 def _id(request: Request) -> str:

@@ -24,6 +24,7 @@ from cray_agents.runtime.gateway.auth import caller_of
 from cray_agents.runtime.gateway.bodies import answer, listed, number, parse, path_id, query
 from cray_agents.runtime.gateway.errors import envelope
 from cray_agents.runtime.gateway.multipart import Form, receive_form
+from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Services
 
 ORDERS = ("asc", "desc")
@@ -65,6 +66,8 @@ def routes(services: Services) -> list[Route]:
 
     async def delete(request: Request) -> Response:
         file_id = path_id(request, "file_id", "file")
+        file = await asyncio.to_thread(files.get, file_id)
+        check_owner(caller_of(request), file.owner, f"file {file_id!r}")
         await asyncio.to_thread(files.delete, file_id)
         return answer({"id": file_id, "object": "file", "deleted": True})
 
@@ -72,7 +75,7 @@ def routes(services: Services) -> list[Route]:
         file = await asyncio.to_thread(files.get, path_id(request, "file_id", "file"))
         refused = _check_range(request.headers.get("range"), file)
         return refused or Content(
-            files.blobs.path(file.sha256),
+            await asyncio.to_thread(files.blobs.proven, file.sha256),
             media_type="application/octet-stream",
             filename=file.filename,
         )

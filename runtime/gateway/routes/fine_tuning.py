@@ -4,8 +4,9 @@ Supervised training and dpo, and only what has an effect: what is not supported 
 Two things differ from OpenAI. A job's id is a hash of all that decides the resulting weights, and
 without a `seed` it is 0, so the same request is the same job, also after it was cancelled: change
 the seed to train once more. And the result is the next version `name@N` of the model it was trained
-from, or of `suffix`: it answers at /v1/chat/completions once it is staged or promoted
-(POST /v1/models/{name}/versions/{n}/stage, POST /v1/models/{name}/promote).
+from, or of `suffix`: it answers at /v1/chat/completions by that name. What is promoted is served
+on: the first request has it loaded as an adapter or by a spare replica (config's `spare_replicas`);
+where neither can be, it is refused at once with what to do (503 model_not_loaded).
 
 OpenAI has no status for a paused job: it is `queued`, and its metadata has `paused: "true"`, which
 a list can be filtered by. While it saves and stops it is still `running`. We add to the metadata
@@ -29,6 +30,7 @@ from cray_agents.runtime.fine_tuning.events import events
 from cray_agents.runtime.fine_tuning.jobs import Standing
 from cray_agents.runtime.gateway.auth import caller_of
 from cray_agents.runtime.gateway.bodies import answer, listed, number, parse, path_id, read_json
+from cray_agents.runtime.gateway.server_paths import without_paths
 from cray_agents.runtime.gateway.services import Services
 
 MOST = 1000  # jobs or events in a page
@@ -78,6 +80,7 @@ def routes(services: Services) -> list[Route]:
         found = await asyncio.to_thread(
             events, services.home, standing.asked, standing.validated, standing.ended
         )
+        found = [{**event, "message": without_paths(event["message"])} for event in found]
         return answer(_page(found, _query(request), "event"))
 
     async def checkpoints(request: Request) -> Response:
@@ -149,12 +152,17 @@ def _shown(standing: Standing) -> dict[str, Any]:
         "method": {"type": asked.method, asked.method: {"hyperparameters": hyperparameters}},
         "trained_tokens": ended.trained_tokens if ended else None,
         "result_files": [ended.result_file] if ended and ended.result_file else [],
-        "error": ended.error if ended else None,
+        "error": _told(ended.error) if ended and ended.error else None,
         "seed": asked.seed,
         "estimated_finish": _estimate(standing),
         "integrations": [],
         "metadata": {**asked.metadata, **_added(standing)},
     }
+
+
+def _told(error: dict[str, Any]) -> dict[str, Any]:
+    """Why a job failed, without the paths of this machine."""
+    return {**error, "message": without_paths(str(error["message"]))}
 
 
 def _added(standing: Standing) -> dict[str, str]:

@@ -5,14 +5,14 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import AccessDenied, BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime import checkpoints
+from cray_agents.runtime import checked, checkpoints
+from cray_agents.runtime.gateway.auth import caller_of, may_name
 from cray_agents.runtime.gateway.bodies import (
     ID,
     answer,
@@ -24,10 +24,13 @@ from cray_agents.runtime.gateway.bodies import (
     query,
     read_json,
 )
+from cray_agents.runtime.gateway.server_paths import without_paths
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.training import JobSpec
+from cray_agents.runtime.keys import Role
+from cray_agents.training import JobSpec, JobStatus
 
 MOST = 1000  # jobs in a page
+Within = tuple[Path, ...] | None  # the folders that a request may name directories of
 PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
 
 
@@ -37,9 +40,17 @@ def routes(services: Services) -> list[Route]:
 
     async def submit(request: Request) -> Response:
         body = await read_json(request, services.max_body)
-        spec = await asyncio.to_thread(_spec, services, body)
+        within, caller = may_name(request, services.model_roots), caller_of(request)
+        if body.get("oversubscribe") and caller.role < Role.admin:
+            raise AccessDenied(
+                f"the key {caller.name!r} has the role {caller.role.name!r}; `oversubscribe`, "
+                "which may bring this machine down, needs 'admin'",
+                status=403,
+                code="insufficient_permissions",
+            )
+        spec = await asyncio.to_thread(_spec, services, body, within)
         status = await asyncio.to_thread(trainer.submit, spec)
-        return answer(status.model_dump(mode="json"))
+        return answer(_shown(status))
 
     async def listing(request: Request) -> Response:
         given = query(request, "limit", "after")
@@ -48,19 +59,19 @@ def routes(services: Services) -> list[Route]:
 
     async def one(request: Request) -> Response:
         status = await asyncio.to_thread(trainer.status, _job_id(request))
-        return answer(status.model_dump(mode="json"))
+        return answer(_shown(status))
 
     async def cancel(request: Request) -> Response:
         status = await asyncio.to_thread(trainer.cancel, _job_id(request))
-        return answer(status.model_dump(mode="json"))
+        return answer(_shown(status))
 
     async def pause(request: Request) -> Response:
         status = await asyncio.to_thread(trainer.pause, _job_id(request))
-        return answer(status.model_dump(mode="json"))
+        return answer(_shown(status))
 
     async def resume(request: Request) -> Response:
         status = await asyncio.to_thread(trainer.resume, _job_id(request))
-        return answer(status.model_dump(mode="json"))
+        return answer(_shown(status))
 
     async def events(request: Request) -> Response:
         after = number(query(request, "after"), "after", 0)
@@ -96,7 +107,7 @@ def _folder(services: Services, job_id: str) -> Path:
     return folder
 
 
-def _spec(services: Services, body: dict[str, Any]) -> JobSpec:
+def _spec(services: Services, body: dict[str, Any], within: Within) -> JobSpec:
     """The spec with its checkpoints resolved; the layout, if it was left out, is the trainer's."""
     dataset = field(body, "dataset", str)
     if not ID.fullmatch(dataset) or not services.home.dataset(dataset).is_dir():
@@ -108,12 +119,12 @@ def _spec(services: Services, body: dict[str, Any]) -> JobSpec:
     hyper = given.get("hyperparameters")
     afresh = isinstance(hyper, dict) and hyper.get("init") == "random"
     filled = {
-        **_checkpoint(services, field(body, "parent", str), "parent", afresh),
+        **_checkpoint(services, field(body, "parent", str), "parent", afresh, within),
         "code": services.code,
     }
     if "reference" in given:
         reference = field(given, "reference", str)
-        filled |= _checkpoint(services, reference, "reference", afresh=False)
+        filled |= _checkpoint(services, reference, "reference", False, within)
     elif "reference_sha256" in given:
         raise BadInput("reference_sha256 without a reference", param="reference_sha256")
     places = {name: filled[name] for name in ("parent", "reference") if name in filled}
@@ -140,24 +151,31 @@ def _optimizer_of_parent(home: Home, spec: JobSpec) -> str | None:
     if made is None or not ID.fullmatch(made):
         return None
     try:
-        before = orjson.loads((home.job(made) / "spec.json").read_bytes())
+        before = checked.read_json(home.job(made) / "spec.json")
     except FileNotFoundError:  # it was trained on another root, and brought here
         return None
     return made if before["hyperparameters"].get("lora") is None else None
 
 
-def _checkpoint(services: Services, named: str, what: str, afresh: bool) -> dict[str, str]:
-    """A checkpoint's directory and what names it; see JobSpec."""
+def _checkpoint(
+    services: Services, named: str, what: str, afresh: bool, within: Within
+) -> dict[str, str]:
+    """A checkpoint's directory and what names it; see JobSpec.
+
+    One that is not of this root is looked at whole: what can never be trained is refused here.
+    """
     try:
-        directory = services.registry.directory(named)
+        directory = services.registry.directory(named, within)
         if afresh:
             sha256 = checkpoints.config_sha256(directory)
             files = checkpoints.settings_in(directory)
         else:
+            if not checkpoints.is_ours(services.home, directory):
+                checkpoints.inspect(directory, with_manifest=True)
             manifest = checkpoints.read_manifest(directory)
             sha256, files = manifest.weights_sha256, manifest.files
-    except NotFound as error:
-        raise NotFound(str(error), param=what, code=error.code) from error
+    except (BadInput, NotFound) as error:
+        raise type(error)(str(error), param=what, code=error.code) from error
     found = {what: str(directory), f"{what}_sha256": sha256}
     if what == "parent":
         found["parent_settings_sha256"] = checkpoints.settings_sha256(files)
@@ -173,16 +191,21 @@ def _page(services: Services, after: str | None, limit: int) -> dict[str, Any]:
         if after not in ids:
             raise BadInput(f"after: no job {after[:200]!r} is listed here", param="after")
         ids = ids[ids.index(after) + 1 :]
-    shown = [services.trainer.status(name).model_dump(mode="json") for name in ids[:limit]]
+    shown = [_shown(services.trainer.status(name)) for name in ids[:limit]]
     return listed(shown, len(ids) > limit)
+
+
+def _shown(status: JobStatus) -> dict[str, Any]:
+    """A status as clients see it: what its error says of the host's files are their names."""
+    shown = status.model_dump(mode="json")
+    return {**shown, "error": status.error and without_paths(status.error)}
 
 
 def _events(path: Path) -> list[Any]:
     """The events of a job; a last line that is still being written is left out."""
     if not path.is_file():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [orjson.loads(line) for line in lines if line]
+    return list(checked.read_lines(path))
 
 
 def _tail(path: Path, lines: int) -> str:

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cray_agents.errors import Corrupt, NotFound
-from cray_agents.runtime import durable
+from cray_agents.errors import NotFound
+from cray_agents.runtime import checked, durable
 from cray_agents.runtime.gateway.bodies import answer, path_id, path_number, read_json
 from cray_agents.runtime.gateway.services import Services
 
@@ -27,7 +27,7 @@ def routes(services: Services) -> list[Route]:
     async def finish(request: Request) -> Response:
         record = await read_json(request, services.max_body)
         path = folder(request) / f"{path_number(request, 'number', 'generation')}.json"
-        created = await asyncio.to_thread(durable.create_file, path, orjson.dumps(record))
+        created = await asyncio.to_thread(durable.create_file, path, _text(record))
         return answer({"created": created})
 
     def entry(request: Request) -> Path:
@@ -40,7 +40,7 @@ def routes(services: Services) -> list[Route]:
     async def remember(request: Request) -> Response:
         record = await read_json(request, services.max_body)
         path = entry(request)
-        created = await asyncio.to_thread(durable.create_file, path, orjson.dumps(record))
+        created = await asyncio.to_thread(durable.create_file, path, _text(record))
         return answer({"created": created})
 
     return [
@@ -55,17 +55,16 @@ def _read(folder: Path) -> list[Any]:
     if not folder.is_dir():
         return []
     paths = [path for path in folder.glob("*.json") if path.stem.isdecimal()]
-    try:
-        return [orjson.loads(p.read_bytes()) for p in sorted(paths, key=lambda p: int(p.stem))]
-    except ValueError as error:
-        raise Corrupt(f"a generation's record in {folder} cannot be read: {error}") from error
+    return [checked.read_json(path) for path in sorted(paths, key=lambda path: int(path.stem))]
 
 
 def _recall(path: Path) -> Any:
     try:
-        return orjson.loads(path.read_bytes())
+        return checked.read_json(path)
     except FileNotFoundError:
         loop = path.parent.parent.name
         raise NotFound(f"loop {loop!r} has no entry {path.stem!r}", param="entry") from None
-    except ValueError as error:
-        raise Corrupt(f"{path} cannot be read: {error}") from error
+
+
+def _text(record: Any) -> bytes:
+    return checked.with_crc(orjson.dumps(record))

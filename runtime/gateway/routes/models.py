@@ -4,19 +4,35 @@ promoting.py does it: a version is served only after the pool has proven it.
 """
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cray_agents.errors import NotFound
+from cray_agents.errors import AccessDenied, BadInput, NotFound
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.canary import CanaryTest
-from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import answer, field, parse, path_id, query, read_json
+from cray_agents.runtime.gateway.auth import caller_of, may_name
+from cray_agents.runtime.gateway.bodies import (
+    answer,
+    field,
+    has_body,
+    listed,
+    number,
+    parse,
+    path_id,
+    query,
+    read_json,
+)
+from cray_agents.runtime.gateway.errors import is_anthropic
+from cray_agents.runtime.gateway.lending import lease_seconds
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.keys import Role
 from cray_agents.runtime.lineage import lineage_of
+
+ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST = 20, 1000  # models in a page of Anthropic's list
 
 
 def routes(services: Services) -> list[Route]:
@@ -28,17 +44,21 @@ def routes(services: Services) -> list[Route]:
         if "run_id" in request.path_params:
             path_id(request, "run_id", "run")
         models = await asyncio.to_thread(_models, services)
+        if is_anthropic(request.scope):
+            return answer(_anthropic_page(request, [_anthropic(m) for m in models.values()]))
         return answer({"object": "list", "data": list(models.values())})
 
     async def model(request: Request) -> Response:
         name = path_id(request, "model", "model")
-        return answer(_model(name, registry.resolve(name)))
+        shown = _model(name, registry.resolve(name))
+        return answer(_anthropic(shown) if is_anthropic(request.scope) else shown)
 
     async def register(request: Request) -> Response:
         name = path_id(request, "name", "model")
         body = await read_json(request, services.max_body)
         checkpoint = field(body, "checkpoint", str)
-        taken = await asyncio.to_thread(registry.import_checkpoint, checkpoint)
+        within = may_name(request, services.model_roots)
+        taken = await asyncio.to_thread(registry.import_checkpoint, checkpoint, within)
         version = await asyncio.to_thread(registry.register, name, *taken)
         return answer(_version(version))
 
@@ -51,13 +71,28 @@ def routes(services: Services) -> list[Route]:
     async def stage(request: Request) -> Response:
         name = path_id(request, "name", "model")
         version = registry.resolve(f"{name}@{request.path_params['number']}")
-        report = await promoting.stage(version)
+        body = await read_json(request, services.max_body) if has_body(request) else {}
+        force, caller = field(body, "force", bool, False), caller_of(request)
+        if force and caller.role < Role.admin:
+            raise AccessDenied(
+                f"the key {caller.name!r} has the role {caller.role.name!r}; to stage with force, "
+                "which may take what is promoted off its last replica, needs 'admin'",
+                status=403,
+                code="insufficient_permissions",
+            )
+        holder = field(body, "holder", str, "")[:200] or (caller.name if force else "")
+        report = await promoting.stage(
+            version, force=force, holder=holder, seconds=lease_seconds(body)
+        )
         return answer(report.model_dump(mode="json"))
 
     async def promote(request: Request) -> Response:
         version, body = await _asked(services, request)
         event = await promoting.promote(
-            version, **_said(request, body), numbers=field(body, "numbers", dict, {})
+            version,
+            **_said(request, body),
+            numbers=field(body, "numbers", dict, {}),
+            force=field(body, "force", bool, False),
         )
         return answer(event.model_dump(mode="json"))
 
@@ -72,12 +107,8 @@ def routes(services: Services) -> list[Route]:
 
     async def reject(request: Request) -> Response:
         version, body = await _asked(services, request)
-        event = await asyncio.to_thread(
-            registry.reject,
-            version.name,
-            version.number,
-            **_said(request, body),
-            numbers=field(body, "numbers", dict, {}),
+        event = await promoting.reject(
+            version, **_said(request, body), numbers=field(body, "numbers", dict, {})
         )
         return answer(event.model_dump(mode="json"))
 
@@ -93,7 +124,10 @@ def routes(services: Services) -> list[Route]:
         version, body = await _asked(services, request)
         said = _said(request, body)
         given = {key: value for key, value in body.items() if key not in ("version", *said)}
-        event = await promoting.start_canary(version, parse(CanaryTest, given), **said)
+        test = parse(CanaryTest, given)
+        own = [name] if (name := caller_of(request).key_name) else []
+        test = test.model_copy(update={"givers": sorted({*own, *(test.givers or ())})})
+        event = await promoting.start_canary(version, test, **said)
         return answer(event.model_dump(mode="json"))
 
     async def show_canary(request: Request) -> Response:
@@ -157,6 +191,29 @@ def _models(services: Services) -> dict[str, dict[str, Any]]:
 def _model(model_id: str, version: ModelVersion) -> dict[str, Any]:
     created = int(version.created)
     return {"id": model_id, "object": "model", "created": created, "owned_by": "cray-agents"}
+
+
+def _anthropic(model: dict[str, Any]) -> dict[str, Any]:
+    """A model as Anthropic's clients know it."""
+    created = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    name = model["id"]
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}
+
+
+def _anthropic_page(request: Request, models: list[dict[str, Any]]) -> dict[str, Any]:
+    """A page in Anthropic's shape. Raises BadInput."""
+    given = query(request, "limit", "after_id", "before_id", "beta")
+    ids = [model["id"] for model in models]
+    first, last = given.get("after_id"), given.get("before_id")
+    for name, cursor in (("after_id", first), ("before_id", last)):
+        if cursor is not None and cursor not in ids:
+            raise BadInput(f"{name} is no model of this list: {cursor[:200]!r}", param=name)
+    rest = models[ids.index(first) + 1 if first else 0 : ids.index(last) if last else None]
+    limit = max(1, number(given, "limit", ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST))
+    page = rest[-limit:] if last and not first else rest[:limit]
+    return {
+        name: value for name, value in listed(page, len(rest) > limit).items() if name != "object"
+    }
 
 
 def _version(version: ModelVersion) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from starlette.routing import Route
 from cray_agents.errors import BadInput
 from cray_agents.recipes import RunFilter, RunQuery
 from cray_agents.records import Event, Reward, Run, digest
-from cray_agents.runtime.feedback import Feedback, give, judged
+from cray_agents.runtime.feedback import AHEAD, Feedback, check_rewards, give, judged
+from cray_agents.runtime.gateway.auth import Caller, caller_of
 from cray_agents.runtime.gateway.bodies import (
     ID,
     answer,
@@ -25,23 +26,34 @@ from cray_agents.runtime.gateway.bodies import (
     query,
     read_json,
 )
+from cray_agents.runtime.gateway.ownership import check_claims
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.keys import Role
 
 FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
 MOST = 1000  # runs in one answer
-AHEAD = 300.0  # seconds by which a client's clock may be ahead of ours
 TOKEN_LISTS: dict[str, Any] = {"prompt_token_ids": [], "token_ids": [], "logprobs": []}
 
 
 def routes(services: Services) -> list[Route]:
     """Everything under /v1/trajectories."""
+    owners = services.run_owners
 
     async def append(request: Request) -> Response:
         of_one = "run_id" in request.path_params
         run_id = path_id(request, "run_id", "run") if of_one else None
         body = await read_json(request, services.max_body)
         given = field(body, "events", list)
-        events = [_event(run_id, value, f"events.{n}") for n, value in enumerate(given)]
+        caller = caller_of(request)
+        events = [
+            _event(run_id, value, f"events.{n}", caller, services.reward_limit)
+            for n, value in enumerate(given)
+        ]
+        described = [event.run_id for event in events if event.kind == "run"]
+        owner = await owners.owners(caller, described, (event.run_id for event in events))
+        for event in events:
+            if event.kind == "run":
+                event.body["owner"] = owner[event.run_id]
         appended = await services.store.append(events)
         for told_of in {event.run_id for event in events}:
             await services.promoting.live.rewarded(told_of)
@@ -50,8 +62,11 @@ def routes(services: Services) -> list[Route]:
     async def reward(request: Request) -> Response:
         run_id = path_id(request, "run_id", "run")
         given = parse(Feedback, await read_json(request, services.max_body))
+        check_rewards([Reward(**given.model_dump())], services.reward_limit)
+        caller = caller_of(request)
+        await owners.owners(caller, (), [run_id])
         await asyncio.to_thread(judged, services.store, run_id, given)  # NotFound, BadInput
-        reward = await give(services.store, run_id, given)
+        reward = await give(services.store, run_id, given, caller.key_name)
         await services.promoting.live.rewarded(run_id)
         return answer(reward.model_dump(mode="json"))
 
@@ -105,10 +120,11 @@ def one_of(given: dict[str, str], name: str, known: Sequence[str]) -> str:
     return text
 
 
-def _event(run_id: str | None, value: Any, at: str) -> Event:
-    """An event from JSON; without an id it is named by its content. Raises BadInput.
+def _event(run_id: str | None, value: Any, at: str, caller: Caller, reward_limit: float) -> Event:
+    """An event from JSON; without an id it is named by its content. Raises BadInput, AccessDenied.
 
-    run_id: the run of which the path says that it tells; None: the event says it itself.
+    run_id: the run of which the path says that it tells; None: the event says it itself. The ids of
+    those who are no admin are their own: under another's it would be taken for that event.
     """
     if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
         raise BadInput(f"{at} must be an object with kind and body", param=at)
@@ -123,15 +139,20 @@ def _event(run_id: str | None, value: Any, at: str) -> Event:
         raise BadInput(f"{at}: id must be a string, and time unix seconds", param=at)
     if not -math.inf < when <= time.time() + AHEAD:
         raise BadInput(f"{at}.time: {when} is no unix time up to now", param=f"{at}.time")
+    if caller.role is not Role.admin:
+        event_id = f"{caller.key_id}.{event_id}"
     record: Run | Reward
     if kind == "run":
         record = _bare(parse(Run, {"id": run_id, **body}, f"{at}.body"))
         if record.id != run_id:
             raise BadInput(f"{at}.body.id is {record.id!r}, not {run_id!r}", param=f"{at}.body.id")
-        _check_rewards(record.rewards, f"{at}.body.rewards")
+        check_claims(caller, record, f"{at}.body")
+        check_rewards(record.rewards, reward_limit, f"{at}.body.rewards")
+        rewards = [_given_by(caller, reward) for reward in record.rewards]
+        record = record.model_copy(update={"rewards": rewards})
     elif kind == "reward":
-        record = parse(Reward, body, f"{at}.body")
-        _check_rewards([record], f"{at}.body")
+        record = _given_by(caller, parse(Reward, body, f"{at}.body"))
+        check_rewards([record], reward_limit, f"{at}.body")
     else:
         raise BadInput(f"{at}.kind must be 'run' or 'reward', not {kind!r}", param=f"{at}.kind")
     return Event(
@@ -143,12 +164,11 @@ def _event(run_id: str | None, value: Any, at: str) -> Event:
     )
 
 
-def _check_rewards(rewards: Sequence[Reward], at: str) -> None:
-    for reward in rewards:
-        if not math.isfinite(reward.value):
-            raise BadInput(f"{at}: a reward of {reward.value} is none", param=at)
-        if reward.turn is not None and reward.turn < 0:
-            raise BadInput(f"{at}: turn {reward.turn}: turns count from 0", param=at)
+def _given_by(caller: Caller, reward: Reward) -> Reward:
+    """The reward with its giver; only an admin passes on what another gave."""
+    if caller.role is Role.admin and reward.giver:
+        return reward
+    return reward.model_copy(update={"giver": caller.key_name})
 
 
 def _bare(run: Run) -> Run:

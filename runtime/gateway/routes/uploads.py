@@ -17,6 +17,7 @@ from cray_agents.runtime.files import Files
 from cray_agents.runtime.gateway.auth import caller_of
 from cray_agents.runtime.gateway.bodies import answer, field, parse, path_id, read_json
 from cray_agents.runtime.gateway.multipart import Form, receive_form, too_large
+from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.routes.files import check_filename
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.sweeping import Sweeper
@@ -44,15 +45,22 @@ def routes(services: Services) -> list[Route]:
     async def one(request: Request) -> Response:
         return answer(await asyncio.to_thread(uploads.show, _id(request)))
 
-    async def part(request: Request) -> Response:
+    async def own(request: Request) -> str:
+        """The id of an upload that the caller may go on with. Raises AccessDenied, NotFound."""
         upload_id = _id(request)
+        owner = await asyncio.to_thread(uploads.owner, upload_id)
+        check_owner(caller_of(request), owner, f"upload {upload_id!r}")
+        return upload_id
+
+    async def part(request: Request) -> Response:
+        upload_id = await own(request)
         await asyncio.to_thread(uploads.check_pending, upload_id)
         async with receive_form(request, "data", files.blobs.draft, PART_BYTES) as form:
             added = await asyncio.to_thread(_add, uploads, upload_id, form)
         return answer(added.shown())
 
     async def complete(request: Request) -> Response:
-        upload_id = _id(request)
+        upload_id = await own(request)
         body = await read_json(request, services.max_body)
         part_ids = field(body, "part_ids", list)
         if not all(isinstance(part_id, str) for part_id in part_ids):
@@ -67,7 +75,7 @@ def routes(services: Services) -> list[Route]:
         return response
 
     async def cancel(request: Request) -> Response:
-        return answer(await asyncio.to_thread(uploads.cancel, _id(request)))
+        return answer(await asyncio.to_thread(uploads.cancel, await own(request)))
 
     return [
         Route("/v1/uploads", create, methods=["POST"]),

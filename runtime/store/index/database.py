@@ -14,10 +14,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cray_agents.errors import CrayError, StoreError
+from cray_agents.errors import CrayError, DiskFull, StoreError
 from cray_agents.runtime.store.index import schema
-from cray_agents.runtime.store.index.seen import Seen
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.store.index.seen import Seen
 
 READERS = 8  # idle connections kept
 FRESH = 0.05  # seconds for which a reader does not look whether the file is another
@@ -149,7 +152,12 @@ class Database:
                 return False
             self._draft = schema.draft(self._beside("draft"), self._identity)
             self._filler = threading.get_ident()
-            self.seen = Seen()
+            try:
+                from cray_agents.runtime.store.index.seen import Seen
+            except ModuleNotFoundError:  # a light install: keys are sorted as they come
+                self._draft.execute(schema.KEYS)
+            else:
+                self.seen = Seen()
         return True
 
     def _publish_draft(self) -> None:
@@ -221,7 +229,9 @@ class Database:
             yield
         except sqlite3.Error as error:
             if not schema.is_damage(error):
-                raise StoreError(f"cannot use the index {self.path}: {error}") from error
+                full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
+                kind = DiskFull if full else StoreError
+                raise kind(f"cannot use the index {self.path}: {error}") from error
             try:
                 with self._lock:
                     self._renew()
@@ -233,7 +243,7 @@ class Database:
         except OSError as error:
             if isinstance(error, CrayError):
                 raise
-            raise StoreError(f"cannot use the index {self.path}: {error}") from error
+            raise StoreError.of(f"cannot use the index {self.path}", error) from error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ at once, joined in merging.py, and written at the end by run_rows.py.
 import sqlite3
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -17,8 +17,10 @@ from cray_agents.runtime.store.index.codes import Codes
 from cray_agents.runtime.store.index.merging import Told
 from cray_agents.runtime.store.index.run_rows import Row, rows_in
 from cray_agents.runtime.store.index.schema import BY_RUN, FORGET, KEYS, KINDS
-from cray_agents.runtime.store.index.seen import Seen
 from cray_agents.runtime.store.segments.lines import Placed
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.store.index.seen import Seen
 
 _LIVE = f"run = ? AND dead = 0 AND kind != {FORGET}"
 
@@ -52,7 +54,7 @@ class Intake:
         codes: Codes,
         segment: int,
         replaces: Collection[int] = (),
-        seen: Seen | None = None,
+        seen: "Seen | None" = None,
     ) -> None:
         self._connection = connection
         self._codes = codes

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from cray_agents.records import UNSCORED
+from cray_agents.records import UNSCORED, Given
 from cray_agents.runtime.store.facts import Fact
 
 
@@ -19,8 +19,9 @@ class RunFacts(NamedTuple):
     """A run without its bodies: what lists show and queries ask for.
 
     `reward` is the sum of `rewards`, (name, source, value, turn), the newest of each name, source
-    and turn; None if one failed. A run nobody described (`described` false) is told by its calls.
-    Times in unix seconds.
+    and turn; None if one failed. `given` are those of each giver, (..., giver, time), if any came
+    with an API key: `by_givers` of records.py says what those of some are. A run nobody described
+    (`described` false) is told by its calls. Times in unix seconds.
     """
 
     run_id: str
@@ -49,12 +50,15 @@ class RunFacts(NamedTuple):
     input: str
     output: str
     redacted: bool
+    owner: str
+    given: tuple[Given, ...] = ()
 
 
+_REWARD = ("name", "source", "value", "time", "turn", "giver")
 _ABOUT = (  # what a description tells, in this order
     *("model", "agent", "loop", "generation", "attempt", "task", "split", "stop_reason"),
     *("started", "seconds", "error", "infrastructure", "tags", "rewards", "turns"),
-    *("input", "output", "imported", "redacted"),
+    *("input", "output", "imported", "redacted", "owner"),
 )
 
 
@@ -68,6 +72,7 @@ class Told:
         "forgotten",
         "last",
         "models",
+        "owner",
         "prompt",
         "redacted",
         "rewards",
@@ -80,10 +85,11 @@ class Told:
         self.calls = self.prompt = self.sampled = 0
         self.redacted = False
         self.first = math.inf
-        self.last: list[Any] | None = None  # [started, event id, seconds, model, cancelled]
+        self.last: list[Any] | None = None  # [started, event id, seconds, model, ending]
         self.models: list[str] = []
         self.tags: list[str] = []
-        self.rewards: list[list[Any]] = []  # [name, source, value, time, turn], of events
+        self.owner: list[Any] | None = None  # [started, event id, owner] of the first call
+        self.rewards: list[list[Any]] = []  # [name, source, value, time, turn, giver], of events
         self.forgotten: float | None = None  # events up to this time do not count
         if data is not None:
             (self.described, self.forgotten, self.rewards, calls) = orjson.loads(data)
@@ -97,6 +103,7 @@ class Told:
                     self.last,
                     self.models,
                     self.tags,
+                    self.owner,
                 ) = calls
 
     def dumps(self) -> bytes:
@@ -112,6 +119,7 @@ class Told:
                 self.last,
                 self.models,
                 self.tags,
+                self.owner,
             )
         return orjson.dumps((self.described, self.forgotten, self.rewards, calls))
 
@@ -121,8 +129,8 @@ class Told:
             self._take_call(fact)
         elif fact.kind == "reward":
             about = fact.about
-            reward = [about[name] for name in ("name", "source", "value", "time", "turn")]
-            self.rewards = _newest([*self.rewards, reward]) if self.rewards else [reward]
+            reward = [about[name] for name in _REWARD]
+            self.rewards = _of_each([*self.rewards, reward]) if self.rewards else [reward]
         elif fact.kind == "run" and (
             self.described is None or [fact.time, fact.id] > self.described[:2]
         ):
@@ -139,8 +147,9 @@ class Told:
             self.described or self._told_by_calls()
         )
         started, seconds, error, infrastructure, tags, given, turns, *heads = more
-        asked, output, imported, redacted = heads
-        rewards = _newest([*given, *self.rewards]) if given else self.rewards
+        asked, output, imported, redacted, owner = heads
+        of_each = _of_each([*given, *self.rewards]) if given else self.rewards
+        rewards = _newest(of_each) if len(of_each) > 1 else of_each
         return RunFacts(
             run_id,
             self.described is not None,
@@ -168,17 +177,19 @@ class Told:
             asked,
             output,
             redacted or self.redacted,
+            owner,
+            tuple(map(_given, of_each)) if any(reward[5] for reward in of_each) else (),
         )
 
     def _told_by_calls(self) -> tuple[Any, ...]:
         """As `described`: a run that nobody described."""
         assert self.last is not None
-        started, _, seconds, model, cancelled = self.last
+        started, _, seconds, model, ending = self.last
         return (
             *(0.0, "", model, "", None, None, None, None, None),
-            "cancelled" if cancelled else "completed",
+            ending,
             *(self.first, started + seconds - self.first),
-            *(None, False, [], [], 0, "", "", None, False),
+            *(None, False, [], [], 0, "", "", None, False, self.owner[2] if self.owner else ""),
         )
 
     def _take_call(self, fact: Fact) -> None:
@@ -190,7 +201,9 @@ class Told:
         self.redacted = self.redacted or about["redacted"]
         self.first = min(self.first, started)
         if self.last is None or [started, fact.id] > self.last[:2]:
-            self.last = [started, fact.id, about["seconds"], model, about["cancelled"]]
+            self.last = [started, fact.id, about["seconds"], model, about["ending"]]
+        if self.owner is None or [started, fact.id] < self.owner[:2]:
+            self.owner = [started, fact.id, about["owner"]]
         self.models = _union(self.models, [model])
         self.tags = _union(self.tags, about["tags"])
 
@@ -202,12 +215,29 @@ def _union(known: list[str], more: list[str]) -> list[str]:
     return sorted({*known, *more})
 
 
+def _of_each(rewards: Iterable[list[Any]]) -> list[list[Any]]:
+    """One reward of each giver, name, source and turn, the newest; sorted by these."""
+    kept: dict[tuple[str, str, int, str], list[Any]] = {}
+    for reward in rewards:
+        key = (reward[0], reward[1], -1 if reward[4] is None else reward[4], reward[5])
+        _keep(kept, key, reward)
+    return [kept[key] for key in sorted(kept)]
+
+
 def _newest(rewards: Iterable[list[Any]]) -> list[list[Any]]:
     """One reward of each name, source and turn, the newest by (time, value); sorted by these."""
     kept: dict[tuple[str, str, int], list[Any]] = {}
     for reward in rewards:
-        key = (reward[0], reward[1], -1 if reward[4] is None else reward[4])
-        found = kept.get(key)
-        if found is None or (reward[3], reward[2]) >= (found[3], found[2]):
-            kept[key] = reward
+        _keep(kept, (reward[0], reward[1], -1 if reward[4] is None else reward[4]), reward)
     return [kept[key] for key in sorted(kept)]
+
+
+def _keep(kept: dict[Any, list[Any]], key: tuple[Any, ...], reward: list[Any]) -> None:
+    found = kept.get(key)
+    if found is None or (reward[3], reward[2]) >= (found[3], found[2]):
+        kept[key] = reward
+
+
+def _given(reward: list[Any]) -> Given:
+    name, source, value, when, turn, giver = reward
+    return name, source, value, turn, giver, when

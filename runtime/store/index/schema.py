@@ -98,12 +98,12 @@ def connect(path: Path, *, writer: bool = False) -> sqlite3.Connection:
     connection.execute("PRAGMA synchronous = OFF")
     if writer:
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA cache_size = -65536")  # KiB, negated
+        connection.execute("PRAGMA cache_size = -16384")  # KiB, negated
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
         connection.execute("PRAGMA journal_size_limit = 67108864")
     else:
         connection.execute("PRAGMA query_only = ON")
-        connection.execute("PRAGMA cache_size = -8192")
+        connection.execute("PRAGMA cache_size = -2048")
     return connection
 
 

@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import orjson
-import zstandard
 
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.store.facts import Fact
@@ -123,23 +122,29 @@ class Table:
 
 def compress(data: bytes) -> bytes:
     """One zstd frame with its content size and a checksum."""
+    import zstandard
+
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(data)
 
 
 class Unpacker(threading.local):
     """Unpacks zstd frames, in any thread: each has its own state, which is costly to make."""
 
-    def __init__(self) -> None:
-        self._zstd = zstandard.ZstdDecompressor()
+    _zstd: Any = None
 
     def unpack(self, data: bytes, length: int) -> bytes:
         """The content of one frame, of so many bytes. Raises Corrupt."""
+        import zstandard
+
+        if self._zstd is None:
+            self._zstd = zstandard.ZstdDecompressor()
         try:
             if zstandard.frame_content_size(data) != length:  # before that much memory is taken
                 raise Corrupt("the frame's header is damaged")
-            return self._zstd.decompress(data)
+            content: bytes = self._zstd.decompress(data)
         except zstandard.ZstdError as error:
             raise Corrupt(f"the frame is damaged ({error})") from error
+        return content
 
 
 def mark_of(frame: Frame) -> bytes:
@@ -251,6 +256,8 @@ def _told(footer: dict[str, Any]) -> Footer:
 
 def _decompressed(payload: bytes) -> bytes:
     """Of a frame whose length nothing else tells; a checksum has proven it, or does so now."""
+    import zstandard
+
     try:
         length = zstandard.frame_content_size(payload)
         if length > 1000 * len(payload) + 2**20:

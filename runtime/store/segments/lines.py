@@ -6,17 +6,15 @@
 wherever it lies, and is still plain JSON. Made by store.py, read by reading.py and sealed.py.
 """
 
-import zlib
 from typing import Any, NamedTuple
 
 import orjson
 
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import Event
+from cray_agents.runtime.checked import is_whole, with_crc
 from cray_agents.runtime.store.facts import Fact
 
-MARK = b',"crc":"'
-TAIL = len(MARK) + 8 + len(b'"}')  # bytes from the mark to the end of the line
 SHOWN = 60  # bytes of a bad line that a message tells
 
 
@@ -53,20 +51,6 @@ def line_of(event: Event) -> bytes:
     except TypeError as error:  # orjson's JSONEncodeError is one
         raise StoreError(f"event {event.id} is not JSON: {error}") from error
     return with_crc(text)
-
-
-def with_crc(text: bytes) -> bytes:
-    """A JSON object that has keys, with its checksum as the last one."""
-    text = text[:-1]
-    return b'%b%b%08x"}' % (text, MARK, zlib.crc32(text))
-
-
-def is_whole(line: bytes) -> bool:
-    """Whether a line is what its checksum says."""
-    start = len(line) - TAIL
-    if start <= 0 or line[start:] != b'%b%08x"}' % (MARK, zlib.crc32(memoryview(line)[:start])):
-        return False
-    return line[0] == ord("{")
 
 
 def event_in(line: bytes) -> dict[str, Any]:

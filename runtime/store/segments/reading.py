@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cray_agents.errors import Corrupt, StoreError
+from cray_agents.runtime.checked import is_whole
 from cray_agents.runtime.store.facts import FACTS
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.handles import Handle, Handles, Moved, open_segment
-from cray_agents.runtime.store.segments.lines import Place, Placed, is_whole
+from cray_agents.runtime.store.segments.lines import Place, Placed
 from cray_agents.runtime.store.segments.names import COMPACTED, FORMS, OPEN, SEALED, name_of
 
 BLOCK = 2**20  # bytes of an open segment read at a time

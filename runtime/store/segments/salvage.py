@@ -51,11 +51,12 @@ Kind = Literal[
     "half_sealed",  # an open segment that has been sealed, and is still there
     "half_compacted",  # a segment that another replaces, and is still there
     "stale_draft",  # a file that was never finished
+    "damaged",  # a file elsewhere under the root: see fsck.py
 ]
 
 
 class Finding(NamedTuple):
-    """Something wrong with a segment.
+    """Something wrong with a segment, or (fsck.py) with another file, which is in no segment.
 
     `offset`, `length`: which bytes of its lines are concerned (0, 0: none); `at`: where in the
     file. `lost`: lines that cannot be read any more, None if that is not known.

@@ -115,7 +115,7 @@ class SegmentWriter:
         """Leave the file: it may end in half a line."""
         where = self._file.path if self._file else self._directory
         self._leave()
-        return StoreError(f"cannot write to {where}: {error.strerror or error}")
+        return StoreError.of(f"cannot write to {where}", error)
 
     def _then(self, group: list[Payload], places: list[list[Place]]) -> None:
         facts = chain.from_iterable(payload.facts for payload in group)
@@ -142,8 +142,10 @@ class SegmentWriter:
         """Close the file and have it sealed, by a thread of its own: commits go on."""
         if self._file is not None:
             file, self._file = self._file, None
-            self._sealing.submit(self._seal, file.path, self._stem)
-            file.close()
+            if file.close():
+                self._sealing.submit(self._seal, file.path, self._stem)
+            else:
+                self._held.discard(self._stem)
 
     def _seal(self, path: Path, stem: str) -> None:
         try:

@@ -28,7 +28,7 @@ def written_out(group: list[dict[int, float]], turns: list[int], gamma: float) -
     """arXiv 2402.03300, 4.1.3: R = {r_i^index(j)}; A_i,t = sum over index(j) >= t of
     (r_i^index(j) - mean(R)) / std(R); here each times gamma to the turns between."""
     rewards = np.array([r for run in group for r in run.values()])
-    mean, std = np.mean(rewards), np.std(rewards)
+    mean, std = np.mean(rewards), np.std(rewards, ddof=1)
     return [
         [
             float(sum(gamma ** (j - t) * (r - mean) / std for j, r in run.items() if j >= t))
@@ -48,7 +48,7 @@ def test_steps_are_the_formula_of_the_paper(gamma: float) -> None:
             for n in turns
         ]
         steps = [Steps(n, run) for n, run in zip(turns, group, strict=True)]
-        found = of_steps(steps, True, gamma)
+        found = of_steps(steps, "sample", gamma)
         for mine, theirs in zip(found, written_out(group, turns, gamma), strict=True):
             assert mine == pytest.approx(theirs)
 
@@ -56,15 +56,18 @@ def test_steps_are_the_formula_of_the_paper(gamma: float) -> None:
 def test_outcomes_are_the_formula_of_the_paper() -> None:
     values = [0.0, 1.0, 1.0, 0.25]
     each = np.array(values)
-    assert of_outcomes(values, True) == pytest.approx(list((each - each.mean()) / each.std()))
-    assert of_outcomes(values, False) == pytest.approx(list(each - each.mean()))
+    over = [("sample", each.std(ddof=1)), ("population", each.std())]
+    for deviation, scale in over:
+        expected = list((each - each.mean()) / scale)
+        assert of_outcomes(values, deviation) == pytest.approx(expected)  # type: ignore[arg-type]
+    assert of_outcomes(values, None) == pytest.approx(list(each - each.mean()))
 
 
 def test_one_reward_at_the_end_is_the_outcome_for_all_turns() -> None:
     values = [0.0, 1.0, 0.5]
     steps = [Steps(n + 1, {n: value}) for n, value in enumerate(values)]
     for advantages, outcome in zip(
-        of_steps(steps, True, 1.0), of_outcomes(values, True), strict=True
+        of_steps(steps, "sample", 1.0), of_outcomes(values, "sample"), strict=True
     ):
         assert advantages == [outcome] * len(advantages)
 
@@ -136,14 +139,19 @@ async def test_without_rewards_of_turns_nothing_changes(tmp_path: Path) -> None:
         *(attempt(n, tokens, {None: [0.0, 1.0, 0.3][n]}) for n, (tokens, _) in enumerate(GROUP))
     )
     home = await stored(tmp_path, events)
-    manifest, found = made(home, method="grpo", loop="l")
+    as_before: Any = {"method": "grpo", "loop": "l", "deviation": "population"}
+    manifest, found = made(home, **as_before)
     assert manifest["id"] == "ds-47fe44f3138a3325"
-    each = of_outcomes([0.0, 1.0, 0.3], True)
+    each = of_outcomes([0.0, 1.0, 0.3], "population")
     assert [row["advantage"] for row in found] == each
     for row, advantage in zip(found, each, strict=True):
         assert row["advantages"] == [float(np.float32(advantage)) * m for m in row["loss_mask"]]
-    _, again = made(home, method="grpo", loop="l", discount=0.5)
+    _, again = made(home, **as_before, discount=0.5)
     assert [row["advantages"] for row in again] == [row["advantages"] for row in found]
+    other, sample = made(home, method="grpo", loop="l")
+    assert other["id"] != manifest["id"], "other advantages are another dataset"
+    each = of_outcomes([0.0, 1.0, 0.3], "sample")
+    assert [row["advantage"] for row in sample] == each
 
 
 async def test_rewards_of_the_recipe_are_of_whole_runs(tmp_path: Path) -> None:
@@ -151,7 +159,7 @@ async def test_rewards_of_the_recipe_are_of_whole_runs(tmp_path: Path) -> None:
     home = await stored(tmp_path, events)
     control = {"a0": 0.0, "a1": 1.0, "a2": 0.3}
     _, found = made(home, method="grpo", loop="l", rewards=control)
-    assert [row["advantage"] for row in found] == of_outcomes([0.0, 1.0, 0.3], True)
+    assert [row["advantage"] for row in found] == of_outcomes([0.0, 1.0, 0.3], "sample")
     del control["a0"]
     _, found = made(home, method="grpo", loop="l", rewards=control)
     expected = written_out([{0: 0.5, 2: 1.0}, {1: 1.0}, {2: 0.3}], [3, 2, 3], 1.0)
@@ -170,8 +178,9 @@ async def test_groups_whose_steps_are_all_alike_say_nothing(tmp_path: Path) -> N
     )
     _, found = await build(tmp_path / "b", events, method="grpo", loop="l")
     assert [row["reward"] for row in found] == [1.0, 1.0]  # alike as outcomes, not as steps
-    assert found[0]["advantages"][2:] == [0.0, 0.0, -1.0]
-    assert found[1]["advantages"][2:] == [0.0, 0.0, 1.0]
+    third = 0.75**0.5  # four steps, half of them 0: over their sample deviation
+    assert found[0]["advantages"][2:] == pytest.approx([0.0, 0.0, -third])
+    assert found[1]["advantages"][2:] == pytest.approx([0.0, 0.0, third])
 
 
 async def test_a_turn_that_is_not_there_and_a_reward_that_failed(tmp_path: Path) -> None:
@@ -189,7 +198,8 @@ async def test_a_turn_that_is_not_there_and_a_reward_that_failed(tmp_path: Path)
     assert (why["a0"], why["f"]) == ("no_such_turn", "reward_error")
     assert details(home, manifest["id"])["a0"] == "2 of 2"
     assert [row["run_id"] for row in found] == ["a1", "a2"]
-    assert found[0]["advantages"][2:] == [-1.0, 0.0, 0.0]  # of two steps alone
+    half = 0.5**0.5
+    assert found[0]["advantages"][2:] == pytest.approx([-half, 0.0, 0.0])  # of two steps alone
     manifest, found = made(home, loop="l", min_reward=1.0)
     assert [row["run_id"] for row in found] == ["a0", "a2"]  # to imitate, a sum is enough
 

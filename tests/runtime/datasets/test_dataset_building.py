@@ -374,7 +374,6 @@ DEMONSTRATED = {"demonstrations": [[{"role": "assistant", "content": "a"}]], "to
         ({"step": 1}, "step"),
         ({"step": 1, "loop": "../l"}, "loop"),
         ({"balance_power": 0.5}, "balance_power"),
-        ({"rewards": {"a": float("nan")}}, "rewards"),
         ({"demonstrations": [[]]}, "tokenizer"),
         ({"demonstrations_tools": [[]]}, "demonstrations_tools"),
     ],

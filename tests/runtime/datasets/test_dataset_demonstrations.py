@@ -1,7 +1,9 @@
 """Conversations to imitate: only what the assistant says is trained on."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,22 @@ def test_demonstrations_train_only_what_the_assistant_says(tokenizer: Path, deco
         f'<tool_call>\n{{"name": "calculator", "arguments": {CALL}}}\n</tool_call><|im_end|>'
         "432<|im_end|>"
     )
+
+
+def test_a_template_that_loops_is_given_up(tokenizer: Path, tmp_path: Path) -> None:
+    """In whatever thread it is; what is rendered afterwards in that thread is not disturbed."""
+    looping = tmp_path / "looping"
+    shutil.copytree(tokenizer, looping)
+    template = looping / "chat_template.jinja"
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    start = "{% if messages[0].content == 'loop' %}" + loops + "{% endif %}"
+    template.write_text(start + template.read_text())
+    renderer = Renderer(looping)
+    loop = [{"role": "user", "content": "loop"}, {"role": "assistant", "content": "432"}]
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(BadInput, match="the chat template took more than 5 s"):
+            executor.submit(renderer.samples, loop, []).result()
+        assert executor.submit(renderer.samples, CONVERSATION, TOOLS).result()
 
 
 async def test_demonstrations_and_runs_in_one_set(tmp_path: Path, tokenizer: Path) -> None:

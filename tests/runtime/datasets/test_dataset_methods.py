@@ -79,17 +79,18 @@ async def test_groups_have_advantages(tmp_path: Path) -> None:
     events = [*attempts("a", 0, 1, 1, 0.5), *attempts("b", 3, 5)]
     manifest, found = await build(tmp_path, events, method="grpo", loop="l")
     assert taken(found) == ["a0", "a1", "a2", "a3", "b0", "b1"]
-    spread = math.sqrt(sum((x - 0.625) ** 2 for x in (0, 1, 1, 0.5)) / 4)
-    expected = [(x - 0.625) / spread for x in (0, 1, 1, 0.5)] + [-1, 1]
+    spread = math.sqrt(sum((x - 0.625) ** 2 for x in (0, 1, 1, 0.5)) / 3)
+    half = math.sqrt(0.5)  # two runs are each so many sample deviations from their mean
+    expected = [(x - 0.625) / spread for x in (0, 1, 1, 0.5)] + [-half, half]
     assert [row["advantage"] for row in found] == pytest.approx(expected)
-    assert [row["advantages"] for row in found[4:]] == [[0, 0, -1], [0, 0, 1]]
+    assert found[5]["advantages"] == pytest.approx([0, 0, half])
     assert [row["group"] for row in found] == ["a/g1"] * 4 + ["b/g1"] * 2
     assert manifest["accepted_runs"] == 6
     _, found = made(Home(tmp_path), method="grpo", loop="l", normalize=False)
     assert [row["advantage"] for row in found] == [-0.625, 0.375, 0.375, -0.125, -1, 1]
     _, found = made(Home(tmp_path), method="grpo", loop="l", max_per_task=3)
     assert taken(found) == ["a0", "a1", "a2", "b0", "b1"]
-    assert [row["advantage"] for row in found] == pytest.approx([*expected[:3], -1, 1])
+    assert [row["advantage"] for row in found] == pytest.approx([*expected[:3], -half, half])
 
 
 async def test_groups_that_say_nothing_are_left_out(tmp_path: Path) -> None:

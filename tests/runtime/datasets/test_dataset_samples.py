@@ -11,7 +11,7 @@ import pytest
 from cray_agents.records import ModelCall, Seam
 from cray_agents.runtime.datasets.samples import TokenTurn, merge_turns, turn_of
 from cray_agents.runtime.datasets.sampling import is_shaped, temperature_of
-from cray_agents.runtime.datasets.shards import Row, ShardWriter, table_of
+from cray_agents.runtime.datasets.token_shards import Row, ShardWriter, table_of
 
 
 def turn(prompt: list[int], sampled: list[int], version: str = "m@1") -> TokenTurn:

@@ -3,11 +3,13 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 
+from cray_agents import Task, TaskSet
 from cray_agents.errors import BadInput, Corrupt
+from cray_agents.held_out import hold_out
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe, Decontamination
 from cray_agents.records import Event, Run
@@ -228,6 +230,39 @@ async def test_the_inputs_of_held_out_tasks_are_held(tmp_path: Path) -> None:
     assert [texts.match(text) for text in ("1 + 1", "free", "9 + 9")] == [None] * 3
     assert Held.of(store, home, recipe_of(loop=None)).match("9+9") is not None
     assert len(Held.of(store, home, recipe_of(holdout=False))) == 0
+    await store.close()
+
+
+async def test_a_world_is_held_and_not_its_input(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    store = Store(home)
+    text = "Find the way out of the maze, one step at a time, and mind the dog in the yard."
+
+    def maze(number: int, split: Any) -> Task:
+        return Task(input=text, metadata={"maze": number}, identity=["maze"], split=split)
+
+    class Journal:
+        entries: ClassVar[dict[str, Any]] = {}
+
+        async def remember(self, loop: str, name: str, record: dict[str, Any]) -> None:
+            self.entries[name] = record
+
+    await hold_out(cast(Any, Journal()), "calc", TaskSet([maze(1, "train"), maze(2, "holdout")]))
+    folder = home.loop("calc") / "journal"
+    folder.mkdir(parents=True)
+    for name, record in Journal.entries.items():
+        (folder / f"{name}.json").write_text(json.dumps(record))
+    await ended(store, "run_3", maze(3, "test").model_dump(mode="json"))
+    for number, split in ((1, "train"), (2, "train"), (3, "train")):
+        await ended(store, f"run_t{number}", maze(number, split).model_dump(mode="json"))
+    held = Held.of(store, home, recipe_of())
+    found = [held.match_run(store.run(f"run_t{number}")) for number in (1, 2, 3)]
+    assert [match and match.source for match in found] == [
+        None,
+        f"holdout task {maze(2, 'holdout').id}",
+        f"test task {maze(3, 'test').id}",
+    ]
+    assert len(held) == 2 and held.match(text) is None
     await store.close()
 
 

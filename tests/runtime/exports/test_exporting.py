@@ -19,8 +19,9 @@ import zstandard
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.recipes import DatasetRecipe, RunFilter
+from cray_agents.runtime import durable
 from cray_agents.runtime.datasets.samples import Span, TokenSample
-from cray_agents.runtime.datasets.shards import Row, ShardWriter
+from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
 from cray_agents.runtime.exports import exporting, lines, tables
 from cray_agents.runtime.exports.counting import Progress
 from cray_agents.runtime.exports.exporting import (
@@ -233,9 +234,12 @@ def test_a_dataset_in_its_order_with_demonstrations(home: Home, tmp_path: Path) 
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, "train")
     writer.add([Row(sample, name, "", 1.0) for name in names])
-    files = {name: {"rows": rows} for name, rows in writer.finish().items()}
+    rows_of = writer.finish()
     recipe = DatasetRecipe(demonstrations=[shown, [*shown, *shown]])
     (folder / "recipe.json").write_text(recipe.model_dump_json())
+    files: dict[str, Any] = {
+        name: {"sha256": durable.sha256_file(folder / name)} for name in [*rows_of, "recipe.json"]
+    }
     (folder / "manifest.json").write_bytes(orjson.dumps({"id": "ds-hand", "files": files}))
     form = format_named("openai")
     source = of_dataset(home, "ds-hand", form, "train", False)

@@ -19,7 +19,7 @@ EXPECTED: dict[str, set[str] | str] = {
     "calc": {"tool_call_ids"},
     "wrong": {"tool_call_ids"},
     "lazy": set(),
-    "parallel": {"tool_call_ids", "split_turns"},
+    "parallel": {"tool_call_ids", "split_turns", "call_text"},
     "mangled": {"tool_call_ids", "tool_arguments"},
     "refused": {"tool_call_ids"},
     "endless": {"tool_call_ids", "unanswered_end"},
@@ -43,7 +43,7 @@ EXPECTED: dict[str, set[str] | str] = {
     "weights": {"weights"},
     "developer": {"developer_role"},
     "named": {"message_fields"},
-    "late": {"tool_call_ids"},
+    "late": {"tool_call_ids", "not_alternating"},
     "cancelled": {"tool_call_ids"},
     "two": {"other_calls"},
     "redacted": {"redacted"},
@@ -89,7 +89,6 @@ def test_a_recorded_run_alternates_as_readers_want_it(runs: dict[str, Run]) -> N
 def test_calls_made_at_once_are_each_told_with_their_result(runs: dict[str, Run]) -> None:
     said = turns(runs["parallel"])[2:]
     assert said == [
-        ("gpt", "Both at once."),
         ("function_call", '{"name":"table","arguments":{"rows": 1}}'),
         ("observation", '[{"row":0}]'),
         ("function_call", '{"name":"table","arguments":{"rows": 2}}'),
@@ -100,15 +99,52 @@ def test_calls_made_at_once_are_each_told_with_their_result(runs: dict[str, Run]
     assert results == ["a", "b", "c"]  # by the calls, not as they came
 
 
-def test_a_late_result_is_not_lost(runs: dict[str, Run]) -> None:
-    assert [kind for kind, _ in turns(runs["late"])] == [
-        "human",
-        "function_call",
-        "gpt",
-        "observation",
-        "human",
-        "gpt",
+def test_a_record_ends_where_turns_do_not_alternate(runs: dict[str, Run]) -> None:
+    """The model went on before its call was answered: the format cannot tell that."""
+    assert [kind for kind, _ in turns(runs["late"])] == ["human", "function_call"]
+    greeted: Any = [{"role": "assistant", "content": "Hello!"}, *chat("x", "y")]
+    run = made(messages=greeted)
+    assert [value for _, value in turns(run)] == ["x", "y"]
+    assert "not_alternating" in SHAREGPT(run).losses
+    with pytest.raises(BadInput, match="no question with an answer"):
+        SHAREGPT(made(messages=greeted[:1]))
+
+
+def test_every_record_is_one_that_llama_factory_keeps(runs: dict[str, Run]) -> None:
+    """The rule of SharegptDatasetConverter in llamafactory 0.9.5, data/converter.py: without the
+    system's turn, each other turn is human or observation, those between are gpt or function_call,
+    the number is even; a call's value is JSON. Else the record is dropped, with a warning."""
+    asked: Any = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls: Any = [{**asked, "id": "1"}, {**asked, "id": "2"}]
+    odd: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "one"},
+        {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": "d"},
     ]
+    some = {**runs, "odd": made(messages=odd), "twice": made(messages=[*odd[:2], *odd[4:]])}
+    kept = 0
+    for name, run in some.items():
+        try:
+            records = SHAREGPT(run).records
+        except BadInput:  # told above
+            continue
+        kept += len(records)
+        for record in records:
+            kinds = [turn["from"] for turn in record["conversations"]]
+            kinds = kinds[kinds[0] == "system" :]
+            assert kinds and len(kinds) % 2 == 0, name
+            assert set(kinds[::2]) <= {"human", "observation"}, name
+            assert set(kinds[1::2]) <= {"gpt", "function_call"}, name
+            for turn in record["conversations"]:
+                if turn["from"] == "function_call":
+                    told = json.loads(turn["value"])
+                    for call in told if isinstance(told, list) else [told]:
+                        assert call.keys() == {"name", "arguments"}, name
+    assert kept > 30
+    assert turns(some["twice"]) == [("human", "a\n\nb"), ("gpt", "c\n\nd")]
 
 
 def test_calls_of_the_same_id_get_their_own_results() -> None:

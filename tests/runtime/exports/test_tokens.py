@@ -14,7 +14,7 @@ from cray_agents.recipes import DatasetRecipe, RunFilter
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import build_dataset, shards
 from cray_agents.runtime.datasets.samples import Span, TokenSample
-from cray_agents.runtime.datasets.shards import Row, table_of
+from cray_agents.runtime.datasets.token_shards import Row, table_of
 from cray_agents.runtime.exports import tokens
 from cray_agents.runtime.exports.exporting import (
     Options,

@@ -135,6 +135,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/models/{name}/promote": {"version": 1, "who": "w", "reason": "r"},
     "/v1/models/{name}/rollback": {"to": 1, "force": False, "who": "w", "reason": "r"},
     "/v1/models/{name}/reject": {"version": 2, "who": "w", "reason": "r", "numbers": {"wins": 1}},
+    "/v1/models/{name}/versions/{number}/stage": {"force": False, "holder": "h", "seconds": 5.0},
+    "/v1/pool/lease": {"holder": "h", "seconds": 5.0},
     "/v1/models/{name}/canary": {"version": 2, "share": 0.1, "alpha": 0.05, "promote_after": 9},
     "/v1/loops/{loop}/generations/{number}": {"score": 0.5, "promoted": [1, 2]},
     "/v1/loops/{loop}/journal/{entry}": {"carried": ["run_1"]},

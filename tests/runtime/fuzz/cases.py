@@ -23,7 +23,6 @@ GETS = (
     "/v1/models/{name}/history",
     "/v1/models/{name}/lineage",
     "/v1/models/{name}/canary",
-    "/v1/models/{name}/versions/{number}/stage",
     "/v1/trajectories",
     "/v1/trajectories/{run_id}",
     "/v1/datasets/{dataset_id}",

@@ -81,8 +81,7 @@ class Obliging(ScriptedEngine):
 async def serve(home: Home) -> None:
     """Serve until SIGTERM."""
     registry = first_version(home)
-    candidate = bare_model(home.root / "candidate")
-    (candidate / "model.safetensors").write_bytes(b"other weights")
+    candidate = bare_model(home.root / "candidate", b"other weights")
     registry.register(NAME, *registry.import_checkpoint(candidate))
     pool = Pool([Resident(Obliging(lambda request: "hi")) for _ in range(2)])
     services = Services(

@@ -28,7 +28,8 @@ class Reply:
         """The envelope's content. Raises AssertionError where it is none."""
         assert self.headers.get("content-type") == "application/json", self
         value = json.loads(self.body)
-        assert set(value) == {"error"}, self
+        anthropic = {"type": "error"} if "type" in value else {}
+        assert value == {**anthropic, "error": value.get("error")}, self
         error: dict[str, Any] = value["error"]
         assert set(error) == {"message", "type", "param", "code"}, self
         for name in ("message", "type", "code"):

@@ -55,6 +55,16 @@ async def test_importing_twice_is_once(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_a_conversation_that_a_file_tells_twice_is_one_run(tmp_path: Path) -> None:
+    store = Store(Home(tmp_path / "home"))
+    file = chats(tmp_path / "a.jsonl", range(3))
+    first = json.loads(file.read_text().split("\n")[0])
+    file.write_text(file.read_text() + json.dumps({**first, "source": "another"}) + "\n")
+    assert await import_file(store, file, "openai") == Imported(runs=3, duplicates=1)
+    assert store.count(RunQuery()) == 3
+    await store.close()
+
+
 async def test_what_is_bad_is_told_and_the_rest_is_there(tmp_path: Path) -> None:
     store = Store(Home(tmp_path / "home"))
     file = chats(tmp_path / "a.jsonl", range(30))

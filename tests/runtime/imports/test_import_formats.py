@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from cray_agents.errors import BadInput
 from cray_agents.records import ModelCall, Run
@@ -132,6 +133,45 @@ def test_what_is_said_of_all() -> None:
     assert run.id == plain.id
     names = [[e.id for e in next(FORMATS["openai"](CHAT, g))] for g in (given, given, Importing())]
     assert names[0] == names[1] != names[2]
+
+
+def test_what_the_openai_clients_types_write_is_taken_in() -> None:
+    """Its answers have annotations, refusal, audio and function_call, with nothing in them."""
+    answer = {"role": "assistant", "content": "2", "annotations": [], "refusal": None}
+    asked = {"role": "user", "content": "1+1?"}
+    message = ChatCompletionMessage.model_validate(answer).model_dump()
+    assert message["annotations"] == [] and message["refusal"] is None
+    (run,) = made({"messages": [asked, message]}, "openai")
+    (plain,) = made({"messages": [asked, {"role": "assistant", "content": "2"}]}, "openai")
+    assert run.id == plain.id
+    cited = {**answer, "annotations": [{"type": "url_citation"}]}
+    with pytest.raises(BadInput, match="annotations"):
+        made({"messages": [asked, cited]}, "openai")
+    preference = {"input": {"messages": [asked]}, "preferred_output": [message],
+                  "non_preferred_output": [{**message, "content": "3"}]}  # fmt: skip
+    assert len(made(preference, "openai")) == 2
+
+
+def test_arguments_may_be_objects_as_our_trl_export_writes_them() -> None:
+    def calling(arguments: Any) -> dict[str, Any]:
+        function = {"name": "add", "arguments": arguments}
+        return {
+            "messages": [
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "content": None, "tool_calls": [
+                    {"id": "c", "type": "function", "function": function}]},
+                {"role": "tool", "tool_call_id": "c", "content": "2"},
+                {"role": "assistant", "content": "2"},
+            ]
+        }  # fmt: skip
+
+    (run,) = made(calling({"a": "ä", "b": 1}), "openai")
+    call = run.trajectory.messages[1]["tool_calls"][0]
+    assert json.loads(call["function"]["arguments"]) == {"a": "ä", "b": 1}
+    (same,) = made(calling('{"a": "ä", "b": 1}'), "openai")
+    assert same.id == run.id
+    with pytest.raises(BadInput, match="arguments must be a JSON object"):
+        made(calling([1]), "openai")
 
 
 def test_sharegpt() -> None:

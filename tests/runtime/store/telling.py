@@ -13,11 +13,12 @@ def call(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fact:
         "model": "calc@1",
         "started": time,
         "seconds": 1.0,
-        "cancelled": False,
+        "ending": "completed",
         "tags": [],
         "prompt": 10,
         "sampled": 5,
         "redacted": False,
+        "owner": "",
     }
     return Fact(event_id, run_id, "call", time, told | about)
 
@@ -43,12 +44,20 @@ def described(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fa
         "output": "4",
         "imported": None,
         "redacted": False,
+        "owner": "",
     }
     return Fact(event_id, run_id, "run", time, told | about)
 
 
 def reward(event_id: str, run_id: str, value: float = 1.0, time: float = 1.0, **about: Any) -> Fact:
-    told = {"name": "correct", "source": "function", "value": value, "time": time, "turn": None}
+    told = {
+        "name": "correct",
+        "source": "function",
+        "value": value,
+        "time": time,
+        "turn": None,
+        "giver": "",
+    }
     return Fact(event_id, run_id, "reward", time, told | about)
 
 
@@ -96,15 +105,16 @@ def _told(run_id: str, facts: Sequence[Fact]) -> RunFacts | None:
         about = described("", "").about | {
             "model": last["model"],
             "agent": "",
-            "stop_reason": "cancelled" if last["cancelled"] else "completed",
+            "stop_reason": last["ending"],
             "started": first["started"],
             "seconds": last["started"] + last["seconds"] - first["started"],
             "turns": 0,
             "input": "",
             "output": "",
+            "owner": first["owner"],
         }
     rewards = [*about["rewards"]] + [
-        [f.about[name] for name in ("name", "source", "value", "time", "turn")]
+        [f.about[name] for name in ("name", "source", "value", "time", "turn", "giver")]
         for f in facts
         if f.kind == "reward"
     ]
@@ -113,6 +123,10 @@ def _told(run_id: str, facts: Sequence[Fact]) -> RunFacts | None:
         for r in sorted(rewards, key=lambda r: (r[3], r[2]))
     }
     given = [newest[key] for key in sorted(newest)]
+    of_each = {
+        (r[0], r[1], -1 if r[4] is None else r[4], r[5]): (*r[:3], r[4], r[5], r[3])
+        for r in sorted(rewards, key=lambda r: (r[3], r[2]))
+    }
     return RunFacts(
         run_id=run_id,
         described=bool(runs),
@@ -140,4 +154,6 @@ def _told(run_id: str, facts: Sequence[Fact]) -> RunFacts | None:
         input=about["input"],
         output=about["output"],
         redacted=about["redacted"] or any(f.about["redacted"] for f in calls),
+        owner=about["owner"],
+        given=tuple(of_each[key] for key in sorted(of_each)) if any(r[5] for r in rewards) else (),
     )

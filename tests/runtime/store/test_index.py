@@ -200,7 +200,7 @@ def test_what_is_read_must_follow_on_what_was_read(index: Index) -> None:
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_of_rewards_given_at_the_same_time_the_higher_counts(index: Index, backwards: bool) -> None:
-    rewards = [["correct", "function", 0.5, 2.0, None], ["brief", "judge", 0.25, 1.0, 3]]
+    rewards = [["correct", "function", 0.5, 2.0, None, ""], ["brief", "judge", 0.25, 1.0, 3, ""]]
     facts = [
         described("d1", "run_a", rewards=rewards),
         reward("r1", "run_a", 0.0, 2.0),

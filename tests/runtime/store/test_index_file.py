@@ -362,7 +362,7 @@ def test_a_hundred_thousand_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
                     "generation": n * 50 // count,
                     "task": f"t{n // 8}",
                 }
-                reward = [["correct", "function", float(n % 2), 1.0, None]]
+                reward = [["correct", "function", float(n % 2), 1.0, None, ""]]
                 facts.append(
                     described(f"end_{n}", f"run_{n:08}", float(n), **about, rewards=reward)
                 )

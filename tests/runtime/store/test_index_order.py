@@ -21,12 +21,14 @@ TAGS = st.lists(st.sampled_from(["x", "y", "z"]), max_size=2)
 VALUES = st.sampled_from([0.0, 0.5, 1.0])
 SOON = st.integers(0, 1).map(float)  # so that rewards are often given at the same time
 NAMES = st.sampled_from(["correct", "brief"])
+GIVERS = st.sampled_from(["", "ann", "ops"])
+OWNERS = st.sampled_from(["", "key_1", "key_2"])
 PLACES = st.sampled_from([None, 0, 1])  # turns that are rewarded, or the run
 
 
 @st.composite
 def rewards(draw: st.DrawFn) -> list[list[Any]]:
-    one = st.tuples(NAMES, st.just("function"), VALUES, SOON, PLACES).map(list)
+    one = st.tuples(NAMES, st.just("function"), VALUES, SOON, PLACES, GIVERS).map(list)
     return draw(st.lists(one, max_size=2))
 
 
@@ -41,10 +43,11 @@ def events(draw: st.DrawFn) -> list[Fact]:
             about = {
                 "model": draw(MODELS),
                 "started": draw(TIMES),
-                "cancelled": draw(st.booleans()),
+                "ending": draw(st.sampled_from(["completed", "cancelled", "unanswered", "error"])),
                 "tags": draw(TAGS),
                 "redacted": draw(st.booleans()),
                 "prompt": draw(st.integers(0, 9)),
+                "owner": draw(OWNERS),
             }
             if draw(st.booleans()):
                 about |= {"asked": f"hash_{number}", "said": [[f"id_{number}"], "text"]}
@@ -60,11 +63,12 @@ def events(draw: st.DrawFn) -> list[Fact]:
                 "rewards": draw(rewards()),
                 "turns": draw(st.integers(0, 2)),
                 "started": draw(TIMES),
+                "owner": draw(OWNERS),
             }
             found.append(described(event_id, run_id, time, **about))
         elif kind == "reward":
             about = {"name": draw(NAMES), "source": "function", "value": draw(VALUES)}
-            about |= {"time": draw(SOON), "turn": draw(PLACES)}
+            about |= {"time": draw(SOON), "turn": draw(PLACES), "giver": draw(GIVERS)}
             found.append(Fact(event_id, run_id, kind, time, about))
         else:
             found.append(forget(event_id, run_id, time))

@@ -16,7 +16,7 @@ import pytest
 from cray_agents.errors import BadInput, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.recipes import RunQuery
-from cray_agents.records import Event, Run
+from cray_agents.records import Event, Run, StopReason
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import compact, plan
 from cray_agents.runtime.store.index import cache_of
@@ -118,6 +118,36 @@ async def test_a_run_nobody_described_is_told_by_its_calls(home: Home) -> None:
     assert (run.input, run.output, run.model) == ("2+2?", "4", "calc@1")
     with pytest.raises(NotFound):
         store.run("only-a-reward")
+    await store.close()
+
+
+CALCULATES = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": "t", "type": "function", "function": {"name": "calculator", "arguments": "{}"}}
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ({"message": CALCULATES, "finish_reason": "tool_calls"}, "unanswered"),
+        ({"message": CALCULATES, "finish_reason": "stop"}, "unanswered"),  # as some parsers say
+        ({"message": CALCULATES, "finish_reason": "cancelled"}, "cancelled"),
+        ({"finish_reason": "error"}, "error"),
+        ({"finish_reason": "stop"}, "completed"),
+    ],
+)
+async def test_a_captured_run_is_completed_only_by_an_answer(
+    home: Home, last: dict[str, Any], reason: str
+) -> None:
+    store = Store(home)
+    await store.append([call("r", "c1", 1.0, message=CALCULATES), call("r", "c2", 2.0, **last)])
+    assert store.run("r").stop_reason == reason
+    (facts,) = store.facts(RunQuery(stop_reason=StopReason(reason)))
+    assert facts.stop_reason == reason
     await store.close()
 
 

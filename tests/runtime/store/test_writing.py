@@ -129,7 +129,7 @@ async def test_a_file_that_failed_is_left(tmp_path: Path) -> None:
     wanted = [line(n) for n in (*range(10), *range(20, 30))]
     assert Segments(tmp_path).fetch([*before, *after]) == wanted
     footer = Segments(tmp_path).footer("w-0000")
-    assert footer is None or footer.torn is not None
+    assert footer is None or footer.torn is None  # half a line is cut off at once
     seal_orphans(tmp_path, writer.holds)  # the limit may have stood in the way of sealing, too
     assert Segments(tmp_path).fetch([*before, *after]) == wanted
 

@@ -50,6 +50,9 @@ def by_hand(batch: Sequence[Answer], policy: Policy) -> tuple[float, Numbers]:
                 gain, slope = ratio * advantage, ratio * advantage
             else:
                 gain, slope = held * advantage, 0.0
+            least = advantage * (policy.dual_clip or math.inf)
+            if advantage < 0 and gain < least:
+                gain, slope = least, 0.0
             u = math.exp(reference) / math.exp(now)
             value = -weights[token] * gain + policy.kl * (u - math.log(u) - 1)
             slope = -weights[token] * slope + policy.kl * (1 - u)
@@ -93,6 +96,26 @@ def test_value_and_gradient_are_the_papers(
     assert count == (sum(LENGTHS) if by_tokens else len(LENGTHS))
     assert loss.total.item() / count == pytest.approx(value, rel=1e-12)
     np.testing.assert_allclose(gradient(given, loss) / count, slopes, rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence"])
+def test_a_dual_clip_bounds_what_a_bad_token_costs(normalization: Any) -> None:
+    """arXiv 1912.09729: max(min(r A, clip(r) A), c A) where the advantage is negative."""
+    policy = Policy(dual_clip=1.05, normalization=normalization)
+    batch = answers(21, LENGTHS)
+    given = marked(batch, fillers=1)
+    loss = METHODS["grpo"](given, hyper(policy=policy))
+    value, slopes = by_hand(batch, policy)
+    count = loss.count.item()
+    assert loss.total.item() / count == pytest.approx(value, rel=1e-12)
+    np.testing.assert_allclose(gradient(given, loss) / count, slopes, rtol=1e-10, atol=1e-15)
+    unbounded = hyper(policy=Policy(normalization=normalization))
+    free = METHODS["grpo"](marked(batch, fillers=1), unbounded)
+    assert loss.total < free.total, "some token was bounded"
+    taken, before = (x.measures["clip_fraction"][0].item() for x in (loss, free))
+    assert taken > before
+    with pytest.raises(ValueError, match="dual_clip"):
+        Policy(objective="gspo", dual_clip=3.0)
 
 
 def test_gspo_has_the_gradient_of_the_sequences_own_ratio() -> None:

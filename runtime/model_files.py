@@ -1,0 +1,293 @@
+"""A model directory that somebody else made, read without leaving it and without believing it.
+
+A file is opened only where it lies in the directory itself. A link may lead to a file beside it,
+or from a snapshot of a Hugging Face cache to that cache's blobs; anything else is refused before
+it is looked at, so that nobody learns what is there. Weights are safetensors: 8 bytes of length,
+that much JSON, then the tensors without gaps. Called by checkpoints.py for what comes in, and by
+trainers/models/ for what is trained. Read next: model_config.py.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from cray_agents.errors import BadInput
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"  # which weights are in which file
+WEIGHTS = ".safetensors"
+BLOCK = 8 << 20  # bytes read at a time: a multiple of every number's size
+MOST_JSON = 64 << 20  # bytes of a config, an index or a manifest
+MOST_HEADER = 100 << 20  # bytes; safetensors' own limit
+MOST_FILES = 10_000  # in a directory
+_PART = re.compile(r"-of-(\d{1,6})\.safetensors$")
+BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32}
+BITS |= {"U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
+# a float whose exponent's bits are all set is infinite or no number
+_EXPONENT = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies: its file, and its bytes `start` to `end` there."""
+
+    file: str
+    dtype: str  # safetensors' word: F32, BF16, ...
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+# ---- files
+def open_file(directory: Path, name: str) -> io.BufferedReader:
+    """A file of the directory, which is a real path. Raises BadInput, naming the file."""
+    path = directory / name
+    target = Path(os.path.realpath(path))
+    if not _is_of(directory, path, target):  # said before anything is looked at there
+        raise _refusal(path, "is a link that leads out of its directory: put the file itself there")
+    try:
+        if not stat.S_ISREG(target.stat().st_mode):
+            raise _refusal(path, "is not a file")
+        handle = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise _refusal(path, "is missing") from None
+    except OSError as error:
+        raise _refusal(path, f"cannot be read: {error.strerror}") from error
+    file = os.fdopen(handle, "rb")
+    opened = Path(f"/proc/self/fd/{handle}").readlink()  # no name was changed meanwhile
+    if opened.parent != target.parent or not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise _refusal(path, "was changed while it was opened")
+    return file
+
+
+def _is_of(directory: Path, path: Path, target: Path) -> bool:
+    """Whether a path in the directory leads to where its files may lie."""
+    if target.parent == path.parent:
+        return True
+    snapshot = path.parent == directory and directory.parent.name == "snapshots"
+    return snapshot and target.parent == directory.parent.parent / "blobs"
+
+
+def names_in(directory: Path, suffixes: Collection[str]) -> list[str]:
+    """The names in a directory with one of these suffixes, but for hidden ones. Raises BadInput."""
+    try:
+        paths = sorted(directory.iterdir())
+    except OSError as error:
+        raise _refusal(directory, f"cannot be read: {error.strerror}") from error
+    if len(paths) > MOST_FILES:
+        raise _refusal(directory, f"holds {len(paths)} files: it is no model directory")
+    chosen = [p for p in paths if p.suffix in suffixes and not p.name.startswith(".")]
+    return [path.name for path in chosen if path.is_symlink() or not path.is_dir()]
+
+
+def refuse_links_outside(directory: Path) -> None:
+    """Raises BadInput where a file, also in folders of the directory, is a link that leads out.
+
+    For what other programs open by name: tokenizers are several files, with templates in a folder.
+    """
+    for count, (folder, folders, files) in enumerate(os.walk(directory)):
+        if count > MOST_FILES:
+            raise _refusal(directory, "holds too many folders: it is no model directory")
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            if path.is_symlink() and not _is_of(directory, path, Path(os.path.realpath(path))):
+                raise _refusal(path, "is a link that leads out of its directory")
+
+
+def sha256_file(directory: Path, name: str) -> str:
+    """The hex SHA-256 of a file of the directory. Raises BadInput."""
+    with open_file(directory, name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """What a JSON file of the directory holds. Raises BadInput unless it is an object."""
+    with open_file(directory, name) as file:
+        content = file.read(MOST_JSON + 1)
+    if len(content) > MOST_JSON:
+        raise _refusal(directory / name, f"is larger than {MOST_JSON >> 20} MiB")
+    return _object(content, directory / name)
+
+
+def _object(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise _refusal(path, f"is not JSON: {said}") from error
+    if not isinstance(found, dict):
+        kind = "a list" if isinstance(found, list) else repr(found)[:40]
+        raise _refusal(path, f"holds {kind} and not an object: it was damaged, or is another file")
+    return found
+
+
+# ---- weights
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """Name -> where each tensor of a model lies, as its index says, or all its files.
+
+    Raises BadInput for a file that is missing, cut off, or no safetensors.
+    """
+    present = names_in(directory, {WEIGHTS})
+    if not os.path.lexists(directory / INDEX):
+        if "model.safetensors" in present:
+            return _all_in(directory, ["model.safetensors"])
+        part = next((name for name in present if (of := _PART.search(name))
+                     and int(of[1]) != sum(of[0] in n for n in present)), None)  # fmt: skip
+        if part is not None:
+            raise _refusal(directory / INDEX, f"is missing, or other parts like {part}")
+        return _all_in(directory, present)
+    index = read_json(directory, INDEX).get("weight_map")
+    texts = isinstance(index, dict) and all(isinstance(file, str) for file in index.values())
+    if not isinstance(index, dict) or not texts:
+        raise _refusal(directory / INDEX, "has no weight_map of names and files")
+    files = sorted(set(index.values()))
+    for file in files:
+        if Path(file).name != file or Path(file).suffix != WEIGHTS:
+            raise _refusal(directory / INDEX, f"names {file!r}, which is no file of weights there")
+        if file not in present:
+            raise _refusal(directory / file, f"is missing, but {INDEX} names it")
+    if "model.safetensors" in present and "model.safetensors" not in files:
+        raise BadInput(
+            f"{directory} holds model.safetensors and an {INDEX} that names other files: which of"
+            " the two is meant is not said; remove one of them",
+            param="checkpoint",
+        )
+    found = _all_in(directory, files)
+    for name, file in index.items():
+        if name not in found or found[name].file != file:
+            said = f"lacks the tensor {name!r}, which {INDEX} says it has"
+            raise _refusal(directory / file, said)
+    return found
+
+
+def _all_in(directory: Path, files: list[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_header(directory, file).items():
+            if name in found:
+                raise _refusal(directory / file, f"has {name!r}, and {found[name].file} has it too")
+            found[name] = tensor
+    return found
+
+
+def read_header(directory: Path, file: str) -> dict[str, Tensor]:
+    """The tensors of one file. Raises BadInput unless it is whole."""
+    path = directory / file
+    with open_file(directory, file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(MOST_HEADER, size - 8):
+            raise _refusal(path, "is cut off, or no safetensors file: save or download it again")
+        header = _object(opened.read(length), path)
+    header.pop("__metadata__", None)
+    try:
+        found = {name: _tensor(file, entry, 8 + length) for name, entry in header.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise _refusal(path, "has a header that is not safetensors'") from error
+    end = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+        bits = BITS.get(tensor.dtype)
+        wanted = tensor.end - tensor.start if bits is None else prod(tensor.shape) * bits // 8
+        if tensor.start != end or tensor.end - tensor.start != wanted:
+            raise _refusal(path, f"has a header that cannot be: {name!r} does not fit its place")
+        end = tensor.end
+    if end != size:
+        raise _refusal(
+            path,
+            f"is {size} bytes long, and its header speaks of {end}: it is cut off or damaged; save"
+            " or download it again",
+        )
+    return found
+
+
+def _tensor(file: str, entry: dict[str, Any], data: int) -> Tensor:
+    """An entry of a header. Raises KeyError, TypeError, ValueError if it is none."""
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not isinstance(entry["dtype"], str) or any(type(n) is not int for n in (start, end, *shape)):
+        raise TypeError(entry)
+    if min((start, *shape)) < 0 or end < start:
+        raise ValueError(entry)
+    return Tensor(file, entry["dtype"], shape, data + start, data + end)
+
+
+def hash_weights(directory: Path, file: str, tensors: dict[str, Tensor]) -> str:
+    """The hex SHA-256 of a file of weights, in one go with the look for what is no number.
+
+    `tensors`: the model's. Raises BadInput, naming a tensor with an infinite number or a NaN.
+    """
+    of_file = sorted((t.start, t.end, n) for n, t in tensors.items() if t.file == file)
+    hasher, at = hashlib.sha256(), 0
+    with open_file(directory, file) as opened:
+        for start, end, name in of_file:
+            hasher.update(opened.read(start - at))
+            for begin in range(start, end, BLOCK):
+                block = opened.read(min(BLOCK, end - begin))
+                hasher.update(block)
+                if not _finite(block, tensors[name].dtype):
+                    raise _refusal(
+                        directory / file,
+                        f"has infinite numbers or NaN in {name!r}: a model with these computes"
+                        " nothing; take an earlier checkpoint of it",
+                    )
+            at = end
+        while block := opened.read(BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _finite(block: bytes, dtype: str) -> bool:
+    if dtype not in _EXPONENT:
+        return True
+    import numpy as np
+
+    kind, mask = _EXPONENT[dtype]
+    usable = len(block) - len(block) % (BITS[dtype] // 8)  # a file that shrank is found by its hash
+    bits = np.frombuffer(block[:usable], kind)
+    return not ((bits & bits.dtype.type(mask)) == mask).any()
+
+
+def same_values(directory: Path, one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, whatever they are stored as. Raises BadInput."""
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= _EXPONENT.keys():
+        return False
+    import numpy as np
+
+    count, step = prod(one.shape), BLOCK // 8
+    with open_file(directory, one.file) as first, open_file(directory, other.file) as second:
+        for begin in range(0, count, step):
+            pieces = []
+            for file, tensor in ((first, one), (second, other)):
+                width = BITS[tensor.dtype] // 8
+                file.seek(tensor.start + begin * width)
+                pieces.append(_numbers(file.read(min(step, count - begin) * width), tensor.dtype))
+            if not np.array_equal(*pieces):
+                return False
+    return True
+
+
+def _numbers(block: bytes, dtype: str) -> Any:
+    """Stored floats as an array of them; numpy has no bfloat16."""
+    import numpy as np
+
+    if dtype == "BF16":
+        return (np.frombuffer(block, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(block, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[dtype])
+
+
+def _refusal(path: Path, why: str) -> BadInput:
+    return BadInput(f"{path} {why}", param="checkpoint")

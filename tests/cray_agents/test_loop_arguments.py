@@ -1,0 +1,73 @@
+"""What a Loop refuses when it is made, and what it takes in more than one form."""
+
+from typing import Any
+
+import pytest
+
+from cray_agents import (
+    Agent,
+    Curriculum,
+    Hyperparameters,
+    Loop,
+    PromotionTest,
+    Run,
+    TaskSet,
+    reward,
+)
+from cray_agents.errors import BadInput
+from cray_agents.schedule import Stage
+
+AGENT = Agent("adder", model="m")
+ROWS = [{"input": f"{n}+1", "target": n + 1, "metadata": {"level": n % 3}} for n in range(30)]
+TASKS = TaskSet.from_list(ROWS)
+SAID = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+@reward
+def correct(run: Run) -> float:
+    return float(run.output == run.target)
+
+
+def made(**changes: Any) -> Loop:
+    return Loop(**{"agent": AGENT, "tasks": TASKS, "rewards": [correct], **changes})
+
+
+def test_forms_that_mean_the_same() -> None:
+    assert made(rewards=correct).rewards == (correct,)
+    hyper = Hyperparameters(steps=7, batch_size=4)
+    assert made(hyperparameters={"steps": 7, "batch_size": 4}).hyperparameters == hyper
+    stages = [Stage("rft", hyperparameters={"steps": 7, "batch_size": 4})]  # type: ignore[arg-type]
+    assert made(method=stages).stages[0].hyperparameters == hyper
+    assert len(made(demonstrations=[(SAID, {"level": 1})]).demonstrations) == 1
+    assert made(balance_by="level", curriculum=Curriculum("level"), target=1.0).target == 1.0
+    assert made(promotion=PromotionTest(high=5.0), target=5).target == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "told"),
+    [
+        ({"agent": "adder"}, "agent", "give an Agent"),
+        ({"agent": Agent("adder", model="m@3")}, "model", "model='m'"),
+        ({"tasks": ROWS}, "tasks", "TaskSet.from_list"),
+        ({"rewards": ["correct"]}, "rewards", r"rewards\[0\] is 'correct'"),
+        ({"hyperparameters": {"step": 7}}, "hyperparameters", "hyperparameters.step"),
+        ({"hyperparameters": 7}, "hyperparameters", "hyperparameters"),
+        ({"demonstrations": [SAID[:1]]}, "demonstrations", r"demonstrations\[0\]: .*pair"),
+        ({"demonstrations": [SAID]}, "demonstrations", "give a list of dicts"),
+        ({"demonstrations": [(SAID, None)]}, "demonstrations", "metadata is None"),
+        ({"demonstrations": [("2", {})]}, "demonstrations", "messages are '2'"),
+        ({"demonstrations": [([{"content": "2"}], {})]}, "demonstrations", "message 0.*`role`"),
+        ({"demonstrations": [(SAID[:1], {})]}, "demonstrations", "no assistant message"),
+        ({"target": 5}, "target", "PromotionTest"),
+        ({"temperature": -0.5}, "temperature", "negative"),
+        ({"balance_by": "levels"}, "balance_by", "there is 'level'"),
+        ({"curriculum": Curriculum("kind")}, "curriculum", "curriculum.key='kind'"),
+        ({"promotion": PromotionTest(guard="kind")}, "promotion", "promotion.guard='kind'"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_when_it_is_made(
+    changes: dict[str, Any], param: str, told: str
+) -> None:
+    with pytest.raises(BadInput, match=told) as error:
+        made(**changes)
+    assert error.value.param == param

@@ -1,0 +1,141 @@
+"""A platform whose disk is full: refusals that say so, readiness that tells, and nothing left over.
+
+The gateway is a process of its own whose shared root is a tmpfs of two MiB, in a mount namespace.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+from cray_agents.paths import Home
+
+ROOT = Path(__file__).parents[2]
+SIZE = 2 * 2**20  # bytes of the disk
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+MOUNTED = 'mount -t tmpfs -o size=$1 tmpfs "$2" && exec "$0" -m tests.scripted_gateway "$2" 0'
+
+
+@contextmanager
+def small_gateway(home: Path) -> Iterator[tuple[str, Home]]:
+    """Its URL, and its root as it is seen from outside of its mounts."""
+    home.mkdir()
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", MOUNTED]
+    process = subprocess.Popen(
+        [*command, sys.executable, str(SIZE), str(home)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TEST_PARENT": str(os.getpid())},
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url.startswith("http"), "the gateway did not start"
+        yield url, Home(Path(f"/proc/{process.pid}/root{home}"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def call(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **headers}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
+            return answer.status, json.loads(answer.read())
+    except HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def upload(url: str, content: bytes) -> tuple[int, dict[str, Any]]:
+    part = b'--b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+    form = part % (b"purpose", b"", b"batch") + part % (b"file", b'; filename="f"', content)
+    return call(f"{url}/v1/files", form + b"--b--\r\n", **{"content-type": form_type()})
+
+
+def form_type() -> str:
+    return "multipart/form-data; boundary=b"
+
+
+def fill(home: Home) -> Path:
+    """Take what room there is, to the last byte."""
+    filler = home.root / "filler"
+    with filler.open("ab", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    return filler
+
+
+def everything(home: Home) -> set[str]:
+    return {str(path.relative_to(home.root)) for path in home.root.rglob("*")}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls(tmp_path: Path, stream: bool) -> None:
+    with small_gateway(tmp_path / "home") as (url, home):
+        assert call(f"{url}/health/ready")[0] == 200
+        assert call(f"{url}/v1/chat/completions", CHAT)[0] == 200
+        filler = fill(home)
+        for _ in range(20):  # the last block of a file may have room for some
+            if call(f"{url}/v1/chat/completions", CHAT)[0] != 200:
+                break
+        before = everything(home)
+        for _ in range(5):
+            if stream:
+                asked = urllib.request.Request(
+                    f"{url}/v1/chat/completions", json.dumps({**CHAT, "stream": True}).encode()
+                )
+                with urllib.request.urlopen(asked) as answer:
+                    told = answer.read()
+                assert b'"disk_full"' in told and b"[DONE]" not in told
+            else:
+                status, told = call(f"{url}/v1/chat/completions", CHAT)
+                assert (status, told["error"]["code"]) == (507, "disk_full")
+        assert everything(home) <= before
+        status, told = call(f"{url}/health/ready")
+        assert (status, told["error"]["code"]) == (503, "not_ready")
+        assert "No space left" in told["error"]["message"]
+        assert call(f"{url}/health/live")[0] == 200
+        filler.unlink()
+        assert call(f"{url}/v1/chat/completions", CHAT)[0] == 200
+        assert call(f"{url}/health/ready")[0] == 200
+
+
+def test_uploads_and_what_else_writes(tmp_path: Path) -> None:
+    with small_gateway(tmp_path / "home") as (url, home):
+        status, told = upload(url, bytes(SIZE))  # it fits nobody's disk: the draft is removed
+        assert (status, told["error"]["code"]) == (507, "disk_full")
+        assert upload(url, b"some lines")[0] == 200
+        (home.root / "filler").write_bytes(b"")
+        fill(home)
+        before = everything(home)
+        asked: list[tuple[str, Any]] = [
+            ("/v1/uploads", {"filename": "f", "purpose": "batch", "bytes": 9, "mime_type": "a/b"}),
+            ("/v1/trajectories/events", {"events": [reward("r")]}),
+        ]
+        for _ in range(3):
+            status, told = upload(url, b"other lines, which are not there yet")
+            assert (status, told["error"]["code"]) == (507, "disk_full")
+            for path, body in asked:
+                status, told = call(url + path, body)
+                assert (path, status, told["error"]["code"]) == (path, 507, "disk_full")
+        left = everything(home) - before
+        assert not {name for name in left if (home.root / name).is_file()}
+
+
+def reward(run_id: str) -> dict[str, Any]:
+    value = {"name": "n", "value": 1.0, "time": 1.0}
+    return {"id": f"{run_id}.1", "run_id": run_id, "kind": "reward", "body": value}

@@ -1,0 +1,210 @@
+"""Who may use a private cluster: its user, and root. Nobody else, and nothing from another host."""
+
+import os
+import pwd
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cray_agents.errors import SetupError
+from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
+from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.programs import clean_environment
+from cray_agents.runtime.scheduler.supervisor import descendants
+from cray_agents.trainers.launch import Place, meeting_point
+
+#: A platform's process: a cluster in the folder named, until its standard input ends.
+PLATFORM = """
+import sys
+from pathlib import Path
+from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+cluster = PrivateCluster(Path(sys.argv[1]))
+cluster.start()
+print("up", flush=True)
+sys.stdin.read()
+cluster.close()
+"""
+PROBE = """
+import subprocess, sys
+import cray_agents.errors
+subprocess.run([sys.executable, "-c", ""], check=True)
+"""
+CLIENTS = {
+    "srun": ["srun", "/bin/sh"],
+    "sbatch": ["sbatch", "--wait", "--output=/dev/null"],
+}
+
+
+@pytest.fixture(autouse=True)
+def installed(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("slurm") and (missing := missing_programs()):
+        pytest.skip(f"Slurm is not installed: {missing}")
+
+
+@pytest.fixture
+def two_users() -> tuple[pwd.struct_passwd, pwd.struct_passwd]:
+    """Two that every Unix has, and that are not root."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as two other users")
+    first, second, *_ = sorted(
+        (user for user in pwd.getpwall() if user.pw_uid and user.pw_gid), key=lambda u: -u.pw_uid
+    )
+    return first, second
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short one, which everybody may enter and write in."""
+    made = Path("/tmp") / f"cray-two-users-{os.getpid()}"
+    made.mkdir()
+    made.chmod(0o777)
+    yield made
+    shutil.rmtree(made)
+
+
+def acting_as(user: pwd.struct_passwd, *argv: str) -> list[str]:
+    """What runs argv as another user, with none of root's powers."""
+    ids = [f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+    return ["setpriv", *ids, "--", *argv]
+
+
+def starting_as(user: pwd.struct_passwd, *argv: str) -> list[str]:
+    """The same for this interpreter, which may lie where only root can read it."""
+    command = acting_as(user, sys.executable, *argv)
+    probe = acting_as(user, sys.executable, "-c", PROBE)
+    if subprocess.run(probe, capture_output=True, check=False, cwd="/").returncode:
+        # to read is all it is used for: what is asked here is what the other user can do
+        command[1:1] = ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    return command
+
+
+@pytest.mark.slurm
+def test_another_user_runs_nothing_in_it(
+    two_users: tuple[pwd.struct_passwd, pwd.struct_passwd], folder: Path
+) -> None:
+    owner, other = two_users
+    home = folder / "slurm"
+    marks = folder / "marks"
+    for made in (home, marks):
+        made.mkdir()
+        os.chown(made, owner.pw_uid, owner.pw_gid)
+    marks.chmod(0o777)
+
+    def ran(user: pwd.struct_passwd, client: str, mark: str) -> tuple[int | None, str]:
+        """Whose process the cluster ran for a user, if any, and what the client said."""
+        environment = clean_environment({"SLURM_CONF": str(folder / "conf"), "HOME": "/"})
+        done = subprocess.run(
+            acting_as(user, *CLIENTS[client]),
+            input=f"#!/bin/sh\ntouch {marks}/{mark}\n",
+            env=environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        made = marks / mark
+        return (made.stat().st_uid if made.exists() else None), done.stderr
+
+    with subprocess.Popen(
+        starting_as(owner, "-c", PLATFORM, str(home)),
+        env=clean_environment({"HOME": "/"}),
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as platform:
+        assert platform.stdout and platform.stdout.readline() == "up\n"
+        scratch = (home / "run").readlink()
+        assert scratch.stat().st_uid == owner.pw_uid
+        assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
+        # Others could learn what stands in it, so this one does.
+        shutil.copy(home / "slurm.conf", folder / "conf")
+        (folder / "conf").chmod(0o644)
+        for client in CLIENTS:
+            assert ran(owner, client, f"own-{client}")[0] == owner.pw_uid
+        whose, said = ran(other, "sbatch", "others")  # srun would ask for ten seconds
+        assert whose is None
+        assert "munge.sock" in said and "Permission denied" in said
+        # And if the socket were open to all, as elsewhere munged's is.
+        scratch.chmod(0o755)
+        for client in CLIENTS:
+            whose, said = ran(other, client, f"open-{client}")
+            assert whose is None
+            assert "group not permitted" in said, said
+        assert ran(owner, "srun", "own-still")[0] == owner.pw_uid
+        assert platform.stdin
+        platform.stdin.close()
+        assert platform.wait() == 0
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The addresses, as in /proc/net/tcp, on which processes listen."""
+    sockets = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(handle.readlink())
+            sockets.add(target.removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and columns[9] in sockets:
+                found.add(columns[1].split(":")[0])
+    return found
+
+
+@pytest.mark.slurm
+def test_its_daemons_and_clients_listen_on_loopback_alone(tmp_path: Path) -> None:
+    cluster = PrivateCluster(tmp_path / "slurm", nodes=2)
+    cluster.start()
+    try:
+        daemons = listening(descendants(cluster.pid))
+        with subprocess.Popen(
+            ["srun", "sh", "-c", "echo up; read line"],
+            env=cluster.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as client:
+            assert client.stdout and client.stdout.readline() == "up\n"
+            clients = listening([client.pid])
+            client.communicate("\n")
+    finally:
+        cluster.close()
+    assert daemons and clients
+    assert all(address.endswith("7F") and len(address) == 8 for address in daemons | clients)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_a_jobs_ranks_on_its_virtual_nodes_meet_on_loopback(host: str) -> None:
+    with meeting_point(Place(node=0, nodes=2, world=2, host=host, port=0)) as listener:
+        assert listener.getsockname()[0] == host
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(("name", "said"), [("192.0.2.7", "leads to 192.0.2.7"), ("", "nowhere")])
+def test_a_host_whose_name_leads_elsewhere_has_none(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name or "a.name.invalid")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    with pytest.raises(SetupError, match=f"{said}.*/etc/hosts"):
+        open_scheduler("slurm", tmp_path / "slurm")
+    with open_scheduler("auto", tmp_path / "slurm") as local:
+        assert isinstance(local, LocalProcesses)
+        assert "/etc/hosts" in local.reason
+
+
+@pytest.mark.slurm
+def test_a_user_without_a_name_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4_123_456_789)
+    with pytest.raises(SetupError, match="user 4123456789 has no name"):
+        PrivateCluster(tmp_path / "slurm").start()

@@ -1,0 +1,74 @@
+"""No error over HTTP tells where on the platform's machine a file lies."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.runtime.gateway.server_paths import without_paths
+from tests.runtime.gateways import CHAT, Gateway, block, says
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("cannot use /srv/root/files/a.json: full", "cannot use .../a.json: full"),
+        ("'/srv/root/x' is damaged", "'.../x' is damaged"),
+        ('File "/usr/lib/python3/a.py", line 3', 'File ".../a.py", line 3'),
+        ("it lies in /srv/root/x.", "it lies in .../x."),
+        ("path=/srv/root (/srv/more/)", "path=.../root (.../more)"),
+        ("POST /v1/files; see /health/ready", "POST /v1/files; see /health/ready"),
+        ("at http://127.0.0.1:8000/v1/models", "at http://127.0.0.1:8000/v1/models"),
+        ("text/plain and/or 1/2 #/$defs/a", "text/plain and/or 1/2 #/$defs/a"),
+    ],
+)
+def test_a_path_becomes_its_name(message: str, told: str) -> None:
+    assert without_paths(message) == told
+
+
+def test_what_the_client_sent_it_is_told_again() -> None:
+    sent = b'{"parent": "/models/qwen"}'
+    message = "no checkpoint '/models/qwen', nor '/srv/models/qwen'"
+    assert without_paths(message, sent) == "no checkpoint '/models/qwen', nor '.../qwen'"
+
+
+async def _refused(gateway: Gateway, method: str, path: str, **options: Any) -> str:
+    async with gateway.http.request(method, gateway.url + path, **options) as response:
+        text = await response.text()
+        assert response.status >= 400, text
+        return text
+
+
+async def test_no_door_tells_where_its_files_are(gateway: Gateway, tmp_path: Path) -> None:
+    """Each folder of the root is replaced by a file, so that whatever needs it fails."""
+    run_id = (await gateway.ask("hello")).run_id
+    home = gateway.services.home
+    block(home)
+    for name in ("files", "uploads", "batches", "loops", "datasets", "jobs", "blobs", "drafts"):
+        folder = home.root / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.write_text("where the directory would be")
+    asked = {"model": "calc", "messages": says("x")}
+    upload = {"bytes": 1, "filename": "f", "mime_type": "text/plain", "purpose": "user_data"}
+    doors: list[tuple[str, str, Any]] = [
+        ("POST", CHAT, {"json": asked}),
+        ("POST", f"/v1/trajectories/{run_id}/rewards", {"json": {"value": 1}}),
+        ("POST", "/v1/loops/l/journal/e", {"json": {}}),
+        ("POST", "/v1/loops/l/generations/1", {"json": {}}),
+        ("POST", "/v1/uploads", {"json": upload}),
+        ("POST", "/v1/models/m/versions", {"json": {"checkpoint": "ckpt-none"}}),
+        ("GET", "/v1/models/none/lineage", {}),
+        ("GET", "/v1/datasets/none", {}),
+        ("GET", "/v1/jobs/none", {}),
+    ]
+    for method, path, options in doors:
+        text = await _refused(gateway, method, path, **options)
+        assert str(tmp_path) not in text, (path, text)
+        assert "/tmp" not in text, (path, text)
+
+
+async def test_a_stream_that_breaks_off_tells_no_path(gateway: Gateway, tmp_path: Path) -> None:
+    block(gateway.services.home)
+    text = (await gateway.ask("x", stream=True)).body.decode()
+    assert "error" in text and str(tmp_path) not in text

@@ -1,0 +1,185 @@
+"""Case: what the agent's code is asked, and what is right. And the ways to write one.
+
+    "add(2, 3) == 5"                                          a call, and a literal
+    {"call": "add", "args": [2, 3], "expected": 5}            a function, and JSON
+    {"call": "divide(1, 0)", "raises": "ZeroDivisionError"}   an exception
+    {"stdin": "2 3\\n", "expected": "5\\n"}                     a program, and what it prints
+
+Called by verifier/__init__.py and judge.py. Read next: answers.py, what equals what.
+"""
+
+import ast
+import builtins
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cray_agents.errors import BadInput
+from cray_agents.tools.verifier import answers
+from cray_agents.tools.verifier.worker import plain
+
+_NONE_GIVEN = object()
+MODULE = "solution"  # of solution.py, the agent's code
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question to the code, and the right answer.
+
+    Args:
+        call: an expression of the names of solution.py. Let its value be the answer itself: what
+            it compares or checks, the code would decide.
+        args, kwargs: the value of `call` is called with these, if one is given.
+        stdin: instead of a call, what the program reads.
+        expected: the value, as plain data: None, numbers, texts, bytes, lists, tuples, sets, dicts;
+            of a program, what it prints.
+        raises: instead, the name of the exception that the call ends with, or of a built-in
+            exception that it descends from.
+
+    Raises BadInput for what cannot be asked or compared.
+    """
+
+    call: str | None = None
+    args: Sequence[Any] | None = None
+    kwargs: Mapping[str, Any] | None = None
+    stdin: str | None = None
+    expected: Any = _NONE_GIVEN
+    raises: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("call", self.call), ("stdin", self.stdin), ("raises", self.raises)):
+            if value is not None and not isinstance(value, str):
+                raise _bad(f"{name}={value!r:.100}: give a text")
+        if (self.call is None) == (self.stdin is None):
+            raise _bad("give one of `call` and `stdin`")
+        if (self.expected is _NONE_GIVEN) == (self.raises is None):
+            raise _bad("give one of `expected` and `raises`")
+        if self.stdin is not None:
+            if self.args is not None or self.kwargs is not None or self.raises is not None:
+                raise _bad("with `stdin`, give `expected`, what the program prints, and no more")
+            if not isinstance(self.expected, str):
+                raise _bad(f"expected={self.expected!r:.100}: a program's output is a text")
+        if self.call is not None:
+            self._check_call(self.call)
+
+    def _check_call(self, call: str) -> None:
+        try:
+            ast.parse(call.strip(), mode="eval")
+        except (SyntaxError, ValueError) as error:
+            raise _bad(f"call={call!r:.100} is no expression: {error}") from error
+        if isinstance(self.args, str) or not isinstance(self.args, Sequence | None):
+            raise _bad(f"args={self.args!r:.100}: give a list")
+        if self.kwargs is not None and not all(isinstance(name, str) for name in self.kwargs):
+            raise _bad(f"kwargs={self.kwargs!r:.100}: give a dict of texts and values")
+        given = {"args": list(self.args or ()), "kwargs": dict(self.kwargs or {})}
+        if self.raises is None:
+            given["expected"] = self.expected
+        for name, value in given.items():
+            try:
+                answers.written(value)
+            except ValueError as error:
+                raise _bad(f"{name}={value!r:.100} cannot be sent or compared: {error}") from error
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The call as worker.py is asked it; nothing in it tells what is expected."""
+        called = self.args is not None or self.kwargs is not None
+        return {
+            "call": (self.call or "").strip(),
+            "args": plain(list(self.args or ())) if called else None,
+            "kwargs": plain(dict(self.kwargs or {})) if called else None,
+        }
+
+    def awaits(self, error: str) -> bool:
+        """Whether an exception of this name is the right end of the call."""
+        if self.raises is None or error == self.raises:
+            return self.raises is not None
+        if self.raises in ("Exception", "BaseException"):
+            return True
+        kinds = getattr(builtins, error, None), getattr(builtins, self.raises, None)
+        return all(isinstance(kind, type) for kind in kinds) and issubclass(*kinds)  # type: ignore[arg-type]
+
+
+Tests = str | Sequence[Case | str | Mapping[str, Any]]
+
+
+def cases_of(tests: Tests) -> list[Case]:
+    """The cases of tests, however they are written. Raises BadInput, with the number or line."""
+    if isinstance(tests, str):
+        cases = _of_source(tests)
+    elif isinstance(tests, Sequence):
+        cases = [_of_one(each, number) for number, each in enumerate(tests, 1)]
+    else:
+        raise _bad(f"tests={tests!r:.100}: give a list of them, or Python source")
+    if not cases:
+        raise _bad("the tests are empty")
+    if len({case.stdin is None for case in cases}) > 1:
+        raise _bad("some have `call` and some have `stdin`: give two verifiers")
+    return cases
+
+
+def _of_one(test: Case | str | Mapping[str, Any], number: int) -> Case:
+    if isinstance(test, Case):
+        return test
+    try:
+        if isinstance(test, str):
+            found = _of_source(test)
+            if len(found) != 1:
+                raise _bad(f"{test!r:.100} makes {len(found)} comparisons: give one")
+            return found[0]
+        if not isinstance(test, Mapping):
+            raise _bad(f"{test!r:.100}: give a text, a dict or a Case")
+        known = [field.name for field in dataclasses.fields(Case)]
+        for name in test:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1) or known
+                raise _bad(f"no {name!r} is known: {' or '.join(map(repr, near))}?")
+        return Case(**test)
+    except ValueError as error:
+        raise BadInput(f"test {number}: {error}", param="tests") from error
+
+
+def _of_source(source: str) -> list[Case]:
+    try:
+        body = ast.parse(source.strip()).body
+    except (SyntaxError, ValueError) as error:
+        raise _bad(f"{source!r:.100} is not Python: {error}") from error
+    return [_of_statement(each) for each in body if not _is_import(each)]
+
+
+def _is_import(statement: ast.stmt) -> bool:
+    """Whether it is `from solution import name`: all names of solution.py are there anyway."""
+    return (
+        isinstance(statement, ast.ImportFrom)
+        and statement.module == MODULE
+        and all(name.asname is None for name in statement.names)
+    )
+
+
+def _of_statement(statement: ast.stmt) -> Case:
+    test = (
+        statement.test
+        if isinstance(statement, ast.Assert)
+        else statement.value
+        if isinstance(statement, ast.Expr)
+        else None
+    )
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        for call, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+            try:
+                expected = ast.literal_eval(literal)
+            except (ValueError, TypeError):
+                continue
+            return Case(call=ast.unparse(call), expected=expected)
+    raise _bad(
+        f"line {statement.lineno}: `{ast.unparse(statement):.100}` does not compare a call with a "
+        "literal by ==, so that it cannot be judged outside of the code's sandbox. Write it as "
+        "`name(arguments) == value`, or as a Case; or give the whole program to `checker`, and "
+        "read there what it cannot hold"
+    )
+
+
+def _bad(problem: str) -> BadInput:
+    return BadInput(problem, param="tests")
