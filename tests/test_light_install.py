@@ -14,12 +14,13 @@ from cray_agents.paths import Home
 from cray_agents.records import Event
 from cray_agents.runtime.store import Store
 
-CORE = {"cray_agents", "openai", "orjson", "pydantic", "pydantic_settings", "rich"}
-CORE |= {"tenacity", "typer"}
 HIDE = """
 import importlib.machinery, importlib.metadata, re, sys
-named = [re.match(r"[\\w.-]+", line)[0] for line in importlib.metadata.requires("cray-agents")]
-extras = {name.replace("-", "_") for name in named} - {CORE!r}
+def modules(lines):
+    return {re.match(r"[\\w.-]+", line)[0].replace("-", "_") for line in lines}
+named = importlib.metadata.requires("cray-agents")
+core = modules(line for line in named if "extra ==" not in line)
+extras = modules(named) - core - {"cray_agents"}
 extras |= {"vllm", "megatron", "fastapi", "tokenizers", "multipart"}
 class Light(importlib.machinery.PathFinder):
     @classmethod
@@ -27,7 +28,7 @@ class Light(importlib.machinery.PathFinder):
         hidden = name.partition(".")[0] in extras
         return None if hidden else importlib.machinery.PathFinder.find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Light
-""".replace("{CORE!r}", repr(CORE))
+"""
 RUN = """
 from cray_agents import Agent, ScriptedEngine
 print(Agent(name="a", engine=ScriptedEngine(["hi"])).run_sync("x").output)
