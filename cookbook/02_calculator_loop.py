@@ -48,7 +48,7 @@ from cray_agents import (
 from cray_agents import warm_up as run_warm_up
 from cray_agents.records import Message, Split
 from cray_agents.tools.calculator import calculator
-from cray_agents.training import Policy
+from cray_agents.training_jobs import Policy
 
 LEVELS, OPERATORS = (1, 2, 3, 4), "+-*"
 KINDS = list(itertools.product(LEVELS, OPERATORS))

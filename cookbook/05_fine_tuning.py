@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.seed_model import make_seed_model, render
+from cray_agents.trainers.models.seed_model import make_seed_model, render
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 MONTHS = ["January", "February", "March", "April", "May", "June"]

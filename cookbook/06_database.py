@@ -45,7 +45,7 @@ from cray_agents import (
 from cray_agents.errors import ToolError
 from cray_agents.records import Message
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.training import Policy
+from cray_agents.training_jobs import Policy
 
 GOODS = ["tea", "milk", "rice", "salt", "soap", "wine", "corn", "figs"]
 SEEN = "Table items(name, stock)."

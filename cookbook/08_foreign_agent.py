@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents import Hyperparameters, Loop, Platform, PromotionTest, Task
-from cray_agents.cli.agents import load
-from cray_agents.promotion import Decision, Pair, decide, plan
-from cray_agents.recipes import DatasetRecipe, RunFilter
+from cray_agents.cli.agent.agents import load
+from cray_agents.promotion.sequential_test import Decision, Pair, decide, plan
+from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import ModelVersion
 
 COOKBOOK = Path(__file__).resolve().parent

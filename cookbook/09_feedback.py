@@ -41,7 +41,7 @@ from cray_agents import (
     reward,
 )
 from cray_agents.records import Message
-from cray_agents.training import Preference
+from cray_agents.training_jobs import Preference
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August"]

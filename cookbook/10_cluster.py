@@ -54,17 +54,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cray_agents.cli.agents import load
+from cray_agents.cli.agent.agents import load
 from cray_agents.config import load_config
 from cray_agents.ports import Command, CommandStatus
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.resources import resources_of
-from cray_agents.trainers.seed_model import make_seed_model
-from cray_agents.training import Hyperparameters, JobSpec, Lora
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.planning.cluster_resources import resources_of
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora
 
 CONFIG = """\
 home = "{home}"  # the shared root: all nodes see it

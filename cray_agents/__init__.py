@@ -10,76 +10,76 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cray_agents.agent import Agent as Agent
-    from cray_agents.cli.running import local_platform as local_platform
-    from cray_agents.constrained import ConstrainedEngine as ConstrainedEngine
-    from cray_agents.context import RunContext as RunContext
-    from cray_agents.curriculum import Curriculum as Curriculum
-    from cray_agents.environment import Environment as Environment
+    from cray_agents.agent.agent import Agent as Agent
+    from cray_agents.agent.environment import Environment as Environment
+    from cray_agents.agent.hooks import Hooks as Hooks
+    from cray_agents.agent.run_context import RunContext as RunContext
+    from cray_agents.agent.sessions import FileSession as FileSession
+    from cray_agents.agent.sessions import MemorySession as MemorySession
+    from cray_agents.agent.sessions import PlatformSession as PlatformSession
+    from cray_agents.agent.tool import tool as tool
+    from cray_agents.cli.platform.platform_process import local_platform as local_platform
+    from cray_agents.engines.json_tool_calls import ConstrainedEngine as ConstrainedEngine
+    from cray_agents.engines.no_real_models import no_real_models as no_real_models
+    from cray_agents.engines.openai_engine import OpenAIEngine as OpenAIEngine
+    from cray_agents.engines.replay import RecordingEngine as RecordingEngine
+    from cray_agents.engines.replay import ReplayEngine as ReplayEngine
+    from cray_agents.engines.scripted import ScriptedEngine as ScriptedEngine
     from cray_agents.generation import Generation as Generation
-    from cray_agents.guard import no_real_models as no_real_models
-    from cray_agents.hooks import Hooks as Hooks
-    from cray_agents.hours import Watch as Watch
-    from cray_agents.judges import judge as judge
-    from cray_agents.loop import Loop as Loop
-    from cray_agents.openai_engine import OpenAIEngine as OpenAIEngine
-    from cray_agents.platform import Platform as Platform
-    from cray_agents.promotion import PromotionTest as PromotionTest
+    from cray_agents.loop.curriculum import Curriculum as Curriculum
+    from cray_agents.loop.live.schedule import Watch as Watch
+    from cray_agents.loop.loop import Loop as Loop
+    from cray_agents.loop.stages import Stage as Stage
+    from cray_agents.loop.stop_rules import Budget as Budget
+    from cray_agents.loop.warmup import WarmUp as WarmUp
+    from cray_agents.loop.warmup import warm_up as warm_up
+    from cray_agents.platform.client import Platform as Platform
+    from cray_agents.promotion.sequential_test import PromotionTest as PromotionTest
     from cray_agents.records import Run as Run
     from cray_agents.records import StopReason as StopReason
     from cray_agents.records import Task as Task
     from cray_agents.records import Trajectory as Trajectory
-    from cray_agents.replay import RecordingEngine as RecordingEngine
-    from cray_agents.replay import ReplayEngine as ReplayEngine
-    from cray_agents.rewards import reward as reward
-    from cray_agents.schedule import Stage as Stage
-    from cray_agents.scripted import ScriptedEngine as ScriptedEngine
-    from cray_agents.sessions import FileSession as FileSession
-    from cray_agents.sessions import MemorySession as MemorySession
-    from cray_agents.sessions import PlatformSession as PlatformSession
-    from cray_agents.stopping import Budget as Budget
-    from cray_agents.tasks import TaskSet as TaskSet
-    from cray_agents.toolbox import tool as tool
-    from cray_agents.trainers.seed_model import make_tiny_model as make_tiny_model
-    from cray_agents.training import Hyperparameters as Hyperparameters
-    from cray_agents.warmup import WarmUp as WarmUp
-    from cray_agents.warmup import warm_up as warm_up
+    from cray_agents.rewards.llm_judge import judge as judge
+    from cray_agents.rewards.reward import reward as reward
+    from cray_agents.tasks.task_set import TaskSet as TaskSet
+    from cray_agents.trainers.models.seed_model import make_tiny_model as make_tiny_model
+    from cray_agents.training_jobs import Hyperparameters as Hyperparameters
 
 _HOME = {
-    "Agent": "agent",
-    "Budget": "stopping",
-    "ConstrainedEngine": "constrained",
-    "Curriculum": "curriculum",
-    "Environment": "environment",
-    "FileSession": "sessions",
+    "Agent": "agent.agent",
+    "Budget": "loop.stop_rules",
+    "ConstrainedEngine": "engines.json_tool_calls",
+    "Curriculum": "loop.curriculum",
+    "Environment": "agent.environment",
+    "FileSession": "agent.sessions",
     "Generation": "generation",
-    "Hooks": "hooks",
-    "Hyperparameters": "training",
-    "local_platform": "cli.running",
-    "Loop": "loop",
-    "make_tiny_model": "trainers.seed_model",
-    "MemorySession": "sessions",
-    "no_real_models": "guard",
-    "OpenAIEngine": "openai_engine",
-    "Platform": "platform",
-    "PlatformSession": "sessions",
-    "PromotionTest": "promotion",
-    "RecordingEngine": "replay",
-    "ReplayEngine": "replay",
-    "judge": "judges",
-    "reward": "rewards",
+    "Hooks": "agent.hooks",
+    "Hyperparameters": "training_jobs",
+    "judge": "rewards.llm_judge",
+    "local_platform": "cli.platform.platform_process",
+    "Loop": "loop.loop",
+    "make_tiny_model": "trainers.models.seed_model",
+    "MemorySession": "agent.sessions",
+    "no_real_models": "engines.no_real_models",
+    "OpenAIEngine": "engines.openai_engine",
+    "Platform": "platform.client",
+    "PlatformSession": "agent.sessions",
+    "PromotionTest": "promotion.sequential_test",
+    "RecordingEngine": "engines.replay",
+    "ReplayEngine": "engines.replay",
+    "reward": "rewards.reward",
     "Run": "records",
-    "RunContext": "context",
-    "ScriptedEngine": "scripted",
-    "Stage": "schedule",
+    "RunContext": "agent.run_context",
+    "ScriptedEngine": "engines.scripted",
+    "Stage": "loop.stages",
     "StopReason": "records",
     "Task": "records",
-    "TaskSet": "tasks",
-    "tool": "toolbox",
+    "TaskSet": "tasks.task_set",
+    "tool": "agent.tool",
     "Trajectory": "records",
-    "warm_up": "warmup",
-    "WarmUp": "warmup",
-    "Watch": "hours",
+    "warm_up": "loop.warmup",
+    "WarmUp": "loop.warmup",
+    "Watch": "loop.live.schedule",
 }
 __all__ = sorted(_HOME)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from cray_agents.records import ProbePrompt, Record, Seam
-from cray_agents.training import JobSpec, JobStatus
+from cray_agents.training_jobs import JobSpec, JobStatus
 
 
 class ChatEngine(Protocol):

@@ -23,12 +23,13 @@ import orjson
 
 from cray_agents.errors import Corrupt, NotFound, StoreError
 from cray_agents.paths import Home
-from cray_agents.runtime import checked, checkpoints, durable
 from cray_agents.runtime.batches.chunks import verify_seal
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.results import read_lines
 from cray_agents.runtime.batches.validation import read_index
-from cray_agents.runtime.datasets import reading
+from cray_agents.runtime.datasets import reader
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.store.segments import salvage
 from cray_agents.runtime.store.segments.salvage import Finding
 
@@ -104,17 +105,17 @@ def _check_of(name: Path) -> Check | None:
 
 
 def _record(path: Path) -> None:
-    checked.read_json(path)
+    checksums.read_json(path)
 
 
 def _lines(path: Path) -> None:
-    for _ in checked.read_lines(path):
+    for _ in checksums.read_lines(path):
         pass
 
 
 def _results(path: Path) -> None:
     for place, line in read_lines(path, 0):
-        checked.parse(line, f"{path}: byte {place.offset}")
+        checksums.parse(line, f"{path}: byte {place.offset}")
 
 
 def _sealed_chunk(path: Path) -> None:
@@ -122,7 +123,7 @@ def _sealed_chunk(path: Path) -> None:
 
 
 def _blob(path: Path) -> None:
-    checked.prove(path, path.name)
+    checksums.prove(path, path.name)
 
 
 def _numbers(path: Path) -> None:
@@ -137,9 +138,9 @@ def _numbers(path: Path) -> None:
 
 def _dataset(folder: Path) -> None:
     try:
-        reading.verify(folder)
+        reader.verify(folder)
     except FileNotFoundError:
-        raise Corrupt(f"{folder} has no {reading.MANIFEST}") from None
+        raise Corrupt(f"{folder} has no {reader.MANIFEST}") from None
 
 
 def _checkpoint(folder: Path) -> None:
@@ -151,11 +152,11 @@ def _checkpoint(folder: Path) -> None:
 
 def _resume_point(folder: Path) -> None:
     try:
-        told = checked.read_json(folder / SEAL)
+        told = checksums.read_json(folder / SEAL)
     except FileNotFoundError:
         raise Corrupt(f"{folder} has no {SEAL}") from None
     for name, sha256 in told.items():
-        checked.prove(folder / name, sha256)
+        checksums.prove(folder / name, sha256)
 
 
 def _batch_input(root: Path) -> None:
@@ -165,7 +166,7 @@ def _batch_input(root: Path) -> None:
     if folder.end_file.exists():
         return
     if request.input_sha256:
-        checked.prove(folder.input, request.input_sha256)
+        checksums.prove(folder.input, request.input_sha256)
     accepted = folder.accepted()
     if accepted is not None:
         try:

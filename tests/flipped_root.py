@@ -11,40 +11,43 @@ from typing import Any
 import numpy as np
 import orjson
 
-from cray_agents.cli import demo, running
+from cray_agents.cli.loop import demo
+from cray_agents.cli.platform import platform_process
 from cray_agents.generation import Generation
-from cray_agents.held_out import HeldOut
+from cray_agents.loop.holdout_journal import HeldOut
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import canonical
-from cray_agents.runtime import checked, checkpoints, durable
 from cray_agents.runtime.batches import chunks, validation
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.results import ResultWriter, fetch
-from cray_agents.runtime.canary import Canary
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, list_datasets, shards
 from cray_agents.runtime.datasets.decontamination import _of_journal
-from cray_agents.runtime.datasets.reading import CARD, RECIPE, file_in
+from cray_agents.runtime.datasets.reader import CARD, RECIPE, file_in
 from cray_agents.runtime.datasets.uses import _read as read_commit
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.fine_tuning.records import Asked, Ended, Folder, Validated
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.files.uploads import UploadRequest, Uploads
+from cray_agents.runtime.fine_tuning.job_records import Asked, Ended, Folder, Validated
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.routes import loops
-from cray_agents.runtime.held import Held
-from cray_agents.runtime.keys import Keys, Role
-from cray_agents.runtime.lineage import lineage_of
-from cray_agents.runtime.needed import needed
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.pool.loaded_version import Held
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.canary import Canary
+from cray_agents.runtime.registry.lineage import lineage_of
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.retention.references import needed
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.segments.reading import Damage, Segments
-from cray_agents.runtime.uploads import UploadRequest, Uploads
-from cray_agents.trainers import baselines, resume
+from cray_agents.runtime.store.segments.reader import Damage, Segments
+from cray_agents.trainers.checkpointing import resume
+from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.data.samples import read_samples
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.megatron_trainer import read_status
-from cray_agents.trainers.saving import POINT, SEAL
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from cray_agents.training import Hyperparameters, JobSpec
+from cray_agents.trainers.job import baselines
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import read_status
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training_jobs import Hyperparameters, JobSpec
 from tests.scripted_platform import PROBE, bare_model
 from tests.store_writer import events_of
 
@@ -71,7 +74,7 @@ def make(root: Path) -> Home:
     Keys(home).revoke("two")
     demo.claim(root / "demo.json", {"seed": 1})
     info = {"url": "http://127.0.0.1:1", "pid": os.getpid(), "name": "m", "token": "secret"}
-    durable.write_file(home.platform, checked.with_crc(json.dumps(info).encode()))
+    durable.write_file(home.platform, checksums.with_crc(json.dumps(info).encode()))
     return home
 
 
@@ -233,7 +236,7 @@ def readers(home: Home) -> dict[str, Reader]:
             Files(h)._even_if_deleted(p.stem).model_dump() for p in _in(h.files, "*.deleted")
         ],
         "datasets": lambda h: list_datasets(h).manifests,
-        "platform": lambda h: running.owner(h),
+        "platform": lambda h: platform_process.owner(h),
         "demo": lambda h: demo.claim(h.root / "demo.json", {"seed": 1}),
         "held out": lambda h: list(_of_journal(h, "faults")),
         "generations": lambda h: loops._read(h.loop("faults") / "generations"),
@@ -309,7 +312,9 @@ def _job(name: str) -> Reader:
         flat = baselines._read(journal.folder / "baselines" / "train-before", NUMBERS)
         if flat is None and (journal.folder / "baselines").exists():
             raise Told("what was computed is not there any more: it is computed again")
-        attempts = [checked.read_json(path) for path in _in(journal.folder / "attempts", "[0-9]*")]
+        attempts = [
+            checksums.read_json(path) for path in _in(journal.folder / "attempts", "[0-9]*")
+        ]
         return journal.spec(), read_status(home, name), journal.events(), attempts, str(flat)
 
     return read

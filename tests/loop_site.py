@@ -20,23 +20,23 @@ import httpx
 import uvloop
 
 from cray_agents import Agent, Loop, PromotionTest, ScriptedEngine, Task, TaskSet, reward
-from cray_agents.context import RunContext
+from cray_agents.agent.hooks import Hooks
+from cray_agents.agent.run_context import RunContext
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
-from cray_agents.hooks import Hooks
-from cray_agents.hours import Watch
-from cray_agents.lifeline import die_with_parent
+from cray_agents.loop.live.schedule import Watch
 from cray_agents.paths import Home
-from cray_agents.platform import Platform
+from cray_agents.platform.client import Platform
+from cray_agents.processes import die_with_parent
 from cray_agents.records import Run, digest
-from cray_agents.runtime.checkpoints import read_manifest
-from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.pool import Pool
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.training import Hyperparameters
+from cray_agents.training_jobs import Hyperparameters
 from tests.scripted_platform import bare_model
 from tests.timed_trainer import TimedTrainer
 

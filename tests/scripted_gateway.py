@@ -20,15 +20,15 @@ import uvloop
 
 from cray_agents import ScriptedEngine
 from cray_agents.errors import NotFound
-from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
-from cray_agents.runtime.gateway.app import create_app
+from cray_agents.processes import die_with_parent
+from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.pool import Pool
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.scripted_platform import PROBE, bare_model
 
 ROOT = Path(__file__).parents[1]

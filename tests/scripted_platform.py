@@ -15,14 +15,14 @@ from cray_agents import Platform, ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt
-from cray_agents.runtime.checkpoints import read_manifest
-from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.pool import Pool
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.bare_models import bare_model as bare_model
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]

@@ -21,9 +21,9 @@ import orjson
 import pytest
 
 from cray_agents.paths import Home
+from cray_agents.runtime.batches.batch_records import Batch
 from cray_agents.runtime.batches.queue import BatchQueue
-from cray_agents.runtime.batches.records import Batch
-from cray_agents.runtime.files import Files
+from cray_agents.runtime.files.files import Files
 from tests.scripted_gateway import first_version
 from tests.stored_lines import events_of
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents import ScriptedEngine
+from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
-from cray_agents.scripted import tool_call
 from tests.scripted_platform import platform
 
 AGENT = """

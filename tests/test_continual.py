@@ -18,22 +18,22 @@ import pytest
 from pydantic import ValidationError
 
 from cray_agents import Agent, Loop, Platform, PromotionTest, ScriptedEngine, Task, TaskSet, reward
-from cray_agents.continual import mixed
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
-from cray_agents.hours import Daily, Update, Watch, held_back, is_due, quiet_until
+from cray_agents.loop.live.schedule import Daily, Update, Watch, held_back, is_due, quiet_until
+from cray_agents.loop.live.traffic import mixed
 from cray_agents.paths import Home
-from cray_agents.recipes import RunFilter, RunQuery
+from cray_agents.platform.transport import Transport
+from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Run, StopReason
 from cray_agents.runtime.datasets import dataset_runs
-from cray_agents.runtime.feedback import Feedback, give
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.keys import Keys, Role
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from cray_agents.training import Hyperparameters
-from cray_agents.transport import Transport
+from cray_agents.runtime.store.feedback import Feedback, give
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training_jobs import Hyperparameters
 from tests.runtime.gateways import checkpoint, served, until
 from tests.scripted_platform import PROBE, platform
 

@@ -23,14 +23,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cray_agents import Agent, Hyperparameters, Loop, Run, Task, TaskSet, reward
 from cray_agents.paths import Home
-from cray_agents.platform import Platform
-from cray_agents.recipes import RunQuery
-from cray_agents.runtime import checkpoints, durable
-from cray_agents.runtime.replica import EngineSettings, Replica
-from cray_agents.trainers.publish import hash_files
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from cray_agents.trainers.seed_model import ModelShape, make_seed_model
-from cray_agents.training import JobSpec, JobStatus
+from cray_agents.platform.client import Platform
+from cray_agents.queries import RunQuery
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.trainers.checkpointing.publish import hash_files
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.runtime.gateways import Gateway, served
 from tests.runtime.vllm_pool import golden_probe
 

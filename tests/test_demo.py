@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from cray_agents.lifeline import alive
 from cray_agents.paths import Home
-from cray_agents.recipes import RunQuery
+from cray_agents.processes import alive
+from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.store import Store
 
@@ -183,7 +183,10 @@ def victim(demo: int, kind: str) -> int | None:
     """The pid to kill: the demo's own, or that of a part it runs now."""
     if kind == "demo":
         return demo
-    words = {"vllm": "cray_agents.runtime.vllm_server", "job": "cray_agents.trainers.job"}[kind]
+    words = {
+        "vllm": "cray_agents.runtime.vllm_plugins.server",
+        "job": "cray_agents.trainers.job.job",
+    }[kind]
     found = [pid for pid in children(demo) if named(pid, words)]
     return random.choice(found) if found else None
 

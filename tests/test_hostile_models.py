@@ -18,10 +18,10 @@ from cray_agents.cli import main
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets.demonstrations import Renderer
-from cray_agents.runtime.keys import Keys, Role
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from tests.hostile_models import CASES, SECRET, Case, whole_model, with_manifest
 from tests.runtime.gateways import Gateway, served
 from tests.scripted_platform import platform

@@ -16,11 +16,11 @@ import pytest
 
 from cray_agents import Hyperparameters, ScriptedEngine
 from cray_agents.cli import main
-from cray_agents.cli.running import SUBMITTER
+from cray_agents.cli.platform.platform_process import SUBMITTER
 from cray_agents.paths import Home
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from cray_agents.training import JobSpec, JobStatus, Layout, Policy
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training_jobs import JobSpec, JobStatus, Layout, Policy
 from tests.scripted_platform import bare_model, platform
 
 HIDE_MATPLOTLIB = """
@@ -39,7 +39,7 @@ DIES = """
 import os, sys
 from pathlib import Path
 from cray_agents.paths import Home
-from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.job.journal import Journal
 journal = Journal(Home(Path(sys.argv[1])), sys.argv[2])
 journal.claim_attempt()
 journal.event("started", attempt=1, from_step=0, left_out=2, layout={"data": 2})

@@ -17,16 +17,16 @@ import pytest
 
 from cray_agents import ScriptedEngine
 from cray_agents.cli import main
-from cray_agents.cli.job_spec import asked, settled
+from cray_agents.cli.jobs.spec_options import asked, settled
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.seed_model import ModelShape, make_seed_model
-from cray_agents.training import Hyperparameters, JobSpec, JobStatus
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.scripted_platform import platform
 
 SAMPLES = 24

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from cray_agents import Agent, ScriptedEngine
-from cray_agents.openai_engine import run_event
+from cray_agents.engines.openai_engine import run_event
 from cray_agents.paths import Home
 from cray_agents.records import Event
 from cray_agents.runtime.store import Store

@@ -20,16 +20,16 @@ from cray_agents import (
     reward,
 )
 from cray_agents.errors import BadInput, JobError, SwapError
-from cray_agents.gate import Gate
 from cray_agents.generation import Generation, Progress
+from cray_agents.loop.rollouts import Rollouts, Wanted, success
+from cray_agents.loop.version_gate import Gate
 from cray_agents.paths import Home
-from cray_agents.recipes import RunQuery
+from cray_agents.queries import RunQuery
 from cray_agents.records import Run
-from cray_agents.rollouts import Rollouts, Wanted, success
 from cray_agents.runtime.datasets import dataset_runs
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.training import Hyperparameters, Policy
+from cray_agents.training_jobs import Hyperparameters, Policy
 from tests.scripted_platform import platform
 
 SKILL = {"m@1": 3, "m@2": 6, "m@3": 5, "m@4": 9}  # of 10 tasks, how many a version solves

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from cray_agents import Agent, Platform, PromotionTest, ScriptedEngine, TaskSet, tool
+from cray_agents.agent.hooks import Hooks
+from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import SwapError
-from cray_agents.gate import Gate, Passing
 from cray_agents.generation import Generation, Progress
-from cray_agents.hooks import Hooks
+from cray_agents.loop.version_gate import Gate, Passing
 from cray_agents.paths import Home
-from cray_agents.recipes import RunQuery
+from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.store import Store
-from cray_agents.scripted import tool_call
 from tests.loop_site import echo, shape, signed, site_loop, some_tasks
 from tests.scripted_platform import platform
 from tests.timed_trainer import TimedTrainer

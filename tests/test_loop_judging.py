@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from cray_agents import Curriculum, PromotionTest, ScriptedEngine, Stage
+from cray_agents.agent.hooks import Hooks
 from cray_agents.errors import HookError, SwapError
 from cray_agents.generation import Generation
-from cray_agents.hooks import Hooks
 from cray_agents.paths import Home
-from cray_agents.recipes import RunQuery
+from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.seed_model import make_seed_model
+from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.loop_site import echo, lucky, site_loop
 from tests.scripted_platform import platform
 

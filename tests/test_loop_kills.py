@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from cray_agents.paths import Home
-from cray_agents.recipes import RunQuery
+from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from tests.loop_site import KINDS
 

@@ -11,14 +11,14 @@ from cray_agents import PromotionTest, ScriptedEngine, Stage
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
-from cray_agents.platform import Platform
-from cray_agents.recipes import RunQuery
+from cray_agents.platform.client import Platform
+from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.seed_model import make_seed_model
-from cray_agents.training import Hyperparameters, JobSpec, Lora, Policy
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora, Policy
 from tests.loop_site import echo, site_loop
 from tests.scripted_platform import platform
 

@@ -9,11 +9,11 @@ import pytest
 from cray_agents import Agent, Budget, ScriptedEngine, Stage, judge, reward
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
-from cray_agents.loop_settings import differences, settings_of
+from cray_agents.loop.settings import differences, settings_of
+from cray_agents.loop.stop_rules import why_stopped
 from cray_agents.paths import Home
 from cray_agents.records import Run
-from cray_agents.stopping import why_stopped
-from cray_agents.training import Hyperparameters
+from cray_agents.training_jobs import Hyperparameters
 from tests.loop_site import echo, site_loop, some_tasks
 from tests.scripted_platform import platform
 

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Platform, PromotionTest, ScriptedEngine, Task, rollouts
+from cray_agents import Agent, Platform, PromotionTest, ScriptedEngine, Task
+from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineUnavailable, SwapError
-from cray_agents.gate import Gate, Passing
 from cray_agents.generation import Generation, Progress
+from cray_agents.loop import rollouts
+from cray_agents.loop.rollouts import Rollouts, Wanted
+from cray_agents.loop.version_gate import Gate, Passing
 from cray_agents.paths import Home
-from cray_agents.recipes import RunQuery
+from cray_agents.queries import RunQuery
 from cray_agents.records import ModelVersion, Run
-from cray_agents.rollouts import Rollouts, Wanted
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.store import Store
-from cray_agents.scripted import tool_call
 from tests.loop_site import shape, site_loop, some_tasks
 from tests.runtime.pools import Mortal
 from tests.scripted_platform import platform
@@ -290,7 +291,7 @@ async def test_all_runs_of_a_loop_share_what_was_found_out_about_the_server(
 ) -> None:
     agent = Agent("a", model="m", tools=[Agent("ask").as_tool()])
     with platform(tmp_path, ScriptedEngine(lambda request: HERMES)) as where:
-        with caplog.at_level(logging.WARNING, "cray_agents.unparsed"):
+        with caplog.at_level(logging.WARNING, "cray_agents.engines.missed_tool_calls"):
             await carried_out(where, agent, *"abcde")
         assert agent.parser is not None and agent.parser.failures == 5
         assert sum("not understood" in record.getMessage() for record in caplog.records) == 1

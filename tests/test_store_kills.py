@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 
 from cray_agents.paths import Home
-from cray_agents.recipes import RunQuery
+from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs, list_datasets
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.salvage import check

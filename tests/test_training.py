@@ -16,16 +16,16 @@ import pytest
 
 from cray_agents import Agent, Hyperparameters, Task
 from cray_agents.cli import main
-from cray_agents.cli.running import client, fetch, serving
+from cray_agents.cli.platform.platform_process import client, fetch, serving
 from cray_agents.config import load_config
-from cray_agents.gate import Gate
+from cray_agents.loop.rollouts import Rollouts, Wanted
+from cray_agents.loop.version_gate import Gate
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ProbeReport, Run
-from cray_agents.rollouts import Rollouts, Wanted
 from cray_agents.runtime.scheduler.choose import missing_programs
-from cray_agents.trainers.seed_model import ModelShape, make_seed_model
-from cray_agents.training import JobStatus, Layout, Lora, MethodName, Policy
+from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+from cray_agents.training_jobs import JobStatus, Layout, Lora, MethodName, Policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.slurm, pytest.mark.megatron]
 

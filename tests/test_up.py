@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from cray_agents.lifeline import alive
 from cray_agents.paths import Home
+from cray_agents.processes import alive
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.seed_model import make_seed_model
+from cray_agents.trainers.models.seed_model import make_seed_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

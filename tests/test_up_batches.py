@@ -19,8 +19,8 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.queue import BatchQueue
-from cray_agents.runtime.files import Files
-from cray_agents.trainers.seed_model import make_seed_model
+from cray_agents.runtime.files.files import Files
+from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.test_batch_kills import sampled, submit
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -25,14 +25,14 @@ from cray_agents import (
 )
 from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation
+from cray_agents.loop.warmup import Tried, search
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, Run
 from cray_agents.runtime.datasets import dataset_runs
-from cray_agents.runtime.registry import Registry
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.seed_model import make_seed_model
-from cray_agents.training import Hyperparameters, JobSpec, Lora
-from cray_agents.warmup import Tried, search
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora
 from tests.scripted_platform import platform
 
 ROOT = Path(__file__).parents[1]

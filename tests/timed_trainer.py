@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from cray_agents.paths import Home
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from cray_agents.training import JobSpec, JobStatus
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.scripted_platform import PROBE
 
 

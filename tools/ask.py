@@ -15,9 +15,9 @@ from typing import IO
 from rich.console import Console
 from rich.text import Text
 
-from cray_agents import foreign
+from cray_agents.agent import user_code
+from cray_agents.agent.tool import Tool, as_tool, tool
 from cray_agents.errors import ToolError
-from cray_agents.toolbox import Tool, as_tool, tool
 
 _PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 TIMEOUT = 600.0  # seconds that a human has to answer
@@ -88,7 +88,7 @@ async def _elsewhere(asked: Question, via: Via) -> str:
         await via.put(asked)
         said = await asked.answered
     else:
-        said = await foreign.call(functools.partial(via, asked), None)
+        said = await user_code.call(functools.partial(via, asked), None)
     answer = asked.chosen(str(said))
     if answer is None:
         raise ToolError(f"the human answered {str(said)!r}, which is none of the choices")

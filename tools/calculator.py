@@ -10,8 +10,8 @@ import operator
 import warnings
 from collections.abc import Callable
 
+from cray_agents.agent.tool import tool
 from cray_agents.errors import ToolError
-from cray_agents.toolbox import tool
 
 MAX_LENGTH = 1000  # characters of an expression
 #: What is parsed, by name: Python would warn its user of what a model wrote, such as `1if 2`.

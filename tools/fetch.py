@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from email.message import Message
 from urllib.parse import urljoin
 
+from cray_agents.agent.tool import Tool, as_tool, tool
 from cray_agents.errors import BadInput, ToolError
-from cray_agents.toolbox import Tool, as_tool, tool
 from cray_agents.tools.html_text import check_installed, html_text
-from cray_agents.tools.reachable import Reachable, Target
+from cray_agents.tools.url_policy import Reachable, Target
 
 MAX_BYTES = 2**20
 REDIRECTS = 5

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ConfigDict, create_model, model_validator
 
+from cray_agents.agent.tool import NAME, TIMEOUT, Tool
 from cray_agents.errors import BadInput
-from cray_agents.toolbox import NAME, TIMEOUT, Tool
 from cray_agents.tools.schema_checks import SchemaChecks
 
 

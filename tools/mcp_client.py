@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cray_agents.agent.tool import TIMEOUT, Tool
 from cray_agents.errors import BadInput, SetupError, ToolError
-from cray_agents.toolbox import TIMEOUT, Tool
 from cray_agents.tools.from_schema import tool_from_schema
 from cray_agents.tools.mcp_connection import McpConnection
 from cray_agents.tools.schema_checks import MAX_CHARS, SchemaChecks

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from cray_agents.agent import Agent
-from cray_agents.errors import SetupError
-from cray_agents.events import (
+from cray_agents.agent.agent import Agent
+from cray_agents.agent.handoffs import described, named
+from cray_agents.agent.stream_events import (
     AgentEvent,
     ModelStarted,
     RunEnded,
@@ -26,9 +26,9 @@ from cray_agents.events import (
     ToolFinished,
     ToolStarted,
 )
+from cray_agents.agent.tool import told
+from cray_agents.errors import SetupError
 from cray_agents.records import Run
-from cray_agents.subagents import described, named
-from cray_agents.toolbox import told
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from cray_agents.context import RunContext
-from cray_agents.environment import Environment
+from cray_agents.agent.environment import Environment
+from cray_agents.agent.run_context import RunContext
+from cray_agents.agent.tool import tool
 from cray_agents.records import Task
-from cray_agents.toolbox import tool
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.sandbox.confined import BLOCK, TOO_MUCH, Confined
+from cray_agents.tools.sandbox.process import BLOCK, TOO_MUCH, Confined
 
 WORKER = Path(__file__).with_name("python_worker.py")
 GRACE = 2.0  # seconds for code that was told that its time is over

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from cray_agents.context import RunContext
-from cray_agents.environment import Environment
+from cray_agents.agent.environment import Environment
+from cray_agents.agent.run_context import RunContext
+from cray_agents.agent.tool import tool
 from cray_agents.errors import SetupError
 from cray_agents.records import Task
-from cray_agents.toolbox import tool
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.sandbox.folders import remove, write_files
 

@@ -10,9 +10,9 @@ import io
 import threading
 from pathlib import Path
 
+from cray_agents.agent.tool import Tool, as_tool, tool
 from cray_agents.errors import BadInput, ToolError
-from cray_agents.toolbox import Tool, as_tool, tool
-from cray_agents.tools import inside
+from cray_agents.tools import safe_paths
 
 MAX_BYTES = 2**20  # of a file that is read or written
 MAX_LISTED = 500  # files
@@ -51,7 +51,7 @@ class Workspace:
             pattern: what paths must fit, such as '*.py'; * also fits slashes.
         """
         found: list[str] = []
-        for name, _, _, about in inside.walk(self.folder, path):
+        for name, _, _, about in safe_paths.walk(self.folder, path):
             if fnmatch.fnmatchcase(name, pattern):
                 if len(found) == MAX_LISTED:
                     found.append(f"[and more: only {MAX_LISTED} are shown; narrow it down]")
@@ -97,11 +97,13 @@ class Workspace:
             raise ToolError("text must be some characters of one line")
         wanted = text.casefold() if ignore_case else text
         found: list[str] = []
-        for name, folder, entry, about in inside.walk(self.folder, path):
+        for name, folder, entry, about in safe_paths.walk(self.folder, path):
             if about.st_size > self.max_bytes or not fnmatch.fnmatchcase(name, pattern):
                 continue
             try:
-                contents = self._decoded(name, inside.read_at(folder, entry, name, self.max_bytes))
+                contents = self._decoded(
+                    name, safe_paths.read_at(folder, entry, name, self.max_bytes)
+                )
             except ToolError:  # no text, or gone since
                 continue
             for number, line in enumerate(_lines(contents), 1):
@@ -149,11 +151,11 @@ class Workspace:
         data = text.encode("utf-8", "replace")
         if len(data) > self.max_bytes:
             raise ToolError(f"{len(data)} bytes are more than {self.max_bytes}, which is the limit")
-        inside.replace(self.folder, path, data)
+        safe_paths.replace(self.folder, path, data)
         return f"wrote {len(data)} bytes to {path}"
 
     def _text(self, path: str) -> str:
-        return self._decoded(path, inside.read(self.folder, path, self.max_bytes))
+        return self._decoded(path, safe_paths.read(self.folder, path, self.max_bytes))
 
     @staticmethod
     def _decoded(path: str, data: bytes) -> str:

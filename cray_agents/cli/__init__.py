@@ -11,26 +11,13 @@ import sys
 import typer
 from rich.markup import escape
 
-from cray_agents.cli import (
-    agents,
-    batch,
-    datasets,
-    demo,
-    doctor,
-    export,
-    feedback,
-    imports,
-    jobs,
-    keys,
-    loops,
-    mcp_serving,
-    models,
-    plan,
-    platform,
-    runs,
-    upkeep,
-    upload,
-)
+from cray_agents.cli.agent import agents, mcp
+from cray_agents.cli.data import batch, datasets, export, imports, upload
+from cray_agents.cli.jobs import jobs, plan
+from cray_agents.cli.loop import demo, loops
+from cray_agents.cli.models import models
+from cray_agents.cli.platform import doctor, keys, platform
+from cray_agents.cli.runs import maintenance, reward, runs
 from cray_agents.cli.screen import errors
 from cray_agents.errors import (
     BadInput,
@@ -53,12 +40,12 @@ for module in (
     platform,
     agents,
     loops,
-    mcp_serving,
+    mcp,
     models,
     jobs,
     runs,
-    upkeep,
-    feedback,
+    maintenance,
+    reward,
     datasets,
     plan,
     export,

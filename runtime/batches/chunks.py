@@ -21,12 +21,19 @@ import orjson
 
 from cray_agents.errors import Corrupt
 from cray_agents.records import new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime.batches.batch_records import (
+    NO_TOKENS,
+    Counts,
+    Stopped,
+    Tokens,
+    add,
+    tokens_of,
+)
 from cray_agents.runtime.batches.folder import BatchFolder
-from cray_agents.runtime.batches.records import NO_TOKENS, Counts, Stopped, Tokens, add, tokens_of
 from cray_agents.runtime.batches.results import Place, fetch, read_lines
 from cray_agents.runtime.batches.validation import Row
-from cray_agents.runtime.checked import parse, proven, with_crc
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.disk.checksums import parse, proven, with_crc
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import orjson
 
 from cray_agents.errors import Corrupt
-from cray_agents.lifeline import alive
+from cray_agents.processes import alive
 from cray_agents.records import new_id
-from cray_agents.runtime import checked, durable
+from cray_agents.runtime.disk import checksums, durable
 
 LEASE = 60.0  # seconds without a heartbeat after which a worker counts as dead
 BEAT = 5.0  # seconds between heartbeats
@@ -41,7 +41,7 @@ class Holder:
         self._machine = _machine()
         pid = os.getpid()
         me = {"machine": self._machine, "pid": pid, "since": _started(pid)}
-        durable.create_file(self.path, checked.with_crc(orjson.dumps(me)))
+        durable.create_file(self.path, checksums.with_crc(orjson.dumps(me)))
 
     def beat(self) -> None:
         """Renew every claim."""
@@ -70,7 +70,7 @@ class Holder:
         try:
             with claim.open("rb") as file:  # opened, so that NFS asks the server for the time
                 theirs = os.fstat(file.fileno()).st_mtime
-                holder = checked.parse(file.read(), claim)
+                holder = checksums.parse(file.read(), claim)
         except FileNotFoundError:
             return False
         except Corrupt as error:  # who holds it is not known any more; that it lives, by its time

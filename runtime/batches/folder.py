@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cray_agents.records import Record
-from cray_agents.runtime import checked, durable
-from cray_agents.runtime.batches.records import (
+from cray_agents.runtime.batches.batch_records import (
     Accepted,
     BatchRequest,
     Cancelling,
@@ -20,6 +19,7 @@ from cray_agents.runtime.batches.records import (
     Finalizing,
     Stopped,
 )
+from cray_agents.runtime.disk import checksums, durable
 
 PREFIX = "batch_"
 
@@ -129,7 +129,7 @@ class BatchFolder:
 
 
 def _json(record: Record) -> bytes:
-    return checked.with_crc(record.model_dump_json(exclude_none=True).encode())
+    return checksums.with_crc(record.model_dump_json(exclude_none=True).encode())
 
 
 def _read(kind: type[Kind], path: Path) -> Kind | None:
@@ -140,4 +140,4 @@ def _read(kind: type[Kind], path: Path) -> Kind | None:
 
 
 def _parse(kind: type[Kind], path: Path) -> Kind:
-    return checked.read_record(kind, path)
+    return checksums.read_record(kind, path)

@@ -14,10 +14,7 @@ from pydantic import ValidationError
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import digest, new_id
-from cray_agents.runtime import checked, durable
-from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
-from cray_agents.runtime.batches.progress import Progress
-from cray_agents.runtime.batches.records import (
+from cray_agents.runtime.batches.batch_records import (
     Accepted,
     Batch,
     BatchRequest,
@@ -28,7 +25,10 @@ from cray_agents.runtime.batches.records import (
     Status,
     window_seconds,
 )
-from cray_agents.runtime.files import Files
+from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
+from cray_agents.runtime.batches.progress_counts import Progress
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.files.files import Files
 
 FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
 PURPOSE = "batch"  # what an input file must have been uploaded for
@@ -76,7 +76,7 @@ class BatchQueue:
                 directory.mkdir()
             # a link: the batch keeps its input whatever becomes of the file
             os.link(self._files.path(request.input_file_id), draft.input)
-            text = checked.with_crc(known.model_dump_json().encode())
+            text = checksums.with_crc(known.model_dump_json().encode())
             durable.write_file(draft.request_file, text)
             published = durable.publish_directory(draft.root, folder.root)
         finally:

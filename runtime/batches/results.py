@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cray_agents.errors import StoreError
-from cray_agents.runtime.appending import GroupCommit, LineFile
+from cray_agents.runtime.disk.group_commit import GroupCommit, LineFile
 
 ROLL_BYTES = 256 * 2**20  # a file is left for a new one once it is larger
 

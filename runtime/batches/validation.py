@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import orjson
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime import checked, durable
+from cray_agents.runtime.batches.batch_records import Accepted, BatchRequest, End, LineError
 from cray_agents.runtime.batches.folder import BatchFolder
-from cray_agents.runtime.batches.records import Accepted, BatchRequest, End, LineError
+from cray_agents.runtime.disk import checksums, durable
 
 CHUNK_LINES = 500
 CHUNK_BYTES = 4 * 2**20  # a chunk ends with the line that reaches this
@@ -142,7 +142,7 @@ def validate(folder: BatchFolder, request: BatchRequest) -> None:
     Raises Corrupt for an input that is not the file that was given.
     """
     if request.input_sha256:
-        checked.prove(folder.input, request.input_sha256)
+        checksums.prove(folder.input, request.input_sha256)
     check = Validation(request)
     check.run(folder)
     now = int(time.time())

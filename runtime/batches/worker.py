@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from cray_agents.errors import Corrupt
-from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
-from cray_agents.runtime.batches import chunks, output
-from cray_agents.runtime.batches.asking import Asker, api_key
+from cray_agents.processes import die_with_parent
+from cray_agents.runtime.batches import chunks, result_files
 from cray_agents.runtime.batches.board import Board, Lane, OpenBatch, Work
 from cray_agents.runtime.batches.chunks import Line, Result
 from cray_agents.runtime.batches.claims import BEAT, LEASE, Holder, forget_dead
+from cray_agents.runtime.batches.line_request import Asker, api_key
 from cray_agents.runtime.batches.results import ResultWriter
 from cray_agents.runtime.batches.validation import validate
-from cray_agents.runtime.files import Files
+from cray_agents.runtime.files.files import Files
 
 WINDOW = 64  # lines asked at once
 POLL = 0.5  # seconds between looks for new batches and for decisions to stop
@@ -112,7 +112,7 @@ class Worker:
 
     def _finish(self, batch: OpenBatch) -> None:
         assert batch.accepted is not None
-        damaged = output.finish(batch.folder, batch.request, batch.accepted, self._files)
+        damaged = result_files.finish(batch.folder, batch.request, batch.accepted, self._files)
         batch.done.difference_update(damaged)
 
     async def _lane(self, lane: Lane) -> None:

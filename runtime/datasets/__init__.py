@@ -15,15 +15,10 @@ next: building.py, the conductor; reading.py, for those who use a dataset.
 
 from typing import TYPE_CHECKING, Any
 
-from cray_agents.runtime.datasets.reading import (
-    dataset_runs,
-    list_datasets,
-    read_dataset,
-    shards,
-)
+from cray_agents.runtime.datasets.reader import dataset_runs, list_datasets, read_dataset, shards
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.datasets.building import build_dataset, plan_dataset
+    from cray_agents.runtime.datasets.build import build_dataset, plan_dataset
 
 __all__ = [
     "build_dataset",
@@ -39,6 +34,6 @@ def __getattr__(name: str) -> Any:
     """Building is imported when first asked for: a light install has no numpy, and may look."""
     if name not in ("build_dataset", "plan_dataset"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from cray_agents.runtime.datasets import building
+    from cray_agents.runtime.datasets import build
 
-    return getattr(building, name)
+    return getattr(build, name)

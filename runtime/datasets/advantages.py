@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cray_agents.recipes import Deviation
+from cray_agents.queries import Deviation
 from cray_agents.runtime.store.index import RunFacts
 
 EQUAL = 1e-9  # rewards this near to each other are equal: sums of the same parts differ in order

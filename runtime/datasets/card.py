@@ -14,11 +14,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cray_agents.recipes import DatasetRecipe
-from cray_agents.runtime import durable
-from cray_agents.runtime.datasets.checking import DEMONSTRATIONS
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.croissant import croissant
-from cray_agents.runtime.datasets.reading import CARD
+from cray_agents.runtime.datasets.reader import CARD
+from cray_agents.runtime.datasets.recipe_checks import DEMONSTRATIONS
+from cray_agents.runtime.disk import durable
 
 CROISSANT = "croissant.json"
 EXAMPLES = 5

@@ -9,13 +9,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.card import CardFacts, Removed, write_card
-from cray_agents.runtime.datasets.considered import Line
+from cray_agents.runtime.datasets.considered_runs import Line
+from cray_agents.runtime.datasets.content_name import brief
 from cray_agents.runtime.datasets.decontamination import Match, head
+from cray_agents.runtime.datasets.duplicates import Repeat
 from cray_agents.runtime.datasets.histogram import Histograms
-from cray_agents.runtime.datasets.naming import brief
-from cray_agents.runtime.datasets.seen import Repeat
 from cray_agents.runtime.datasets.selection import Candidate
 from cray_agents.runtime.datasets.token_shards import Row
 

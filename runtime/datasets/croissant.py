@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from cray_agents.runtime.datasets.reading import RUNS
+from cray_agents.runtime.datasets.reader import RUNS
 
 FORMAT = "application/x-parquet"
 PER_TOKEN = {

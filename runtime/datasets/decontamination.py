@@ -13,19 +13,19 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cray_agents.held_out import ENTRY, HeldOut
+from cray_agents.loop.holdout_journal import ENTRY, HeldOut
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe, RunQuery
+from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.records import Message, Run
-from cray_agents.runtime import checked
-from cray_agents.runtime.datasets.checking import LOOP
-from cray_agents.runtime.datasets.held_files import texts_of_file
+from cray_agents.runtime.datasets.blocked_files import texts_of_file
+from cray_agents.runtime.datasets.recipe_checks import LOOP
 from cray_agents.runtime.datasets.shingles import Shingles, shared, shingles
-from cray_agents.runtime.files import Files
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.facts import text_of
-from cray_agents.splits import task_key
-from cray_agents.words import SIMILAR, is_long, words_of
+from cray_agents.tasks.leakage import task_key
+from cray_agents.text_words import SIMILAR, is_long, words_of
 
 MANY = 200  # candidates that are not compared one by one
 HEAD = 160  # characters of a text that are shown
@@ -289,7 +289,7 @@ def _of_journal(home: Home, loop: str | None) -> Iterator[HeldText]:
     if loop is not None and not LOOP.fullmatch(loop):
         return
     for path in sorted(home.loop("").glob(f"{loop or '*'}/journal/{ENTRY}*.json")):
-        entry = checked.read_record(HeldOut, path)
+        entry = checksums.read_record(HeldOut, path)
         yield from (HeldText(source, text) for source, text in entry.inputs)
         yield from (HeldText(source, key, world=True) for source, key in entry.worlds)
 

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from cray_agents.runtime import durable
 from cray_agents.runtime.datasets.tallies import Tally
+from cray_agents.runtime.disk import durable
 
 TOP = 20  # versions that are shown
 WIDTH, HEIGHT, GAP = 640, 160, 2  # of a figure's bars, in its own units

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.advantages import (
     Steps,
     equal,
@@ -16,7 +16,7 @@ from cray_agents.runtime.datasets.advantages import (
     of_steps,
     steps_among,
 )
-from cray_agents.runtime.datasets.samples import TokenSample
+from cray_agents.runtime.datasets.run_samples import TokenSample
 from cray_agents.runtime.datasets.selection import AHEAD, Candidate, Selection
 
 Group = list[Candidate]

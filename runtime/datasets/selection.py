@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import UNSCORED, ModelCall, Run, by_givers, reward_by
 from cray_agents.runtime.datasets.advantages import turn_beyond
-from cray_agents.runtime.datasets.considered import Line
+from cray_agents.runtime.datasets.considered_runs import Line
 from cray_agents.runtime.datasets.decontamination import Held, Match
 from cray_agents.runtime.datasets.demonstrations import Renderer
-from cray_agents.runtime.datasets.samples import TokenSample, merge_turns, turn_of
-from cray_agents.runtime.datasets.seen import Repeat, Seen
+from cray_agents.runtime.datasets.duplicates import Repeat, Seen
+from cray_agents.runtime.datasets.run_samples import TokenSample, merge_turns, turn_of
+from cray_agents.runtime.datasets.sample_weights import Balance
 from cray_agents.runtime.datasets.token_shards import Row
 from cray_agents.runtime.datasets.uses import Uses
-from cray_agents.runtime.datasets.weights import Balance
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.choices import by_request
+from cray_agents.runtime.store.branch_choice import by_request
 from cray_agents.runtime.store.index import RunFacts
 
 AHEAD = 64  # runs whose bodies are read at once

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cray_agents.words import GRAM
+from cray_agents.text_words import GRAM
 
 Shingles = NDArray[np.uint64]
 

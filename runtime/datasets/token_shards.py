@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cray_agents.runtime import durable
-from cray_agents.runtime.datasets.samples import TokenSample
+from cray_agents.runtime.datasets.run_samples import TokenSample
+from cray_agents.runtime.disk import durable
 
 SHARD_ROWS = 10_000
 BATCH_ROWS = 1_000  # a row group; held in memory

@@ -33,11 +33,11 @@ import orjson
 
 from cray_agents.errors import BadInput, Corrupt
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Record
-from cray_agents.runtime import checked, durable
-from cray_agents.runtime.datasets.naming import recipe_name
-from cray_agents.runtime.datasets.reading import MANIFEST, accepted_runs
+from cray_agents.runtime.datasets.content_name import recipe_name
+from cray_agents.runtime.datasets.reader import MANIFEST, accepted_runs
+from cray_agents.runtime.disk import checksums, durable
 
 LAG = 0.1  # seconds
 
@@ -201,13 +201,13 @@ class Ledger:
 
 def _read(path: Path) -> Commit | None:
     try:
-        return checked.read_record(Commit, path)
+        return checksums.read_record(Commit, path)
     except FileNotFoundError:
         return None
 
 
 def _line(commit: Commit) -> bytes:
-    return checked.with_crc(orjson.dumps(commit.model_dump()))
+    return checksums.with_crc(orjson.dumps(commit.model_dump()))
 
 
 def _key(run_id: str) -> bytes:

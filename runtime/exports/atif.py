@@ -13,10 +13,10 @@ from typing import Any
 
 from cray_agents.records import Message, ModelCall, Run, Turn
 from cray_agents.runtime.exports.atif_parts import content_of, has_more, plain, tool_call_of
-from cray_agents.runtime.exports.chat import function_of
+from cray_agents.runtime.exports.chat_messages import function_of
 from cray_agents.runtime.exports.conversation import Conversation, conversation_of
-from cray_agents.runtime.exports.whole import check_finite
-from cray_agents.runtime.exports.written import Json, LineFormat, Written
+from cray_agents.runtime.exports.export_format import Json, LineFormat, Written
+from cray_agents.runtime.exports.jsonl import check_finite
 
 VERSION = "ATIF-v1.7"
 UNKNOWN = "unknown"  # what the schema requires and a run may lack

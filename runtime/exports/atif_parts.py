@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from cray_agents.records import Run, ToolCall
-from cray_agents.runtime.exports.written import Json, json_text, unsupported
+from cray_agents.runtime.exports.export_format import Json, json_text, unsupported
 
 _IMAGES = {
     "jpg": "image/jpeg",

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from cray_agents.records import Message, Run, StopReason, Task, Trajectory, Turn, digest
-from cray_agents.runtime.exports.written import Json, unsupported
+from cray_agents.runtime.exports.export_format import Json, unsupported
 from cray_agents.runtime.store.facts import text_of
 
 

@@ -8,9 +8,9 @@ huggingface.py; runtime/datasets/croissant.py has that of a dataset.
 from collections.abc import Mapping
 from typing import Any
 
-from cray_agents.runtime import durable
 from cray_agents.runtime.datasets.croissant import CONTEXT, FORMAT
-from cray_agents.runtime.exports.tables import Folder
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.exports.parquet_files import Folder
 
 SHARDS = "shards"
 

@@ -17,12 +17,12 @@ from typing import Any
 import orjson
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime import durable
+from cray_agents.runtime.disk import durable
 from cray_agents.runtime.exports.conversation import conversations_of
-from cray_agents.runtime.exports.counting import losses_of
+from cray_agents.runtime.exports.counts import losses_of
 from cray_agents.runtime.exports.croissant import croissant
-from cray_agents.runtime.exports.format import Written
-from cray_agents.runtime.exports.tables import Folder, TableFormat
+from cray_agents.runtime.exports.line_formats import Written
+from cray_agents.runtime.exports.parquet_files import Folder, TableFormat
 
 CARRIED = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 REASONING = ("reasoning", "reasoning_content")

@@ -8,9 +8,9 @@ weight 0. Listed in format.py.
 """
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat import Chat, chats_of
+from cray_agents.runtime.exports.chat_messages import Chat, chats_of
+from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, unsupported
 from cray_agents.runtime.exports.pairs import difference
-from cray_agents.runtime.exports.written import Json, LineFormat, Written, unsupported
 
 
 def _of_run(run: Run) -> Written:

@@ -15,8 +15,8 @@ from typing import Any
 
 from cray_agents.records import ModelCall, Reward, Run, StopReason, ToolCall, Turn
 from cray_agents.runtime.exports.conversation import Conversation, conversation_of
+from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text
 from cray_agents.runtime.exports.otel_messages import Repeated, answer_of
-from cray_agents.runtime.exports.written import Json, LineFormat, Written, json_text
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 _INTERNAL, _CLIENT, _FAILED = 1, 3, 2  # SpanKind, SpanKind, StatusCode

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat import function_of
+from cray_agents.runtime.exports.chat_messages import function_of
 from cray_agents.runtime.exports.conversation import Conversation, check_calls
-from cray_agents.runtime.exports.written import Json, json_text
+from cray_agents.runtime.exports.export_format import Json, json_text
 
 _REASONS = {"tool_calls": "tool_call", "function_call": "tool_call", "cancelled": "error"}
 _TOLD = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
-from cray_agents.runtime.exports.chat import Chat, chats_of
-from cray_agents.runtime.exports.written import unsupported
+from cray_agents.runtime.exports.chat_messages import Chat, chats_of
+from cray_agents.runtime.exports.export_format import unsupported
 
 
 class Difference(NamedTuple):

@@ -16,8 +16,14 @@ from itertools import groupby
 from operator import itemgetter
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat import Chat, chats_of
-from cray_agents.runtime.exports.written import Json, LineFormat, Written, json_text, unsupported
+from cray_agents.runtime.exports.chat_messages import Chat, chats_of
+from cray_agents.runtime.exports.export_format import (
+    Json,
+    LineFormat,
+    Written,
+    json_text,
+    unsupported,
+)
 
 _FROM = {
     "system": "system",

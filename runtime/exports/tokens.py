@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.records import ModelCall, Run
-from cray_agents.runtime.datasets.samples import TokenSample, merge_turns, turn_of
-from cray_agents.runtime.exports.counting import Rules, Tally
-from cray_agents.runtime.exports.format import Written
+from cray_agents.runtime.datasets.run_samples import TokenSample, merge_turns, turn_of
+from cray_agents.runtime.exports.counts import Rules, Tally
+from cray_agents.runtime.exports.line_formats import Written
+from cray_agents.runtime.exports.parquet_files import Piece, TableFormat
 from cray_agents.runtime.exports.sources import Source
-from cray_agents.runtime.exports.tables import Piece, TableFormat
 
 IGNORED = -100  # the label of a token that is not trained on, as PyTorch's cross entropy has it
 PIECE = 1 << 20  # tokens that are rewritten at a time, about

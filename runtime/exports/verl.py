@@ -18,9 +18,9 @@ import orjson
 
 from cray_agents.records import Message, Run
 from cray_agents.runtime.exports.conversation import conversations_of
-from cray_agents.runtime.exports.format import Written
-from cray_agents.runtime.exports.tables import TableFormat
-from cray_agents.runtime.exports.written import unsupported
+from cray_agents.runtime.exports.export_format import unsupported
+from cray_agents.runtime.exports.line_formats import Written
+from cray_agents.runtime.exports.parquet_files import TableFormat
 
 
 @cache

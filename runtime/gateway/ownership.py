@@ -21,8 +21,8 @@ from starlette.requests import Request
 
 from cray_agents.errors import AccessDenied, NotFound
 from cray_agents.records import Run
-from cray_agents.runtime.gateway.auth import Caller, caller_of
-from cray_agents.runtime.keys import Role
+from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.auth import Caller, caller_of
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
 

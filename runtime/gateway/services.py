@@ -9,17 +9,17 @@ from typing import Any, Protocol
 from cray_agents.paths import Home
 from cray_agents.ports import Exchange, Trainer
 from cray_agents.records import ProbePrompt, ProbeReport
-from cray_agents.runtime.datasets.process import BuildProcess
-from cray_agents.runtime.feedback import REWARD_LIMIT
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.fine_tuning.jobs import FineTuning
-from cray_agents.runtime.gateway.admission import Admission
-from cray_agents.runtime.gateway.auth import Mode
-from cray_agents.runtime.gateway.metrics import Metrics
+from cray_agents.runtime.datasets.build_process import BuildProcess
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
+from cray_agents.runtime.gateway.http.auth import Mode
+from cray_agents.runtime.gateway.http.metrics import Metrics
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.ownership import RunOwners
-from cray_agents.runtime.gateway.promoting import Promoting
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.gateway.version_switch import Promoting
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.feedback import REWARD_LIMIT
 
 Wanted = str | Callable[[], str]  # a name@N, or what to ask for it each time one could serve
 

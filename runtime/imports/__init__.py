@@ -5,7 +5,7 @@ file; chats.py, sharegpt.py, atif.py and whole.py make runs of them, with making
 file twice imports it once: names come from contents. Called by `cray-agents import`.
 """
 
-from cray_agents.runtime.imports.importing import FORMATS, Imported, import_file
-from cray_agents.runtime.imports.making import Importing
+from cray_agents.runtime.imports.import_file import FORMATS, Imported, import_file
+from cray_agents.runtime.imports.imported_run import Importing
 
 __all__ = ["FORMATS", "Imported", "Importing", "import_file"]

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from cray_agents.errors import BadInput
 from cray_agents.records import Event, ModelCall, Run, StopReason, Task, Trajectory, Turn
 from cray_agents.runtime.imports.atif_steps import Conversation, Step, objects, step_of
-from cray_agents.runtime.imports.making import (
+from cray_agents.runtime.imports.imported_run import (
     IMPORTED,
     Importing,
     an_object,

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Message, ModelCall, ToolCall, Turn
-from cray_agents.runtime.imports.making import an_object, invalid
+from cray_agents.runtime.imports.imported_run import an_object, invalid
 
 _SOURCES = {"system": "system", "user": "user", "agent": "assistant"}
 # of the `extra` of a step that this platform exported: of its call, not of its message

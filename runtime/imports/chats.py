@@ -12,7 +12,7 @@ from typing import Any
 from cray_agents.errors import BadInput
 from cray_agents.records import Event, Message, Reward, Task, digest
 from cray_agents.runtime.fine_tuning.examples import example_of
-from cray_agents.runtime.imports.making import SOURCE, Importing, an_object, first_asked, said
+from cray_agents.runtime.imports.imported_run import SOURCE, Importing, an_object, first_asked, said
 
 _CHAT = ("messages", "tools", "parallel_tool_calls")
 _SIDES = {"preferred_output": 1.0, "non_preferred_output": 0.0}  # and their rewards

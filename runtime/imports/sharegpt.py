@@ -13,7 +13,7 @@ from typing import Any
 from cray_agents.errors import BadInput
 from cray_agents.records import Event, Message
 from cray_agents.runtime.fine_tuning.examples import example_of
-from cray_agents.runtime.imports.making import Importing, an_object, said
+from cray_agents.runtime.imports.imported_run import Importing, an_object, said
 
 TURNS = ("conversations", "conversation", "messages")
 ROLES = {

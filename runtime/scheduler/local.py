@@ -13,7 +13,7 @@ from types import TracebackType
 
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import Command, CommandStatus
-from cray_agents.runtime import checked
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.programs import clean_environment
 from cray_agents.runtime.scheduler.supervised import Supervised
 
@@ -105,7 +105,7 @@ class LocalProcesses:
             if living:
                 return CommandStatus(state="running", id=command_id)
             return CommandStatus(state="failed", id=command_id, reason="it died with its platform")
-        end = checked.read_json(ended)
+        end = checksums.read_json(ended)
         code, reason = end["exit"], end["reason"]
         code = 128 - code if code < 0 else code
         if reason == "cancelled":

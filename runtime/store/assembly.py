@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cray_agents.records import ModelCall, Reward, Run, Trajectory, Turn
-from cray_agents.runtime.store.choices import turns_among
+from cray_agents.runtime.store.branch_choice import turns_among
 from cray_agents.runtime.store.facts import ending_of, text_of
 
 

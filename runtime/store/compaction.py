@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from cray_agents.errors import Corrupt
 from cray_agents.records import new_id
-from cray_agents.runtime import durable
-from cray_agents.runtime.store.segments.lines import event_in
-from cray_agents.runtime.store.segments.reading import Damage, Segment
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.store.segments.line_format import event_in
+from cray_agents.runtime.store.segments.reader import Damage, Segment
 from cray_agents.runtime.store.segments.sealed import COMPACTED, write_sealed
 from cray_agents.runtime.store.store import Store
 

@@ -14,7 +14,7 @@ import openai
 from openai.types import Batch
 
 from cray_agents.paths import Home
-from cray_agents.runtime.files import Files
+from cray_agents.runtime.files.files import Files
 from tests.bench.rounds import row
 from tests.scripted_gateway import gateway
 

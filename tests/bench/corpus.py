@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from cray_agents.paths import Home
-from cray_agents.runtime.checked import with_crc
+from cray_agents.runtime.disk.checksums import with_crc
 from cray_agents.runtime.store.segments.sealed import write_sealed
 
 PART = 15_000  # runs of a segment

@@ -14,8 +14,8 @@ import aiohttp
 import orjson
 
 from cray_agents import local_platform
-from cray_agents.cli.agents import load
-from cray_agents.runtime.vllm_lock import HEADER
+from cray_agents.cli.agent.agents import load
+from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.bench.litellm import litellm_proxy
 from tests.bench.rounds import Measure, row, side_by_side
 from tests.runtime.vllm_pool import secret_of

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents import Agent, Loop, PromotionTest, RunContext, ScriptedEngine, tool
+from cray_agents.agent.hooks import Hooks
+from cray_agents.engines.scripted import tool_call
 from cray_agents.generation import Generation
-from cray_agents.hooks import Hooks
 from cray_agents.paths import Home
-from cray_agents.scripted import tool_call
 from tests.bench.rounds import row
 from tests.loop_site import echo, signed, site_loop, some_tasks
 from tests.scripted_platform import platform

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 
-from cray_agents.promotion import Decision, PromotionTest
+from cray_agents.promotion.sequential_test import Decision, PromotionTest
 from tests.cray_agents.test_promotion import always, trial
 
 RISES = (

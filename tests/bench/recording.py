@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from cray_agents import Agent, Platform, Run, ScriptedEngine
-from cray_agents.openai_engine import run_event
-from cray_agents.scripted import tool_call
+from cray_agents.engines.openai_engine import run_event
+from cray_agents.engines.scripted import tool_call
 from cray_agents.tools.calculator import calculator
 from tests.bench.rounds import side_by_side
 from tests.runtime.gateways import served

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from cray_agents.tools.python import PythonSession
-from cray_agents.tools.sandbox import Sandbox, layers
+from cray_agents.tools.sandbox import Sandbox, backends
 from tests.bench.rounds import Measure, row, side_by_side
 
 RUNS = 20
@@ -17,7 +17,9 @@ AT_ONCE = 32
 async def main(home: Path) -> None:
     """Programs that do nothing, one after the other and many at once; a session's calls."""
     boxes = {
-        layer: Sandbox(layer=layer) for layer in layers.CONFINING if layers.problem(layer) is None
+        layer: Sandbox(layer=layer)
+        for layer in backends.CONFINING
+        if backends.problem(layer) is None
     }
     for name, argv in {"true": ["true"], "python -c pass": [sys.executable, "-c", "pass"]}.items():
         measures: dict[str, Measure] = {

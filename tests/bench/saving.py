@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cray_agents.training import Hyperparameters, Layout
+from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.bench.rounds import ROUNDS, row
 
 SIZES: dict[str, dict[str, int]] = {
@@ -40,12 +40,12 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
     """In a rank: take turns at waiting for a point and not, and write the seconds down."""
     import torch
 
-    from cray_agents.trainers.data.known import Known
+    from cray_agents.trainers.checkpointing.save import Saver
+    from cray_agents.trainers.data.baseline_logprobs import Known
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.ranks import join_ranks
-    from cray_agents.trainers.saving import Saver
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
 
     torch.set_num_threads(1)
     layout, hyper = Layout(), Hyperparameters(steps=10**6, batch_size=1, init="random")
@@ -82,9 +82,9 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
 
 async def main(home: Path) -> None:
     """A row for each size: medians of rounds that take turns, and the median of their ratios."""
-    from cray_agents.trainers import train  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     for name in SIZES:

@@ -23,10 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cray_agents.paths import Home
-from cray_agents.runtime import durable
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.publish import parent_sha256
-from cray_agents.training import Hyperparameters, JobSpec, Layout
+from cray_agents.runtime.disk import durable
+from cray_agents.trainers.checkpointing.publish import parent_sha256
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 from tests.bench.rounds import ROUNDS, Measure, row, side_by_side
 
 VOCAB, TOKENS, BATCH = 4096, 256, 8  # the vocabulary; of a sequence, in the mean; sequences a step
@@ -137,9 +137,9 @@ def serve(
 
 def trainer(home: Path, ranks: int, shape: str) -> None:
     """Our side: ranks forked as a job forks them."""
-    from cray_agents.trainers import train  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     work = partial(trainer_rank, home / "model", Layout(data=ranks), shape, os.dup(1))
@@ -152,12 +152,12 @@ def trainer_rank(
     """One of them."""
     import torch
 
-    from cray_agents.trainers.agree import agree
-    from cray_agents.trainers.data.known import Known
+    from cray_agents.trainers.data.baseline_logprobs import Known
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.ranks import join_ranks
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.training.broadcast import agree
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
 
     torch.set_num_threads(1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
@@ -173,7 +173,7 @@ def transformers(home: Path, shape: str) -> None:
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from cray_agents.trainers.data.packing import step_units
+    from cray_agents.trainers.data.packer import step_units
 
     torch.set_num_threads(1)
     data = [torch.tensor(row) for row in sequences(shape)]
@@ -204,7 +204,7 @@ def start_of_a_job(home: Path, number: int) -> float:
     journal = write_job(Home(home), home.parent / "model")
     begun = time.perf_counter()
     job = subprocess.Popen(
-        [sys.executable, "-m", "cray_agents.trainers.job", str(journal.folder / "spec.json")],
+        [sys.executable, "-m", "cray_agents.trainers.job.job", str(journal.folder / "spec.json")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe, RunQuery
+from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.runtime.datasets import build_dataset, shards
-from cray_agents.runtime.exports.exporting import export, of_dataset
+from cray_agents.runtime.exports.exporter import export, of_dataset
 from cray_agents.runtime.exports.tokens import TOKENS
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import cache_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from cray_agents.paths import Home
 from cray_agents.records import Event, ModelCall
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.segments.lines import line_of
+from cray_agents.runtime.store.segments.line_format import line_of
 
 
 def event(name: str) -> Event:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents.paths import Home
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.registry.registry import Registry
 
 FILE = Path(__file__).parents[2] / "cookbook" / "05_fine_tuning.py"
 ROW = re.compile(r"^(\w+) +(loss|margin) +([\d.]+) +([\d.]+)  (\S+)$", re.MULTILINE)

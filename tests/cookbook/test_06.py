@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cray_agents import Run, ScriptedEngine, Task
-from cray_agents.cli.agents import load
-from cray_agents.scripted import tool_call
+from cray_agents.cli.agent.agents import load
+from cray_agents.engines.scripted import tool_call
 
 FILE = Path(__file__).parents[2] / "cookbook" / "06_database.py"
 book = load(FILE)

@@ -9,10 +9,10 @@ import pytest
 import typer
 
 from cray_agents.cli import app
-from cray_agents.cli.agents import load
+from cray_agents.cli.agent.agents import load
 from cray_agents.config import load_config
-from cray_agents.trainers.journal import Journal
-from cray_agents.training import Layout
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.training_jobs import Layout
 
 FILE = Path(__file__).parents[2] / "cookbook" / "10_cluster.py"
 TEXT = str(load(FILE).__doc__)
@@ -35,7 +35,7 @@ def test_dry_run(tmp_path: Path) -> None:
     script = done.stdout.partition("#!/bin/bash")[2]
     for option in ("nodes=2", "ntasks=16", "ntasks-per-node=8", "gpus-per-node=8", "time=240"):
         assert f"#SBATCH --{option}\n" in script
-    assert f"cray_agents.trainers.job {folder}/spec.json" in script
+    assert f"cray_agents.trainers.job.job {folder}/spec.json" in script
     assert "layout data=8 tensor=2" in script
 
 

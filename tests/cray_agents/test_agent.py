@@ -14,8 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from cray_agents import Agent, Hooks, Run, StopReason, Task, tool
-from cray_agents.errors import BadInput, EngineError, EngineUnavailable, StoreError, ToolError
-from cray_agents.events import (
+from cray_agents.agent.stream_events import (
     ModelFinished,
     ModelStarted,
     RunEnded,
@@ -23,6 +22,7 @@ from cray_agents.events import (
     ToolFinished,
     ToolStarted,
 )
+from cray_agents.errors import BadInput, EngineError, EngineUnavailable, StoreError, ToolError
 from cray_agents.records import canonical
 from cray_agents.tools.calculator import calculator
 from tests.cray_agents.scripts import SUM, agent, asks, script

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from cray_agents import Environment, Hooks, Run, RunContext, Task, tool
+from cray_agents.agent.sessions import MemorySession
+from cray_agents.agent.stream_events import ModelFinished
+from cray_agents.engines.no_real_models import no_real_models
 from cray_agents.errors import RealModelCall
-from cray_agents.events import ModelFinished
-from cray_agents.guard import no_real_models
-from cray_agents.sessions import MemorySession
 from tests.cray_agents.scripts import SUM, agent, asks, script
 
 

@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from cray_agents import Agent, Environment, Hooks, Run, RunContext, ScriptedEngine, tool
+from cray_agents.agent.stream_events import Handoff
 from cray_agents.errors import BadInput, EngineUnavailable, StoreError
-from cray_agents.events import Handoff
 from cray_agents.records import ToolCall
 from cray_agents.tools.calculator import calculator
 from tests.cray_agents.scripts import SUM, agent, asks, script

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli import claiming, compose, running
+from cray_agents.cli.platform import compose, platform_process, root_claim
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -34,8 +34,8 @@ def another_host(name: str = "node7") -> Iterator[None]:
 def claimed_elsewhere(home: Home) -> str:
     """A platform of another host on loopback, which nobody here can look at."""
     home.root.mkdir()
-    with another_host(), claiming.listen("127.0.0.1", 0) as listener:
-        return claiming.claim(home, listener, "m")
+    with another_host(), root_claim.listen("127.0.0.1", 0) as listener:
+        return root_claim.claim(home, listener, "m")
 
 
 def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
@@ -51,7 +51,7 @@ def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
         assert "is on host node7 and listens at http://127.0.0.1:" in said
         assert f"remove {home.platform}" in said
     config = Config.model_validate({"home": home.root, "port": 0, "scheduler": "local"})
-    with pytest.raises(SetupError, match="node7"), running.serving(config):
+    with pytest.raises(SetupError, match="node7"), platform_process.serving(config):
         pass
     with pytest.raises(SetupError, match="node7"):
         compose.serve(config, None, "m", 1)
@@ -64,7 +64,7 @@ async def test_one_that_answers_is_used_from_another_host(tmp_path: Path) -> Non
         info = {"url": "http://127.0.0.1:9", "elsewhere": gateway.url, "host": "node7",
                 "boot": "b", "pid": os.getppid(), "name": "calc", "token": TOKEN}  # fmt: skip
         home.platform.write_text(json.dumps(info))
-        found = await asyncio.to_thread(running.running, home)
+        found = await asyncio.to_thread(platform_process.running, home)
         assert found is not None and (found["url"], found["pid"]) == (gateway.url, None)
 
         def command(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -86,20 +86,20 @@ async def test_one_that_answers_is_used_from_another_host(tmp_path: Path) -> Non
         # something else answers there: it does not take the platform's key
         home.platform.write_text(json.dumps(info | {"token": "sk-platform-of-another"}))
         with pytest.raises(SetupError, match="does not answer at"):
-            await asyncio.to_thread(running.running, home)
+            await asyncio.to_thread(platform_process.running, home)
 
 
 def claim(home: Home) -> str:
-    with claiming.listen("127.0.0.1", 0) as listener:
-        return claiming.claim(home, listener, "m")
+    with root_claim.listen("127.0.0.1", 0) as listener:
+        return root_claim.claim(home, listener, "m")
 
 
 def test_where_others_reach_it() -> None:
-    with claiming.listen("127.0.0.1", 0) as listener:
-        assert claiming.address_elsewhere(listener) is None
-    with another_host("gpu1"), claiming.listen("0.0.0.0", 0) as listener:
+    with root_claim.listen("127.0.0.1", 0) as listener:
+        assert root_claim.address_elsewhere(listener) is None
+    with another_host("gpu1"), root_claim.listen("0.0.0.0", 0) as listener:
         port = listener.getsockname()[1]
-        assert claiming.address_elsewhere(listener) == f"http://gpu1:{port}"
+        assert root_claim.address_elsewhere(listener) == f"http://gpu1:{port}"
 
 
 def test_one_from_before_a_reboot_is_gone(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_one_from_before_a_reboot_is_gone(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
         home.platform.write_text(json.dumps(info | {"pid": process.pid}))
-        assert running.owner(home) is not None
+        assert platform_process.owner(home) is not None
         home.platform.write_text(json.dumps(info | {"pid": process.pid, "boot": "before"}))
-        assert running.owner(home) is None
+        assert platform_process.owner(home) is None
         process.kill()
     assert claim(home) != info["token"]
 
@@ -121,10 +121,10 @@ def test_a_claim_is_given_back_by_who_has_it(tmp_path: Path) -> None:
     home.root.mkdir()
     mine = claim(home)
     later = claim(home)  # this process counts as none
-    claiming.give_back(home, mine)
+    root_claim.give_back(home, mine)
     assert json.loads(home.platform.read_text())["token"] == later
-    claiming.give_back(home, later)
-    claiming.give_back(home, later)
+    root_claim.give_back(home, later)
+    root_claim.give_back(home, later)
     assert not home.platform.exists()
     config = Config.model_validate({"home": home.root, "port": 0, "scheduler": "local"})
     with pytest.raises(BadInput, match="no version of 'm' is promoted"):
@@ -209,5 +209,5 @@ def test_one_that_fails_while_it_is_waited_for_tells_its_log(tmp_path: Path) -> 
     with (home.logs / "platform.log").open("ab") as log, subprocess.Popen(argv, stderr=log) as one:
         begun = time.monotonic()
         with pytest.raises(SetupError, match="RuntimeError: no engine"):
-            running.wait_until_ready(home, one)
+            platform_process.wait_until_ready(home, one)
         assert time.monotonic() - begun < 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.tools.sandbox import Sandbox, layers
+from cray_agents.tools.sandbox import Sandbox, backends
 from tests.bare_models import bare_model
 from tests.cray_agents.command_line import cli
 
@@ -104,8 +104,8 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {row["check"]: row for row in json.loads(done.stdout)}
     assert rows["vllm"]["state"] == rows["megatron"]["state"] == "ok"
     assert done.returncode == (2 if any(r["state"] == "missing" for r in rows.values()) else 0)
-    for tried in (layers.best, layers.problem):  # once in a process
-        monkeypatch.setattr(layers, tried.__name__, tried.__wrapped__)
+    for tried in (backends.best, backends.problem):  # once in a process
+        monkeypatch.setattr(backends, tried.__name__, tried.__wrapped__)
     without = cli("doctor", "--json", cwd=tmp_path, PATH="/nowhere")
     slurm = next(row for row in json.loads(without.stdout) if row["check"] == "slurm")
     assert slurm["state"] == "absent"

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 from cray_agents import Platform, ScriptedEngine
 from cray_agents.cli import app
-from cray_agents.cli.agents import load_agent
+from cray_agents.cli.agent.agents import load_agent
+from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
-from cray_agents.scripted import tool_call
 from tests.scripted_platform import platform
 
 AGENT = """
@@ -76,12 +76,12 @@ def test_run_prints_the_answer_and_the_platform_has_the_run(file: str, site: Pla
 
 def stored(site: Platform) -> dict[str, str]:
     """The stored runs: why they ended."""
-    from cray_agents import foreign
+    from cray_agents.agent import user_code
 
     async def read() -> dict[str, str]:
         return {run.id: str(run.stop_reason) async for run in site.runs(agent="sums")}
 
-    return foreign.wait_for(read())
+    return user_code.wait_for(read())
 
 
 def test_a_stream_shows_what_happens(file: str, site: Platform) -> None:

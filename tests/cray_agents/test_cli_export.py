@@ -12,12 +12,12 @@ import zstandard
 from typer.testing import CliRunner, Result
 
 from cray_agents.cli import app
-from cray_agents.cli import export as command
+from cray_agents.cli.data import export as command
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.exports.exporting import formats
+from cray_agents.runtime.exports.exporter import formats
 from tests.runtime.exports.stored_runs import filled, name_of
 
 RUNS = 24

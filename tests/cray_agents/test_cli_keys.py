@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli import claiming, compose, running
+from cray_agents.cli.platform import compose, platform_process, root_claim
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, SetupError
 from cray_agents.paths import Home
-from cray_agents.runtime import durable
-from cray_agents.runtime.keys import Keys, Role
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.cray_agents.command_line import cli
 
 
@@ -92,14 +92,14 @@ def test_only_its_user_reads_the_platforms_own_key(
     monkeypatch.setattr(durable, "os", Watched())
     before = os.umask(0)
     try:
-        with claiming.listen("127.0.0.1", 0) as listener:
-            token = claiming.claim(Home(tmp_path), listener, "m")
+        with root_claim.listen("127.0.0.1", 0) as listener:
+            token = root_claim.claim(Home(tmp_path), listener, "m")
     finally:
         os.umask(before)
     info = json.loads((tmp_path / "platform.json").read_text())
     assert info["token"] == token and len(token) > 40
     assert modes and set(modes) == {0o600}
-    assert running.key(info) == (os.environ.get("CRAY_AGENTS_API_KEY") or token)
+    assert platform_process.key(info) == (os.environ.get("CRAY_AGENTS_API_KEY") or token)
 
 
 def test_another_users_platform_is_named() -> None:
@@ -110,13 +110,13 @@ def test_another_users_platform_is_named() -> None:
         os.seteuid(65534 if me == 0 else me)  # root reads every file
         try:
             with pytest.raises(SetupError, match="CRAY_AGENTS_API_KEY"):
-                running.owner(Home(Path(folder)))
+                platform_process.owner(Home(Path(folder)))
         finally:
             os.seteuid(me)
 
 
 def test_addresses(tmp_path: Path) -> None:
     for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")):
-        with claiming.listen(host, 0) as listener:
+        with root_claim.listen(host, 0) as listener:
             port = listener.getsockname()[1]
-            assert claiming.address(listener) == f"http://{shown}:{port}"
+            assert root_claim.address(listener) == f"http://{shown}:{port}"

@@ -15,8 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cray_agents.cli import app
-from cray_agents.cli.run_diff import differences
-from cray_agents.cli.runs import age, table
+from cray_agents.cli.runs.run_diff import differences
+from cray_agents.cli.runs.runs import age, table
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import (

@@ -8,11 +8,11 @@ import pytest
 from pydantic import BaseModel
 
 from cray_agents import Agent, ConstrainedEngine, ScriptedEngine, tool
-from cray_agents.completions import Assembly, tidy
-from cray_agents.constrained import constrained, describe, read_written, reply_schema
+from cray_agents.agent.stream_events import RunEnded, TextDelta
+from cray_agents.agent.tool import as_tool
+from cray_agents.engines.chat_completions import Assembly, tidy
+from cray_agents.engines.json_tool_calls import constrained, describe, read_written, reply_schema
 from cray_agents.errors import EngineError
-from cray_agents.events import RunEnded, TextDelta
-from cray_agents.toolbox import as_tool
 from cray_agents.tools.calculator import calculator
 
 ASK: dict[str, Any] = {

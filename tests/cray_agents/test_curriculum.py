@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from cray_agents.curriculum import Curriculum, Outcome
+from cray_agents.loop.curriculum import Curriculum, Outcome
 from cray_agents.records import Task
 
 TASKS = [Task(input=f"{kind} {n}", metadata={"kind": kind}) for kind in "abc" for n in range(100)]

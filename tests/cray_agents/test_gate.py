@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cray_agents import Platform, ScriptedEngine
-from cray_agents.gate import Gate, Passing
+from cray_agents.loop.version_gate import Gate, Passing
 from cray_agents.records import ModelVersion
 from tests.loop_site import echo, site_loop
 from tests.scripted_platform import platform
@@ -88,7 +88,7 @@ async def replicas(where: Platform) -> list[dict[str, Any]]:
 def test_a_candidate_waits_for_a_canary_of_somebody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cray_agents.gate.BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("cray_agents.loop.version_gate.BUSY_SECONDS", 0.05)
     with platform(tmp_path, Watched(), others=[Watched()]) as where:
         list(site_loop(platform=where).run(2))
 

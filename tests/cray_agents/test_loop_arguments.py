@@ -15,7 +15,7 @@ from cray_agents import (
     reward,
 )
 from cray_agents.errors import BadInput
-from cray_agents.schedule import Stage
+from cray_agents.loop.stages import Stage
 
 AGENT = Agent("adder", model="m")
 ROWS = [{"input": f"{n}+1", "target": n + 1, "metadata": {"level": n % 3}} for n in range(30)]

@@ -8,11 +8,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason, transport
+from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineTimeout, EngineUnavailable
-from cray_agents.runtime.host import Resident
-from cray_agents.scripted import ScriptedEngine
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.platform import transport
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.runtime.gateways import Gateway, checkpoint, echo, served, until
 
 

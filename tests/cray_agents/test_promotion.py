@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cray_agents.betting import Deadline, Stream
 from cray_agents.errors import BadInput
-from cray_agents.promotion import (
+from cray_agents.promotion.e_process import Deadline, Stream
+from cray_agents.promotion.sequential_test import (
     HIDDEN,
     Decision,
     Pair,

@@ -16,7 +16,9 @@ from cray_agents import (
     ScriptedEngine,
     no_real_models,
 )
+from cray_agents.agent.stream_events import RunEnded
 from cray_agents.config import load_config
+from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import (
     BadInput,
     Corrupt,
@@ -25,9 +27,7 @@ from cray_agents.errors import (
     RealModelCall,
     ReplayMismatch,
 )
-from cray_agents.events import RunEnded
 from cray_agents.records import Run
-from cray_agents.scripted import tool_call
 from cray_agents.tools.calculator import calculator
 
 SCRIPT: list[Any] = [tool_call("calculator", expression="2 + 2"), "It is 4, I think."]

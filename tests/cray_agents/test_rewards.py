@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from cray_agents import Agent, Run, ScriptedEngine, reward
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Redaction, Reward, RunError, Trajectory, Turn
-from cray_agents.rewards import Verdict, restored, score, scored, unscored
+from cray_agents.rewards.reward import Verdict, restored, score, scored, unscored
 from tests.scripted_platform import platform
 
 RUN = Run(

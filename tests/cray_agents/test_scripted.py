@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError, EngineTimeout, SwapError
 from cray_agents.ports import Exchange
-from cray_agents.scripted import ScriptedEngine, tool_call
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]}

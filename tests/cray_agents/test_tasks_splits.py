@@ -8,7 +8,7 @@ from cray_agents import Task, TaskSet
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
 from cray_agents.runtime.datasets.decontamination import Held, HeldText
-from cray_agents.splits import key_of, leaks
+from cray_agents.tasks.leakage import key_of, leaks
 
 LONG = (
     "A farmer has seventeen sheep in the north field and four goats in the barn; a storm comes, "

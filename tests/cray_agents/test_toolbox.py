@@ -14,11 +14,11 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from cray_agents import Agent, RunContext, ScriptedEngine, tool
+from cray_agents.agent.signatures import read_docstring
+from cray_agents.agent.tool import Tool, as_tool, perform, told
+from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, ToolError
 from cray_agents.records import ToolCall
-from cray_agents.scripted import tool_call
-from cray_agents.signatures import read_docstring
-from cray_agents.toolbox import Tool, as_tool, perform, told
 
 
 class Unit(enum.Enum):

@@ -39,7 +39,7 @@ def make_tiny_model(directory: Path, *, tie: bool, seed: int, teach: bool = Fals
     import torch
     from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
-    from cray_agents.trainers.seed_model import ModelShape, make_seed_model
+    from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 
     make_seed_model(directory, seed=seed, corpus=[QUESTION, CALL], shape=ModelShape(init_std=0.1))
     model = Qwen3ForCausalLM.from_pretrained(directory)

@@ -16,18 +16,18 @@ import aiohttp
 import openai
 import uvicorn
 
+from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError
 from cray_agents.paths import Home
 from cray_agents.ports import Engine, Exchange, Trainer
 from cray_agents.records import ModelCall
-from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.host import Host, Resident
-from cray_agents.runtime.pool import Pool
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.pool.engine_host import Host, Resident
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.scripted import ScriptedEngine, tool_call
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.bare_models import bare_model
 
 CHAT = "/v1/chat/completions"

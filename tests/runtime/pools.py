@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import Exchange
 from cray_agents.records import Manifest, ProbePrompt
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.pool import Pool, Wanted
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.pool import Pool, Wanted
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}]}
 

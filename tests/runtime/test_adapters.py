@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from cray_agents.errors import SwapError
 from cray_agents.ports import Exchange, Sampled
 from cray_agents.records import new_id
-from cray_agents.runtime import checked, checkpoints
-from cray_agents.runtime.pool import Pool
-from cray_agents.runtime.replica import EngineSettings, Replica
-from cray_agents.runtime.vllm_engine import VllmEngine
-from cray_agents.trainers.adapter import WEIGHTS
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.trainers.checkpointing.peft_adapter import WEIGHTS
 from tests.runtime.pools import until
 from tests.runtime.vllm_pool import (
     CHAT,
@@ -200,9 +201,9 @@ async def test_a_damaged_adapter_is_not_served_and_no_name_is_used_twice(
     with pytest.raises(SwapError, match=r"m@7 was not loaded: .*adapter_model.* is damaged"):
         await serving.pool.stage(damaged, "m@7", golden_probe(damaged))
     manifest = checkpoints.read_manifest(damaged)  # whoever wrote it knew no better
-    files = manifest.files | {f"{checkpoints.ADAPTER}/{WEIGHTS}": checked.sha256_of(weights)}
+    files = manifest.files | {f"{checkpoints.ADAPTER}/{WEIGHTS}": checksums.sha256_of(weights)}
     text = manifest.model_copy(update={"files": files}).model_dump_json()
-    (damaged / checkpoints.MANIFEST).write_bytes(checked.with_crc(text.encode()))
+    (damaged / checkpoints.MANIFEST).write_bytes(checksums.with_crc(text.encode()))
     with pytest.raises(
         SwapError, match=r"adapter of m@7 could not be proven in 2 tries.*served on"
     ):

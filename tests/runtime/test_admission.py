@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cray_agents.errors import EngineUnavailable, TooManyRequests
-from cray_agents.runtime.gateway.admission import RETRY_SECONDS, Admission, Ticket
+from cray_agents.runtime.gateway.model_calls.admission import RETRY_SECONDS, Admission, Ticket
 
 KEYS = ("a", "b", "c")
 STEP = st.one_of(
@@ -235,7 +235,9 @@ async def test_a_full_queue_refuses_whoever_has_a_share_and_takes_the_others() -
 async def test_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the queue takes at the pace that was seen, spread over its second half."""
     now = 0.0
-    monkeypatch.setattr("cray_agents.runtime.gateway.admission.time.monotonic", lambda: now)
+    monkeypatch.setattr(
+        "cray_agents.runtime.gateway.model_calls.admission.time.monotonic", lambda: now
+    )
 
     def told(seconds: float) -> list[float]:
         nonlocal now
@@ -358,7 +360,9 @@ async def test_a_batch_leaves_a_reserve_and_waits_for_the_others() -> None:
 
 async def test_a_batch_never_starves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("cray_agents.runtime.gateway.admission.time.monotonic", lambda: now)
+    monkeypatch.setattr(
+        "cray_agents.runtime.gateway.model_calls.admission.time.monotonic", lambda: now
+    )
     admission = Admission(4, 1000, trickle=5.0)
     people = [admission.enter("a") for _ in range(100)]
     batch = [admission.enter(batch=True) for _ in range(3)]

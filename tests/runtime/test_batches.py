@@ -24,9 +24,9 @@ from cray_agents.runtime.batches.board import Board
 from cray_agents.runtime.batches.claims import Holder
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
-from cray_agents.runtime.batches.supervisor import keep
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.keys import Keys
+from cray_agents.runtime.batches.worker_supervisor import keep
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.gateway.http.api_keys import Keys
 from tests.runtime.gateways import served
 from tests.scripted_platform import platform
 

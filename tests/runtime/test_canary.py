@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
-from cray_agents.runtime.canary import Canary, Side
-from cray_agents.runtime.history import ModelEvent
-from cray_agents.runtime.host import Resident
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.registry.canary import Canary, Side
+from cray_agents.runtime.registry.history import ModelEvent
 from tests.runtime.gateways import Gateway, Reply, checkpoint, served, until
 
 CANARY = "/v1/models/calc/canary"

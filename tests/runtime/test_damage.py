@@ -7,17 +7,18 @@ import pytest
 
 from cray_agents.errors import Corrupt, SetupError, SwapError
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Record
-from cray_agents.runtime import checked, fsck
-from cray_agents.runtime.batches import chunks, output, validation
+from cray_agents.runtime import fsck
+from cray_agents.runtime.batches import chunks, result_files, validation
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.held import Held
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.pool.loaded_version import Held
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.journal import Journal
-from cray_agents.training import Hyperparameters, JobSpec
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.training_jobs import Hyperparameters, JobSpec
 from tests import flipped_root
 from tests.scripted_platform import bare_model
 
@@ -38,30 +39,30 @@ def flip(path: Path, at: int, bit: int = 1) -> None:
 def test_no_flipped_bit_of_a_record_is_read(tmp_path: Path) -> None:
     path, note = tmp_path / "note.json", Note(text='say "crc"', number=7)
     for indent in (None, 1):
-        whole = checked.with_crc(note.model_dump_json(indent=indent).encode()) + b"\n"
+        whole = checksums.with_crc(note.model_dump_json(indent=indent).encode()) + b"\n"
         path.write_bytes(whole)
-        assert checked.read_record(Note, path) == note
-        assert checked.read_json(path) == note.model_dump()
+        assert checksums.read_record(Note, path) == note
+        assert checksums.read_json(path) == note.model_dump()
         for at in range(len(whole)):
             for bit in range(8):
                 path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
                 with pytest.raises(Corrupt, match=r"note\.json"):
-                    checked.read_json(path)
+                    checksums.read_json(path)
         for end in range(len(whole) - 1):
             path.write_bytes(whole[:end])
             with pytest.raises(Corrupt, match=r"note\.json"):
-                checked.read_json(path)
+                checksums.read_json(path)
 
 
 def test_records_from_before_there_were_checksums_are_read(tmp_path: Path) -> None:
     path = tmp_path / "note.json"
     for text in (b'{"text":"x","number":7}', b'{"text":"x","number":7}\n'):
         path.write_bytes(text)
-        assert checked.read_record(Note, path) == Note(text="x", number=7)
+        assert checksums.read_record(Note, path) == Note(text="x", number=7)
     path.write_bytes(b'{"text":"x"}')
     with pytest.raises(Corrupt, match=r"note\.json cannot be read: number"):
-        checked.read_record(Note, path)
-    assert checked.with_crc(b"{}") == b"{}" and checked.with_crc(b"[1]") == b"[1]"
+        checksums.read_record(Note, path)
+    assert checksums.with_crc(b"{}") == b"{}" and checksums.with_crc(b"[1]") == b"[1]"
 
 
 def test_the_line_of_a_journal_that_is_damaged_is_named(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_damaged_seal_is_set_aside_and_its_lines_are_asked_again(tmp_path: Pat
         assert chunks.seal(folder, chunk, chunks.requests(folder, rows[chunk]), found, None)
     damaged = chunks.seal_path(folder, 1)
     flip(damaged, damaged.stat().st_size // 2)
-    assert output.finish(folder, folder.request(), accepted, Files(home)) == [1]
+    assert result_files.finish(folder, folder.request(), accepted, Files(home)) == [1]
     assert folder.end() is None and not damaged.exists()
     results = next(folder.results.glob("00000001.*"))
     flip(results, 200)
@@ -125,7 +126,7 @@ def test_a_damaged_seal_is_set_aside_and_its_lines_are_asked_again(tmp_path: Pat
     assert len(found) == 9, "one result is damaged, and has to be asked again"
     flip(results, 200)
     chunks.seal(folder, 1, chunks.requests(folder, rows[1]), chunks.results_so_far(folder, 1), None)
-    assert output.finish(folder, folder.request(), accepted, Files(home)) == []
+    assert result_files.finish(folder, folder.request(), accepted, Files(home)) == []
     end = folder.end()
     assert end is not None and end.output_file_id and end.counts.completed == 30
     assert len(Files(home).path(end.output_file_id).read_bytes().splitlines()) == 30
@@ -144,7 +145,7 @@ def test_a_damaged_input_is_not_asked(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
-    from cray_agents.runtime.registry import Registry
+    from cray_agents.runtime.registry.registry import Registry
 
     home = Home(tmp_path)
     name, _ = Registry(home).import_checkpoint(bare_model(tmp_path / "model"))
@@ -155,10 +156,10 @@ async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_damaged_claim_on_the_root_lets_no_second_platform_in(tmp_path: Path) -> None:
-    from cray_agents.cli import running
+    from cray_agents.cli.platform import platform_process
 
     home = Home(tmp_path)
-    home.platform.write_bytes(checked.with_crc(b'{"url":"http://127.0.0.1:1","pid":1}'))
+    home.platform.write_bytes(checksums.with_crc(b'{"url":"http://127.0.0.1:1","pid":1}'))
     flip(home.platform, 10)
     with pytest.raises(SetupError, match=r"platform\.json is damaged.*remove that file"):
-        running.owner(home)
+        platform_process.owner(home)

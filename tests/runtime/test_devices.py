@@ -3,8 +3,8 @@
 import pytest
 
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.runtime.devices import shares, size
-from cray_agents.runtime.replica import EngineSettings, environment
+from cray_agents.runtime.pool.gpu_assignment import shares, size
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, environment
 
 
 @pytest.mark.parametrize(

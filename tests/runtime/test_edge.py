@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cray_agents.cli.running import fetch
+from cray_agents.cli.platform.platform_process import fetch
 from cray_agents.errors import TooManyRequests
-from cray_agents.runtime.gateway.admission import Admission
-from cray_agents.runtime.gateway.auth import (
+from cray_agents.runtime.gateway.http.api_keys import FRESH_SECONDS, Role
+from cray_agents.runtime.gateway.http.auth import (
     Access,
     caller_of,
     guarded,
@@ -23,9 +23,9 @@ from cray_agents.runtime.gateway.auth import (
     needed,
     row,
 )
-from cray_agents.runtime.gateway.bodies import answer, read_json
-from cray_agents.runtime.gateway.edge import duration
-from cray_agents.runtime.keys import FRESH_SECONDS, Role
+from cray_agents.runtime.gateway.http.bodies import answer, read_json
+from cray_agents.runtime.gateway.http.middleware import duration
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.gateway_site import TOKEN, Site, site_at
 
 CHAT = "/v1/chat/completions"

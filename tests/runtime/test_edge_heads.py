@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from cray_agents.runtime.gateway.protocol import protocol
+from cray_agents.runtime.gateway.http.protocol import protocol
 from tests.gateway_site import Site, site_at
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from cray_agents import Agent, Platform, ScriptedEngine, tool
 from cray_agents.cli import app
+from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.recipes import DatasetRecipe
-from cray_agents.scripted import tool_call
+from cray_agents.queries import DatasetRecipe
 from tests.runtime.gateways import Gateway
 from tests.scripted_platform import platform
 

@@ -17,12 +17,12 @@ from openai.types import FileObject as Shown
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.blobs import PIECE, Blobs
-from cray_agents.runtime.files import FileObject, Files
-from cray_agents.runtime.gateway.errors import BodyTooLarge
-from cray_agents.runtime.gateway.multipart import FIELD_BYTES, PARTS, FormReader
-from cray_agents.runtime.sweeping import sweep
-from cray_agents.runtime.uploads import Uploads
+from cray_agents.runtime.files.blobs import PIECE, Blobs
+from cray_agents.runtime.files.files import FileObject, Files
+from cray_agents.runtime.files.garbage import sweep
+from cray_agents.runtime.files.uploads import Uploads
+from cray_agents.runtime.gateway.http.error_envelope import BodyTooLarge
+from cray_agents.runtime.gateway.http.multipart import FIELD_BYTES, PARTS, FormReader
 
 WIRE = {"id", "bytes", "created_at", "filename", "object", "purpose", "status"}
 JSONL = b'{"custom_id": "1"}\n'

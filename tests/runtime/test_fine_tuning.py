@@ -21,13 +21,13 @@ import pytest
 
 from cray_agents.errors import NotFound
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.checkpoints import settings_in, settings_sha256
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.fine_tuning.jobs import FineTuning
-from cray_agents.runtime.fine_tuning.records import Asked, Folder
-from cray_agents.runtime.registry import Registry
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.fine_tuning.job_records import Asked, Folder
+from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
+from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.runtime.tuning_site import LINES, Site
 
 

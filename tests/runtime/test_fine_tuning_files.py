@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from cray_agents.runtime.datasets import shards
-from cray_agents.runtime.fine_tuning.preparing import auto_epochs, base_rate
-from cray_agents.runtime.fine_tuning.records import Asked, Folder
+from cray_agents.runtime.fine_tuning.job_inputs import auto_epochs, base_rate
+from cray_agents.runtime.fine_tuning.job_records import Asked, Folder
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.architecture import read_architecture
-from cray_agents.trainers.resources import Resources
+from cray_agents.trainers.planning.cluster_resources import Resources
 from tests.runtime.tuning_site import LINES, Site, as_jsonl, says
 from tests.scripted_platform import bare_model
 

@@ -25,8 +25,8 @@ from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation
 
 from cray_agents.paths import Home
-from cray_agents.runtime.gateway.auth import is_model_call
-from cray_agents.runtime.gateway.doors import chat, completions, messages, responses
+from cray_agents.runtime.gateway.http.auth import is_model_call
+from cray_agents.runtime.gateway.model_calls.apis import chat, completions, messages, responses
 from cray_agents.runtime.gateway.openapi import document
 from cray_agents.runtime.store import Store
 from tests.runtime.fuzz.bodies import BODIES, CHAT, FORMS, SAYS

@@ -10,11 +10,11 @@ from typing import Any
 import openai
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.ports import Exchange, Sampled
 from cray_agents.records import canonical
-from cray_agents.runtime.gateway.admission import Admission
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.runtime.gateways import (
     CHAT,
     TOOL,

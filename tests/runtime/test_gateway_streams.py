@@ -12,10 +12,10 @@ import openai
 import orjson
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError
 from cray_agents.ports import Exchange, Sampled
-from cray_agents.runtime.gateway.admission import Admission
-from cray_agents.scripted import ScriptedEngine, tool_call
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.runtime.gateways import (
     CHAT,
     TOOL,

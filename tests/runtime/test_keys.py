@@ -10,8 +10,8 @@ import pytest
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime import keys as module
-from cray_agents.runtime.keys import Keys, Role, role_named
+from cray_agents.runtime.gateway.http import api_keys as module
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role, role_named
 
 
 @pytest.fixture
@@ -90,7 +90,8 @@ def test_another_process_makes_and_revokes(home: Home, keys: Keys) -> None:
     assert not keys.ever
     code = (
         "import sys, pathlib; from cray_agents.paths import Home; "
-        "from cray_agents.runtime.keys import Keys; keys = Keys(Home(pathlib.Path(sys.argv[1])));"
+        "from cray_agents.runtime.gateway.http.api_keys import Keys; "
+        "keys = Keys(Home(pathlib.Path(sys.argv[1])));"
     )
     made = subprocess.run(
         [sys.executable, "-c", code + "print(keys.create('ann')[1])", str(home.root)],
@@ -107,7 +108,7 @@ def test_what_is_known_is_old_for_a_moment_only(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("cray_agents.runtime.keys.time.monotonic", lambda: now)
+    monkeypatch.setattr("cray_agents.runtime.gateway.http.api_keys.time.monotonic", lambda: now)
     gateway, command = Keys(home), Keys(home)
     _, secret = command.create("ann")
     assert gateway.check(secret) is not None

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import AccessDenied, Displaces, PoolBusy
-from cray_agents.platform import Platform
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.keys import Keys, Role
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.platform.client import Platform
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.pool.engine_host import Resident
 from tests.runtime.gateways import Gateway, served, until
 from tests.runtime.test_promoting import MODELS, change, held, register, says_version
 

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cray_agents.runtime.gateway.admission import Admission
-from cray_agents.runtime.gateway.metrics import GONE, MOST_CODES, OTHER, Metrics
+from cray_agents.runtime.gateway.http.metrics import GONE, MOST_CODES, OTHER, Metrics
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.gateway_site import TOKEN, Site, site_at
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from cray_agents.cli import main
-from cray_agents.runtime.host import Resident
-from cray_agents.scripted import ScriptedEngine
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.engines.scripted import ScriptedEngine
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.runtime.gateways import Gateway, checkpoint, served
 from tests.scripted_platform import PROBE
 

@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from cray_agents.runtime.gateway.admission import Admission
-from cray_agents.runtime.host import Resident
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.engines.scripted import ScriptedEngine
+from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.pool.engine_host import Resident
 from tests.runtime.gateways import Gateway, says, served, until
 from tests.runtime.pools import Mortal, checkpoint, probe
 from tests.runtime.pools import serving as pool_serving

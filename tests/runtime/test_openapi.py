@@ -9,11 +9,11 @@ import pytest
 import schemathesis
 from starlette.routing import Route
 
-from cray_agents.runtime.gateway.app import create_app
-from cray_agents.runtime.gateway.auth import needed
-from cray_agents.runtime.gateway.bodies import ID
+from cray_agents.runtime.gateway.http.app import create_app
+from cray_agents.runtime.gateway.http.auth import needed
+from cray_agents.runtime.gateway.http.bodies import ID
 from cray_agents.runtime.gateway.openapi import TAGS, document
-from cray_agents.training import JobSpec
+from cray_agents.training_jobs import JobSpec
 from tests.runtime.gateways import served
 
 

@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
-from cray_agents.runtime import vllm_engine
-from cray_agents.runtime.gateway.answers import DOORS
-from cray_agents.runtime.keys import Keys, Role
+from cray_agents.queries import DatasetRecipe
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.model_calls.answer import DOORS
+from cray_agents.runtime.pool import vllm_engine
 from tests.runtime.gateways import CHAT, Gateway, says, served
 
 RUN: Any = {"agent": "a", "model": "calc@1", "input": "2+2?", "stop_reason": "completed"}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError, EngineUnavailable, SwapError
 from cray_agents.ports import Exchange
 from cray_agents.records import ProbePrompt
-from cray_agents.runtime.host import Resident
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.runtime.pool.engine_host import Resident
 from tests.runtime.pools import (
     Mortal,
     ask,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import SwapError
-from cray_agents.runtime import checkpoints
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.pool import Pool
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.registry import checkpoints
 from tests.runtime.pools import Mortal, ask, checkpoint, probe, says_version, serving, until
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import SwapError
 from cray_agents.ports import Exchange
 from cray_agents.records import ProbePrompt
-from cray_agents.runtime import seat
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.pool import Pool, SwapMode
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.runtime.pool import replica_slot
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.pool import Pool, SwapMode
 from tests.runtime.gateways import Paced, echo, served
 from tests.runtime.pools import (
     Mortal,
@@ -179,7 +179,7 @@ async def test_a_replica_that_cannot_prove_it_is_left_out(
 async def test_a_replica_that_was_left_out_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seat, "_OUT_BACKOFF", (0.01, 0.02))
+    monkeypatch.setattr(replica_slot, "_OUT_BACKOFF", (0.01, 0.02))
     broken = Broken()
     async with serving(tmp_path, *residents(1), broken) as pool:
         await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))

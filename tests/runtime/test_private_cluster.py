@@ -18,7 +18,7 @@ from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import clean_environment
 from cray_agents.runtime.scheduler.supervisor import descendants
-from cray_agents.trainers.launch import Place, meeting_point
+from cray_agents.trainers.job.launch import Place, meeting_point
 
 #: A platform's process: a cluster in the folder named, until its standard input ends.
 PLATFORM = """

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.ports import Exchange
-from cray_agents.runtime.host import Resident
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.runtime.pool.engine_host import Resident
 from tests.runtime.gateways import Gateway, checkpoint, served, until
 from tests.scripted_gateway import gateway as gateway_process
 from tests.scripted_platform import platform

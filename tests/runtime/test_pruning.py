@@ -16,18 +16,19 @@ from typing import Any
 
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.records import canonical
-from cray_agents.runtime import checkpoints, durable
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.lineage import lineage_of
-from cray_agents.runtime.pruning import Found, prune, set_aside
-from cray_agents.runtime.registry import Registry
-from cray_agents.scripted import ScriptedEngine
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from cray_agents.training import Hyperparameters, JobSpec, JobStatus
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.lineage import lineage_of
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.retention.prune import Found, prune, set_aside
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.cray_agents.command_line import cli
 from tests.loop_site import KINDS, echo, shape, site_loop
 from tests.runtime.gateways import checkpoint, served

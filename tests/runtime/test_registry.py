@@ -8,8 +8,8 @@ import pytest
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.checkpoints import read_manifest
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.runtime.registry.registry import Registry
 from tests.bare_models import bare_model
 
 
@@ -121,7 +121,7 @@ def test_another_process_promotes(
     ours.promote("calc", 1)
     theirs.promote("calc", 2)
     assert ours.resolve("calc").id == "calc@1"  # read a moment ago
-    monkeypatch.setattr("cray_agents.runtime.registry.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("cray_agents.runtime.registry.registry.FRESH_SECONDS", 0.0)
     assert ours.resolve("calc").id == "calc@2"
 
 

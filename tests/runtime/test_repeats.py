@@ -7,10 +7,10 @@ from typing import Any
 import openai
 import pytest
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
-from cray_agents.runtime.gateway.admission import Admission
-from cray_agents.runtime.keys import Keys
-from cray_agents.scripted import ScriptedEngine
+from cray_agents.runtime.gateway.http.api_keys import Keys
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.runtime.gateways import CHAT, Gateway, Paced, Reply, block, served, until
 
 KEY = {"Idempotency-Key": "order 7"}

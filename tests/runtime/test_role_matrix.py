@@ -18,9 +18,9 @@ import pytest
 from starlette.routing import Route
 
 from cray_agents.paths import Home
-from cray_agents.runtime.gateway.app import create_app
-from cray_agents.runtime.gateway.auth import needed
-from cray_agents.runtime.keys import Keys, Role
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.http.app import create_app
+from cray_agents.runtime.gateway.http.auth import needed
 from tests.runtime.gateways import CHAT, Gateway, says, served
 
 MATRIX = """

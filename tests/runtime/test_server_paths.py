@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.gateway.server_paths import without_paths
+from cray_agents.runtime.gateway.http.server_paths import without_paths
 from tests.runtime.gateways import CHAT, Gateway, block, says
 
 

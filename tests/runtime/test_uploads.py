@@ -18,10 +18,10 @@ import pytest
 
 from cray_agents.cli import main
 from cray_agents.paths import Home
-from cray_agents.runtime.blobs import Blobs
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.sweeping import sweep
-from cray_agents.runtime.uploads import PART_BYTES, End, UploadRequest, Uploads
+from cray_agents.runtime.files.blobs import Blobs
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.files.garbage import sweep
+from cray_agents.runtime.files.uploads import PART_BYTES, End, UploadRequest, Uploads
 from tests.scripted_gateway import gateway
 
 ABC = [b"aaaa", b"bb", b"cccccc"]

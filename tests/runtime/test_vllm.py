@@ -14,12 +14,12 @@ import pytest
 import pytest_asyncio
 
 from cray_agents.errors import EngineError, SwapError
-from cray_agents.lifeline import alive
 from cray_agents.ports import Exchange
+from cray_agents.processes import alive
 from cray_agents.records import new_id
-from cray_agents.runtime.pool import Pool
-from cray_agents.runtime.replica import EngineSettings, Replica
-from cray_agents.runtime.vllm_lock import HEADER
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.runtime.vllm_pool import (
     CHAT,
     PROMPTS,
@@ -294,7 +294,7 @@ async def test_a_killed_platform_leaves_no_vllm_behind(serving: Serving, tmp_pat
 PLATFORM = """
 import asyncio, sys
 from pathlib import Path
-from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 
 async def main():
     replica = Replica("m", EngineSettings(), Path(sys.argv[2]))

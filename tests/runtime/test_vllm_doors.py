@@ -13,11 +13,11 @@ import pytest_asyncio
 from pydantic import BaseModel
 
 from cray_agents import Agent, ConstrainedEngine, OpenAIEngine, tool
-from cray_agents.completions import Assembly, tidy
+from cray_agents.agent.tool import as_tool, perform
+from cray_agents.engines.chat_completions import Assembly, tidy
 from cray_agents.records import ModelCall
-from cray_agents.runtime.replica import EngineSettings, Replica
-from cray_agents.runtime.vllm_lock import HEADER
-from cray_agents.toolbox import as_tool, perform
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
 from tests.runtime.gateways import CHAT, Gateway, Reply, served, until
 from tests.runtime.vllm_pool import secret_of

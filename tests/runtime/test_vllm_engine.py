@@ -11,8 +11,8 @@ import pytest
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
 from cray_agents.ports import Exchange
-from cray_agents.runtime.vllm_engine import VllmEngine
-from cray_agents.runtime.vllm_http import refusal
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_http import refusal
 
 CHUNK = b'data: {"model":"m","choices":[{"delta":{"content":"\\"model\\":\\"m\\""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"

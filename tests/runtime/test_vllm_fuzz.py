@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.replica import EngineSettings, Replica
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from tests.runtime.fuzz.cases import request
 from tests.runtime.fuzz.sampling import PLAIN, sampling_body
 from tests.runtime.fuzz.wire import Reply, Wire

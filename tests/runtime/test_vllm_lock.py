@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.replica import EngineSettings, command
-from cray_agents.runtime.vllm_http import refusal
-from cray_agents.runtime.vllm_lock import HEADER, VARIABLE, Locked
+from cray_agents.runtime.pool.vllm_http import refusal
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, command
+from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE, Locked
 
 OPEN = {"type": "opened"}
 SECRET = "s3cret"

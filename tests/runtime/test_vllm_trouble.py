@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.ports import Exchange
-from cray_agents.runtime.pool import Pool
-from cray_agents.runtime.replica import EngineSettings, Replica
-from cray_agents.trainers.seed_model import ModelShape, make_seed_model
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from tests.runtime.vllm_pool import CHAT, Serving, children
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -15,7 +15,7 @@ import openai
 
 from cray_agents import ScriptedEngine
 from cray_agents.paths import Home
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.scripted_platform import PROBE, platform
 
 METRICS = {"trained_tokens": 600, "seconds": 6.0}

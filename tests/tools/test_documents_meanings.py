@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import EngineError
-from cray_agents.runtime.replica import EngineSettings, environment
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, environment
 from cray_agents.tools.documents import Documents, Embeddings
-from cray_agents.tools.documents.meanings import Meanings
-from cray_agents.tools.documents.shelf import Shelf, digest_of
+from cray_agents.tools.documents.embedding_index import Meanings
+from cray_agents.tools.documents.passage_store import Shelf, digest_of
 
 pytestmark = pytest.mark.vllm
 
@@ -30,13 +30,13 @@ TEXTS = {
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server whose model is random: equal texts are near, that is all it knows."""
-    from cray_agents.trainers.seed_model import make_seed_model
+    from cray_agents.trainers.models.seed_model import make_seed_model
 
     place = tmp_path_factory.mktemp("embedder")
     make_seed_model(place / "model", seed=1, corpus=list(TEXTS.values()))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-    argv = [sys.executable, "-m", "cray_agents.runtime.vllm_server", str(os.getpid())]
+    argv = [sys.executable, "-m", "cray_agents.runtime.vllm_plugins.server", str(os.getpid())]
     argv += [
         "--host",
         "127.0.0.1",

@@ -16,11 +16,11 @@ import pytest
 from mcp import Client, StdioServerParameters
 
 from cray_agents import Agent, ScriptedEngine
-from cray_agents.cli.mcp_serving import serve
+from cray_agents.agent.tool import Tool, perform
+from cray_agents.cli.agent.mcp import serve
+from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Run, ToolCall
-from cray_agents.scripted import tool_call
-from cray_agents.toolbox import Tool, perform
 from cray_agents.tools.from_schema import tool_from_schema
 from cray_agents.tools.mcp_client import McpTools
 

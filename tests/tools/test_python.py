@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from cray_agents import Agent, ScriptedEngine
-from cray_agents.lifeline import alive
-from cray_agents.scripted import tool_call
-from cray_agents.toolbox import as_tool
+from cray_agents.agent.tool import as_tool
+from cray_agents.engines.scripted import tool_call
+from cray_agents.processes import alive
 from cray_agents.tools.python import PythonSession, python_tool
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.sandbox.watching import family
+from cray_agents.tools.sandbox.usage_monitor import family
 
 
 @contextlib.asynccontextmanager

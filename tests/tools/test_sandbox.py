@@ -22,15 +22,15 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.lifeline import alive
-from cray_agents.tools.sandbox import Sandbox, layers
+from cray_agents.processes import alive
+from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.tools.sandbox.folders import remove
-from cray_agents.tools.sandbox.watching import family
+from cray_agents.tools.sandbox.usage_monitor import family
 from tests.tools.sandbox_shared import Shared
 
 ATTACKS = Path(__file__).with_name("sandbox_attacks.py")
 ROOT = Path(__file__).parents[2]
-LAYERS = [layer for layer in layers.CONFINING if layers.problem(layer) is None]
+LAYERS = [layer for layer in backends.CONFINING if backends.problem(layer) is None]
 PYTHON = sys.executable
 
 
@@ -601,7 +601,7 @@ def test_where_limits_cannot_be_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outer", LAYERS)
-async def test_where_namespaces_are_forbidden(outer: layers.Layer) -> None:
+async def test_where_namespaces_are_forbidden(outer: backends.Layer) -> None:
     """As in most containers; here, inside a sandbox: what it holds off, bubblewrap needs."""
     around = Sandbox(layer=outer, readable=[ROOT], seconds=60)
     outcome = await around.run([PYTHON, "-c", LOOK], env={"PYTHONPATH": str(ROOT)})
@@ -613,7 +613,7 @@ async def test_where_namespaces_are_forbidden(outer: layers.Layer) -> None:
 
 def test_some_layer_works_here_or_the_refusal_says_why() -> None:
     try:
-        assert layers.best() in LAYERS
+        assert backends.best() in LAYERS
     except SetupError as error:
         assert not LAYERS
         assert "bubblewrap: " in str(error) and "landlock: " in str(error)

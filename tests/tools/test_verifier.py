@@ -10,11 +10,11 @@ import pytest
 
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Run, StopReason, Task
-from cray_agents.rewards import Verdict, score, scored
+from cray_agents.rewards.reward import Verdict, score, scored
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.verifier import Case, answers, checker, code_of, verifier
+from cray_agents.tools.verifier import Case, checker, code_of, plain_answers, verifier
+from cray_agents.tools.verifier.call_worker import DEPTH, plain
 from cray_agents.tools.verifier.cases import cases_of
-from cray_agents.tools.verifier.worker import DEPTH, plain
 
 TESTS = "from solution import add\nassert add(2, 3) == 5\nassert add(-1, 1) == 0, 'no'\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -167,8 +167,8 @@ UNEQUAL: list[tuple[Any, Any]] = [
 
 def test_what_equals_what() -> None:
     def alike(got: Any, expected: Any) -> bool:
-        read = [answers.read(json.dumps(plain(each))) for each in (got, expected)]
-        return answers.alike(read[0], read[1], 1e-9)
+        read = [plain_answers.read(json.dumps(plain(each))) for each in (got, expected)]
+        return plain_answers.alike(read[0], read[1], 1e-9)
 
     assert [pair for pair in EQUAL if not alike(*pair)] == []
     assert [pair for pair in UNEQUAL if alike(*pair)] == []
@@ -181,7 +181,7 @@ def test_what_equals_what() -> None:
              ("1_0.0", "10.0", False), ("nan", "1.0", False),
              ("1e999", "1e998", False), ("a", "b", False), ("1\n2", "1 2", False)]  # fmt: skip
     for got, expected, same in texts:
-        assert answers.alike_text(got, expected, 1e-9) is same, (got, expected)
+        assert plain_answers.alike_text(got, expected, 1e-9) is same, (got, expected)
 
 
 @pytest.mark.parametrize("text", [
@@ -190,8 +190,8 @@ def test_what_equals_what() -> None:
     '{"tuple": ' * 60 + "[]" + "}" * 60, "[" * 60 + "]" * 60, '{"tuple": [1], "set": [1]}',
 ])  # fmt: skip
 def test_what_is_no_answer(text: str) -> None:
-    with pytest.raises(answers.Malformed):
-        answers.read(text)
+    with pytest.raises(plain_answers.Malformed):
+        plain_answers.read(text)
 
 
 @pytest.mark.parametrize(("tests", "problem"), [

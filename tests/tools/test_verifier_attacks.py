@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.tools.sandbox import layers
+from cray_agents.tools.sandbox import backends
 from tests.tools.test_sandbox import PYTHON, ordinary_user
 from tests.tools.verifier_attacks import ATTACKS
 from tests.tools.verifier_campaign import (
@@ -31,7 +31,7 @@ PROMISED = of("rewards out of bounds", "errors on purpose")
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("kind", DEFAULT)
-async def test_the_default_kind_pays_none(kind: str, layer: layers.Layer) -> None:
+async def test_the_default_kind_pays_none(kind: str, layer: backends.Layer) -> None:
     verify = kinds(layer)[kind]
     assert await verify(run_of(HONEST)) == 1.0
     assert len(ATTACKS) > 120
@@ -41,7 +41,9 @@ async def test_the_default_kind_pays_none(kind: str, layer: layers.Layer) -> Non
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("kind", CHECKERS)
-async def test_a_checker_pays_no_more_than_1_and_never_errs(kind: str, layer: layers.Layer) -> None:
+async def test_a_checker_pays_no_more_than_1_and_never_errs(
+    kind: str, layer: backends.Layer
+) -> None:
     verify = kinds(layer)[kind]
     assert await verify(run_of(HONEST)) == 1.0
     names = list(ATTACKS) if ALL else PROMISED[LAYERS.index(layer) :: len(LAYERS)]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from cray_agents import Agent, ScriptedEngine
+from cray_agents.agent.tool import perform
+from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, ToolError
-from cray_agents.scripted import tool_call
-from cray_agents.toolbox import perform
-from cray_agents.tools.inside import MAX_DEPTH
+from cray_agents.tools.safe_paths import MAX_DEPTH
 from cray_agents.tools.workspace import MAX_FOUND, MAX_LISTED, Workspace
 
 

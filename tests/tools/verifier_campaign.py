@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from cray_agents.records import Run, StopReason, Task
-from cray_agents.tools.sandbox import Sandbox, layers
+from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.tools.verifier import checker, verifier
 from tests.tools.verifier_attacks import ATTACKS, PROGRAM
 
-LAYERS = [layer for layer in layers.CONFINING if layers.problem(layer) is None]
+LAYERS = [layer for layer in backends.CONFINING if backends.problem(layer) is None]
 AT_A_TIME = 4
 
 RIGHT = {n: 734950 * 10**10 + secrets.randbelow(10**10) for n in (1, 2, 3)}
@@ -45,7 +45,7 @@ def with_tests(run: Run) -> dict[str, str]:
     return {"solution.py": run.output, "test_solution.py": UNITTEST}
 
 
-def kinds(layer: layers.Layer) -> dict[str, Verifier]:
+def kinds(layer: backends.Layer) -> dict[str, Verifier]:
     """By name; the first two are the default kind, the others run tests beside the code."""
     packages = Path(pytest.__file__).parents[1]
     cell = Sandbox(layer=layer, seconds=60, cpu_seconds=2, memory_mb=256, readable=[packages])

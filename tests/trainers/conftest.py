@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from cray_agents.paths import Home
-from cray_agents.runtime import durable
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.publish import weights_sha256
-from cray_agents.training import Hyperparameters, JobSpec, Layout
+from cray_agents.runtime.disk import durable
+from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 VOCAB = 304
 SHARD_ROWS = 10
@@ -202,7 +202,7 @@ class RunningJob:
     """A job's process, forked from this one: Megatron is loaded already."""
 
     def __init__(self, home: Home, spec: JobSpec, **environment: str) -> None:
-        from cray_agents.trainers import job, rank  # noqa: F401  (imported once, before the fork)
+        from cray_agents.trainers.job import job, rank  # noqa: F401  (imported once, before the fork)
         from cray_agents.trainers.models.cpu_megatron import load_megatron
 
         load_megatron()

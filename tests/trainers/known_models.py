@@ -6,7 +6,7 @@ from typing import Any
 
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.trainers.models.rope import Rope
-from cray_agents.training import Hyperparameters
+from cray_agents.training_jobs import Hyperparameters
 
 LLAMA_2_7B = {
     "model_type": "llama",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cray_agents.training import JobSpec
+from cray_agents.training_jobs import JobSpec
 
 TOGETHER = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 
@@ -32,8 +32,8 @@ def by_peft(spec: JobSpec, start: Path, samples: Any, steps: int) -> Expected:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.trainers.data.packing import step_units
-    from cray_agents.trainers.methods.schedule import learning_rate
+    from cray_agents.trainers.data.packer import step_units
+    from cray_agents.trainers.methods.learning_rate import learning_rate
 
     hyper = spec.hyperparameters
     network = AutoModelForCausalLM.from_pretrained(spec.parent, dtype=torch.float32)

@@ -11,7 +11,8 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
-from cray_agents.runtime import checkpoints, durable
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.registry import checkpoints
 
 pytestmark = pytest.mark.megatron
 
@@ -75,9 +76,9 @@ async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: 
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.runtime.replica import EngineSettings, Replica
-    from cray_agents.runtime.vllm_engine import VllmEngine
-    from cray_agents.trainers.seed_model import ModelShape, make_seed_model
+    from cray_agents.runtime.pool.vllm_engine import VllmEngine
+    from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+    from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 
     parent = tmp_path / "parent"
     shape = ModelShape(init_std=0.1)

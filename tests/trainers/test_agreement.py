@@ -15,13 +15,13 @@ import pytest
 from cray_agents.errors import JobError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelCall
-from cray_agents.runtime import durable
-from cray_agents.runtime.datasets.samples import merge_turns, turn_of
+from cray_agents.runtime.datasets.run_samples import merge_turns, turn_of
 from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
-from cray_agents.runtime.registry import Registry
-from cray_agents.trainers.agreement import compare, limit_of, sampled_by_parent
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.trainers.checkpointing.publish import weights_sha256
 from cray_agents.trainers.data.samples import Floats, Samples
-from cray_agents.trainers.publish import weights_sha256
+from cray_agents.trainers.job.engine_agreement import compare, limit_of, sampled_by_parent
 
 VERSION = "m@1"
 DRAWN = 24  # tokens of each request

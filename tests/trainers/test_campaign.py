@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.lifeline import alive
 from cray_agents.paths import Home
+from cray_agents.processes import alive
 from cray_agents.records import Manifest
-from cray_agents.runtime.durable import replace_file
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.launch import EX_TEMPFAIL
-from cray_agents.training import JobSpec, Layout
+from cray_agents.runtime.disk.durable import replace_file
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.launch import EX_TEMPFAIL
+from cray_agents.training_jobs import JobSpec, Layout
 from tests.trainers.test_faults import ranks_of
 
 pytestmark = pytest.mark.megatron

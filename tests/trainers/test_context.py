@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.trainers.data.context import share
-from cray_agents.trainers.data.packing import Packed, pack
+from cray_agents.trainers.data.context_parallel import share
+from cray_agents.trainers.data.packer import Packed, pack
 from cray_agents.trainers.data.samples import Samples
-from cray_agents.training import JobSpec, Layout
+from cray_agents.training_jobs import JobSpec, Layout
 
 STEPS = 3
 LENGTHS = [7, 31, 1, 16, 4]
@@ -73,11 +73,11 @@ def learn(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: 
     """One rank: train a few steps; write losses, and its share of the first step's gradients."""
     import torch
 
-    from cray_agents.trainers.data.known import Known
+    from cray_agents.trainers.data.baseline_logprobs import Known
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.ranks import join_ranks
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
 
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     parent = Path(spec.parent)
@@ -105,9 +105,9 @@ def learnt(lab: Any, tmp_path: Path, name: str, **layout: Any) -> tuple[Any, dic
     """(what rank 0 measured, gradients by name where no tensor is split)."""
     import torch
 
-    from cray_agents.trainers import train  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     out = tmp_path / name
@@ -134,7 +134,7 @@ def by_transformers(lab: Any) -> tuple[float, dict[str, Any]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.trainers.data.packing import step_units
+    from cray_agents.trainers.data.packer import step_units
     from cray_agents.trainers.data.samples import read_samples
 
     samples = read_samples(lab.home.dataset("ds"))

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
-from cray_agents.runtime import durable
-from cray_agents.runtime.datasets.samples import Span, TokenSample
+from cray_agents.runtime.datasets.run_samples import Span, TokenSample
 from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
-from cray_agents.runtime.registry import Registry
-from cray_agents.trainers.data.fitting import check_samples, check_temperature, check_tokenizer
-from cray_agents.trainers.data.mismatched import mismatched
-from cray_agents.trainers.data.packing import microbatches, pack, spread, step_units
-from cray_agents.trainers.data.probe import probe_prompts
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.trainers.data.mismatched_pairs import mismatched
+from cray_agents.trainers.data.packer import microbatches, pack, spread, step_units
+from cray_agents.trainers.data.probe_prompts import probe_prompts
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.methods.schedule import learning_rate
+from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
+from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import read_architecture
-from cray_agents.training import Hyperparameters, MethodName, Policy
+from cray_agents.training_jobs import Hyperparameters, MethodName, Policy
 
 
 def some_samples(lengths: Sequence[int]) -> Samples:

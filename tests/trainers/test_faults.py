@@ -16,11 +16,11 @@ from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.publish import parent_sha256
-from cray_agents.trainers.resources import Resources
-from cray_agents.training import JobSpec
+from cray_agents.trainers.checkpointing.publish import parent_sha256
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.training_jobs import JobSpec
 
 pytestmark = pytest.mark.megatron
 

@@ -13,12 +13,12 @@ from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
-from cray_agents.trainers.fitting import hold
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.resources import Gpus, Host, Resources, this_host
-from cray_agents.trainers.seed_model import make_seed_model
-from cray_agents.training import Hyperparameters, JobSpec, Layout, Lora
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.planning.cluster_resources import Gpus, Host, Resources, this_host
+from cray_agents.trainers.planning.layout_limits import hold
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.runtime.tuning_site import Site
 from tests.trainers.known_models import LLAMA_2_70B
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from cray_agents.records import Manifest
-from cray_agents.runtime.durable import sha256_file
-from cray_agents.trainers.publish import weights_sha256
-from cray_agents.training import Layout
+from cray_agents.runtime.disk.durable import sha256_file
+from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.training_jobs import Layout
 
 pytestmark = pytest.mark.megatron
 

@@ -9,10 +9,10 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
-from cray_agents.trainers import job
-from cray_agents.trainers.journal import TAIL_BYTES, Journal, measures
-from cray_agents.trainers.megatron_trainer import read_status
-from cray_agents.training import Hyperparameters, JobSpec, JobStatus
+from cray_agents.trainers.job import job
+from cray_agents.trainers.job.journal import TAIL_BYTES, Journal, measures
+from cray_agents.trainers.job.megatron_trainer import read_status
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from cray_agents.errors import SchedulerError
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Trainer
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.keeping import going, keep_going
-from cray_agents.trainers.megatron_trainer import MegatronTrainer, handover, read_status
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from cray_agents.trainers.seed_model import make_seed_model
-from cray_agents.training import Hyperparameters, JobSpec, JobStatus, Layout
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, handover, read_status
+from cray_agents.trainers.job.restarter import going, keep_going
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
 from tests.scripted_platform import bare_model
 
 #: A job's process; its first attempt comes to no end of its own.
@@ -28,7 +28,7 @@ PROCESS = """
 import sys, time
 from pathlib import Path
 from cray_agents.paths import Home
-from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.job.journal import Journal
 from cray_agents.training import JobStatus
 path, why = Path(sys.argv[1]), sys.argv[2]
 journal = Journal(Home(path.parents[2]), path.parent.name)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.layouts import check_layout, possible_layouts, why_unfit
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.planning.choosing import Choice, choose_layout, slowdown
-from cray_agents.training import Layout, Lora
+from cray_agents.trainers.planning.layout_choice import Choice, choose_layout, slowdown
+from cray_agents.trainers.planning.layouts import check_layout, possible_layouts, why_unfit
+from cray_agents.training_jobs import Layout, Lora
 from tests.trainers.known_models import (
     LLAMA_2_70B,
     LLAMA_31_8B,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import BadInput
-from cray_agents.training import JobSpec, Layout, Lora
+from cray_agents.training_jobs import JobSpec, Layout, Lora
 from tests.trainers.peft_training import Expected, by_peft, tensors_in
 
 pytestmark = pytest.mark.megatron
@@ -35,8 +35,8 @@ class Trained:
 def started(spec: JobSpec, rank: int, store: Any) -> Any:
     """A rank's training, before its first step."""
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.ranks import join_ranks
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
 
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     model, hyper = read_architecture(Path(spec.parent)), spec.hyperparameters
@@ -45,7 +45,7 @@ def started(spec: JobSpec, rank: int, store: Any) -> Any:
 
 
 def write(training: Any, folder: Path) -> None:
-    from cray_agents.trainers.adapter import write_adapter
+    from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 
     lora = training.hyper.lora
     write_adapter(training.inner, training.model, lora, str(training.parent), folder)
@@ -55,11 +55,11 @@ def train(
     spec: JobSpec, steps: int, point: Path | None, dataset: Path, out: Path, *place: Any
 ) -> int:
     """One rank: take steps, from a resume point if there is one, and write all that they made."""
-    from cray_agents.trainers import export, resume
-    from cray_agents.trainers.data.known import Known
+    from cray_agents.trainers.checkpointing import hf_export, resume
+    from cray_agents.trainers.checkpointing.save import Saver
+    from cray_agents.trainers.data.baseline_logprobs import Known
     from cray_agents.trainers.data.samples import Samples, read_samples
     from cray_agents.trainers.models.lora import fold
-    from cray_agents.trainers.saving import Saver
 
     rank, store, _ = place
     training = started(spec, rank, store)
@@ -80,16 +80,16 @@ def train(
     logprobs = score()
     fold(training.inner)
     found = Trained(losses, norms, logprobs, folded=score())
-    export.export_weights(training, out / "merged")
+    hf_export.export_weights(training, out / "merged")
     (out / f"rank-{rank}.json").write_text(json.dumps(asdict(found)))
     return 0
 
 
 def in_ranks(spec: JobSpec, out: Path, main: Callable[..., int], *arguments: Any) -> None:
     """Run `main(spec, *arguments, out, rank, store, stop)` in a forked process per rank."""
-    from cray_agents.trainers import adapter, export, train  # noqa: F401 (before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401 (before the fork)
 
     load_megatron()
     place = find_place(spec.layout.world, spec.id)
@@ -279,7 +279,7 @@ def test_training_goes_on_in_another_layout(lab: Any, tmp_path: Path, expected: 
 
 def restart(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: Any) -> int:
     """One rank: learn something, then begin anew."""
-    from cray_agents.trainers.data.known import Known
+    from cray_agents.trainers.data.baseline_logprobs import Known
     from cray_agents.trainers.data.samples import read_samples
 
     training = started(spec, rank, store)

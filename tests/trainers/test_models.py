@@ -12,7 +12,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.trainers.models.architecture import SUPPORTED, read_architecture
 from cray_agents.trainers.models.head import padded
 from cray_agents.trainers.models.rope import VARIANTS, frequencies
-from cray_agents.training import Hyperparameters, Layout, Policy
+from cray_agents.training_jobs import Hyperparameters, Layout, Policy
 
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.1 * i for i in range(8)]
 CONFIG = {
@@ -133,7 +133,7 @@ def logits_of(folder: Path, layout: Layout, out: Path, rank: int, store: Any, st
 
     from cray_agents.trainers.models.model import build_model
     from cray_agents.trainers.models.weights import SafeTensors, load_weights
-    from cray_agents.trainers.ranks import join_ranks
+    from cray_agents.trainers.training.parallel_groups import join_ranks
 
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     model = read_architecture(folder)
@@ -171,7 +171,7 @@ def test_the_head_chooses_rows_and_hides_padding(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     load_megatron()

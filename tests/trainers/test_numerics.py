@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.training import Hyperparameters, Layout
+from cray_agents.training_jobs import Hyperparameters, Layout
 
 pytestmark = pytest.mark.megatron
 
@@ -142,14 +142,14 @@ def measure(
     import torch
     from safetensors.torch import save_file
 
-    from cray_agents.trainers import export
-    from cray_agents.trainers.data.known import Known
-    from cray_agents.trainers.data.packing import spread
+    from cray_agents.trainers.checkpointing import hf_export
+    from cray_agents.trainers.data.baseline_logprobs import Known
+    from cray_agents.trainers.data.packer import spread
     from cray_agents.trainers.data.samples import Samples
-    from cray_agents.trainers.layouts import check_layout
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.models.weights import exported
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.planning.layouts import check_layout
+    from cray_agents.trainers.training.train_step import Training
 
     model = read_architecture(folder)
     check_layout(model, layout)
@@ -171,7 +171,7 @@ def measure(
             shares |= dict(zip(batch, rows, strict=True))
         first = layer.tp_group.rank() * layer.output_size_per_partition
         torch.save((first, shares), out / f"logits-{rank}.pt")
-    export.export_weights(training, out / "hf", SMALL_FILES)
+    hf_export.export_weights(training, out / "hf", SMALL_FILES)
     measured = Measured(out, [row.tolist() for row in scores])
     for step in range(steps):
         report = training.step(Known(the_samples()))
@@ -203,7 +203,7 @@ Job = tuple[Path, int, Path, Layout, Hyperparameters, str]
 
 def measure_all(jobs: list[Job], rank: int, store: Any, stop: Any) -> int:
     """One rank: every job in turn; all are of one layout."""
-    from cray_agents.trainers.ranks import join_ranks
+    from cray_agents.trainers.training.parallel_groups import join_ranks
 
     layout = jobs[0][3]
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
@@ -214,9 +214,9 @@ def measure_all(jobs: list[Job], rank: int, store: Any, stop: Any) -> int:
 
 def run(jobs: list[Job], logs: Path) -> list[Measured]:
     """Fork the ranks of a layout for some jobs; all ranks must have said the same."""
-    from cray_agents.trainers import export, train  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     for job in jobs:
@@ -252,8 +252,8 @@ def reference(folder: Path, out: Path, steps: int) -> Reference:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from cray_agents.trainers.data.packing import step_units
-    from cray_agents.trainers.methods.schedule import learning_rate
+    from cray_agents.trainers.data.packer import step_units
+    from cray_agents.trainers.methods.learning_rate import learning_rate
 
     disable_progress_bar()
     network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

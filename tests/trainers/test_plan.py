@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from cray_agents.cli import app
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.counts import Counts
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.arithmetic import (
@@ -24,7 +24,7 @@ from cray_agents.trainers.planning.arithmetic import (
 )
 from cray_agents.trainers.planning.hardware import find_gpu, identify, peak_flops
 from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan, plan_by_size
-from cray_agents.training import Lora
+from cray_agents.training_jobs import Lora
 from tests.trainers.known_models import (
     LLAMA_2_7B,
     LLAMA_2_70B,
@@ -285,7 +285,7 @@ def test_what_cannot_be_planned_is_told(
 def test_planning_needs_no_torch() -> None:
     """`plan` answers on a machine that only starts jobs."""
     script = (
-        "import sys, cray_agents.cli.plan, cray_agents.trainers.planning.plan\n"
+        "import sys, cray_agents.cli.jobs.plan, cray_agents.trainers.planning.plan\n"
         "print(sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cray_agents.trainers.layouts import possible_layouts, why_unfit
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.arithmetic import count
+from cray_agents.trainers.planning.layouts import possible_layouts, why_unfit
 from cray_agents.trainers.planning.memory import (
     estimate_memory,
     in_flight,
     layer_activations,
     share,
 )
-from cray_agents.training import JobSpec, Layout, Lora
+from cray_agents.training_jobs import JobSpec, Layout, Lora
 from tests.trainers.known_models import LLAMA_2_7B, LLAMA_31_8B, SMALL, hyper, written
 
 
@@ -123,8 +123,8 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
 
     from cray_agents.trainers.models.lora import add_lora
     from cray_agents.trainers.models.model import build_model
-    from cray_agents.trainers.optimization import optimizer_of, wrap
-    from cray_agents.trainers.ranks import join_ranks
+    from cray_agents.trainers.training.optimizer import optimizer_of, wrap
+    from cray_agents.trainers.training.parallel_groups import join_ranks
 
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     model, sizes = read_architecture(Path(spec.parent)), spec.hyperparameters
@@ -172,9 +172,9 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
 def test_megatron_holds_the_bytes_that_are_estimated(
     lab: Any, tmp_path: Path, kind: str, layout: dict[str, Any], sizes: dict[str, Any]
 ) -> None:
-    from cray_agents.trainers import train  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     lab.dataset()

@@ -16,12 +16,12 @@ import pytest
 
 from cray_agents.errors import JobError
 from cray_agents.records import Manifest
-from cray_agents.trainers.data.packing import step_units, trained_on
+from cray_agents.trainers.checkpointing.publish import parent_sha256, weights_sha256
+from cray_agents.trainers.data.packer import step_units, trained_on
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.progress import RECENT, Progress
-from cray_agents.trainers.publish import parent_sha256, weights_sha256
-from cray_agents.trainers.train import StepReport
-from cray_agents.training import Hyperparameters, JobSpec, Layout
+from cray_agents.trainers.job.totals import RECENT, Progress
+from cray_agents.trainers.training.train_step import StepReport
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 pytestmark = pytest.mark.megatron
 
@@ -41,9 +41,9 @@ def until(what: Callable[[], Any], job: Any) -> None:
 
 def small_slices(patch: pytest.MonkeyPatch) -> None:
     """Let jobs score and evaluate a few samples at a time."""
-    from cray_agents.trainers import train
+    from cray_agents.trainers.training import train_step
 
-    patch.setattr(train, "AT_ONCE", 3)
+    patch.setattr(train_step, "AT_ONCE", 3)
 
 
 class Transformers:
@@ -395,11 +395,11 @@ Ship = tuple[Path, Path, Layout, Hyperparameters]
 
 def sail(ship: Ship, out: Path, overlap: bool, rank: int, store: Any, stop: Any) -> int:
     """One rank: score, train, evaluate, train, and write the weights right after a step."""
-    from cray_agents.trainers.data.known import Known
-    from cray_agents.trainers.export import export_weights
+    from cray_agents.trainers.checkpointing.hf_export import export_weights
+    from cray_agents.trainers.data.baseline_logprobs import Known
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.ranks import join_ranks
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
 
     folder, dataset, layout, hyper = ship
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
@@ -430,8 +430,8 @@ def test_what_travels_during_computation_arrives(
 ) -> None:
     from safetensors.torch import load_file
 
-    from cray_agents.trainers import export  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.checkpointing import hf_export  # noqa: F401  (loaded before the fork)
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     load_megatron()

@@ -6,19 +6,24 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.agents import load
+from cray_agents.cli.agent.agents import load
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.resources import Gpus, Resources, read_answer, resources_of
-from cray_agents.trainers.seed_model import make_seed_model
-from cray_agents.trainers.spreading import LOUD, usual_length
-from cray_agents.training import Hyperparameters, JobSpec, Layout, Lora
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.planning.cluster_resources import (
+    Gpus,
+    Resources,
+    read_answer,
+    resources_of,
+)
+from cray_agents.trainers.planning.default_layout import LOUD, usual_length
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.trainers.known_models import LLAMA_2_70B
 
 H100 = {"train_gpu": "h100"}

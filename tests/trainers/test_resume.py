@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import Corrupt, JobError
-from cray_agents.trainers.publish import weights_sha256
-from cray_agents.training import JobSpec, Layout
+from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.training_jobs import JobSpec, Layout
 
 pytestmark = pytest.mark.megatron
 
@@ -34,13 +34,13 @@ class Course:
 def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int:
     import torch
 
-    from cray_agents.trainers import resume
-    from cray_agents.trainers.data.known import Known
+    from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.checkpointing.save import Saver
+    from cray_agents.trainers.data.baseline_logprobs import Known
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.ranks import join_ranks
-    from cray_agents.trainers.saving import Saver
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
 
     torch.set_num_threads(1)
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
@@ -78,9 +78,9 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
 
 def run(spec: JobSpec, course: Course) -> list[float]:
     """The losses of the steps so far."""
-    from cray_agents.trainers import resume, train  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     course.folder.mkdir(parents=True)
@@ -213,7 +213,7 @@ def test_a_disk_that_takes_no_more_is_the_jobs_error(lab: Any, tmp_path: Path) -
 
 
 def test_only_what_is_whole_is_loaded(lab: Any, tmp_path: Path) -> None:
-    from cray_agents.trainers import resume
+    from cray_agents.trainers.checkpointing import resume
 
     lab.dataset()
     course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=6)
@@ -249,7 +249,7 @@ def test_moments_of_other_weights_are_refused_by_name(lab: Any, tmp_path: Path) 
 
 
 def test_a_point_with_a_gap_is_not_sealed(tmp_path: Path) -> None:
-    from cray_agents.trainers.saving import refuse_gaps
+    from cray_agents.trainers.checkpointing.save import refuse_gaps
 
     halves = [
         {"key": "w", "whole": [4, 2], "offset": [row, 0], "shape": [2, 2], "first": 0, "count": 4}

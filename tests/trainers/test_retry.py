@@ -19,19 +19,19 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.records import Manifest
-from cray_agents.runtime.checkpoints import Pruned, pruned_file
+from cray_agents.runtime.registry.checkpoints import Pruned, pruned_file
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.megatron_trainer import MegatronTrainer, handover, read_status
-from cray_agents.trainers.seed_model import make_seed_model
-from cray_agents.training import Hyperparameters, JobSpec, JobStatus, Layout
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, handover, read_status
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
 
 #: A job's process, which fails unless logprob_limit is raised.
 PROCESS = """
 import sys
 from pathlib import Path
 from cray_agents.paths import Home
-from cray_agents.trainers.journal import Journal
+from cray_agents.trainers.job.journal import Journal
 from cray_agents.training import JobStatus
 path = Path(sys.argv[1])
 journal = Journal(Home(path.parents[2]), path.parent.name)

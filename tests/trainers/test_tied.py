@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.first_version import first_version
+from cray_agents.cli.platform.first_version import first_version
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.runtime.registry import Registry
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.models.architecture import SUPPORTED
 from cray_agents.trainers.models.tensors import read_parent
-from cray_agents.training import Hyperparameters, Layout
+from cray_agents.training_jobs import Hyperparameters, Layout
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PROMPT = [5, 9, 200, 301, 17, 3, 3, 42, 77, 120]
@@ -104,10 +104,10 @@ def test_tied_is_what_transformers_ties(
 
 
 def scored_and_exported(folders: list[Path], rank: int, store: Any, stop: Any) -> int:
-    from cray_agents.trainers import export
+    from cray_agents.trainers.checkpointing import hf_export
     from cray_agents.trainers.data.samples import Samples
-    from cray_agents.trainers.ranks import join_ranks
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
 
     join_ranks(Layout(), rank, 1, store, on_cpu=True)
     hyper = Hyperparameters(steps=1, learning_rate=0)
@@ -115,8 +115,8 @@ def scored_and_exported(folders: list[Path], rank: int, store: Any, stop: Any) -
         training = Training(read_parent(folder), Layout(), hyper, folder, on_cpu=True)
         out = folder / "out"
         out.mkdir()
-        export.export_weights(training, out)
-        export.copy_settings(folder, out, tied=training.model.tied)
+        hf_export.export_weights(training, out)
+        hf_export.copy_settings(folder, out, tied=training.model.tied)
         [found] = training.score(Samples.of([PROMPT]), temperature=1.0)
         (folder / "scores").write_text(json.dumps(found.tolist()))
     return 0
@@ -128,9 +128,9 @@ def test_what_is_trained_is_the_model_that_transformers_loads(
 ) -> None:
     import torch
 
-    from cray_agents.trainers import export, train  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     folders = [says_tied(models(kind), tmp_path / kind, differing) for kind in SUPPORTED]

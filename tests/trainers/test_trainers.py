@@ -16,11 +16,11 @@ from cray_agents.runtime.scheduler.choose import (
     open_scheduler,
 )
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.journal import Journal
-from cray_agents.trainers.megatron_trainer import MegatronTrainer, code_version
-from cray_agents.trainers.publish import weights_sha256
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
-from cray_agents.training import JobStatus
+from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training_jobs import JobStatus
 
 
 def wait(trainer: Trainer, job_id: str, until: Any, seconds: float = 90.0) -> JobStatus:
@@ -117,7 +117,7 @@ def test_a_job_that_never_gets_further_fails_with_its_log(lab: Any) -> None:
     assert trainer.submit(spec).state == "failed"
     assert len(scheduler.commands) == 4
     command = scheduler.commands[0]
-    assert command.name == spec.id and command.argv[1:3] == ["-m", "cray_agents.trainers.job"]
+    assert command.name == spec.id and command.argv[1:3] == ["-m", "cray_agents.trainers.job.job"]
     with pytest.raises(NotFound, match="job-none"):
         trainer.status("job-none")
 
@@ -239,7 +239,7 @@ def test_a_queued_job_is_paused_out_of_the_queue_and_resumed_as_often_as_one_lik
 
 
 def test_a_start_that_finds_its_job_paused_does_nothing(lab: Any) -> None:
-    from cray_agents.trainers import job
+    from cray_agents.trainers.job import job
 
     spec = lab.spec("qwen3")
     journal = Journal(lab.home, spec.id)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.trainers.export import cut, name_files
-from cray_agents.training import Hyperparameters, Layout
+from cray_agents.trainers.checkpointing.hf_export import cut, name_files
+from cray_agents.training_jobs import Hyperparameters, Layout
 
 LIMIT = 40_000  # bytes a file
 
@@ -51,16 +51,16 @@ def loaded_and_exported(
     folder: Path, layout: Layout, hyper: Hyperparameters, out: Path, rank: int, store: Any, _: Any
 ) -> int:
     """One rank: take the weights in and write them out again; says how many numbers it read."""
-    from cray_agents.trainers import export
+    from cray_agents.trainers.checkpointing import hf_export
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.models.model import build_model
     from cray_agents.trainers.models.weights import SafeTensors, load_weights
-    from cray_agents.trainers.ranks import join_ranks
-    from cray_agents.trainers.train import Training
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
 
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     model = read_architecture(folder)
-    export.export_weights(Training(model, layout, hyper, folder, on_cpu=True), out, LIMIT)
+    hf_export.export_weights(Training(model, layout, hyper, folder, on_cpu=True), out, LIMIT)
     if hyper.init == "parent":
         source = Counting(SafeTensors(folder))
         load_weights(build_model(model, layout, hyper, on_cpu=True), model, source)  # type: ignore
@@ -87,9 +87,9 @@ class Counting:
 
 
 def through_megatron(folder: Path, out: Path, layout: Layout, **hyper: Any) -> dict[str, Any]:
-    from cray_agents.trainers import export, train  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     out.mkdir(parents=True)
@@ -186,7 +186,7 @@ def test_a_rank_reads_no_more_than_its_part(models: Callable[[str], Path], tmp_p
 def test_weights_of_another_model_are_refused(
     models: Callable[[str], Path], tmp_path: Path, change: dict[str, int], said: str
 ) -> None:
-    from cray_agents.trainers.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_place, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     load_megatron()

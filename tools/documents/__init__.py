@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cray_agents.agent.tool import Tool, as_tool, tool
 from cray_agents.errors import BadInput, ToolError
-from cray_agents.toolbox import Tool, as_tool, tool
-from cray_agents.tools.documents.meanings import Embeddings, Meanings
-from cray_agents.tools.documents.shelf import Shelf
-from cray_agents.tools.documents.words import Words
+from cray_agents.tools.documents.bm25_index import Words
+from cray_agents.tools.documents.embedding_index import Embeddings, Meanings
+from cray_agents.tools.documents.passage_store import Shelf
 from cray_agents.tools.html_text import check_installed
 
 __all__ = ["Documents", "Embeddings", "Found", "fused"]

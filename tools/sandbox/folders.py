@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.tools.sandbox.confined import SandboxLost
+from cray_agents.tools.sandbox.process import SandboxLost
 
 _OURS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)  # no name's fault
 log = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.tools.sandbox import layers
-from cray_agents.tools.sandbox.confined import (
+from cray_agents.tools.sandbox import backends
+from cray_agents.tools.sandbox.folders import remove, write_files
+from cray_agents.tools.sandbox.process import (
     TOO_MUCH,
     Confined,
     Limit,
@@ -24,9 +25,8 @@ from cray_agents.tools.sandbox.confined import (
     feed,
     start,
 )
-from cray_agents.tools.sandbox.folders import remove, write_files
 
-_NAMES = {"PATH": layers.PATH, "LANG": "C.UTF-8", "USER": "sandbox"}
+_NAMES = {"PATH": backends.PATH, "LANG": "C.UTF-8", "USER": "sandbox"}
 _ONE_THREAD = dict.fromkeys(  # libraries that start a thread per core would meet the limit
     ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"], "1"
 )
@@ -92,7 +92,7 @@ class Sandbox:
     readable: Sequence[str | Path] = ()
     writable: Sequence[str | Path] = ()
     unsandboxed: bool = False
-    layer: layers.Layer | None = None
+    layer: backends.Layer | None = None
     cpu_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Sandbox:
         if self.layer == "none" and not self.unsandboxed:
             raise BadInput("layer='none' needs unsandboxed=True", param="layer")
 
-    def check(self) -> layers.Layer:
+    def check(self) -> backends.Layer:
         """The layer that programs will run in; tried out the first time (a few milliseconds).
 
         Raises SetupError, which says what is missing, if there is none.
@@ -113,12 +113,12 @@ class Sandbox:
         layer = self.layer
         if layer is None:
             try:
-                return layers.best()
+                return backends.best()
             except SetupError:
                 if not self.unsandboxed:
                     raise
                 layer = "none"
-        if (problem := layers.problem(layer)) is not None:
+        if (problem := backends.problem(layer)) is not None:
             raise SetupError(f"programs cannot be run with layer {layer!r} here: {problem}")
         return layer
 
@@ -196,7 +196,7 @@ class Sandbox:
             temp = "/tmp" if layer == "bubblewrap" else str(cell.temp)
             own = {"HOME": str(cell.work), "TMPDIR": temp}
             variables = {**_NAMES, **_ONE_THREAD, **own, **(env or {})}
-            disk = self.disk_mb * layers.MEGABYTE
+            disk = self.disk_mb * backends.MEGABYTE
             async with start(layer, cell, list(argv), variables, base, disk) as confined:
                 yield confined
         finally:
@@ -208,19 +208,19 @@ class Sandbox:
             (name, at) for name, paths in given.items() for at in paths if not Path(at).exists()
         ]
 
-    def _cell(self, base: Path, workdir: str | Path | None) -> layers.Cell:
+    def _cell(self, base: Path, workdir: str | Path | None) -> backends.Cell:
         temp = base / "temp"
         work = base / "work" if workdir is None else Path(workdir).resolve()
         if workdir is not None and not work.is_dir():
             raise BadInput(f"workdir={str(workdir)!r} is no folder", param="workdir")
-        cell = layers.Cell(
+        cell = backends.Cell(
             work=work,
             temp=temp,
             readable=tuple(Path(path).resolve() for path in self.readable),
             writable=tuple(Path(path).resolve() for path in self.writable),
             network=self.network,
-            memory=self.memory_mb * layers.MEGABYTE,
-            file_size=self.disk_mb * layers.MEGABYTE,
+            memory=self.memory_mb * backends.MEGABYTE,
+            file_size=self.disk_mb * backends.MEGABYTE,
             processes=self.processes,
             shared=workdir is not None or bool(self.writable),
         )

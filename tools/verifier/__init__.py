@@ -19,9 +19,9 @@ from typing import Any
 
 from cray_agents.errors import BadInput, RewardError, SetupError
 from cray_agents.records import Run
-from cray_agents.rewards import Verdict, reward
+from cray_agents.rewards.reward import Verdict, reward
 from cray_agents.tools.sandbox import Outcome, Sandbox
-from cray_agents.tools.sandbox.confined import TOO_MUCH
+from cray_agents.tools.sandbox.process import TOO_MUCH
 from cray_agents.tools.verifier.cases import Case, Tests, cases_of
 from cray_agents.tools.verifier.judge import (
     Accepts,

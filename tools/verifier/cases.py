@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.tools.verifier import answers
-from cray_agents.tools.verifier.worker import plain
+from cray_agents.tools.verifier import plain_answers
+from cray_agents.tools.verifier.call_worker import plain
 
 _NONE_GIVEN = object()
 MODULE = "solution"  # of solution.py, the agent's code
@@ -78,7 +78,7 @@ class Case:
             given["expected"] = self.expected
         for name, value in given.items():
             try:
-                answers.written(value)
+                plain_answers.written(value)
             except ValueError as error:
                 raise _bad(f"{name}={value!r:.100} cannot be sent or compared: {error}") from error
 

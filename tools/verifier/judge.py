@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cray_agents import foreign
+from cray_agents.agent import user_code
 from cray_agents.errors import SetupError
-from cray_agents.rewards import TIMEOUT, Verdict
+from cray_agents.rewards.reward import TIMEOUT, Verdict
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.sandbox.confined import BLOCK, START, TOO_MUCH, Confined, SandboxLost
-from cray_agents.tools.verifier import answers
+from cray_agents.tools.sandbox.process import BLOCK, START, TOO_MUCH, Confined, SandboxLost
+from cray_agents.tools.verifier import plain_answers
 from cray_agents.tools.verifier.cases import Case
 
 Files = Mapping[str, str | bytes]
@@ -66,13 +66,13 @@ class Rules:
         """Whether it is the answer to the case. Raises Suspect."""
         if self.accepts is None:
             if case.stdin is not None:
-                return answers.alike_text(answer, case.expected, self.tolerance)
-            expected = answers.read(answers.written(case.expected))
-            return answers.alike(answer, expected, self.tolerance)
+                return plain_answers.alike_text(answer, case.expected, self.tolerance)
+            expected = plain_answers.read(plain_answers.written(case.expected))
+            return plain_answers.alike(answer, expected, self.tolerance)
         try:
-            given = answer if case.stdin is not None else answers.native(answer)
+            given = answer if case.stdin is not None else plain_answers.native(answer)
             return bool(
-                await foreign.call(functools.partial(self.accepts, given, case), timeout=TIMEOUT)
+                await user_code.call(functools.partial(self.accepts, given, case), timeout=TIMEOUT)
             )
         except Exception as error:
             raise Suspect(f"`accepts` failed: {type(error).__name__}") from error
@@ -83,7 +83,7 @@ def fair(sandbox: Sandbox | None) -> Sandbox:
 
     It keeps all output that may be an answer.
     """
-    cell = replace(sandbox or Sandbox(), output_chars=answers.SIZE)
+    cell = replace(sandbox or Sandbox(), output_chars=plain_answers.SIZE)
     if cell.cpu_seconds is not None:
         return cell
     return replace(cell, cpu_seconds=cell.seconds, seconds=BUSY * cell.seconds)
@@ -208,7 +208,7 @@ class _Code:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self._confined.stdin.write(asked)
                     await self._confined.stdin.drain()
-                line = await self._line(answers.SIZE)
+                line = await self._line(plain_answers.SIZE)
         except TimeoutError:
             self._confined.kill("seconds")
         if line is None and self._confined.limit is not None:
@@ -216,10 +216,10 @@ class _Code:
         if line is None:
             raise Suspect("it ended without an answer")
         try:
-            found = answers.read(line)
-        except answers.Malformed as error:
+            found = plain_answers.read(line)
+        except plain_answers.Malformed as error:
             raise Suspect("it wrote what is no answer") from error
-        if not isinstance(found, answers.Line) or found.words.pop("id", None) != mark:
+        if not isinstance(found, plain_answers.Line) or found.words.pop("id", None) != mark:
             raise Suspect("it wrote an answer that it was not asked for")
         ((kind, of),) = found.words.items() if len(found.words) == 1 else [("", None)]
         if kind != "returned" and not (kind in ("raised", "broken") and isinstance(of, str)):

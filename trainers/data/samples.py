@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
-from cray_agents.runtime.datasets.reading import MANIFEST, SplitName, read_manifest, shards_in
-from cray_agents.training import MethodName
+from cray_agents.runtime.datasets.reader import MANIFEST, SplitName, read_manifest, shards_in
+from cray_agents.training_jobs import MethodName
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.float32]

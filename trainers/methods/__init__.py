@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cray_agents.trainers.methods import dpo, grpo, kto, sft
 from cray_agents.trainers.methods.loss import Loss, Marked
-from cray_agents.training import Hyperparameters, MethodName
+from cray_agents.training_jobs import Hyperparameters, MethodName
 
 METHODS: dict[MethodName, Callable[[Marked, Hyperparameters], Loss]] = {
     "sft": sft.loss,

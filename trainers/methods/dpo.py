@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from cray_agents.trainers.methods.loss import Loss, Marked
 from cray_agents.trainers.methods.sequences import log_ratios, loss_of
-from cray_agents.training import Hyperparameters
+from cray_agents.training_jobs import Hyperparameters
 
 
 def loss(marked: Marked, hyper: Hyperparameters) -> Loss:

@@ -19,7 +19,7 @@ https://fengyao.notion.site/off-policy-rl) has no gradient, and is of the token 
 import torch
 
 from cray_agents.trainers.methods.loss import Loss, Marked, per_sequence
-from cray_agents.training import Hyperparameters, Policy
+from cray_agents.training_jobs import Hyperparameters, Policy
 
 LARGEST_LOG_RATIO = 20.0  # of one token; a policy that came this far is lost anyway
 

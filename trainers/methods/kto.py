@@ -13,7 +13,7 @@ import torch
 
 from cray_agents.trainers.methods.loss import Loss, Marked, per_sequence
 from cray_agents.trainers.methods.sequences import log_ratios, loss_of
-from cray_agents.training import Hyperparameters
+from cray_agents.training_jobs import Hyperparameters
 
 
 def loss(marked: Marked, hyper: Hyperparameters) -> Loss:

@@ -7,7 +7,7 @@ Rejection-sampling fine-tuning is the same over runs that were chosen by their r
 import torch
 
 from cray_agents.trainers.methods.loss import Loss, Marked
-from cray_agents.training import Hyperparameters
+from cray_agents.training_jobs import Hyperparameters
 
 
 def loss(marked: Marked, hyper: Hyperparameters) -> Loss:

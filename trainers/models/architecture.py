@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.checkpoints import max_tokens
-from cray_agents.runtime.model_config import KINDS, MIXTURES, TIED, read_config
+from cray_agents.runtime.registry.checkpoints import max_tokens
+from cray_agents.runtime.registry.model_config import KINDS, MIXTURES, TIED, read_config
 from cray_agents.trainers.models.rope import Rope, check_rope, read_rope
 
 SUPPORTED = KINDS

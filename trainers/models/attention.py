@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
-from cray_agents.trainers.data.context import cut
+from cray_agents.trainers.data.context_parallel import cut
 from cray_agents.trainers.models import kernels
 
 

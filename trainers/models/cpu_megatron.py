@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cray_agents.trainers.data.context import cut
+from cray_agents.trainers.data.context_parallel import cut
 from cray_agents.trainers.models import kernels
 
 _PLAIN = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange")

@@ -15,7 +15,7 @@ from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import PackedAttention, RMSNorm
 from cray_agents.trainers.models.head import Head, padded
 from cray_agents.trainers.models.rope import frequencies
-from cray_agents.training import Hyperparameters, Layout
+from cray_agents.training_jobs import Hyperparameters, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

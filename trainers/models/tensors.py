@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.model_config import EMBEDDING, HEAD, is_tied, read_config
-from cray_agents.runtime.model_files import Tensor, read_weights
+from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD, is_tied, read_config
+from cray_agents.runtime.registry.model_files import Tensor, read_weights
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 
 Shapes = dict[str, tuple[int, ...]]

@@ -15,12 +15,12 @@ import torch
 from safetensors import safe_open
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.runtime.model_config import EMBEDDING, HEAD
-from cray_agents.runtime.model_files import read_weights
+from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD
+from cray_agents.runtime.registry.model_files import read_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.initial import InitialWeights
 from cray_agents.trainers.models.tensors import hf_name, shapes
-from cray_agents.training import Hyperparameters
+from cray_agents.training_jobs import Hyperparameters
 
 # Megatron's name inside a layer -> how it is made, from which Hugging Face tensors
 _LAYER = {

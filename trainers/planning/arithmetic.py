@@ -7,7 +7,7 @@ hours; the trainer divides operations by time and peak for its MFU.
 from dataclasses import dataclass
 
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.training import Lora
+from cray_agents.training_jobs import Lora
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cray_agents.trainers.planning.arithmetic import (
     expert_weights,
     mlp_weights,
 )
-from cray_agents.training import Hyperparameters, Layout
+from cray_agents.training_jobs import Hyperparameters, Layout
 
 GIB = 2**30
 Recompute = Literal["none", "selective", "full"]  # what JobSpec calls so

@@ -20,10 +20,10 @@ from cray_agents.trainers.planning.arithmetic import (
     flops_per_token,
     multiplied,
 )
-from cray_agents.trainers.planning.choosing import Candidate, Choice, choose_layout
 from cray_agents.trainers.planning.hardware import Gpu
+from cray_agents.trainers.planning.layout_choice import Candidate, Choice, choose_layout
 from cray_agents.trainers.planning.memory import GIB, Memory, Recompute
-from cray_agents.training import Hyperparameters, MethodName
+from cray_agents.training_jobs import Hyperparameters, MethodName
 
 # forward passes beside training: over all samples before the first step, and in every epoch
 SCORED_ONCE: dict[MethodName, int] = {"sft": 0, "dpo": 1, "kto": 2, "grpo": 1}

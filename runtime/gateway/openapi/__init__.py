@@ -14,7 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cray_agents.runtime.gateway.openapi import asking, exports, serving, storing, training
+from cray_agents.runtime.gateway.openapi import (
+    export_operations,
+    file_operations,
+    platform_operations,
+    sampling_operations,
+    training_operations,
+)
 from cray_agents.runtime.gateway.openapi.operation import Operation, rendered
 from cray_agents.runtime.gateway.openapi.schemas import components
 from cray_agents.runtime.gateway.services import Services
@@ -44,11 +50,11 @@ def routes(services: Services) -> list[Route]:
 def document() -> dict[str, Any]:
     """The document."""
     operations: Iterable[Operation] = (
-        *asking.OPERATIONS,
-        *storing.OPERATIONS,
-        *training.OPERATIONS,
-        *exports.OPERATIONS,
-        *serving.OPERATIONS,
+        *sampling_operations.OPERATIONS,
+        *file_operations.OPERATIONS,
+        *training_operations.OPERATIONS,
+        *export_operations.OPERATIONS,
+        *platform_operations.OPERATIONS,
     )
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:

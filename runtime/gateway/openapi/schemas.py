@@ -9,18 +9,18 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Run, Usage
-from cray_agents.runtime.batches.records import ENDPOINTS, Batch
-from cray_agents.runtime.canary import CanaryTest
-from cray_agents.runtime.feedback import Feedback
-from cray_agents.runtime.files import INTERNAL, FileObject
-from cray_agents.runtime.fine_tuning.asking import CreateJob
+from cray_agents.runtime.batches.batch_records import ENDPOINTS, Batch
+from cray_agents.runtime.files.files import INTERNAL, FileObject
+from cray_agents.runtime.files.uploads import UploadRequest
+from cray_agents.runtime.fine_tuning.request import CreateJob
 from cray_agents.runtime.gateway.openapi.operation import Schema, ref
-from cray_agents.runtime.history import ModelEvent
-from cray_agents.runtime.lineage import Ancestry
-from cray_agents.runtime.uploads import UploadRequest
-from cray_agents.training import JobSpec, JobStatus
+from cray_agents.runtime.registry.canary import CanaryTest
+from cray_agents.runtime.registry.history import ModelEvent
+from cray_agents.runtime.registry.lineage import Ancestry
+from cray_agents.runtime.store.feedback import Feedback
+from cray_agents.training_jobs import JobSpec, JobStatus
 
 TEXT: Schema = {"type": "string"}
 TEXT_OR_NONE: Schema = {"type": ["string", "null"]}

@@ -7,11 +7,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput
+from cray_agents.runtime.batches.batch_records import Batch
 from cray_agents.runtime.batches.queue import BatchQueue
-from cray_agents.runtime.batches.records import Batch
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import ID, answer, listed, number, path_id, query, read_json
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.gateway.http.auth import caller_of
+from cray_agents.runtime.gateway.http.bodies import (
+    ID,
+    answer,
+    listed,
+    number,
+    path_id,
+    query,
+    read_json,
+)
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Services
 

@@ -9,17 +9,17 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.recipes import DatasetRecipe
-from cray_agents.runtime.datasets.reading import (
+from cray_agents.queries import DatasetRecipe
+from cray_agents.runtime.datasets.reader import (
     CARD,
     file_in,
     list_datasets,
     read_dataset,
     runs_page,
 )
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.gateway.auth import may_name
-from cray_agents.runtime.gateway.bodies import (
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.gateway.http.auth import may_name
+from cray_agents.runtime.gateway.http.bodies import (
     answer,
     listed,
     number,
@@ -29,7 +29,7 @@ from cray_agents.runtime.gateway.bodies import (
     read_json,
 )
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.model_files import refuse_links_outside
+from cray_agents.runtime.registry.model_files import refuse_links_outside
 
 SUMMARY = (
     "id",

@@ -27,8 +27,8 @@ from cray_agents.errors import (
     StoreError,
     TooManyRequests,
 )
-from cray_agents.recipes import RunFilter
-from cray_agents.runtime.gateway.bodies import path_id, query
+from cray_agents.queries import RunFilter
+from cray_agents.runtime.gateway.http.bodies import path_id, query
 from cray_agents.runtime.gateway.routes.trajectories import FILTERS, one_of, run_query
 from cray_agents.runtime.gateway.services import Services
 
@@ -109,7 +109,7 @@ class Exported(StreamingResponse):
 
 
 async def _started() -> Process:
-    argv = (sys.executable, "-m", "cray_agents.runtime.exports.serving", str(os.getpid()))
+    argv = (sys.executable, "-m", "cray_agents.runtime.exports.export_process", str(os.getpid()))
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe)
 

@@ -10,8 +10,8 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.blobs import PIECE, Draft
-from cray_agents.runtime.files import (
+from cray_agents.runtime.files.blobs import PIECE, Draft
+from cray_agents.runtime.files.files import (
     CLIENT_PURPOSES,
     MOST,
     PURPOSES,
@@ -20,10 +20,10 @@ from cray_agents.runtime.files import (
     Files,
     Order,
 )
-from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import answer, listed, number, parse, path_id, query
-from cray_agents.runtime.gateway.errors import envelope
-from cray_agents.runtime.gateway.multipart import Form, receive_form
+from cray_agents.runtime.gateway.http.auth import caller_of
+from cray_agents.runtime.gateway.http.bodies import answer, listed, number, parse, path_id, query
+from cray_agents.runtime.gateway.http.error_envelope import envelope
+from cray_agents.runtime.gateway.http.multipart import Form, receive_form
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Services
 

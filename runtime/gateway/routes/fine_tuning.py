@@ -25,12 +25,19 @@ from starlette.routing import Route
 
 from cray_agents.errors import BadInput
 from cray_agents.records import digest
-from cray_agents.runtime.fine_tuning.asking import CreateJob, as_asked
-from cray_agents.runtime.fine_tuning.events import events
-from cray_agents.runtime.fine_tuning.jobs import Standing
-from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import answer, listed, number, parse, path_id, read_json
-from cray_agents.runtime.gateway.server_paths import without_paths
+from cray_agents.runtime.fine_tuning.job_events import events
+from cray_agents.runtime.fine_tuning.request import CreateJob, as_asked
+from cray_agents.runtime.fine_tuning.tuning_jobs import Standing
+from cray_agents.runtime.gateway.http.auth import caller_of
+from cray_agents.runtime.gateway.http.bodies import (
+    answer,
+    listed,
+    number,
+    parse,
+    path_id,
+    read_json,
+)
+from cray_agents.runtime.gateway.http.server_paths import without_paths
 from cray_agents.runtime.gateway.services import Services
 
 MOST = 1000  # jobs or events in a page

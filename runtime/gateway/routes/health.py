@@ -7,10 +7,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cray_agents.errors import StoreError
-from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import answer, field, read_json
-from cray_agents.runtime.gateway.errors import envelope
-from cray_agents.runtime.gateway.lending import lease_seconds
+from cray_agents.runtime.gateway.http.auth import caller_of
+from cray_agents.runtime.gateway.http.bodies import answer, field, read_json
+from cray_agents.runtime.gateway.http.error_envelope import envelope
+from cray_agents.runtime.gateway.replica_lease import lease_seconds
 from cray_agents.runtime.gateway.services import Services
 
 

@@ -11,9 +11,10 @@ from starlette.routing import Route
 
 from cray_agents.errors import AccessDenied, BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime import checked, checkpoints
-from cray_agents.runtime.gateway.auth import caller_of, may_name
-from cray_agents.runtime.gateway.bodies import (
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.auth import caller_of, may_name
+from cray_agents.runtime.gateway.http.bodies import (
     ID,
     answer,
     field,
@@ -24,10 +25,10 @@ from cray_agents.runtime.gateway.bodies import (
     query,
     read_json,
 )
-from cray_agents.runtime.gateway.server_paths import without_paths
+from cray_agents.runtime.gateway.http.server_paths import without_paths
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.keys import Role
-from cray_agents.training import JobSpec, JobStatus
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.training_jobs import JobSpec, JobStatus
 
 MOST = 1000  # jobs in a page
 Within = tuple[Path, ...] | None  # the folders that a request may name directories of
@@ -151,7 +152,7 @@ def _optimizer_of_parent(home: Home, spec: JobSpec) -> str | None:
     if made is None or not ID.fullmatch(made):
         return None
     try:
-        before = checked.read_json(home.job(made) / "spec.json")
+        before = checksums.read_json(home.job(made) / "spec.json")
     except FileNotFoundError:  # it was trained on another root, and brought here
         return None
     return made if before["hyperparameters"].get("lora") is None else None
@@ -205,7 +206,7 @@ def _events(path: Path) -> list[Any]:
     """The events of a job; a last line that is still being written is left out."""
     if not path.is_file():
         return []
-    return list(checked.read_lines(path))
+    return list(checksums.read_lines(path))
 
 
 def _tail(path: Path, lines: int) -> str:

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cray_agents.errors import NotFound
-from cray_agents.runtime import checked, durable
-from cray_agents.runtime.gateway.bodies import answer, path_id, path_number, read_json
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.gateway.http.bodies import answer, path_id, path_number, read_json
 from cray_agents.runtime.gateway.services import Services
 
 
@@ -55,16 +55,16 @@ def _read(folder: Path) -> list[Any]:
     if not folder.is_dir():
         return []
     paths = [path for path in folder.glob("*.json") if path.stem.isdecimal()]
-    return [checked.read_json(path) for path in sorted(paths, key=lambda path: int(path.stem))]
+    return [checksums.read_json(path) for path in sorted(paths, key=lambda path: int(path.stem))]
 
 
 def _recall(path: Path) -> Any:
     try:
-        return checked.read_json(path)
+        return checksums.read_json(path)
     except FileNotFoundError:
         loop = path.parent.parent.name
         raise NotFound(f"loop {loop!r} has no entry {path.stem!r}", param="entry") from None
 
 
 def _text(record: Any) -> bytes:
-    return checked.with_crc(orjson.dumps(record))
+    return checksums.with_crc(orjson.dumps(record))

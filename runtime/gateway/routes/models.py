@@ -13,9 +13,9 @@ from starlette.routing import Route
 
 from cray_agents.errors import AccessDenied, BadInput, NotFound
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.canary import CanaryTest
-from cray_agents.runtime.gateway.auth import caller_of, may_name
-from cray_agents.runtime.gateway.bodies import (
+from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.auth import caller_of, may_name
+from cray_agents.runtime.gateway.http.bodies import (
     answer,
     field,
     has_body,
@@ -26,11 +26,11 @@ from cray_agents.runtime.gateway.bodies import (
     query,
     read_json,
 )
-from cray_agents.runtime.gateway.errors import is_anthropic
-from cray_agents.runtime.gateway.lending import lease_seconds
+from cray_agents.runtime.gateway.http.error_envelope import is_anthropic
+from cray_agents.runtime.gateway.replica_lease import lease_seconds
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.keys import Role
-from cray_agents.runtime.lineage import lineage_of
+from cray_agents.runtime.registry.canary import CanaryTest
+from cray_agents.runtime.registry.lineage import lineage_of
 
 ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST = 20, 1000  # models in a page of Anthropic's list
 

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput
-from cray_agents.recipes import RunFilter, RunQuery
+from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Event, Reward, Run, digest
-from cray_agents.runtime.feedback import AHEAD, Feedback, check_rewards, give, judged
-from cray_agents.runtime.gateway.auth import Caller, caller_of
-from cray_agents.runtime.gateway.bodies import (
+from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.auth import Caller, caller_of
+from cray_agents.runtime.gateway.http.bodies import (
     ID,
     answer,
     field,
@@ -28,7 +28,7 @@ from cray_agents.runtime.gateway.bodies import (
 )
 from cray_agents.runtime.gateway.ownership import check_claims
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.keys import Role
+from cray_agents.runtime.store.feedback import AHEAD, Feedback, check_rewards, give, judged
 
 FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
 MOST = 1000  # runs in one answer

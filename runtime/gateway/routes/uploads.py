@@ -12,16 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.blobs import Blob
-from cray_agents.runtime.files import Files
-from cray_agents.runtime.gateway.auth import caller_of
-from cray_agents.runtime.gateway.bodies import answer, field, parse, path_id, read_json
-from cray_agents.runtime.gateway.multipart import Form, receive_form, too_large
+from cray_agents.runtime.files.blobs import Blob
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.files.garbage import Sweeper
+from cray_agents.runtime.files.uploads import PART_BYTES, Part, UploadRequest, Uploads
+from cray_agents.runtime.gateway.http.auth import caller_of
+from cray_agents.runtime.gateway.http.bodies import answer, field, parse, path_id, read_json
+from cray_agents.runtime.gateway.http.multipart import Form, receive_form, too_large
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.routes.files import check_filename
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.sweeping import Sweeper
-from cray_agents.runtime.uploads import PART_BYTES, Part, UploadRequest, Uploads
 
 JOINS = 2  # uploads that are put together at once: each takes a core and the disk
 

@@ -20,7 +20,7 @@ from cray_agents.errors import CrayError, DiskFull, StoreError
 from cray_agents.runtime.store.index import schema
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.store.index.seen import Seen
+    from cray_agents.runtime.store.index.key_filter import Seen
 
 READERS = 8  # idle connections kept
 FRESH = 0.05  # seconds for which a reader does not look whether the file is another
@@ -153,7 +153,7 @@ class Database:
             self._draft = schema.draft(self._beside("draft"), self._identity)
             self._filler = threading.get_ident()
             try:
-                from cray_agents.runtime.store.index.seen import Seen
+                from cray_agents.runtime.store.index.key_filter import Seen
             except ModuleNotFoundError:  # a light install: keys are sorted as they come
                 self._draft.execute(schema.KEYS)
             else:

@@ -9,9 +9,9 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cray_agents.recipes import RunFilter, RunQuery
+from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index.codes import MODELS, TAGS, name_code, sets_with
-from cray_agents.runtime.store.index.merging import RunFacts
+from cray_agents.runtime.store.index.run_merge import RunFacts
 
 FEW = 500  # sets of models or tags up to which they are listed in the statement
 _SORTED = {

@@ -14,13 +14,13 @@ import orjson
 from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import run_rows
 from cray_agents.runtime.store.index.codes import Codes
-from cray_agents.runtime.store.index.merging import Told
+from cray_agents.runtime.store.index.run_merge import Told
 from cray_agents.runtime.store.index.run_rows import Row, rows_in
 from cray_agents.runtime.store.index.schema import BY_RUN, FORGET, KEYS, KINDS
-from cray_agents.runtime.store.segments.lines import Placed
+from cray_agents.runtime.store.segments.line_format import Placed
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.store.index.seen import Seen
+    from cray_agents.runtime.store.index.key_filter import Seen
 
 _LIVE = f"run = ? AND dead = 0 AND kind != {FORGET}"
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cray_agents.errors import NotFound
-from cray_agents.recipes import RunQuery
+from cray_agents.queries import RunQuery
 from cray_agents.runtime.store.index import filters
-from cray_agents.runtime.store.index.merging import RunFacts, Told
+from cray_agents.runtime.store.index.run_merge import RunFacts, Told
 
 
 def facts_in(row: tuple[str, bytes]) -> RunFacts:

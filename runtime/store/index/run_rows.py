@@ -10,7 +10,7 @@ from typing import Any
 
 from cray_agents.runtime.store.index.codes import MODELS, TAGS, Codes
 from cray_agents.runtime.store.index.filters import ranked
-from cray_agents.runtime.store.index.merging import Told
+from cray_agents.runtime.store.index.run_merge import Told
 
 PUT = (256, 64, 16, 4, 1)  # rows inserted by one statement
 SIZES = (1, 16, 128, 1024)  # values asked for in one statement; few sizes, so that few are prepared

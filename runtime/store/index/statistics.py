@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.recipes import RunFilter
+from cray_agents.queries import RunFilter
 from cray_agents.runtime.store.index.filters import unranked, where
 
 _NAMED = ("agent", "model", "loop", "split", "stop_reason", "error")  # columns that hold codes

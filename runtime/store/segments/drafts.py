@@ -15,11 +15,11 @@ from typing import BinaryIO
 import orjson
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.checked import is_whole
+from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.frames import Footer, Frame
-from cray_agents.runtime.store.segments.lines import SHOWN
+from cray_agents.runtime.store.segments.line_format import SHOWN
 
 FRAME = 64 * 2**10  # bytes of lines in a frame; a longer line has one of its own
 CHUNK = 5000  # lines whose facts stand together

@@ -27,7 +27,7 @@ import orjson
 
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.store.facts import Fact
-from cray_agents.runtime.store.segments.lines import Place, Placed
+from cray_agents.runtime.store.segments.line_format import Place, Placed
 
 # the 16 magic numbers of skippable frames start at 0x184D2A50
 MARK, FACTS_CHUNK, FOOTER, TRAILER = 0x184D2A53, 0x184D2A54, 0x184D2A55, 0x184D2A56

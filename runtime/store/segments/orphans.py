@@ -21,7 +21,7 @@ from cray_agents.runtime.store.segments.names import (
     is_draft,
     name_of,
 )
-from cray_agents.runtime.store.segments.reading import Segments
+from cray_agents.runtime.store.segments.reader import Segments
 from cray_agents.runtime.store.segments.sealed import seal
 
 ORPHANED = 3600.0  # seconds

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import new_id
-from cray_agents.runtime import durable
+from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.handles import Handle, Moved, open_segment
 from cray_agents.runtime.store.segments.names import (
@@ -33,7 +33,7 @@ from cray_agents.runtime.store.segments.orphans import (
     remove_replaced,
     seal_orphans,
 )
-from cray_agents.runtime.store.segments.reading import BAD_LINE, BAD_MARK, Damage, Line, Segments
+from cray_agents.runtime.store.segments.reader import BAD_LINE, BAD_MARK, Damage, Line, Segments
 from cray_agents.runtime.store.segments.sealed import write_sealed
 
 DAMAGED = "damaged"  # the folder beside the segments for what was damaged

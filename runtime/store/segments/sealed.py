@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cray_agents.errors import Corrupt, StoreError
-from cray_agents.runtime import durable
+from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.segments import drafts
 from cray_agents.runtime.store.segments.frames import Footer
 from cray_agents.runtime.store.segments.names import (

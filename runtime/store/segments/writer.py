@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cray_agents.errors import StoreError
-from cray_agents.runtime.appending import GroupCommit, LineFile
+from cray_agents.runtime.disk.group_commit import GroupCommit, LineFile
 from cray_agents.runtime.store.facts import Fact
-from cray_agents.runtime.store.segments.lines import Place, Placed
+from cray_agents.runtime.store.segments.line_format import Place, Placed
 from cray_agents.runtime.store.segments.names import FORMS, OPEN
 from cray_agents.runtime.store.segments.sealed import seal
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet  # noqa: F401  (imported before the fork)
 
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.store import Store
 

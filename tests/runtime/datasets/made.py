@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow.parquet
 
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Event
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
-from cray_agents.runtime.datasets.reading import SplitName
+from cray_agents.runtime.datasets.reader import SplitName
 from cray_agents.runtime.store import Store
 
 Row = dict[str, Any]

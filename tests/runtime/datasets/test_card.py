@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from cray_agents.recipes import DatasetRecipe, Decontamination
+from cray_agents.queries import DatasetRecipe, Decontamination
 from cray_agents.runtime.datasets.card import CardFacts, Removed, card, write_card
-from cray_agents.runtime.datasets.considered import Line, LineWriter
+from cray_agents.runtime.datasets.considered_runs import Line, LineWriter
 
 SCHEMA = pyarrow.schema(
     [

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Event
 from cray_agents.runtime.datasets import build_dataset, list_datasets, plan_dataset, read_dataset
-from cray_agents.runtime.durable import sha256_file
+from cray_agents.runtime.disk.durable import sha256_file
 from cray_agents.runtime.store import Store
 from tests.runtime.datasets.made import (
     build,

@@ -13,7 +13,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Trajectory
 from cray_agents.runtime.datasets.demonstrations import Renderer
-from cray_agents.runtime.exports.chosen import DatasetRuns
+from cray_agents.runtime.exports.dataset_source import DatasetRuns
 from cray_agents.runtime.exports.openai_lines import OPENAI_PREFERENCE
 from cray_agents.runtime.imports import import_file
 from cray_agents.runtime.store import Store
@@ -52,7 +52,7 @@ TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": P
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from cray_agents.trainers.seed_model import make_seed_model
+    from cray_agents.trainers.models.seed_model import make_seed_model
 
     directory = tmp_path_factory.mktemp("seed")
     corpus = ["system user assistant tool Use the calculator. What is 47 + 385? " + CALL] * 3

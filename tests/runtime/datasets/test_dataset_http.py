@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.lifeline import alive
+from cray_agents.processes import alive
 from tests.runtime.datasets.made import run_events, several, task
 from tests.runtime.gateways import Gateway, served
 

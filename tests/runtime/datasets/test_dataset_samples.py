@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from cray_agents.records import ModelCall, Seam
-from cray_agents.runtime.datasets.samples import TokenTurn, merge_turns, turn_of
-from cray_agents.runtime.datasets.sampling import is_shaped, temperature_of
+from cray_agents.runtime.datasets.run_samples import TokenTurn, merge_turns, turn_of
+from cray_agents.runtime.datasets.sampling_settings import is_shaped, temperature_of
 from cray_agents.runtime.datasets.token_shards import Row, ShardWriter, table_of
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from cray_agents.errors import BadInput, Corrupt
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe
+from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset, dataset_runs
 from cray_agents.runtime.store import Store
 from tests.runtime.datasets.killed import build_until

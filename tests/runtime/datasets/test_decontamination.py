@@ -9,10 +9,11 @@ import pytest
 
 from cray_agents import Task, TaskSet
 from cray_agents.errors import BadInput, Corrupt
-from cray_agents.held_out import hold_out
+from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe, Decontamination
+from cray_agents.queries import DatasetRecipe, Decontamination
 from cray_agents.records import Event, Run
+from cray_agents.runtime.datasets.blocked_files import text_in
 from cray_agents.runtime.datasets.decontamination import (
     Held,
     HeldText,
@@ -20,10 +21,9 @@ from cray_agents.runtime.datasets.decontamination import (
     input_of_messages,
     inputs_of,
 )
-from cray_agents.runtime.datasets.held_files import text_in
-from cray_agents.runtime.files import Files
+from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.store import Store
-from cray_agents.words import words_of
+from cray_agents.text_words import words_of
 from tests.runtime.datasets.made import details, made, reasons, run_events, stored, task
 
 LONG = (

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 
 from cray_agents import Agent, ScriptedEngine, Task, tool
+from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import CrayError, EngineError, ToolError
-from cray_agents.openai_engine import OpenAIEngine
 from cray_agents.paths import Home
 from cray_agents.records import (
     Message,

@@ -11,10 +11,10 @@ import aiohttp
 import pyarrow.parquet as pq
 import pytest
 
-from cray_agents.recipes import DatasetRecipe, RunFilter
+from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.exports.exporting import export, format_named, of_dataset, of_runs
-from cray_agents.runtime.keys import Keys, Role
+from cray_agents.runtime.exports.exporter import export, format_named, of_dataset, of_runs
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.runtime.exports.stored_runs import events_of, name_of
 from tests.runtime.gateways import Gateway, served, until
 

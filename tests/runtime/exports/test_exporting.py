@@ -18,13 +18,13 @@ import zstandard
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe, RunFilter
-from cray_agents.runtime import durable
-from cray_agents.runtime.datasets.samples import Span, TokenSample
+from cray_agents.queries import DatasetRecipe, RunFilter
+from cray_agents.runtime.datasets.run_samples import Span, TokenSample
 from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
-from cray_agents.runtime.exports import exporting, lines, tables
-from cray_agents.runtime.exports.counting import Progress
-from cray_agents.runtime.exports.exporting import (
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.exports import exporter, jsonl_files, parquet_files
+from cray_agents.runtime.exports.counts import Progress
+from cray_agents.runtime.exports.exporter import (
     Options,
     Rules,
     export,
@@ -32,9 +32,9 @@ from cray_agents.runtime.exports.exporting import (
     of_dataset,
     of_runs,
 )
-from cray_agents.runtime.exports.format import LineFormat
-from cray_agents.runtime.exports.journal import Journal
-from cray_agents.runtime.exports.stored import StoredRuns
+from cray_agents.runtime.exports.line_formats import LineFormat
+from cray_agents.runtime.exports.resume_journal import Journal
+from cray_agents.runtime.exports.store_source import StoredRuns
 from tests.runtime.exports.stored_runs import filled, name_of
 
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
@@ -64,9 +64,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A journal after every block of a few runs."""
-    monkeypatch.setattr(lines, "ITEMS", 50)
-    monkeypatch.setattr(lines, "EVERY_SECONDS", 0.0)
-    monkeypatch.setattr(tables, "ROWS", 10)
+    monkeypatch.setattr(jsonl_files, "ITEMS", 50)
+    monkeypatch.setattr(jsonl_files, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(parquet_files, "ROWS", 10)
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
@@ -278,7 +278,7 @@ def test_strict_and_what_it_allows(home: Home, tmp_path: Path) -> None:
 def test_formats_have_names() -> None:
     with pytest.raises(BadInput, match="'sharegtp' is not known, perhaps 'sharegpt' is meant"):
         format_named("sharegtp")
-    for name, form in exporting.formats().items():
+    for name, form in exporter.formats().items():
         assert form.name == name and form.title and form.about
 
 

@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, ToolCall, Trajectory, Turn
-from cray_agents.runtime.exports.format import (
+from cray_agents.runtime.exports.line_formats import (
     FORMATS,
     LOSSES,
     LineFormat,

@@ -7,12 +7,12 @@ import orjson
 import pytest
 
 from cray_agents import Agent, ScriptedEngine
+from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
-from cray_agents.openai_engine import OpenAIEngine
 from cray_agents.paths import Home
 from cray_agents.records import Message, Run, Task
-from cray_agents.runtime.exports.format import FORMATS, Written
 from cray_agents.runtime.exports.huggingface import rows_of
+from cray_agents.runtime.exports.line_formats import FORMATS, Written
 from cray_agents.runtime.exports.verl import rows_of as verl_rows
 from cray_agents.runtime.store import Store
 from cray_agents.tools.calculator import calculator

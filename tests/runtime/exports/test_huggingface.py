@@ -15,9 +15,9 @@ import yaml
 from datasets import load_dataset
 
 from cray_agents.paths import Home
-from cray_agents.recipes import RunFilter
+from cray_agents.queries import RunFilter
 from cray_agents.records import Run
-from cray_agents.runtime.exports.exporting import Options, export, format_named, of_runs
+from cray_agents.runtime.exports.exporter import Options, export, format_named, of_runs
 from cray_agents.runtime.exports.huggingface import ABOUT, rows_of, schema
 from tests.runtime.exports.stored_runs import filled
 

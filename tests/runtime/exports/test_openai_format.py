@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, Trajectory, Turn
-from cray_agents.runtime.exports.format import FORMATS, LOSSES, line_of
+from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, line_of
 from cray_agents.runtime.fine_tuning.examples import Example, read_examples
 from tests.runtime.exports.example_runs import HISTORY, called, chat, made
 

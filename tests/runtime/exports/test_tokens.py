@@ -10,19 +10,13 @@ import pytest
 from datasets import load_dataset
 
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe, RunFilter
+from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import build_dataset, shards
-from cray_agents.runtime.datasets.samples import Span, TokenSample
+from cray_agents.runtime.datasets.run_samples import Span, TokenSample
 from cray_agents.runtime.datasets.token_shards import Row, table_of
 from cray_agents.runtime.exports import tokens
-from cray_agents.runtime.exports.exporting import (
-    Options,
-    export,
-    format_named,
-    of_dataset,
-    of_runs,
-)
+from cray_agents.runtime.exports.exporter import Options, export, format_named, of_dataset, of_runs
 from cray_agents.runtime.exports.tokens import IGNORED, rewritten, rows_of, schema
 from tests.runtime.exports.example_runs import called, of_calls
 from tests.runtime.exports.stored_runs import filled

@@ -13,8 +13,8 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Run
 from cray_agents.runtime.datasets.demonstrations import Renderer
 from cray_agents.runtime.exports.conversation import conversation_of
-from cray_agents.runtime.exports.format import FORMATS, LOSSES, Written, line_of
-from cray_agents.trainers.seed_model import ModelShape, make_seed_model
+from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, Written, line_of
+from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from tests.runtime.exports.example_runs import chat, made
 
 TRL = FORMATS["trl"].of_run

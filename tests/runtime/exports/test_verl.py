@@ -9,10 +9,10 @@ from datasets import load_dataset
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.recipes import DatasetRecipe, RunFilter
+from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run, Task
 from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.exports.exporting import export, format_named, of_dataset, of_runs
+from cray_agents.runtime.exports.exporter import export, format_named, of_dataset, of_runs
 from cray_agents.runtime.exports.verl import rows_of, schema
 from tests.runtime.exports.example_runs import chat, made
 from tests.runtime.exports.stored_runs import ATTEMPTS, filled

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Reward, Run
-from cray_agents.runtime.exports.format import FORMATS, line_of
+from cray_agents.runtime.exports.line_formats import FORMATS, line_of
 from tests.runtime.exports.example_runs import called, chat, made, of_calls
 
 JSONL = FORMATS["jsonl"].of_run

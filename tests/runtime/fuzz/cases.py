@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
-from cray_agents.runtime.registry import NAME
+from cray_agents.runtime.registry.registry import NAME
 from tests.runtime.fuzz import odd
 from tests.runtime.fuzz.bodies import BODIES, CHAT, FORMS, PLAIN
 

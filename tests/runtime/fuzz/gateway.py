@@ -18,18 +18,18 @@ import orjson
 import uvicorn
 import uvloop
 
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
-from cray_agents.lifeline import die_with_parent
 from cray_agents.paths import Home
 from cray_agents.ports import Exchange, Sampled
-from cray_agents.runtime.gateway.app import create_app
-from cray_agents.runtime.gateway.protocol import Protocol
+from cray_agents.processes import die_with_parent
+from cray_agents.runtime.gateway.http.app import create_app
+from cray_agents.runtime.gateway.http.protocol import Protocol
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.host import Resident
-from cray_agents.runtime.pool import Pool
+from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.store import Store
-from cray_agents.scripted import ScriptedEngine
-from cray_agents.trainers.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.scripted_gateway import NAME, first_version
 from tests.scripted_platform import PROBE, bare_model
 

@@ -8,7 +8,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.recipes import RunQuery
+from cray_agents.queries import RunQuery
 from cray_agents.records import Event, Run
 from cray_agents.runtime.exports.atif import ATIF
 from cray_agents.runtime.imports import Imported, Importing, import_file

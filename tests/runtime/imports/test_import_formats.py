@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessage
 from cray_agents.errors import BadInput
 from cray_agents.records import ModelCall, Run
 from cray_agents.runtime.imports import FORMATS, Importing
-from cray_agents.runtime.imports.importing import BadRecords, read_file
+from cray_agents.runtime.imports.import_file import BadRecords, read_file
 from cray_agents.runtime.store.assembly import assemble
 
 TOOL = {
@@ -482,7 +482,7 @@ def test_a_large_array_is_not_held(tmp_path: Path) -> None:
 
 
 def exported(runs: list[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
-    from cray_agents.runtime.exports.format import FORMATS as EXPORTS
+    from cray_agents.runtime.exports.line_formats import FORMATS as EXPORTS
 
     for run in runs:
         of_run = EXPORTS["jsonl"].of_run

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cray_agents.records import Event
 from cray_agents.runtime.store.facts import Fact, facts_of
-from cray_agents.runtime.store.segments.lines import Place, line_of
-from cray_agents.runtime.store.segments.reading import Damage, Line, Segments
+from cray_agents.runtime.store.segments.line_format import Place, line_of
+from cray_agents.runtime.store.segments.reader import Damage, Line, Segments
 
 
 def event(number: int, size: int = 100) -> Event:

@@ -5,7 +5,7 @@ from typing import Any
 
 from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import RunFacts
-from cray_agents.runtime.store.segments.lines import Place, Placed
+from cray_agents.runtime.store.segments.line_format import Place, Placed
 
 
 def call(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fact:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.gateway.auth import Mode
-from cray_agents.runtime.keys import Keys
+from cray_agents.engines.scripted import ScriptedEngine, tool_call
+from cray_agents.runtime.gateway.http.api_keys import Keys
+from cray_agents.runtime.gateway.http.auth import Mode
 from cray_agents.runtime.store.conversations import Conversations, chain
-from cray_agents.scripted import ScriptedEngine, tool_call
 from tests.runtime.gateways import CHAT, TOOL, Gateway, Reply, says, served
 
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Use the tool."}

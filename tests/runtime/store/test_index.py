@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import BadInput, NotFound, StoreError
-from cray_agents.recipes import RunFilter, RunQuery
+from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts
-from cray_agents.runtime.store.segments.lines import Place
+from cray_agents.runtime.store.segments.line_format import Place
 from tests.runtime.store.telling import call, described, forget, placed, reward, told
 
 ORDERS = ("id", "newest", "oldest", "task")

@@ -13,9 +13,9 @@ import pytest
 
 from cray_agents.errors import StoreError
 from cray_agents.paths import CACHE, Home
-from cray_agents.recipes import RunFilter, RunQuery
+from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import Index, cache_of, identity_of, sweep_caches
-from cray_agents.runtime.store.segments.lines import Place, Placed
+from cray_agents.runtime.store.segments.line_format import Place, Placed
 from tests.runtime.store.telling import call, described, placed, reward
 
 WRITER = """

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import Index
-from cray_agents.runtime.store.indexing import Indexing
-from cray_agents.runtime.store.segments.lines import Place, Placed
+from cray_agents.runtime.store.index_thread import Indexing
+from cray_agents.runtime.store.segments.line_format import Place, Placed
 
 
 def reward(number: int, segment: str, about: dict[str, object]) -> Placed:

@@ -16,7 +16,7 @@ import zstandard
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.store.segments import drafts, frames, orphans
 from cray_agents.runtime.store.segments.orphans import remove_replaced, seal_orphans
-from cray_agents.runtime.store.segments.reading import Moved, Segments
+from cray_agents.runtime.store.segments.reader import Moved, Segments
 from cray_agents.runtime.store.segments.salvage import check, repair
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
 from tests.runtime.store.some_lines import line, placed, read_all, write_open

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.store.segments import drafts, frames
-from cray_agents.runtime.store.segments.lines import Placed
-from cray_agents.runtime.store.segments.reading import Line, Segments
+from cray_agents.runtime.store.segments.line_format import Placed
+from cray_agents.runtime.store.segments.reader import Line, Segments
 from cray_agents.runtime.store.segments.salvage import Finding, check, repair
 from cray_agents.runtime.store.segments.sealed import seal
 from tests.runtime.store.some_lines import fact, line, placed, read_all, write_open

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import Event
-from cray_agents.runtime.checked import is_whole
+from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments import drafts, handles, sealed
-from cray_agents.runtime.store.segments.lines import Place, event_in, line_of
-from cray_agents.runtime.store.segments.reading import Line, Moved, Segments
+from cray_agents.runtime.store.segments.line_format import Place, event_in, line_of
+from cray_agents.runtime.store.segments.reader import Line, Moved, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
 from tests.runtime.store.some_lines import event, fact, line, placed, read_all, write_open
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cray_agents.errors import StoreError
-from cray_agents.runtime.store.segments.lines import Place, Placed
+from cray_agents.runtime.store.segments.line_format import Place, Placed
 from cray_agents.runtime.store.segments.orphans import seal_orphans
-from cray_agents.runtime.store.segments.reading import Segments
+from cray_agents.runtime.store.segments.reader import Segments
 from cray_agents.runtime.store.segments.sealed import seal
 from cray_agents.runtime.store.segments.writer import SegmentWriter
 from tests.runtime.store.some_lines import fact, line, placed, read_all, write_open

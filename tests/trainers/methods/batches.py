@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from cray_agents.trainers.methods.loss import Loss, Marked
-from cray_agents.training import Hyperparameters, MethodName, Policy, Preference
+from cray_agents.training_jobs import Hyperparameters, MethodName, Policy, Preference
 
 Numbers = npt.NDArray[np.float64]
 DRIFT = 0.3

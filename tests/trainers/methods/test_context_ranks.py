@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cray_agents.trainers.launch import Place, run_ranks
+from cray_agents.trainers.job.launch import Place, run_ranks
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.loss import Marked
 from tests.trainers.methods.batches import VARIANTS, answers, gradient, marked

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cray_agents.trainers.methods import METHODS
-from cray_agents.training import Preference
+from cray_agents.training_jobs import Preference
 from tests.trainers.methods.batches import (
     DRIFT,
     VARIANTS,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cray_agents.trainers.methods.schedule import learning_rate
-from cray_agents.training import Hyperparameters
+from cray_agents.trainers.methods.learning_rate import learning_rate
+from cray_agents.training_jobs import Hyperparameters
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 

@@ -1,0 +1,135 @@
+"""Environment: what a run acts on. One is made for each run, so that its state is the run's own.
+
+    class Number(Environment):
+        def reset(self, task, context):
+            self.secret = task.metadata["secret"]
+
+        @tool
+        def guess(self, number: int, context: RunContext) -> str:
+            "Guess the number."
+            context.reward(float(number == self.secret))
+            return "yes" if number == self.secret else "higher" if ... else "lower"
+
+    agent = Agent(name="guesser", environment=Number)
+
+Called by agent.py.
+"""
+
+import functools
+import logging
+import types
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from cray_agents.agent import hooks, user_code
+from cray_agents.agent.run_context import RunContext
+from cray_agents.agent.tool import Tool, as_tool
+from cray_agents.errors import BadInput, HookError
+from cray_agents.records import Task
+
+Said = str | Awaitable[str | None] | None  # what a sync or async method may return
+
+TEARDOWN = 30.0  # seconds that the end of an environment may take
+
+log = logging.getLogger(__name__)
+
+
+class Environment:
+    """Subclass it. Methods marked with @tool are the run's tools, and share state through `self`.
+
+    Its tool calls are carried out one after another, in the model's order. All methods may be sync
+    or async. Sync ones run in a thread; one that a timeout gives up goes on there, beside
+    `teardown`, so what takes long is better async. Keep `__init__` cheap: instances are also made
+    to look at their tools; `reset` does the work.
+    """
+
+    def reset(self, task: Task, context: RunContext) -> Said:
+        """Begin: an observation for the model, which stands below the input, or None.
+
+        A failure is the infrastructure's: the run has an error, and no reward.
+        """
+        return None
+
+    def reply(self, answer: str, context: RunContext) -> Said:
+        """What the environment says, as the user, to an answer; None ends the run with it."""
+        return None
+
+    def teardown(self) -> Awaitable[None] | None:
+        """End, whatever ended the run: also after a failed reset, a timeout, a cancellation."""
+        return None
+
+
+def declared_tools(make: Callable[[], Environment] | None) -> list[Tool]:
+    """The tools of what this makes, for their schemas; each run has its own (`begin`).
+
+    Raises BadInput for what makes no environment, or one with two tools of one name.
+    """
+    if make is None:
+        return []
+    if not callable(make):
+        raise BadInput(f"{make!r} is not an Environment: give a class of one", param="environment")
+    kind: Any = make if isinstance(make, type) else type(make())
+    if not issubclass(kind, Environment):
+        raise BadInput(f"{kind.__name__} is not an Environment", param="environment")
+    return [tool for _, tool in _tools(kind)]
+
+
+async def begin(make: Callable[[], Environment], context: RunContext) -> dict[str, Tool]:
+    """Make a run's environment, reset it, and show the model what it says; returns its tools.
+
+    Raises HookError.
+    """
+    try:
+        made: Any = make()
+    except Exception as error:
+        name = getattr(make, "__name__", "environment")
+        raise HookError(f"making {name} failed: {type(error).__name__}: {error}") from error
+    context.environment = made
+    task = context.task or Task(input=context.input)
+    if seen := await _text(made, "reset", task, context):
+        first = context.messages[-1]
+        text = "\n\n".join(filter(None, [first["content"], seen]))
+        context.messages[-1] = {**first, "content": text}
+    return {
+        tool.name: replace(tool, function=getattr(made, attribute))
+        for attribute, tool in _tools(made.__class__)
+    }
+
+
+async def reply(answer: str, context: RunContext) -> str | None:
+    """What the run's environment, if any, says to an answer. Raises HookError."""
+    if context.environment is None:
+        return None
+    return await _text(context.environment, "reply", answer, context)
+
+
+async def tear_down(context: RunContext) -> None:
+    """End the run's environment, if any. A failure is logged: it takes nothing from the run."""
+    if context.environment is None:
+        return
+    try:
+        await user_code.call(context.environment.teardown, TEARDOWN)
+    except user_code.Overdue:
+        log.error("run %s: teardown took more than %g s and was left", context.run_id, TEARDOWN)
+    except Exception:
+        log.exception("run %s: the teardown of its environment failed", context.run_id)
+
+
+@functools.cache
+def _tools(kind: type[Environment]) -> list[tuple[str, Tool]]:
+    """(attribute, tool) for all methods marked with @tool."""
+    found = {name: getattr(kind, name) for name in dir(kind)}
+    return [
+        (name, as_tool(types.MethodType(function, kind)))  # a schema needs no instance
+        for name, function in found.items()
+        if hasattr(function, "__tool_options__")
+    ]
+
+
+async def _text(environment: Environment, method: str, *arguments: Any) -> str | None:
+    what = f"{type(environment).__name__}.{method}"
+    said = await hooks.call(what, getattr(environment, method), *arguments)
+    if said is not None and not isinstance(said, str):
+        raise HookError(f"{what} returned {said!r}: give a str or None")
+    return said

@@ -1,0 +1,1 @@
+"""`dataset`, `export`, `import`, `batch` and `upload`."""

@@ -1,0 +1,232 @@
+"""`batch`: queue a file of requests on a platform, watch it, fetch what came of it."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput, EngineUnavailable, NotFound
+from cray_agents.platform.client import Platform
+from cray_agents.platform.transport import typed
+
+if TYPE_CHECKING:
+    import openai
+
+POLL = 1.0  # seconds between looks at a batch that is waited for
+ENDED = {"completed", "failed", "expired", "cancelled"}
+COLUMNS = ["id", "status", "total", "completed", "failed", "created"]
+
+BatchId = Annotated[str, typer.Argument(help="As `batch list` shows it.")]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="A platform's URL \\[default: the one on this root].")
+]
+
+batch = typer.Typer(
+    no_args_is_help=True, help="Batches: submit, list, show, wait, cancel, results."
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command group."""
+    app.add_typer(batch, name="batch")
+
+
+@batch.command()
+def submit(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL of requests.")],
+    endpoint: Annotated[
+        str | None, typer.Option(help="What the lines ask \\[default: the url of the first one].")
+    ] = None,
+    window: Annotated[str, typer.Option(help="Time to finish in, such as 24h or 7d.")] = "24h",
+    wait_too: Annotated[bool, typer.Option("--wait", help="Return when it has ended.")] = False,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload a file of requests and queue it."""
+    endpoint = endpoint or first_url(file)
+    with Server(home, url) as client:
+        with file.open("rb") as content:
+            uploaded = client.files.create(file=(file.name, content), purpose="batch")
+        wanted: Any = {"endpoint": endpoint, "completion_window": window}
+        made = client.batches.create(input_file_id=uploaded.id, **wanted)
+        if wait_too:
+            made = follow(client, made.id)
+        tell(made, as_json)
+        if wait_too:
+            leave(made)
+
+
+@batch.command("list")
+def list_batches(
+    home: HomeOption = None,
+    url: UrlOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List batches, the newest first."""
+    rows = []
+    with Server(home, url) as client:
+        for each in client.batches.list(limit=min(limit, 100)):
+            rows.append(row(each))
+            if len(rows) == limit:
+                break
+    show(rows, COLUMNS, as_json=as_json)
+
+
+@batch.command("show")
+def show_batch(
+    batch_id: BatchId, home: HomeOption = None, url: UrlOption = None, as_json: JsonOption = False
+) -> None:
+    """Show one batch: how far it is, and what is wrong with its input."""
+    with Server(home, url) as client:
+        tell(client.batches.retrieve(batch_id), as_json)
+
+
+@batch.command()
+def wait(
+    batch_id: BatchId, home: HomeOption = None, url: UrlOption = None, as_json: JsonOption = False
+) -> None:
+    """Wait for a batch's end. Exit code 1 if it did not complete."""
+    with Server(home, url) as client:
+        ended = follow(client, batch_id)
+        tell(ended, as_json)
+        leave(ended)
+
+
+@batch.command()
+def cancel(
+    batch_id: BatchId, home: HomeOption = None, url: UrlOption = None, as_json: JsonOption = False
+) -> None:
+    """Ask no more lines of a batch; what is done is kept."""
+    with Server(home, url) as client:
+        tell(client.batches.cancel(batch_id), as_json)
+
+
+@batch.command()
+def results(
+    batch_id: BatchId,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A file \\[default: the screen].")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--errors", help="The error file instead.")] = False,
+    home: HomeOption = None,
+    url: UrlOption = None,
+) -> None:
+    """Fetch the output file of a batch, or its error file."""
+    with Server(home, url) as client:
+        found = client.batches.retrieve(batch_id)
+        file_id = found.error_file_id if failed else found.output_file_id
+        if file_id is None:
+            which = "error" if failed else "output"
+            raise NotFound(f"batch {batch_id} is {found.status} and has no {which} file")
+        with client.files.with_streaming_response.content(file_id) as answer:
+            if output is not None:
+                answer.stream_to_file(output)
+                return
+            for piece in answer.iter_bytes():
+                sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+
+
+class Server:
+    """The platform's official client; what it raises becomes this package's errors."""
+
+    def __init__(self, home: Path | None, url: str | None) -> None:
+        info = running(load_config({"home": home}).root) if url is None else None
+        self.url = Platform(url or (info["url"] if info else None)).url
+        secret = key(info or {}) or "none"
+        import openai
+
+        self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=secret)
+
+    def __enter__(self) -> "openai.OpenAI":
+        return self._client
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        import openai
+
+        self._client.close()
+        if isinstance(error, openai.APIStatusError):
+            raise typed(error) from error
+        if isinstance(error, openai.APIConnectionError):
+            raise EngineUnavailable(
+                f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "
+                "or name another with --url"
+            ) from error
+
+
+def follow(client: "openai.OpenAI", batch_id: str) -> Any:
+    """A batch when it has ended, with a bar on the screen meanwhile."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("validating", total=None)
+        while (found := client.batches.retrieve(batch_id)).status not in ENDED:
+            counts = found.request_counts
+            done = counts.completed + counts.failed if counts else 0
+            total = (counts.total if counts else 0) or None
+            bar.update(task, description=found.status, completed=done, total=total)
+            time.sleep(POLL)
+    return found
+
+
+def tell(found: Any, as_json: bool) -> None:
+    """Print one batch."""
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    show([row(found)], COLUMNS, as_json=False)
+    for name in ("output_file_id", "error_file_id"):
+        if value := getattr(found, name):
+            console.print(f"{name}: {value}", highlight=False)
+    for problem in found.errors.data if found.errors else []:
+        line = f"line {problem.line}: " if problem.line else ""
+        console.print(f"{line}{problem.code}: {problem.message}", markup=False, highlight=False)
+
+
+def leave(found: Any) -> None:
+    """Exit code 1 if it did not complete."""
+    if found.status != "completed":
+        raise typer.Exit(1)
+
+
+def row(found: Any) -> dict[str, Any]:
+    """A batch as a line of a table."""
+    counts = found.request_counts
+    return {
+        "id": found.id,
+        "status": found.status,
+        "endpoint": found.endpoint,
+        "total": counts.total if counts else 0,
+        "completed": counts.completed if counts else 0,
+        "failed": counts.failed if counts else 0,
+        "created": when(found.created_at),
+    }
+
+
+def first_url(file: Path) -> str:
+    """The endpoint that a file's first line names. Raises BadInput."""
+    with file.open("rb") as content:
+        line = content.readline(16 * 2**20)
+    try:
+        return str(json.loads(line)["url"])
+    except (ValueError, KeyError, TypeError):
+        raise BadInput(
+            f"the first line of {file} is no batch request: "
+            '{"custom_id", "method": "POST", "url": "/v1/...", "body"}',
+            param="file",
+        ) from None

@@ -1,0 +1,302 @@
+"""`dataset`: build training sets, and look at them: what is in, what is not, and why.
+
+Everything happens in this process, on the shared root; no platform is needed. Read next:
+runtime/datasets/, cray_agents/recipes.py.
+"""
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.runs.filter_options import (
+    AgentOption,
+    GenerationOption,
+    LoopOption,
+    ModelOption,
+    TagOption,
+)
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.queries import DatasetRecipe
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.datasets.considered_runs import Line
+    from cray_agents.runtime.datasets.draft import OnProgress
+
+COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "considered_runs", "when"]
+LINES = ["run", "task", "generation", "attempt", "reward", "accepted", "reason", "detail"]
+EXAMPLES = 3  # of each reason that a dry run shows
+HOW = "How they are chosen"  # the options' heading in --help
+
+DatasetId = Annotated[str, typer.Argument(help="As `dataset list` shows it.")]
+RecipeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--recipe",
+        exists=True,
+        dir_okay=False,
+        help="A DatasetRecipe as .toml or .json; options here go before it.",
+    ),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be in and out, and why; write nothing.")
+]
+
+dataset = typer.Typer(no_args_is_help=True, help="Training sets: build, list, show, runs.")
+
+
+def _how(text: str, **more: Any) -> Any:
+    """An option that is a recipe's field."""
+    return typer.Option(help=text, rich_help_panel=HOW, **more)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command group."""
+    app.add_typer(dataset, name="dataset")
+
+
+@dataset.command()
+def build(
+    recipe: RecipeOption = None,
+    loop: LoopOption = None,
+    generation: GenerationOption = None,
+    agent: AgentOption = None,
+    model: ModelOption = None,
+    tag: TagOption = None,
+    method: Annotated[str | None, _how("sft (the default), grpo, dpo or kto.")] = None,
+    min_reward: Annotated[
+        float | None, _how("sft, dpo: at least this; kto: desirable from it.")
+    ] = None,
+    best_of: Annotated[int | None, _how("sft: the best so many of each task.", min=1)] = None,
+    min_margin: Annotated[float | None, _how("dpo: rewards differ by this.", min=0)] = None,
+    max_per_task: Annotated[int | None, _how("At most so many of a task.", min=1)] = None,
+    max_tokens: Annotated[int | None, _how("The longest sample.", min=2)] = None,
+    step: Annotated[int | None, _how("The loop's training set of this number.", min=0)] = None,
+    max_uses: Annotated[int | None, _how("A run is in so many steps at most.", min=1)] = None,
+    validation: Annotated[float | None, _how("This fraction of tasks apart.", min=0)] = None,
+    near_duplicates: Annotated[
+        float | None, _how("Leave out what is this similar to an earlier sample.", min=0)
+    ] = None,
+    held_out: Annotated[
+        list[str] | None,
+        _how("Leave out what a line of this file asks (a path or an uploaded id); repeatable."),
+    ] = None,
+    balance_by: Annotated[str | None, _how("Balance groups of this key of metadata.")] = None,
+    balance_power: Annotated[float | None, _how("0: groups weigh the same; 1: samples.")] = None,
+    tokenizer: Annotated[
+        str | None, _how("A checkpoint's directory or id, or name@N, to render with.")
+    ] = None,
+    render: Annotated[bool, _how("Render imported runs, which have no tokens.")] = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Build a training set, or find it: the same recipe over the same runs is the same set."""
+    given = {
+        "loop": loop,
+        "generations": generation or None,
+        "method": method,
+        "min_reward": min_reward,
+        "best_of": best_of,
+        "min_margin": min_margin,
+        "max_per_task": max_per_task,
+        "max_tokens": max_tokens,
+        "step": step,
+        "max_uses": max_uses,
+        "validation": validation,
+        "near_duplicates": near_duplicates,
+        "balance_by": balance_by,
+        "balance_power": balance_power,
+        "tokenizer": tokenizer,
+        "render": render or None,
+    }
+    where = {"agent": agent, "model": model, "tags": tag or None}
+    _run(home, recipe_of(recipe, given, where, held_out), as_json=as_json, dry_run=dry_run)
+
+
+def _run(home: Path | None, recipe: DatasetRecipe, *, as_json: bool, dry_run: bool) -> None:
+    from cray_agents.runtime.datasets import build_dataset, plan_dataset
+    from cray_agents.runtime.registry.registry import Registry
+    from cray_agents.runtime.store import Store
+
+    where = opened(load_config({"home": home}))
+    if recipe.tokenizer is not None:
+        folder = Path(recipe.tokenizer).expanduser().absolute()
+        tokenizer = folder if folder.is_dir() else Registry(where).directory(recipe.tokenizer)
+        recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
+    store = Store(where)
+    examples = _Examples()
+    with _progress() as on_progress:
+        if dry_run:
+            made = plan_dataset(store, where, recipe, on_progress, examples.add)
+        else:
+            made = build_dataset(store, where, recipe, on_progress)
+    if as_json:
+        print(json.dumps(made, indent=2))
+        return
+    _tell(made)
+    if not dry_run:
+        console.print(f"{where.dataset(made['id'])}", highlight=False, soft_wrap=True)
+        return
+    show(examples.rows(), LINES, as_json=False)
+    console.print("nothing was written", highlight=False)
+
+
+@dataset.command("list")
+def list_all(
+    home: HomeOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List training sets, the newest first."""
+    from cray_agents.runtime.datasets import list_datasets
+
+    found = list_datasets(_root(home), limit=limit).manifests
+    rows = [{**each, "when": when(each["created"])} for each in found]
+    show(rows, COLUMNS, as_json=as_json)
+
+
+@dataset.command("show")
+def show_one(dataset_id: DatasetId, home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """Show one training set: counts, why runs are not in it, where its card lies."""
+    from cray_agents.runtime.datasets import read_dataset
+    from cray_agents.runtime.datasets.reader import CARD
+
+    manifest = read_dataset(_root(home), dataset_id)
+    if as_json:
+        print(json.dumps(manifest, indent=2))
+        return
+    _tell(manifest)
+    card = _root(home).dataset(dataset_id) / CARD
+    console.print(f"card: {card}", highlight=False, soft_wrap=True)
+
+
+@dataset.command()
+def runs(
+    dataset_id: DatasetId,
+    home: HomeOption = None,
+    reason: Annotated[
+        str | None, typer.Option(help="Only those left out for this, such as low_reward.")
+    ] = None,
+    accepted: Annotated[
+        bool | None, typer.Option("--in/--out", help="Only those that are in, or out.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List every run that a training set considered: in or out, and why."""
+    from cray_agents.runtime.datasets import dataset_runs
+
+    found = (
+        row
+        for row in dataset_runs(_root(home), dataset_id)
+        if reason in (None, row["reason"]) and accepted in (None, row["accepted"])
+    )
+    show(list(islice(found, limit)), LINES, as_json=as_json)
+
+
+def recipe_of(
+    path: Path | None,
+    given: dict[str, Any],
+    where: dict[str, Any],
+    held_out: list[str] | None = None,
+) -> DatasetRecipe:
+    """A file's recipe with what was given beside it. Raises BadInput naming the field."""
+    fields = _file(path) if path is not None else {}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    wanted = {name: value for name, value in where.items() if value is not None}
+    if wanted:
+        fields["where"] = {**(fields.get("where") or {}), **wanted}
+    if held_out:
+        about = fields.get("decontamination") or {}
+        files = [*about.get("files", ()), *held_out]
+        fields["decontamination"] = {**about, "files": files}
+    try:
+        return DatasetRecipe.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(map(str, first["loc"])) or None
+        raise BadInput(f"{param or 'the recipe'}: {first['msg']}", param=param) from error
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:  # of both formats, and of text that is none
+        raise BadInput(f"{path} is no recipe: {error}", param="recipe") from error
+    if not isinstance(found, dict):
+        raise BadInput(f"{path} is no recipe: it holds no object", param="recipe")
+    return found
+
+
+class _Examples:
+    """The first few runs of each reason."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str | None] = Counter()
+        self._lines: list[Line] = []
+
+    def add(self, line: "Line") -> None:
+        self._counts[line.reason] += 1
+        if self._counts[line.reason] <= EXAMPLES:
+            self._lines.append(line)
+
+    def rows(self) -> list[dict[str, Any]]:
+        ordered = sorted(self._lines, key=lambda line: line.reason or "")
+        return [line._asdict() for line in ordered]
+
+
+def _tell(made: dict[str, Any]) -> None:
+    """The counts of a dataset, as people read them."""
+    name = made["id"] or "an empty dataset, which is not built"
+    console.print(f"[bold]{name}[/]  {made['method']}", highlight=False)
+    if taken := made.get("step_taken"):
+        console.print(f"its step has {taken}: that is what is built again", highlight=False)
+    for split, counts in made["splits"].items():
+        console.print(
+            f"{split}: {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
+            f"{counts['trained_tokens']:,} of them trained on",
+            highlight=False,
+        )
+    console.print(
+        f"{made['accepted_runs']:,} of {made['considered_runs']:,} runs are in, and "
+        f"{made['demonstrations']:,} demonstrations",
+        highlight=False,
+    )
+    left_out = Counter(made["rejected"]) + Counter(made["rejected_demonstrations"])
+    for reason, count in left_out.most_common():
+        console.print(f"  {reason:<22} {count:,}", highlight=False)
+
+
+@contextmanager
+def _progress() -> "Iterator[OnProgress]":
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("opening the store", total=None)
+
+        def on_progress(done: int, total: int, what: str) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield on_progress
+
+
+def _root(home: Path | None) -> Home:
+    return load_config({"home": home}).root

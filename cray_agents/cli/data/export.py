@@ -1,0 +1,250 @@
+"""`export`: runs or a dataset in a format that other people's tools read.
+
+Interrupted, or killed, the same command goes on where it was. Read next: runtime/exports/.
+"""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from cray_agents.cli.runs.filter_options import (
+    AGE,
+    AgentOption,
+    ErrorOption,
+    GenerationOption,
+    LoopOption,
+    MaxRewardOption,
+    MinRewardOption,
+    ModelOption,
+    SinceOption,
+    SplitOption,
+    StopReasonOption,
+    TagOption,
+    TaskOption,
+    TextOption,
+    UntilOption,
+    filter_of,
+)
+from cray_agents.cli.screen import HomeOption, errors
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput
+from cray_agents.permissions import make_private
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.exports.counts import OnProgress, Progress, Summary
+
+SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
+
+FORMATS = {  # as --help lists them; what they are in full is in runtime/exports
+    "jsonl": "the whole record, a run per line",
+    "openai": "chats for OpenAI's fine-tuning",
+    "openai-preference": "pairs for OpenAI's fine-tuning",
+    "trl": "chats for TRL's SFTTrainer",
+    "trl-prompt-completion": "the last answer and what came before it",
+    "trl-preference": "pairs for TRL's DPOTrainer",
+    "sharegpt": "chats of `from` and `value`",
+    "atif": "a trajectory document per run, with tokens",
+    "otel": "OpenTelemetry GenAI spans, a trace per run",
+    "tokens": "Parquet: ids, labels, logprobs, advantages",
+    "verl": "Parquet: a task per row, for verl's RL trainers",
+    "huggingface": "a folder for datasets.load_dataset",
+}
+HELP = """Write runs, or a dataset, in a format that other tools read.
+
+Interrupted, the same command goes on where it was. What a format leaves out is told at the end.
+
+\b
+Formats:
+""" + "\n".join(f"{name:<22} {about}" for name, about in FORMATS.items())
+
+FormatOption = Annotated[str, typer.Option("--format", "-f", help="One of those above.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="A file; .zst compresses lines; for Parquet a folder, or one file in .parquet. "
+        "Without it lines go to stdout.",
+    ),
+]
+DatasetOption = Annotated[
+    str | None, typer.Option("--dataset", help="Of this dataset; --split is then one of its own.")
+]
+StrictOption = Annotated[bool, typer.Option("--strict", help="A loss is an error.")]
+AllowOption = Annotated[
+    list[str] | None, typer.Option("--allow", help="... but not the loss of this code; repeatable.")
+]
+SkipMissingOption = Annotated[
+    bool, typer.Option("--skip-missing", help="Leave out runs that were pruned or are damaged.")
+]
+SkipUnsupportedOption = Annotated[
+    bool, typer.Option("--skip-unsupported", help="Leave out runs that the format cannot carry.")
+]
+RestartOption = Annotated[
+    bool, typer.Option("--restart", help="Begin anew; remove what a half export left.")
+]
+ShardOption = Annotated[
+    int | None, typer.Option("--shard-size", min=1, help="Rows in a Parquet shard [10000].")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
+SummaryOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command(help=HELP)(export)
+
+
+def export(
+    form: FormatOption = "jsonl",
+    output: OutputOption = None,
+    home: HomeOption = None,
+    dataset: DatasetOption = None,
+    loop: LoopOption = None,
+    generation: GenerationOption = None,
+    agent: AgentOption = None,
+    task: TaskOption = None,
+    split: SplitOption = None,
+    model: ModelOption = None,
+    stop_reason: StopReasonOption = None,
+    min_reward: MinRewardOption = None,
+    max_reward: MaxRewardOption = None,
+    error: ErrorOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    tag: TagOption = None,
+    text: TextOption = None,
+    strict: StrictOption = False,
+    allow: AllowOption = None,
+    skip_missing: SkipMissingOption = False,
+    skip_unsupported: SkipUnsupportedOption = False,
+    restart: RestartOption = False,
+    shard_size: ShardOption = None,
+    as_json: SummaryOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """See HELP."""
+    from cray_agents.runtime.exports import exporter
+
+    chosen = exporter.format_named(form)
+    given = {"loop": loop, "generation": generation, "agent": agent, "task": task, "model": model,
+             "stop_reason": stop_reason, "min_reward": min_reward, "max_reward": max_reward,
+             "error": error, "since": since, "until": until, "tag": tag, "text": text}  # fmt: skip
+    config = load_config({"home": home})
+    where = config.root
+    make_private(where.root, config.group)  # what is exported has the modes of the user's umask
+    if dataset is not None:
+        _check_alone(given)
+        source = exporter.of_dataset(where, dataset, chosen, split or "train", skip_missing)
+    else:
+        ages = {n: str(v) for n, v in given.items() if n in ("since", "until") and _is_age(v)}
+        wanted = filter_of(split=split, **given)  # type: ignore[arg-type]  # as they were given
+        source = exporter.of_runs(where, wanted, ages, skip_missing)
+    rules = exporter.Rules(strict, frozenset(allow or ()), skip_unsupported)
+    with _shown(quiet) as on_progress:
+        if output is None:
+            summary = _to_stdout(source, chosen, rules, on_progress)
+        else:
+            options = exporter.Options(rules, shard_size or exporter.SHARD_SIZE, restart)
+            summary = exporter.export(
+                source, chosen, output, options=options, on_progress=on_progress
+            )
+    if as_json:
+        told = {"format": form, "output": str(output) if output else None, **asdict(summary)}
+        print(json.dumps(told, indent=2), file=sys.stdout if output else sys.stderr)
+    elif not quiet:
+        _tell(summary, output)
+        if dataset is not None and split is None and exporter.has_validation(where, dataset):
+            errors.print("  the dataset's validation split is not in it: --split validation")
+
+
+def _check_alone(given: Mapping[str, object]) -> None:
+    """Raise BadInput for filters beside a dataset, which is what it is."""
+    for name, value in given.items():
+        if value is not None:
+            raise BadInput(
+                f"--{name.replace('_', '-')} does not go with --dataset: a dataset's runs are "
+                "chosen when it is built",
+                param=name,
+            )
+
+
+def _is_age(value: object) -> bool:
+    return isinstance(value, str) and AGE.fullmatch(value.strip().lower()) is not None
+
+
+def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
+    """Stream lines to stdout; whoever reads them may stop, as `head` does."""
+    from cray_agents.runtime.exports import exporter
+
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    tally, size = exporter.Tally(), 0
+    for data in exporter.stream(source, form, tally, rules, on_progress):
+        sys.stdout.buffer.write(data)
+        size += len(data)
+    sys.stdout.buffer.flush()
+    losses = exporter.losses_of(tally.losses)
+    summary: Summary = exporter.Summary(tally.records, tally.runs, 1, size, losses)
+    return summary
+
+
+@contextmanager
+def _shown(quiet: bool) -> Iterator["OnProgress"]:
+    """A bar on a terminal, a line now and then in a log."""
+    if quiet:
+        yield lambda progress: None
+    elif errors.is_terminal:
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "runs",
+                   TextColumn("{task.fields[size]}"), TimeRemainingColumn())  # fmt: skip
+        with Bars(*columns, console=errors, transient=True) as bars:
+            task = bars.add_task("exporting", total=None, size="")
+            yield lambda now: bars.update(
+                task, completed=now.runs, total=now.total, size=megabytes(now.bytes)
+            )
+    else:
+        yield _Lines()
+
+
+class _Lines:
+    """Progress as lines of a log."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, now: "Progress") -> None:
+        if time.monotonic() - self._said > SAY_EVERY:
+            self._said = time.monotonic()
+            total = f" of {now.total:,}" if now.total is not None else ""
+            errors.print(f"{now.runs:,}{total} runs, {megabytes(now.bytes)}", highlight=False)
+
+
+def _tell(summary: "Summary", output: Path | None) -> None:
+    """What was written, and what was lost on the way."""
+    where = f" to {output}" if output else ""
+    again = ", going on with an earlier one" if summary.resumed else ""
+    errors.print(
+        f"{summary.records:,} records of {summary.runs:,} runs, {megabytes(summary.bytes)}"
+        f"{where}{again}",
+        highlight=False, soft_wrap=True, markup=False,
+    )  # fmt: skip
+    for code, loss in summary.losses.items():
+        errors.print(
+            f"  {loss.count:,} times: {loss.sentence} ({code})", highlight=False, soft_wrap=True,
+            markup=False,
+        )  # fmt: skip
+
+
+def megabytes(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,238 @@
+"""`upload`: a large file to the platform, in parts, in parallel; what is there is not sent.
+
+The upload is named by its content's sha256, so that the same command after an interruption goes on
+with it, and one for a file that is there already ends at once. The gateway's side is
+runtime/gateway/routes/uploads.py.
+"""
+
+import hashlib
+import io
+import json
+import mimetypes
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.screen import HomeOption, errors
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput, SetupError
+from cray_agents.platform.transport import typed
+
+if TYPE_CHECKING:
+    import openai
+
+PIECE = 4 << 20  # bytes read and hashed at a time
+PART_BYTES = 64 << 20  # the most that the gateway takes in one part
+RETRIES = 8  # about half a minute, once it began: enough for a gateway that is started again
+COMPLETE_SECONDS = 3600.0  # the gateway reads and copies the whole file once
+
+Advance = Callable[[int], None]  # told how many more bytes are done; fewer, after a failure
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(upload)
+
+
+def upload(
+    file: Annotated[Path, typer.Argument(help="The file to send.")],
+    purpose: Annotated[
+        str, typer.Option(help="batch, fine-tune, evals, user_data, assistants or vision.")
+    ] = "batch",
+    parallel: Annotated[int, typer.Option(min=1, max=64, help="Parts sent at once.")] = 4,
+    home: HomeOption = None,
+    url: Annotated[
+        str | None, typer.Option(help="A platform's URL \\[default: the one on this root].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not the id alone.")] = False,
+    part_bytes: Annotated[int, typer.Option(min=1, max=PART_BYTES, hidden=True)] = PART_BYTES,
+) -> None:
+    """Send a file and print its id; what the platform has already is not sent again."""
+    import openai
+
+    if not file.is_file():
+        raise BadInput(f"{file}: no such file", param="file")
+    info = {"url": url} if url else _platform(home)
+    where = str(info["url"])
+    base_url = f"{where.rstrip('/').removesuffix('/v1')}/v1"
+    with (
+        _answers(where),
+        openai.OpenAI(
+            base_url=base_url, api_key=key(info) or "none", max_retries=RETRIES
+        ) as client,
+        _bars() as progress,
+    ):
+        sending = Sending(client, file, part_bytes, parallel)
+        done = sending.run(purpose, progress)
+    if as_json:
+        print(
+            json.dumps({**done["file"], "sha256": done["sha256"], "sent": sending.sent}, indent=2)
+        )
+    else:
+        print(done["file"]["id"])
+
+
+@dataclass
+class Sending:
+    """One file on its way. `sent`: bytes of parts that the platform did not have."""
+
+    client: "openai.OpenAI"
+    file: Path
+    part_bytes: int
+    parallel: int
+    sent: int = 0
+
+    def run(self, purpose: str, progress: Progress) -> dict[str, Any]:
+        """The completed upload."""
+        size = self.file.stat().st_size
+        hashing = progress.add_task("hashing", total=size)
+        sha256 = self._sha256(0, size, lambda more: progress.advance(hashing, more))
+        announced = {
+            "bytes": size,
+            "filename": self.file.name,
+            "mime_type": mimetypes.guess_type(self.file.name)[0] or "application/octet-stream",
+            "purpose": purpose,
+            "sha256": sha256,
+        }
+        begun = self._post("/uploads", announced, max_retries=1)
+        if begun["status"] == "completed":
+            return begun
+        sending = progress.add_task("sending", total=size)
+        part_ids = self._parts(begun, size, lambda more: progress.advance(sending, more))
+        return self._post(
+            f"/uploads/{begun['id']}/complete", {"part_ids": part_ids}, timeout=COMPLETE_SECONDS
+        )
+
+    def _parts(self, begun: dict[str, Any], size: int, advance: Advance) -> list[str]:
+        """Send what lacks; the ids of all parts in order. After a failure no more are begun."""
+        known = {part["sha256"]: part["id"] for part in begun["parts"]}
+        starts = range(0, size, self.part_bytes)
+        with ThreadPoolExecutor(self.parallel, "part") as pool:
+            parts = [pool.submit(self._part, begun["id"], s, known, advance) for s in starts]
+            try:
+                for part in as_completed(parts):
+                    part.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        self.sent = sum(part.result()[1] for part in parts)
+        return [part.result()[0] for part in parts]
+
+    def _part(
+        self, upload_id: str, start: int, known: dict[str, str], advance: Advance
+    ) -> tuple[str, int]:
+        """A part's id, and the bytes sent: none if the upload has it from an earlier attempt."""
+        with self.file.open("rb", buffering=0) as file:
+            slice_ = Slice(file, start, self.part_bytes, advance)
+            if known:
+                part_id = known.get(self._sha256(start, slice_.size))
+                if part_id is not None:
+                    advance(slice_.size)
+                    return part_id, 0
+            data: Any = ("part", slice_)
+            return self.client.uploads.parts.create(upload_id, data=data).id, slice_.size
+
+    def _sha256(self, start: int, size: int, advance: Advance = lambda more: None) -> str:
+        hasher = hashlib.sha256()
+        buffer = memoryview(bytearray(min(PIECE, max(size, 1))))
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(start)
+            while size and (count := file.readinto(buffer[: min(size, len(buffer))])):
+                hasher.update(buffer[:count])
+                advance(count)
+                size -= count
+        return hasher.hexdigest()
+
+    def _post(self, path: str, body: dict[str, Any], **options: Any) -> dict[str, Any]:
+        client = self.client.with_options(**options)
+        answer: Any = client.post(path, cast_to=object, body=body)
+        return dict(answer)
+
+
+class Slice(io.RawIOBase):
+    """A part of an open file, as a file of its own; sent again, it takes its progress back."""
+
+    def __init__(self, file: io.FileIO, start: int, most: int, advance: Advance) -> None:
+        self.size = min(most, os.fstat(file.fileno()).st_size - start)
+        self._file = file
+        self._start = start
+        self._at = 0
+        self._read = 0
+        self._advance = advance
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of any file."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if self._at < self._read:
+            self._advance(self._at - self._read)
+            self._read = self._at
+        return self._at
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """As of any file."""
+        left = self.size - self._at
+        data = os.pread(self._file.fileno(), left if size < 0 else min(size, left),
+                        self._start + self._at)  # fmt: skip
+        self._at += len(data)
+        self._advance(len(data))
+        self._read = self._at
+        return data
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+
+def _platform(home: Path | None) -> dict[str, Any]:
+    """The platform on the root, else the one that the environment names. Raises SetupError."""
+    root = load_config({"home": home}).root
+    if (info := running(root)) is not None:
+        return info
+    if url := os.environ.get("CRAY_AGENTS_URL"):
+        return {"url": url}
+    raise SetupError(
+        f"no platform runs on {root.root}: start one with `cray-agents up --model DIR`, or "
+        "name another with --url or CRAY_AGENTS_URL"
+    )
+
+
+def _bars() -> Progress:
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return Progress("{task.description}", *columns, console=errors, transient=True)
+
+
+@contextmanager
+def _answers(url: str) -> Iterator[None]:
+    """What the platform answers as our errors."""
+    import openai
+
+    try:
+        yield
+    except openai.APIStatusError as error:
+        raise typed(error) from error
+    except openai.APIConnectionError as error:
+        raise SetupError(
+            f"no platform answers at {url}: the same command goes on where this one stopped"
+        ) from error

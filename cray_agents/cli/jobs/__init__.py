@@ -1,0 +1,1 @@
+"""`jobs` and `plan`."""

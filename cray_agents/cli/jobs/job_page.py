@@ -1,0 +1,163 @@
+"""`jobs show`: all that a job's folder says, gathered as JSON and told on a page. For jobs.py."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from cray_agents.cli.jobs.event_text import USUAL, layout_text, sentence
+from cray_agents.cli.loop.generation_table import clock
+from cray_agents.cli.screen import line, when
+from cray_agents.paths import Home
+from cray_agents.runtime.disk import checksums
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import read_status
+from cray_agents.training_jobs import JobSpec
+
+LABEL = 16  # columns of the labels
+RECENT = 20  # steps whose pace is taken for that of the rest
+LOG_LINES = 20  # shown of a failed job
+
+Json = dict[str, Any]
+
+
+def about(home: Home, job_id: str) -> Json:
+    """Everything known of a job. Raises NotFound."""
+    journal = Journal(home, job_id)
+    spec, status, events = journal.spec(), read_status(home, job_id), journal.events()
+    failed = status.state == "failed"
+    agreements = [e for e in events if e["event"] == "agreement"]
+    return {
+        "id": job_id,
+        "folder": str(journal.folder),
+        "spec": spec.model_dump(mode="json"),
+        "layout_reasons": [why for e in events if e["event"] == "layout" for why in e["reasons"]],
+        "status": status.model_dump(mode="json"),
+        "attempts": _attempts(journal),
+        "progress": _progress(events, status.step, status.steps, status.state),
+        "evaluations": [e for e in events if e["event"] == "evaluation"],
+        "agreement": agreements[-1] if agreements else None,
+        "corrupt": [e["message"] for e in events if e["event"] == "corrupt"],
+        "resume_points": list(_resume_points(journal)),
+        "checkpoint": str(home.checkpoint(status.checkpoint)) if status.checkpoint else None,
+        "log_tail": journal.log_tail(LOG_LINES) if failed else "",
+    }
+
+
+def _attempts(journal: Journal) -> list[Json]:
+    """Who worked on it, and since when."""
+    numbers = range(1, journal.attempts + 1)
+    return [
+        {"number": number} | checksums.read_json(journal.folder / "attempts" / str(number))
+        for number in numbers
+    ]
+
+
+def _progress(events: list[Json], done: int, steps: int, state: str) -> Json:
+    """The pace of the newest steps, and how long the rest takes at it, in seconds."""
+    newest = [e for e in events if e["event"] == "step"][-RECENT:]
+    seconds, tokens = sum(e["seconds"] for e in newest), sum(e["tokens"] for e in newest)
+    pace = seconds / len(newest) if newest else None
+    left = pace * (steps - done) if pace is not None and state == "running" else None
+    return {
+        "seconds_per_step": pace,
+        "trained_tokens_per_second": tokens / seconds if seconds else None,
+        "seconds_left": left,
+    }
+
+
+def _resume_points(journal: Journal) -> Iterator[Json]:
+    """Where it could go on from, newest first."""
+    for path in journal.resume_points:
+        try:
+            size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        except FileNotFoundError:  # the job has just removed it for a newer one
+            continue
+        yield {"step": int(path.name.removeprefix("step-")), "path": str(path), "bytes": size}
+
+
+def tell_page(job: Json) -> None:
+    """Print it for people."""
+    line(job["id"], style="bold")
+    for name, value in [*_asked(job), *_stands(job), *_made(job)]:
+        if value:
+            line(f"{name:<{LABEL}}{value}", 2, hanging=LABEL)
+    if job["status"]["error"]:
+        line("why it failed", style="bold red")
+        line(job["status"]["error"], 2)
+    if job["log_tail"]:
+        line("the end of its log", style="bold")
+        line(job["log_tail"], 2, "dim")
+
+
+def _asked(job: Json) -> list[tuple[str, str]]:
+    """What was asked; of hyperparameters those that were chosen."""
+    asked = JobSpec.model_validate(job["spec"])
+    hyper = asked.hyperparameters.model_dump(exclude_defaults=True)
+    chosen = ", ".join(f"{name} {_shown(value)}" for name, value in hyper.items())
+    how = {
+        "save_every": f"a resume point every {asked.save_every} steps, the last {asked.keep} kept",
+        "evaluate_every": f"evaluated every {asked.evaluate_every} steps",
+        "recompute": f"{asked.recompute} recomputation of activations",
+    }
+    given = {"save_every"} | asked.model_dump(exclude_defaults=True).keys()
+    return [
+        ("method", asked.method),
+        ("dataset", asked.dataset),
+        ("parent", asked.parent),
+        ("reference", asked.reference or ""),
+        ("optimizer from", asked.optimizer_from or ""),
+        ("hyperparameters", f"{chosen} (the others as they are by default)"),
+        ("layout", "\n".join([layout_text(job["spec"]["layout"]), *job["layout_reasons"]])),
+        ("run", "; ".join(text for name, text in how.items() if name in given)),
+    ]
+
+
+def _shown(value: Any) -> str:
+    """A hyperparameter; those of a method as name=value."""
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name}={_shown(inner)}" for name, inner in value.items()) + ")"
+    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _stands(job: Json) -> list[tuple[str, str]]:
+    """How far it is, and at what pace."""
+    status, progress = job["status"], job["progress"]
+    by = [f"{a['number']}: {when(a['time'])} on {a['host']}" for a in job["attempts"]]
+    pace, rate = progress["seconds_per_step"], progress["trained_tokens_per_second"]
+    scheduler = f" ({status['scheduler_job_id']})" if status["scheduler_job_id"] else ""
+    state = f"{status['state']}{scheduler} after step {status['step']} of {status['steps']}"
+    if progress["seconds_left"] is not None:
+        state += f", about {clock(progress['seconds_left'])} left"
+    measures = {name: value for name, value in status["metrics"].items() if name not in USUAL}
+    return [
+        ("state", state),
+        ("attempts", "\n".join(by)),
+        ("loss", _range(status["loss_first"], status["loss_last"])),
+        ("trained", f"{status['trained_tokens']:,} tokens in {clock(status['seconds'])}"),
+        ("pace", "" if pace is None else f"{pace:.3f} s a step, {rate or 0:,.0f} trained tokens/s"),
+        ("newest measures", ", ".join(f"{name} {_short(v)}" for name, v in measures.items())),
+    ]
+
+
+def _made(job: Json) -> list[tuple[str, str]]:
+    """What it left, and what was found of it."""
+    agreement = job["agreement"]
+    points = [
+        f"step {point['step']}: {point['bytes'] / 2**20:,.1f} MiB, {point['path']}"
+        for point in job["resume_points"]
+    ]
+    losses = [f"{e['loss']:.4f} after step {e['step']}" for e in job["evaluations"] if e["loss"]]
+    return [
+        ("evaluation loss", "\n".join(losses[-RECENT:])),
+        ("agreement", sentence(agreement, 0).partition("  ")[2] if agreement else ""),
+        ("set aside", "\n".join(job["corrupt"])),
+        ("resume points", "\n".join(points)),
+        ("checkpoint", job["checkpoint"] or ""),
+    ]
+
+
+def _range(first: float | None, last: float | None) -> str:
+    return "" if first is None or last is None else f"{first:.4f} → {last:.4f}"
+
+
+def _short(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"

@@ -1,0 +1,253 @@
+"""Where a submitted job trains, and what it tells meanwhile: on a platform, or with this command.
+
+Without a platform the scheduler and the trainer are ours, as `up` would hold them: what died is
+started again, and where the scheduler is of this host the job's processes end when we do. Called by
+job_submitting.py. Read next: trainers/megatron_trainer.py.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cray_agents.cli.jobs.event_stream import Growing, NewEvents
+from cray_agents.cli.jobs.event_text import sentence
+from cray_agents.cli.platform.platform_process import (
+    SUBMITTER,
+    client,
+    fetch,
+    owner,
+    running,
+    submitter,
+)
+from cray_agents.cli.screen import errors, line
+from cray_agents.config import Config
+from cray_agents.errors import BadInput, SetupError
+from cray_agents.paths import Home
+from cray_agents.platform.transport import typed
+from cray_agents.runtime.disk import durable
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.training_jobs import JobSpec, JobStatus
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.scheduler.local import LocalProcesses
+    from cray_agents.runtime.scheduler.slurm import Slurm
+    from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+
+POLL = 0.3  # seconds between looks at a job
+UNDER_WAY = ("queued", "running")
+
+
+def train(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
+    """Submit a job, or find it, and follow it to its end, or to where Ctrl-C paused it.
+
+    Raises SetupError, BadInput, JobError.
+    """
+    info = running(config.root)
+    if info is not None:
+        return _on_platform(config.root, PlatformTrainer(info), spec, detach=detach)
+    if (starting := owner(config.root)) is not None:
+        raise SetupError(
+            f"a platform (pid {starting['pid']}) claims {config.root.root} but does not answer:"
+            " wait until it has started, or end it with `cray-agents down`"
+        )
+    return _here(config, spec, detach=detach)
+
+
+def say(text: str) -> None:
+    """A line of the command's own, on stderr."""
+    errors.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Trains(Protocol):
+    """What this command needs of a trainer: MegatronTrainer, or a platform's."""
+
+    def submit(self, spec: JobSpec) -> JobStatus: ...
+    def status(self, job_id: str) -> JobStatus: ...
+    def resume(self, job_id: str) -> JobStatus: ...
+
+
+class PlatformTrainer:
+    """The trainer of a running platform, over HTTP. Raises what the gateway's envelope names."""
+
+    def __init__(self, info: dict[str, Any]) -> None:
+        self._info = info
+
+    def submit(self, spec: JobSpec) -> JobStatus:
+        """Start the job, or find it. What was not asked and the code are the platform's to say."""
+        body = spec.model_dump(mode="json", exclude={"code"}, exclude_unset=True)
+        return self._post("/jobs", body)
+
+    def status(self, job_id: str) -> JobStatus:
+        """Where it stands. Raises SetupError when the platform is gone."""
+        try:
+            return JobStatus.model_validate(fetch(self._info, f"/v1/jobs/{job_id}"))
+        except OSError as error:
+            raise SetupError(
+                f"the platform no longer answers ({error}); {job_id} goes on when it, or this"
+                " command, is started again"
+            ) from error
+
+    def resume(self, job_id: str) -> JobStatus:
+        """Let a paused job go on."""
+        return self._post(f"/jobs/{job_id}/resume", {})
+
+    def _post(self, path: str, body: dict[str, Any]) -> JobStatus:
+        return JobStatus.model_validate(asyncio.run(self._ask(path, body)))
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> object:
+        import openai
+
+        platform = client(self._info)
+        try:
+            with platform.engine().connections.one() as http:
+                return await http.post(path, cast_to=object, body=body)
+        except openai.APIStatusError as error:
+            raise typed(error) from error
+        finally:
+            await platform.close()
+
+
+def _on_platform(home: Home, trainer: PlatformTrainer, spec: JobSpec, *, detach: bool) -> JobStatus:
+    following, status = _begin(home, trainer, spec)
+    if detach:
+        return _left_alone(status)
+    try:
+        status = following.to_the_end(trainer, (*UNDER_WAY, "paused"))
+    except KeyboardInterrupt:
+        say(f"{status.id} goes on: `cray-agents jobs logs -f {status.id}` follows it, and"
+            f" `cray-agents jobs pause {status.id}` halts it")  # fmt: skip
+        raise
+    time.sleep(POLL)  # the end is recorded before events and log tell of it
+    following.tell(last=True)
+    return status
+
+
+def _here(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
+    """Train it with a scheduler of our own; one of this host ends with this command."""
+    from cray_agents.runtime.scheduler.choose import configured_scheduler, site_cluster
+
+    home = config.root
+    only: contextlib.AbstractContextManager[None]
+    if config.scheduler != "local" and site_cluster() is not None:
+        only = contextlib.nullcontext()
+    elif detach:
+        raise BadInput(
+            "--detach: without a platform, and without a site's Slurm, the job ends with this"
+            " command: leave it out, or start a platform with `cray-agents up`",
+            param="detach",
+        )
+    else:
+        only = _alone(home)
+    with only, contextlib.closing(configured_scheduler(config)) as scheduler:
+        trainer = _trainer(config, scheduler)
+        with _terminated_as_interrupted():
+            following, status = _begin(home, trainer, spec)
+            if detach:
+                return _left_alone(status)
+            try:
+                status = following.to_the_end(trainer, UNDER_WAY)
+            except KeyboardInterrupt:
+                status = _saved(trainer, following, status.id)
+        while scheduler.status(status.id).state in UNDER_WAY:
+            time.sleep(POLL)  # its process has a last line to write
+        following.tell(last=True)
+        return status
+
+
+def _trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "MegatronTrainer":
+    from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+    from cray_agents.trainers.planning.cluster_resources import resources_of
+
+    resources = resources_of(config, here=scheduler.here)
+    say(f"scheduler: {scheduler.reason}; trainer: {resources}")
+    return MegatronTrainer(config.root, scheduler, resources)
+
+
+def _saved(trainer: "MegatronTrainer", following: "Following", job_id: str) -> JobStatus:
+    """Let the job save where it stands, and end."""
+    say("saving where it stands (Ctrl-C again: end at once)")
+    with contextlib.suppress(BadInput):  # it has ended meanwhile
+        trainer.pause(job_id)
+    status = following.to_the_end(trainer, UNDER_WAY)
+    if status.state == "paused":
+        where = f"saved after step {status.step} of {status.steps}"
+        say(f"{job_id} is {where}: the same command again goes on from there")
+    return status
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM saves as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _alone(home: Home) -> Iterator[None]:
+    """Raises SetupError while another command trains here: this host's scheduler is one's own."""
+    path = home.slurm / SUBMITTER
+    if submitter(home) is None:
+        path.unlink(missing_ok=True)  # of one that was killed
+    if not durable.create_file(path, str(os.getpid()).encode()):
+        raise SetupError(
+            f"another `jobs submit` trains on {home.root}: wait for its end, or start a"
+            " platform with `cray-agents up`, which takes many jobs"
+        )
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class Following:
+    """What a job tells from now on, printed as `jobs logs -f` does."""
+
+    def __init__(self, journal: Journal, steps: int) -> None:
+        self.job_id, self._steps = journal.job_id, steps
+        self._events, self._log = NewEvents(journal.events_file), Growing(journal.log)
+
+    def pass_over(self) -> None:
+        """Leave out what was told until now."""
+        self._events.read()
+        self._log.read(last=True)
+
+    def to_the_end(self, trainer: Trains, states: Sequence[str]) -> JobStatus:
+        """Print what comes until the job is in none of these states."""
+        while True:
+            status = trainer.status(self.job_id)  # also starts again what died
+            self.tell()
+            if status.state not in states:
+                return status
+            time.sleep(POLL)
+
+    def tell(self, *, last: bool = False) -> None:
+        """Print what is new; the `last` time a line without an end, too."""
+        for event in self._events.read():
+            line(sentence(event, self._steps))
+        for text in self._log.read(last=last):
+            line(f"│ {text.decode(errors='replace')}", style="dim")
+
+
+def _begin(home: Home, trainer: Trains, spec: JobSpec) -> tuple[Following, JobStatus]:
+    """Submit the job; one that was paused goes on."""
+    following = Following(Journal(home, spec.id), spec.hyperparameters.steps)
+    following.pass_over()
+    status = trainer.submit(spec)
+    if status.id != spec.id:  # the platform runs other code than this command
+        following = Following(Journal(home, status.id), spec.hyperparameters.steps)
+    if status.state == "paused":
+        status = trainer.resume(status.id)
+    say(f"{status.id} is {status.state}")
+    return following, status
+
+
+def _left_alone(status: JobStatus) -> JobStatus:
+    say(f"`cray-agents jobs logs -f {status.id}` follows it")
+    return status

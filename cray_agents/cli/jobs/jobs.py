@@ -1,0 +1,261 @@
+"""`jobs`: training jobs, read from the shared root: what they are, what they tell, their curves.
+
+Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it, if there is one.
+Read next: job_submitting.py, job_following.py, job_page.py, job_curves.py.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cray_agents.cli.jobs.submit import submit
+from cray_agents.cli.models.models import root
+from cray_agents.cli.platform.platform_process import client, owner, running, submitter
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, show, when
+from cray_agents.errors import BadInput, JobError, NotFound, SetupError
+from cray_agents.paths import Home
+from cray_agents.platform.client import Platform
+from cray_agents.training_jobs import JobStatus
+
+COLUMNS = ["id", "scheduler_job_id", "method", "state", "done", "loss_first", "loss_last", "when"]
+
+JobId = Annotated[
+    str, typer.Argument(help="As `jobs list` shows it, its first letters, or the scheduler's id.")
+]
+
+jobs = typer.Typer(
+    no_args_is_help=True,
+    help="Training jobs: submit, list, show, logs, plot, pause, resume, cancel.",
+)
+jobs.command("submit")(submit)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command group."""
+    app.add_typer(jobs, name="jobs")
+
+
+@jobs.command("list")
+def list_jobs(home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """List training jobs, oldest first."""
+    show(job_rows(root(home)), COLUMNS, as_json=as_json)
+
+
+@jobs.command("show")
+def show_job(job_id: JobId, home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """Show what a job was asked, how far it is and when it will be done, and what it left."""
+    from cray_agents.cli.jobs.job_page import about, tell_page
+
+    where = root(home)
+    found = about(where, named_job(where, job_id))
+    print(json.dumps(found, indent=2)) if as_json else tell_page(found)
+
+
+@jobs.command("logs")
+def job_logs(
+    job_id: JobId,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until it ends; exit 1 if it fails.")
+    ] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank's own log.")] = None,
+    tail: Annotated[int, typer.Option(min=1, help="The last so many events and lines.")] = 100,
+    home: HomeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The events as JSON lines.")] = False,
+) -> None:
+    """Print what a job tells: its steps and other events, and (behind a bar) its log."""
+    from cray_agents.cli.jobs.event_stream import has_ended, told
+    from cray_agents.cli.jobs.event_text import sentence
+    from cray_agents.trainers.job.journal import Journal
+
+    where = root(home)
+    journal = Journal(where, named_job(where, job_id))
+    spec = journal.spec()
+    log = journal.log if rank is None else journal.folder / "logs" / f"rank-{rank}.txt"
+    if rank is not None and as_json:
+        raise BadInput("a rank's log has no events: leave out --rank or --json", param="rank")
+    if rank is not None and rank >= spec.layout.world:
+        there = f"its ranks are 0 to {spec.layout.world - 1}"
+        raise BadInput(f"{journal.job_id} has no rank {rank}; {there}", param="rank")
+    if follow and not has_ended(journal) and not kept_going(where):
+        errors.print(f"no platform runs on {where.root}: a job that dies is not started again")
+    for item in told(journal, log, tail, events=rank is None, follow=follow):
+        if isinstance(item, str):
+            if not as_json:
+                line(item if rank is not None else f"│ {item}", style="dim")
+        elif as_json:
+            print(json.dumps(item), flush=True)
+        else:
+            line(sentence(item, spec.hyperparameters.steps))
+    if follow:
+        tell_end(where, journal.job_id)
+
+
+@jobs.command("plot")
+def plot_jobs(
+    job_ids: Annotated[
+        list[str], typer.Argument(help="Jobs as in `jobs show`; several are laid over each other.")
+    ],
+    what: Annotated[
+        str | None,
+        typer.Option(help="Such as loss,grad_norm,lr. Without: the loss, and what a method has."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a picture instead.")
+    ] = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="One job after the other, as a loop trained them.")
+    ] = False,
+    home: HomeOption = None,
+) -> None:
+    """Draw a job's curves: loss, evaluation loss, learning rate, whatever its steps measure."""
+    from cray_agents.cli.jobs.curves import panels
+    from cray_agents.cli.jobs.plots import drawn, write_png
+    from cray_agents.trainers.job.journal import Journal
+
+    where = root(home)
+    named = [named_job(where, job_id) for job_id in job_ids]
+    wanted = [name.strip() for name in what.split(",")] if what is not None else []
+    events = {name: Journal(where, name).events() for name in named}
+    found = panels(events, wanted, join=join)
+    if png is not None:
+        write_png(found, png)
+        console.print(f"wrote {png}", soft_wrap=True)
+        return
+    for panel in found:
+        console.print(drawn(panel, console.width), soft_wrap=True)
+
+
+@jobs.command("pause")
+def pause_job(job_id: JobId, home: HomeOption = None) -> None:
+    """Let a job save where it stands and end its processes; it stays so until `jobs resume`."""
+    tell_state(asyncio.run(ask(root(home), job_id, Platform.pause_job)))
+
+
+@jobs.command("resume")
+def resume_job(job_id: JobId, home: HomeOption = None) -> None:
+    """Let a paused job go on from where it was paused."""
+    tell_state(asyncio.run(ask(root(home), job_id, Platform.resume_job)))
+
+
+@jobs.command("cancel")
+def cancel_job(job_id: JobId, home: HomeOption = None) -> None:
+    """End a job for good; one that has ended stays what it is."""
+    tell_state(asyncio.run(ask(root(home), job_id, Platform.cancel_job)))
+
+
+async def ask(
+    home: Home, job_id: str, what: Callable[[Platform, str], Awaitable[JobStatus]]
+) -> JobStatus:
+    """Ask the platform of a root something of a job. Raises NotFound, BadInput, SetupError."""
+    named = named_job(home, job_id)
+    info = running(home)
+    if info is None:
+        raise SetupError(f"no platform runs on {home.root}: {_without_platform(home, named)}")
+    platform = client(info)
+    try:
+        return await what(platform, named)
+    finally:
+        await platform.close()
+
+
+def _without_platform(home: Home, job_id: str) -> str:
+    """What a job does while no platform runs, and what works to pause, resume or end it."""
+    from cray_agents.runtime.scheduler.choose import site_cluster
+    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.megatron_trainer import handover, read_status
+
+    status = read_status(home, job_id)
+    if status.state in ("succeeded", "failed", "cancelled"):
+        return f"{job_id} has {status.state} already"
+    at = f"it stands at step {status.step} of {status.steps}"
+    if (pid := submitter(home)) is not None:
+        return (
+            f"`jobs submit` (pid {pid}) trains there. Ctrl-C in it, or kill -INT {pid}, saves the "
+            "job and ends it; the same command goes on from there"
+        )
+    if site_cluster() is not None and (scheduled := handover(Journal(home, job_id)).id):
+        return (
+            f"{job_id} is Slurm's job {scheduled}, which goes on without one: scancel {scheduled} "
+            "ends it for now; start `cray-agents up` to pause, resume or cancel it for good"
+        )
+    return (
+        f"nothing trains {job_id} now, {at}. `cray-agents up` goes on with it, and then pauses, "
+        "resumes or cancels it"
+    )
+
+
+def kept_going(home: Home) -> bool:
+    """Whether a platform starts again what dies; one that is out of reach is taken to."""
+    try:
+        return owner(home) is not None
+    except SetupError:
+        return True
+
+
+def tell_state(job: JobStatus) -> None:
+    """A line for what was asked; pausing takes as long as the present step and a save."""
+    console.print(f"{job.id} is {job.state} at step {job.step} of {job.steps}")
+
+
+def tell_end(home: Home, job_id: str) -> None:
+    """Say on stderr how a job ended. Raises JobError unless it succeeded."""
+    from cray_agents.trainers.job.megatron_trainer import read_status
+
+    status = read_status(home, job_id)
+    if status.state != "succeeded":
+        why = f": {status.error}" if status.error else f" at step {status.step}"
+        raise JobError(f"{job_id} {status.state}{why}")
+    trained = f"{status.steps} steps, {status.trained_tokens:,} tokens"
+    errors.print(f"{job_id} succeeded: {trained}, checkpoint {status.checkpoint}", highlight=False)
+
+
+def named_job(home: Home, given: str) -> str:
+    """The id of a job from its first letters, with or without `job-`, or from the scheduler's id.
+
+    Raises NotFound, BadInput when several are meant.
+    """
+    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.megatron_trainer import handover
+
+    ids = job_ids(home)
+    if given in ids:
+        return given
+    if same := [job for job in ids if handover(Journal(home, job)).id == given]:
+        return same[-1]  # a scheduler may count from 1 again
+    found = [job for job in ids if given and job.startswith((given, f"job-{given}"))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BadInput(f"{given!r} is short for {', '.join(found)}: give more", param="job_id")
+    there = ", ".join(ids[-10:]) or "none yet"
+    raise NotFound(f"no job {given!r}; there is {there} (`cray-agents jobs list`)", param="job_id")
+
+
+def job_ids(home: Home) -> list[str]:
+    """The jobs of a root, oldest first."""
+    specs = [(path.stat().st_mtime, path.parent.name) for path in home.jobs.glob("*/spec.json")]
+    return [name for _, name in sorted(specs)]
+
+
+def job_rows(home: Home) -> list[dict[str, Any]]:
+    """One row for each job: its status, what it is of, and when it was submitted."""
+    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.megatron_trainer import read_status
+
+    rows = []
+    for name in job_ids(home):
+        status, journal = read_status(home, name), Journal(home, name)
+        spec = journal.spec()
+        known = {
+            "method": spec.method,
+            "dataset": spec.dataset,
+            "parent": spec.parent,
+            "done": f"{status.step}/{status.steps}",
+            "when": when((journal.folder / "spec.json").stat().st_mtime),
+        }
+        rows.append(status.model_dump() | known)
+    return rows

@@ -1,0 +1,213 @@
+"""What `jobs submit` was asked, as a JobSpec: a file, options over it, and what both leave open.
+
+Keys are dotted as in the records: `learning_rate`, `policy.kl`, `layout.data`; the hyperparameters'
+need no prefix. Read next: cray_agents/training.py, what each key means; job_submitting.py.
+"""
+
+import difflib
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.records import StrictRecord
+from cray_agents.training_jobs import Hyperparameters, JobSpec
+
+HYPER = "hyperparameters"
+Fields = dict[str, Any]
+
+
+# ---- what was asked
+def asked(file: Path | None, options: Fields, settings: list[str]) -> Fields:
+    """A spec file's fields, the options (by dotted key; None: not given) and `key=value` over them.
+
+    Raises BadInput.
+    """
+    fields = _read(file) if file is not None else {}
+    for key, value in options.items():
+        if value is not None:
+            put(fields, key, value)
+    for text in settings:
+        put(fields, *_setting(text, "set"))
+    return fields
+
+
+def layout_of(text: str) -> Fields:
+    """A layout from `data=2,tensor=2`. Raises BadInput."""
+    return dict(_setting(part, "layout") for part in text.split(","))
+
+
+def put(fields: Fields, key: str, value: Any) -> None:
+    """Set a dotted key; what is no field of the job is a hyperparameter."""
+    names = key.split(".")
+    if names[0] not in JobSpec.model_fields:
+        names = [HYPER, *names]
+    for name in names[:-1]:
+        if not isinstance(fields.get(name), dict):
+            fields[name] = {}
+        fields = fields[name]
+    fields[names[-1]] = value
+
+
+def _read(file: Path) -> Fields:
+    try:
+        fields = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file} is no job's spec: {error}", param="spec") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get(HYPER, {}), dict):
+        raise BadInput(f"{file} is no job's spec: it must be an object like a JobSpec's, and its"
+                       f" {HYPER} one, too", param="spec")  # fmt: skip
+    return fields
+
+
+def _setting(text: str, option: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key.strip() and equals):
+        raise BadInput(f"--{option} {text!r}: write it as key=value", param=option)
+    try:
+        return key.strip(), json.loads(value)
+    except ValueError:
+        return key.strip(), value.strip()
+
+
+# ---- what it becomes
+def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
+    """The spec; unless it is said, the method is the dataset's, which is gone over once.
+
+    A parent or reference that is a plain Hugging Face directory is taken in under the home. Raises
+    BadInput, NotFound, Corrupt.
+    """
+    from cray_agents.runtime.datasets.reader import read_dataset
+    from cray_agents.runtime.registry.registry import Registry
+    from cray_agents.trainers.job.megatron_trainer import code_version
+    from cray_agents.trainers.planning.layouts import check_layout
+
+    for name in ("parent", "dataset"):
+        if not isinstance(fields.get(name), str):
+            raise BadInput(f"--{name} is missing: see `cray-agents jobs submit --help`", param=name)
+    dataset = read_dataset(home, fields["dataset"])
+    hyper = fields.get(HYPER, {})
+    if epochs is not None and "steps" in hyper:
+        raise BadInput("--steps and --epochs say the same: leave one of them out", param="epochs")
+    fields = {
+        "method": dataset["method"],
+        "parent_sha256": "",
+        **({"reference_sha256": ""} if fields.get("reference") else {}),
+        **fields,
+        HYPER: {"steps": 1, **hyper},
+    }
+    spec = _validated(fields)  # before anything is copied
+    if spec.method != dataset["method"]:
+        raise BadInput(
+            f"dataset {spec.dataset} is made for {dataset['method']}, not for {spec.method}: leave"
+            f" --method out, or build one with `cray-agents dataset build --method {spec.method}`",
+            param="method",
+        )
+    if "steps" not in hyper:
+        found = gone_over(dataset, spec, 1.0 if epochs is None else epochs)
+        settled_hyper = spec.hyperparameters.model_copy(update=found)
+        spec = spec.model_copy(update={HYPER: settled_hyper})
+    registry = Registry(home)
+    init = spec.hyperparameters.init
+    model = _trainable(_directory(registry, spec.parent), "parent", init)
+    if spec.reference is not None:
+        _trainable(_directory(registry, spec.reference), "reference", "parent")
+    if "layout" in spec.model_fields_set:
+        check_layout(model, spec.layout)
+    places = _checkpoint(registry, spec, "parent", afresh=spec.hyperparameters.init == "random")
+    if spec.reference is not None:
+        places |= _checkpoint(registry, spec, "reference", afresh=False)
+    return spec.model_copy(update={**places, "code": code_version()})
+
+
+def gone_over(dataset: Fields, spec: JobSpec, epochs: float) -> dict[str, int]:
+    """The steps in which a dataset is gone over so many times; a batch is at most all of it.
+
+    Raises BadInput if it is empty.
+    """
+    samples: int = dataset["splits"].get("train", {}).get("samples", 0)
+    if not samples:
+        raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
+    units = ceil(samples / 2) if spec.method == "dpo" else samples  # both of a pair are counted
+    batch = min(spec.hyperparameters.batch_size, units)
+    return {"batch_size": batch, "steps": ceil(epochs * units / batch)}
+
+
+def _directory(registry: Any, named: str) -> Path:
+    folder = Path(named).expanduser().absolute()
+    found: Path = folder if folder.is_dir() else registry.directory(named)
+    return found
+
+
+def _trainable(directory: Path, param: str, init: str) -> Any:
+    """The model in a directory, looked at before it is copied. Raises BadInput, NotFound."""
+    from cray_agents.trainers.models.tensors import read_parent
+
+    try:
+        return read_parent(directory, init)
+    except (BadInput, NotFound) as error:
+        raise type(error)(str(error), param=param) from error
+
+
+def _checkpoint(registry: Any, spec: JobSpec, what: str, *, afresh: bool) -> dict[str, str]:
+    """A checkpoint's directory under the home and what names it; see JobSpec."""
+    from cray_agents.runtime.registry import checkpoints
+
+    named = getattr(spec, what)
+    directory = _directory(registry, named)
+    if afresh:  # only its config and tokenizer are read
+        sha256, files = checkpoints.config_sha256(directory), checkpoints.settings_in(directory)
+    else:
+        name, manifest = registry.import_checkpoint(directory)
+        directory, sha256 = registry.home.checkpoint(name), manifest.weights_sha256
+        files = manifest.files
+    found = {f"{what}_sha256": sha256}
+    if what == "parent":
+        found["parent_settings_sha256"] = checkpoints.settings_sha256(files)
+    for param, holds in found.items():
+        if (given := getattr(spec, param)) not in ("", None, holds):
+            raise BadInput(
+                f"{param} is {given}, but what {named} holds is {holds}: leave it out, or name"
+                " another",
+                param=param,
+            )
+    return {what: str(directory), **found}
+
+
+# ---- what is wrong with it
+def _validated(fields: Fields) -> JobSpec:
+    try:
+        return JobSpec.model_validate(fields)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
+        key = ".".join(map(str, first["loc"])).removeprefix(f"{HYPER}.")
+        if first["type"] == "extra_forbidden":
+            raise BadInput(f"unknown key {key!r}: {_nearest(key)}", param=key) from error
+        said = first["msg"].removeprefix("Value error, ")
+        raise BadInput(f"{key} = {first['input']!r}: {said}" if key else said, param=key) from error
+
+
+def _nearest(key: str) -> str:
+    """The known key that was meant, or all of them."""
+    known = [*_keys(Hyperparameters), *(k for k in _keys(JobSpec) if not k.startswith(HYPER))]
+    last = key.rpartition(".")[2]
+    near = [k for k in known if k.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(key, known, 1)
+    return f"did you mean {' or '.join(near)}?" if near else f"valid keys: {', '.join(known)}"
+
+
+def _keys(record: type[StrictRecord]) -> list[str]:
+    """The dotted keys of a record and of those in it."""
+    keys = []
+    for name, field in record.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = next(
+            (k for k in kinds if isinstance(k, type) and issubclass(k, StrictRecord)), None
+        )
+        keys += [f"{name}.{key}" for key in _keys(inner)] if inner is not None else [name]
+    return keys

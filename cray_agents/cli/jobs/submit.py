@@ -1,0 +1,170 @@
+"""`jobs submit`: start a training job, or find it, and follow it to its end.
+
+A platform that runs on the root trains it. Without one this command holds the scheduler and the
+trainer itself, as `up` would: it starts again what died, and ends the job's processes when it ends.
+The same command again is the same job; one that failed is tried again where it is to be run
+otherwise. Read next: job_spec.py, job_training.py.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cray_agents.cli.jobs.job_targets import say, train
+from cray_agents.cli.jobs.spec_options import asked, layout_of, settled
+from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.screen import HomeOption, console
+from cray_agents.config import Config, load_config
+from cray_agents.errors import BadInput, JobError
+from cray_agents.paths import Home
+from cray_agents.training_jobs import JobSpec, JobStatus
+
+STAYS = (
+    "the same again stays failed; run otherwise it goes on from its newest resume point: another"
+    " layout, recompute, save_every, keep, evaluate_every or logprob_limit; and what else is"
+    " changed is another job"
+)
+WIDE = 1024  # of hidden states: models for which the usual learning rate is far too high
+
+
+def submit(
+    parent: Annotated[
+        str | None, typer.Option(help="NAME, NAME@N or a Hugging Face directory.")
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="As `dataset list` shows it.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="sft, dpo, kto, grpo; the dataset's if left out.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="Instead of steps \\[default: 1].", min=1e-6)
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A hyperparameter such as learning_rate=2e-5, policy.kl=0.01, lora.alpha=32, or"
+            " how the job is run: evaluate_every=50, save_every=100; repeatable.",
+        ),
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A JobSpec as .json; options go before it."),
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="data=2,tensor=2; the trainer's choice if left out.")
+    ] = None,
+    oversubscribe: Annotated[
+        bool,
+        typer.Option(
+            "--oversubscribe", help="Also if it takes more cores or memory than there are."
+        ),
+    ] = False,
+    lora_rank: Annotated[int | None, typer.Option(help="Train adapters of this rank.")] = None,
+    init: Annotated[
+        str | None, typer.Option(help="random: from scratch, by the parent's config.json alone.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="dpo, kto, grpo: what is compared with, if not the parent.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Register the result as the next version of this name.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it is submitted.")] = False,
+    home: HomeOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The final status as JSON; all else on stderr.")
+    ] = False,
+) -> None:
+    """Train a model: start a job, or find it, and follow it to its end. Ctrl-C saves and stops."""
+    config = load_config({"home": home})
+    opened(config)
+    _check_name(name, detach=detach)
+    options = {
+        "parent": parent,
+        "dataset": dataset,
+        "method": method,
+        "steps": steps,
+        "layout": layout_of(layout) if layout is not None else None,
+        "oversubscribe": oversubscribe or None,
+        "lora.rank": lora_rank,
+        "init": init,
+        "reference": reference,
+    }
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        wanted = settled(config.root, asked(spec, options, setting or []), epochs)
+        status = _done(config, wanted, detach=detach)
+        if status.state == "succeeded":
+            _tell_result(config.root, status, name)
+    if as_json:
+        print(status.model_dump_json(indent=2))
+    if status.state in ("failed", "cancelled"):
+        raise JobError(f"{status.id} {status.state}: {status.error or 'for good'}")
+    if status.state == "paused":
+        raise typer.Exit(130)
+
+
+def _done(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
+    """What comes of it; a job that has ended stays what it is, unless `to_try_again`."""
+    from cray_agents.cli.jobs.event_stream import has_ended
+    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.megatron_trainer import read_status, to_try_again
+
+    journal = Journal(config.root, spec.id)
+    if journal.exists and has_ended(journal) and not to_try_again(journal, spec):
+        status = read_status(config.root, spec.id)
+        say(f"{status.id} {status.state} before: trained 0 steps")
+        if status.state == "failed":
+            say(STAYS)
+        return status
+    _tell_spec(spec)
+    return train(config, spec, detach=detach)
+
+
+# ---- what is said
+def _tell_spec(spec: JobSpec) -> None:
+    from cray_agents.trainers.models.architecture import read_architecture
+
+    hyper = spec.hyperparameters
+    start = "from scratch, by the config of" if hyper.init == "random" else "from"
+    lora = f", LoRA of rank {hyper.lora.rank}" if hyper.lora is not None else ""
+    rate = f"learning rate {hyper.learning_rate:g}, {hyper.dtype}{lora}"
+    say(f"{spec.method} on {spec.dataset} {start} {spec.parent}")
+    say(f"{hyper.steps} steps of {hyper.batch_size}, {rate}")
+    if (
+        "learning_rate" not in hyper.model_fields_set
+        and read_architecture(Path(spec.parent)).hidden >= WIDE
+    ):
+        say(f"warning: a learning rate of {hyper.learning_rate:g} suits models of a few million"
+            " parameters; for this one --set learning_rate=1e-5 is usual, ten times that for LoRA,"
+            " less for dpo, kto and grpo")  # fmt: skip
+
+
+def _tell_result(home: Home, status: JobStatus, name: str | None) -> None:
+    """Where the result is; registered under a name, but not promoted."""
+    from cray_agents.runtime.registry.checkpoints import ADAPTER
+    from cray_agents.runtime.registry.registry import Registry
+
+    folder = home.checkpoint(status.checkpoint or status.id)
+    console.print(str(folder), highlight=False, soft_wrap=True)
+    if (folder / ADAPTER).is_dir():
+        say(f"merged weights; the adapter alone is in {folder / ADAPTER}")
+    if name is not None:
+        registry = Registry(home)
+        version = registry.register(name, *registry.import_checkpoint(folder))
+        say(f"registered as {version.id}")
+
+
+def _check_name(name: str | None, *, detach: bool) -> None:
+    from cray_agents.runtime.registry.registry import NAME
+
+    if name is not None and not NAME.fullmatch(name):
+        raise BadInput(
+            f"{name!r} cannot name a model: use letters, digits, '.', '_' and '-'", param="name"
+        )
+    if name is not None and detach:
+        raise BadInput("--name with --detach: nobody would wait to register it", param="name")

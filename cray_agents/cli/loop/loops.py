@@ -1,0 +1,158 @@
+"""`loop`: run the self-improving loop that a Python file defines. The same command goes on.
+
+With --watch the same file's loop trains on live traffic instead, without end: watching.py.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from cray_agents.agent.agent import Agent
+from cray_agents.cli.agent.agents import UrlOption, find, load, platform_at
+from cray_agents.cli.loop.generation_table import LEGEND, LoopScreen, generations_table
+from cray_agents.cli.loop.live_options import Watching, next_update, watching
+from cray_agents.cli.platform.platform_process import running
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors
+from cray_agents.config import load_config
+from cray_agents.generation import Generation, promoted_by
+from cray_agents.loop.loop import Loop
+
+LoopFile = Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")]
+LIVE = "Live traffic"  # a panel of --help
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(loop)
+
+
+def loop(
+    file: LoopFile,
+    generations: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many at most \\[default: 5; with --watch without end]."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A checkpoint to begin with, on a root that has none.")
+    ] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Go on with other settings than it began with."),
+    ] = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", rich_help_panel=LIVE, help="Train on live runs that people rewarded."
+        ),
+    ] = False,
+    runs: Annotated[
+        int | None,
+        typer.Option(min=1, rich_help_panel=LIVE, help="So many new ones make an update."),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=LIVE, help="One each 6h, 30m, …; with --runs whichever is first."
+        ),
+    ] = None,
+    quiet: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=LIVE, help="Hours in which none begins: 22:00-06:00."),
+    ] = None,
+    updates_per_day: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=LIVE, help="How many at most.")
+    ] = None,
+    giver: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=LIVE, help="An API key whose rewards count, by name; repeatable."
+        ),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", rich_help_panel=LIVE, help="End after the next update.")
+    ] = False,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a self-improving loop; the same command goes on where it stopped."""
+    module = load(file)
+    found = find(module, "loop", Loop, file)
+    found = watching(found, Watching(watch, runs, every, quiet, updates_per_day, giver, once))
+    if accept_changes:
+        found.changed = "accept"
+    if generations is None:
+        generations = sys.maxsize if found.watch is not None else 5
+    done: list[Generation] = []
+    with platform_at(home, url, found.agent.model, model) as platform:
+        found.platform = platform
+        with LoopScreen(enabled=not as_json) as screen:
+            found.on_progress = screen.progress
+            if once:
+                generations = asyncio.run(next_update(platform, found.name))
+            for generation in _until_interrupted(found, generations):
+                screen.generation(generation)
+                done.append(generation)
+    if as_json:
+        print(json.dumps([g.model_dump(mode="json") for g in done], indent=2))
+        return
+    if not done:
+        return
+    console.print(generations_table(done))
+    console.print(LEGEND, style="dim")
+    if done[-1].stopped:
+        console.print(f"stopped: {done[-1].stopped}")
+    tell_next(found, done, _agent_of(module, found, file), home, url)
+
+
+def tell_next(
+    loop: Loop, done: list[Generation], agent: str | None, home: Path | None, url: str | None
+) -> None:
+    """Say what the name means now, and which commands people want next.
+
+    agent: the agent's file, as `chat` takes it; None: it is in no file.
+    """
+    served, last = promoted_by(done), done[-1]
+    there = f" --url {url}" if url else f" --home {home}" if home else ""
+    steps = {"talk with it": f"chat {agent}{there}"} if agent else {}
+    if url is None:
+        root = load_config({"home": home}).root
+        if running(root) is None:
+            steps["serve it"] = f"up --name {loop.agent.model}{there}"
+        steps["read its runs"] = f"runs list --loop {loop.name}{there}"
+        steps["take them elsewhere"] = f"export --loop {loop.name}{there} --output runs.jsonl"
+        if last.version != served:
+            steps["promote it all the same"] = f"models promote {last.version}{there}"
+    before = done[0].version
+    now = "as before" if served == before else f"{before} before"
+    console.print(f"\n{loop.agent.model} means {served} now ({now}). Next:", highlight=False)
+    width = max(map(len, steps), default=0)
+    for what, command in steps.items():
+        text = f"  {what:{width}}  cray-agents {command}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print("The same command goes on from here, with --generations N for more.")
+
+
+def _agent_of(module: ModuleType, loop: Loop, file: Path) -> str | None:
+    """The loop's agent as `chat` takes it: FILE, or FILE:NAME where the file has several."""
+    agents = {name: value for name, value in vars(module).items() if isinstance(value, Agent)}
+    for name, value in agents.items():
+        if value.name == loop.agent.name:
+            return str(file) if len(agents) == 1 else f"{file}:{name}"
+    return None
+
+
+def _until_interrupted(found: Loop, generations: int) -> Iterator[Generation]:
+    """The loop's generations; Ctrl-C is the end of one that watches, and loses nothing."""
+    try:
+        yield from found.run(generations)
+    except KeyboardInterrupt:
+        if found.watch is None:
+            raise
+        errors.print("interrupted: the same command goes on from here", highlight=False)

@@ -1,0 +1,1 @@
+"""`models`: versions, promotion, lineage, pruning."""

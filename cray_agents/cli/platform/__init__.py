@@ -1,0 +1,1 @@
+"""`up`, `down`, `status`, `keys`, `doctor`; and the platform process that they start."""

@@ -1,0 +1,291 @@
+"""One platform process: gateway, pool, store, registry, scheduler and trainer, wired together.
+
+`up` calls `serve`. Nothing here decides anything: each part is made, handed to those that need it,
+and closed in the reverse order. The scheduler comes up first (a private Slurm takes half a second);
+the gateway answers as soon as it listens, while the replicas are still loading.
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib.metadata
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from cray_agents.cli.platform.doctor import distribution_version
+from cray_agents.cli.platform.first_version import first_version
+from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
+from cray_agents.cli.screen import errors
+from cray_agents.config import Config
+from cray_agents.errors import ConfigError, SetupError, StoreError
+from cray_agents.paths import Home
+from cray_agents.permissions import keep_private
+from cray_agents.records import ModelVersion
+from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
+from cray_agents.runtime.gateway.http.api_keys import Keys
+from cray_agents.runtime.gateway.http.app import create_app
+from cray_agents.runtime.gateway.http.auth import is_loopback
+from cray_agents.runtime.gateway.http.protocol import protocol
+from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool.gpu_assignment import shares
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
+from cray_agents.runtime.registry.checkpoints import read_manifest, sweep
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scheduler.choose import configured_scheduler
+from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
+from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.maintenance import keep_up
+from cray_agents.runtime.store.redaction import Redactor
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
+from cray_agents.trainers.job.restarter import keep_going
+from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
+
+PATIENCE = 2.0  # seconds after which it is said what takes so long
+SWITCH = 0.0005  # seconds a busy event loop may keep the thread waiting that commits to the store
+GC = (10_000, 20, 100)  # rarely over everything: the store's index may hold millions of objects
+
+
+def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
+    """Run a platform until SIGINT or SIGTERM. Raises SetupError, BadInput, StoreError."""
+    home = config.root
+    make_root(config)
+    check_access(config)
+    resources_of(config)  # what is wrong with it is said before anything starts
+    with listen(config.host, config.port) as listener, contextlib.ExitStack() as ending:
+        token = claim(home, listener, name)
+        ending.callback(give_back, home, token)
+        sweep(home)
+        registry = Registry(home)
+        version = first_version(registry, model, name)
+        with contextlib.closing(configured_scheduler(config)) as scheduler:
+            say(f"scheduler: {scheduler.reason}")
+            resources = resources_of(config, here=scheduler.here)
+            say(f"trainer: {resources}")
+            trainer = MegatronTrainer(home, scheduler, resources)
+            platform = about(config, scheduler, resources)
+            uvloop.run(run(config, registry, trainer, platform, version, replicas, listener, token))
+
+
+async def run(
+    config: Config,
+    registry: Registry,
+    trainer: MegatronTrainer,
+    platform: dict[str, Any],
+    version: ModelVersion,
+    replicas: int,
+    listener: socket.socket,
+    token: str,
+) -> None:
+    """Everything that needs the event loop: replicas, gateway, the wait for the end."""
+    sys.setswitchinterval(SWITCH)
+    gc.set_threshold(*GC)
+    home = config.root
+    pool = make_pool(config, version.name, replicas)
+    store = await open_store(config)
+    services = Services(
+        home=home,
+        store=store,
+        registry=registry,
+        trainer=trainer,
+        pool=pool,
+        platform=platform,
+        code=code_version(),
+        keep_alive=config.keep_alive,
+        body_timeout=config.body_timeout,
+        model_roots=tuple(config.model_roots),
+        api_keys=config.api_keys if is_loopback(config.host) else "required",
+        token=token,
+        reward_limit=config.reward_limit,
+        admission=make_admission(config, pool, registry),
+    )
+    settings_http = uvicorn.Config(
+        create_app(services),
+        http=protocol(config.head_timeout),
+        ws="none",
+        log_level="warning",
+        lifespan="off",
+        proxy_headers=False,
+        timeout_keep_alive=config.idle_timeout,
+    )
+    server = Gateway(settings_http)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(start_pool(pool, home, version))
+    log = home.logs / "batch-worker.log"
+    batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
+    upkeep = asyncio.create_task(keep_up(store))
+    jobs = asyncio.create_task(keep_going(home, trainer))
+    await services.fine_tuning.start()
+    try:
+        say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
+        await stopped(serving, starting, server)
+    finally:
+        give_back(home, token)  # a command that looks now finds none
+        server.should_exit = True
+        starting.cancel()
+        batches.cancel()
+        upkeep.cancel()
+        jobs.cancel()
+        await asyncio.gather(serving, starting, batches, upkeep, jobs, return_exceptions=True)
+        await services.close()
+        await pool.stop()
+        await store.close()
+
+
+async def open_store(config: Config) -> Store:
+    """The store; a host that never saw this root reads its segments' footers first."""
+    opening = asyncio.create_task(
+        asyncio.to_thread(Store, config.root, redactor=Redactor.of(config))
+    )
+    done, _ = await asyncio.wait([opening], timeout=PATIENCE)
+    if not done:
+        say("reading what is recorded into this host's index, once: about 25 s for a million calls")
+    return await opening
+
+
+def make_pool(config: Config, name: str, replicas: int) -> Pool:
+    """The replicas, none of them started. Raises SetupError where there are too few GPUs."""
+    settings = EngineSettings(
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        dtype=config.dtype,
+        tool_call_parser=config.tool_call_parser,
+        engine_args=tuple(config.engine_args),
+        kv_cache_gib=config.kv_cache_gib,
+        max_lora_rank=config.max_lora_rank,
+        start_timeout=config.start_timeout,
+        answer_timeout=config.engine_timeout,
+        load_timeout=config.load_timeout,
+    )
+    logs = config.root.logs
+    shown: Sequence[str | None] = [None] * (replicas + config.spare_replicas)
+    if has_gpu_build():
+        there, args = len(nvidia_devices()), settings.engine_args
+        shown = shares(replicas, args, os.environ, there)
+        for count in range(1, config.spare_replicas + 1):  # as many as GPUs are left for
+            with contextlib.suppress(SetupError):
+                shown = shares(replicas + count, args, os.environ, there)
+    hosts = [Replica(name, settings, logs / f"replica-{n}.log", its) for n, its in enumerate(shown)]
+    return Pool(
+        hosts[:replicas],
+        spares=hosts[replicas:],
+        tolerance=settings.tolerance,
+        wait_timeout=config.swap_timeout,
+        swap_mode=config.swap_mode,
+        silence_timeout=config.silence_timeout,
+    )
+
+
+def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
+    """Lets in a few more than vLLM works on at once, so that it never waits for the next one."""
+    each = config.max_num_seqs + config.max_num_seqs // 8
+    return Admission(
+        lambda: pool.serving * each,
+        config.max_queue,
+        serves=lambda model: pool.serves(registry.resolve(model).id),
+        swapping=lambda: pool.swapping,
+        outage=config.swap_timeout,
+    )
+
+
+class Gateway(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: `stopped` decides when the platform ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+async def start_pool(pool: Pool, home: Home, version: ModelVersion) -> None:
+    """Start the replicas on a version and prove it."""
+    directory = home.checkpoint(version.checkpoint)
+    manifest = await asyncio.to_thread(read_manifest, directory)
+    begun = time.monotonic()
+    await pool.start(directory, version.id, manifest.probe)
+    say(f"ready: {version.id} is served after {time.monotonic() - begun:.0f} s")
+
+
+async def stopped(
+    serving: "asyncio.Task[None]", starting: "asyncio.Task[None]", server: uvicorn.Server
+) -> None:
+    """Wait for a signal, or raise what ended the gateway or the replicas' start."""
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, signalled.set)
+    end = asyncio.create_task(signalled.wait())
+    waiting: set[asyncio.Task[Any]] = {end, serving, starting}
+    while end not in (done := (await asyncio.wait(waiting, return_when="FIRST_COMPLETED"))[0]):
+        for task in done:
+            task.result()  # raises what it raised
+        waiting -= done
+        if serving in done:
+            return
+
+
+def make_root(config: Config) -> None:
+    """Make the shared root, private, and prove that it can be written. Raises StoreError."""
+    home = config.root
+    if note := keep_private(config):
+        say(note)
+    try:
+        home.logs.mkdir(parents=True, exist_ok=True)
+        probe = home.root / f".writable-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise StoreError(
+            f"the shared root {home.root} cannot be written ({error.strerror}): choose another "
+            "with --home or CRAY_AGENTS_HOME"
+        ) from error
+
+
+def check_access(config: Config) -> None:
+    """Raises ConfigError when others than this host's users could reach a gateway without keys."""
+    if is_loopback(config.host):
+        return
+    if config.api_keys == "off":
+        raise ConfigError(
+            f"api_keys = 'off' on host {config.host!r}: without API keys the gateway listens on "
+            "loopback only; leave it at 'auto', or forward a port (ssh -L)",
+            param="api_keys",
+        )
+    if not Keys(config.root).working:
+        raise ConfigError(
+            f"host {config.host!r}: beyond loopback the gateway asks for API keys, and "
+            f"{config.root.root} has none: make one with `cray-agents keys create NAME`, or forward"
+            " a port (ssh -L)",
+            param="host",
+        )
+
+
+def about(
+    config: Config, scheduler: Slurm | LocalProcesses, resources: Resources
+) -> dict[str, Any]:
+    """What `/v1/platform` says: which engine, trainer and scheduler, in which versions."""
+    megatron = distribution_version("megatron")
+    return {
+        "version": importlib.metadata.version("cray-agents"),
+        "home": str(config.root.root),
+        "engine": {"name": "vllm", "version": distribution_version("vllm")},
+        "trainer": {"name": "megatron-core", "version": megatron, "uses": str(resources)},
+        "scheduler": {"name": scheduler.name, "reason": scheduler.reason},
+    }
+
+
+def say(text: str) -> None:
+    """A line for people, in the platform's log."""
+    errors.print(text, highlight=False, soft_wrap=True)

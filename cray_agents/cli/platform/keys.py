@@ -1,0 +1,76 @@
+"""`keys create`, `keys list`, `keys revoke`: who may use the gateway, and for what.
+
+They work on the shared root itself, platform or not; one that runs sees the change within a second.
+"""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
+from cray_agents.config import load_config
+
+keys = typer.Typer(no_args_is_help=True, help="API keys: create, list, revoke.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command group."""
+    app.add_typer(keys, name="keys")
+
+
+@keys.command("create")
+def create(
+    name: Annotated[str, typer.Argument(help="Whose key it is, or what for.")],
+    role: Annotated[
+        str, typer.Option(help="use (call models), train (and train them), admin (everything).")
+    ] = "use",
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key. Its secret is shown now and never again."""
+    from cray_agents.runtime.gateway.http.api_keys import Keys, role_named
+
+    record, secret = Keys(opened(load_config({"home": home}))).create(name, role_named(role))
+    if as_json:
+        print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
+        return
+    errors.print(
+        f"the key {escape(name)} ({role}); its secret is kept nowhere, so note it now. Clients take"
+        " it as api_key, or from OPENAI_API_KEY; cray-agents itself from CRAY_AGENTS_API_KEY.",
+        soft_wrap=True,
+    )
+    print(secret)
+
+
+@keys.command("list")
+def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """List every key that was ever made, without its secret."""
+    from cray_agents.runtime.gateway.http.api_keys import Keys
+
+    rows = [
+        {
+            "id": record.id,
+            "name": record.name,
+            "role": record.role.name,
+            "state": "revoked" if revoked else "works",
+            "created": record.created,
+            "when": when(record.created),
+        }
+        for record, revoked in Keys(load_config({"home": home}).root).list()
+    ]
+    show(rows, ["id", "name", "role", "state", "when"], as_json=as_json)
+
+
+@keys.command("revoke")
+def revoke(
+    key: Annotated[str, typer.Argument(help="Its name or id, as `keys list` shows it.")],
+    home: HomeOption = None,
+) -> None:
+    """End a key, for good. It stops working within a second."""
+    from cray_agents.runtime.gateway.http.api_keys import Keys
+
+    for record in Keys(opened(load_config({"home": home}))).revoke(key):
+        console.print(f"revoked {escape(record.name)} ({record.id})", soft_wrap=True)

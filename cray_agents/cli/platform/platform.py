@@ -1,0 +1,124 @@
+"""`up`, `down`, `status`: run a platform, end it, say how it is.
+
+`up` composes gateway, pool, store, scheduler and trainer in one process (compose.py); running.py
+finds, starts and ends that process.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cray_agents.cli.platform.platform_process import (
+    check_vllm,
+    fetch,
+    running,
+    start,
+    stop,
+    wait_until_ready,
+)
+from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
+from cray_agents.config import load_config
+from cray_agents.paths import Home
+from cray_agents.processes import die_with_parent
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(up)
+    app.command()(down)
+    app.command()(status)
+
+
+def up(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face checkpoint directory. Default: what the root promotes."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="The name people ask for \\[default: the root's, if it has one; else 'default']."
+        ),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="0 picks a free one \\[default: 8000].")] = None,
+    home: HomeOption = None,
+    replicas: Annotated[int, typer.Option(min=1, help="vLLM servers behind the gateway.")] = 1,
+    detach: Annotated[
+        bool, typer.Option(help="Return when it is ready; end it with down.")
+    ] = False,
+    scheduler: Annotated[
+        str | None, typer.Option(help="auto, slurm or local \\[default: auto].")
+    ] = None,
+    parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run the platform: gateway, vLLM, store, scheduler and trainer. Ctrl-C ends it."""
+    flags = {"home": home, "port": port, "scheduler": scheduler}
+    config = load_config(flags)
+    name = name or _only_name(config.root, model)
+    if detach:
+        process = start(config, model, name, replicas, with_parent=False)
+        info = wait_until_ready(config.root, process)
+        console.print(f"{name} is served at {info['url']}/v1 (end it: cray-agents down)")
+        return
+    if parent is not None:
+        die_with_parent(parent)
+    check_vllm()
+    from cray_agents.cli.platform.compose import serve
+
+    serve(config, model, name, replicas)
+
+
+def _only_name(home: Home, model: Path | None) -> str:
+    """The one name that a root promotes; "default" beside a model, and where there are others."""
+    from cray_agents.runtime.registry.registry import Registry
+
+    names = Registry(home).names() if model is None else []
+    return names[0] if len(names) == 1 else "default"
+
+
+def down(home: HomeOption = None) -> None:
+    """End the platform that runs on this shared root."""
+    root = load_config({"home": home}).root
+    info = running(root)
+    if info is None:
+        console.print(f"no platform runs on {root.root}")
+        return
+    stop(info["pid"])
+    console.print(f"ended the platform on {root.root} (pid {info['pid']})")
+
+
+def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """Say what runs on this shared root: the platform, its replicas and their versions."""
+    root = load_config({"home": home}).root
+    info = running(root)
+    if info is None:
+        if as_json:
+            print(json.dumps({"running": False, "home": str(root.root)}))
+        else:
+            console.print(f"no platform runs on {root.root}")
+        raise typer.Exit(1)
+    about, pool = fetch(info, "/v1/platform"), fetch(info, "/v1/pool")
+    replicas, lease = [*pool["data"], *pool["spares"]], pool["lease"]
+    info = {name: value for name, value in info.items() if name != "token"}
+    info |= {"running": True} | about
+    if as_json:
+        print(json.dumps(info | {"replicas": replicas, "lease": lease}, indent=2))
+        return
+    where = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
+    console.print(
+        f"{info['url']}/v1  {where}  engine {info['engine']['name']} "
+        f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
+    )
+    rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]
+    show(rows, ["versions", "state", "in_flight", "restarts", "pid"], as_json=False)
+    for replica in replicas:
+        if (last := replica["last_restart"]) is not None:
+            console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)
+    if lease is not None:
+        console.print(
+            f"{', '.join(lease['displaced'])} made room for {lease['version']}, which "
+            f"{lease['holder']!r} evaluates",
+            markup=False,
+        )

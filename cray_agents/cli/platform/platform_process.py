@@ -1,0 +1,258 @@
+"""The platform of a shared root as a process: find it, start it, wait for it, end it.
+
+A command that needs a platform uses the one that runs on its root, or starts one that lives as long
+as the command does: `serving`, and `local_platform` for Python. One that another host runs is used
+where it can be reached; claiming.py writes down where that is. Used by all of cli/.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cray_agents.cli.screen import errors
+from cray_agents.config import Config, load_config
+from cray_agents.errors import Corrupt, NotFound, SetupError
+from cray_agents.paths import Home
+from cray_agents.permissions import make_private
+from cray_agents.platform.client import Platform
+from cray_agents.processes import alive
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scheduler.supervised import boot_id
+
+SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` without a platform
+START_SECONDS = 30.0  # until the gateway answers; the engine behind it may take longer
+STOP_SECONDS = 20.0
+
+
+def owner(home: Home) -> dict[str, Any] | None:
+    """The living platform that claimed this root: its url, host, pid, name and token.
+
+    One of this host may be starting; one of another has answered, and its pid is None. Raises
+    SetupError when it is another user's, or another host's and cannot be reached from here.
+    """
+    try:
+        info: dict[str, Any] = checksums.read_json(home.platform)
+    except FileNotFoundError:
+        return None
+    except Corrupt as error:  # it may live: another one beside it would do harm
+        raise SetupError(
+            f"{error}. If no platform runs on {home.root}, remove that file"
+        ) from error
+    except PermissionError as error:
+        raise SetupError(
+            f"the platform on {home.root} is another user's ({home.platform} cannot be read): reach"
+            " it with CRAY_AGENTS_URL and CRAY_AGENTS_API_KEY, or choose another root with --home"
+        ) from error
+    if info.get("host", socket.gethostname()) != socket.gethostname():
+        return _reached(home, info)
+    rebooted = info.get("boot", boot_id()) != boot_id()
+    return info if not rebooted and _lives(info["pid"]) else None
+
+
+def _reached(home: Home, info: dict[str, Any]) -> dict[str, Any]:
+    """The platform of another host, if it answers. Raises SetupError, as it may well live."""
+    host, url = info["host"], info["elsewhere"] or os.environ.get("CRAY_AGENTS_URL")
+    gone = f"If that host is gone, or nothing of it runs there any more, remove {home.platform}"
+    if url is None:
+        raise SetupError(
+            f"the platform on {home.root} is on host {host} and listens at {info['url']}, where "
+            "only that host reaches it: run this there; or name a forwarded port (ssh -L) with "
+            'CRAY_AGENTS_URL; or start it anew with host = "0.0.0.0" and an API key. '
+            f"{gone}"
+        )
+    info |= {"url": url.rstrip("/").removesuffix("/v1"), "pid": None}
+    try:
+        fetch(info, "/v1/platform", secret=info["token"])  # nobody else's takes this key
+    except OSError as error:
+        raise SetupError(
+            f"the platform on {home.root} is on host {host} and does not answer at {url} "
+            f"({error}): look there, or in {home.logs / 'platform.log'}. {gone}"
+        ) from error
+    return info
+
+
+def submitter(home: Home) -> int | None:
+    """The pid of a living `jobs submit` that trains on this root by itself."""
+    try:
+        pid = int((home.slurm / SUBMITTER).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return pid if _lives(pid) else None
+
+
+def _lives(pid: int) -> bool:
+    """Whether another process of ours has this pid, and not a program that got it later."""
+    if not alive(pid) or pid == os.getpid():
+        return False
+    command = Path(f"/proc/{pid}/cmdline")
+    return not command.exists() or b"cray" in command.read_bytes()
+
+
+def running(home: Home) -> dict[str, Any] | None:
+    """The platform on this root, if it answers."""
+    info = owner(home)
+    if info is None:
+        return None
+    try:
+        fetch(info, "/health/live")
+    except OSError:
+        return None
+    return info
+
+
+def key(info: dict[str, Any]) -> str | None:
+    """The API key for a platform of this user: $CRAY_AGENTS_API_KEY, else its own."""
+    return os.environ.get("CRAY_AGENTS_API_KEY") or info.get("token")
+
+
+def client(info: dict[str, Any]) -> Platform:
+    """The client of a platform that was found here."""
+    return Platform(info["url"], api_key=key(info))
+
+
+def fetch(
+    info: dict[str, Any], path: str, timeout: float = 5.0, secret: str | None = None
+) -> dict[str, Any]:
+    """GET some JSON from the platform; `secret`: by this key. Raises OSError."""
+    request = urllib.request.Request(info["url"] + path)
+    if secret := secret or key(info):
+        request.add_header("Authorization", f"Bearer {secret}")
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        body: dict[str, Any] = json.load(answer)
+        return body
+
+
+def start(
+    config: Config, model: Path | None, name: str, replicas: int, *, with_parent: bool
+) -> subprocess.Popen[bytes]:
+    """Start `up` as a child. With `with_parent` it dies when this process does."""
+    home = config.root
+    umask = make_private(home.root, config.group).umask
+    home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
+    argv = [sys.executable, "-m", "cray_agents", "up", "--name", name, "--home", str(home.root)]
+    argv += ["--port", str(config.port), "--replicas", str(replicas)]
+    argv += ["--scheduler", config.scheduler]
+    argv += ["--model", str(model)] if model else []
+    argv += ["--parent", str(os.getpid())] if with_parent else []
+    opener = partial(os.open, mode=0o666 & ~umask)
+    with open(home.logs / "platform.log", "ab", opener=opener) as log:
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                start_new_session=True)  # fmt: skip
+
+
+def wait_until_live(home: Home, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Wait until the child's gateway answers. Raises SetupError with its log's tail."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        info = running(home)
+        if info is not None and info["pid"] == process.pid:
+            return info
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    if process.poll() is None:
+        stop(process.pid)
+    tail = (home.logs / "platform.log").read_text(errors="replace").splitlines()[-15:]
+    raise SetupError("the platform did not start; its log ends:\n" + "\n".join(tail))
+
+
+def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Wait until the child's replicas serve, too. Raises SetupError."""
+    info = wait_until_live(home, process)
+    with errors.status("waiting for the engine (a vLLM server starts in about half a minute)"):
+        while process.poll() is None:
+            try:
+                fetch(info, "/health/ready")
+                return info
+            except OSError:  # not yet, or it is ending
+                time.sleep(0.3)
+    return wait_until_live(home, process)
+
+
+@contextmanager
+def serving(
+    config: Config, *, model: Path | None = None, name: str = "default", ready: bool = True
+) -> Iterator[dict[str, Any]]:
+    """A platform on the configured root: the one that runs, or one that ends with this block."""
+    info = running(config.root)
+    if info is not None:
+        yield info
+        return
+    _check_startable(config.root, model, name)
+    free = config.model_copy(update={"port": 0})
+    process = start(free, model, name, 1, with_parent=True)
+    try:
+        yield (wait_until_ready if ready else wait_until_live)(config.root, process)
+    finally:
+        stop(process.pid)
+        process.wait()
+
+
+def check_vllm(what: str = "this install cannot run a platform", other: str = "") -> None:
+    """Raises SetupError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise SetupError(
+            f"{what}, for vLLM is not installed: {other}pip install 'cray-agents[cpu]' or "
+            "'cray-agents[gpu]'; see `cray-agents doctor`"
+        )
+
+
+def _check_startable(home: Home, model: Path | None, name: str) -> None:
+    """Raises SetupError where a platform would end at once: for want of vLLM, or of a model."""
+    other = "name a server with --url (or CRAY_AGENTS_URL)"
+    check_vllm(f"no platform runs on {home.root}, and none can be started here", f"{other}, or ")
+    if model is not None:
+        return
+    registry = Registry(home)
+    try:
+        promoted = registry.promoted(name)
+    except NotFound:
+        promoted = None
+    if promoted is None:
+        known = ", ".join(registry.names()) or "none"
+        raise SetupError(
+            f"no platform runs on {home.root}, and no version of {name!r} is promoted there to "
+            f"start one with (names there: {known}): {other}, or start a platform with "
+            f"`cray-agents up --name {name} --model DIR`"
+        )
+
+
+@contextmanager
+def local_platform(
+    home: Path, *, model: Path | None = None, name: str = "default", ready: bool = True
+) -> Iterator[Platform]:
+    """A platform on a shared root for as long as the block lasts, or the one that runs there.
+
+    model: the checkpoint that `name` begins with, if the root promotes none yet. With `ready`,
+    wait until its replicas serve; otherwise only until it answers. Raises SetupError.
+    """
+    with serving(load_config({"home": home}), model=model, name=name, ready=ready) as info:
+        yield client(info)
+
+
+def stop(pid: int | None) -> None:
+    """Ask a platform to end, then make it. Raises SetupError when it is another host's."""
+    if pid is None:
+        raise SetupError("this platform is another host's: end it there, with `cray-agents down`")
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + STOP_SECONDS
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            return
+        while alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not alive(pid):
+            return

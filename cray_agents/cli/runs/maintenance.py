@@ -1,0 +1,190 @@
+"""`runs fsck`, `runs compact`, `runs prune`: looking after what is stored, platform or not."""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cray_agents.cli.data.datasets import dataset
+from cray_agents.cli.models.models import root
+from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.runs import filter_options
+from cray_agents.cli.runs.runs import runs
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput
+from cray_agents.queries import RunFilter, RunQuery
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.store import Store
+
+FOUND = ["path", "kind", "offset", "at", "lost", "repairable", "message"]
+SHOWN = 10  # of the runs that would go
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands, in the group `runs`."""
+    runs.command("fsck")(check)
+    dataset.command("fsck")(check)
+    runs.command("compact")(compact_segments)
+    runs.command("prune")(prune)
+
+
+def check(
+    home: HomeOption = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend what can be mended, keep the damaged bytes.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Read everything under the root and tell what is damaged, and where.
+
+    Runs, datasets, checkpoints, files, batches, uploads, versions, jobs, loops, keys: all that has
+    a checksum or a hash. --repair mends segments; what else is damaged stays as it is. Exit code 1
+    if anything is damaged, with --repair if anything is lost.
+    """
+    from cray_agents.runtime.fsck import check as look
+    from cray_agents.runtime.store.segments.salvage import repair as mend
+
+    home_ = root(home)
+    rows = []
+    with errors.status("reading everything"):
+        for finding in look(home_):
+            done = mend(home_.segments, finding) if repair else None
+            rows.append({**finding._asdict(), "done": done})
+    show(rows, [*FOUND, "done"] if repair else FOUND, as_json=as_json)
+    if not rows:
+        errors.print("everything is whole", style="green")
+    elif not repair and any(row["repairable"] for row in rows):
+        errors.print("`cray-agents runs fsck --repair` mends what it can; no byte is destroyed")
+    if any(row["lost"] != 0 or not repair for row in rows):
+        raise typer.Exit(1)
+
+
+def compact_segments(
+    home: HomeOption = None,
+    dry_run: DryRun = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Merge small segments, and give back the space of forgotten runs; readers need not stop."""
+    from cray_agents.runtime.store import Store
+    from cray_agents.runtime.store.compaction import compact, plan
+
+    store = Store(opened(load_config({"home": home})))
+    if not dry_run:
+        store.seal_orphans()
+    groups = plan(store, thorough=True)
+    rows: list[dict[str, Any]]
+    if dry_run:
+        rows = [
+            {"segments": [s.stem for s in group], "bytes_before": sum(s.size for s in group)}
+            for group in groups
+        ]
+    else:
+        rows = [asdict(done) for group in groups if (done := compact(store, group))]
+    asyncio.run(store.close())
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    verb = "would be compacted" if dry_run else "compacted"
+    console.print(f"{sum(len(row['segments']) for row in rows)} segments {verb}")
+    for row in rows if not dry_run else ():
+        console.print(
+            f"  {len(row['segments'])} -> {row['into']}: {size(row['bytes_before'])} -> "
+            f"{size(row['bytes_after'])}, {row['forgotten']} events forgotten, "
+            f"{row['doubled']} that were there twice"
+        )
+
+
+def prune(
+    home: HomeOption = None,
+    loop: filter_options.LoopOption = None,
+    generation: filter_options.GenerationOption = None,
+    agent: filter_options.AgentOption = None,
+    task: filter_options.TaskOption = None,
+    split: filter_options.SplitOption = None,
+    model: filter_options.ModelOption = None,
+    stop_reason: filter_options.StopReasonOption = None,
+    min_reward: filter_options.MinRewardOption = None,
+    max_reward: filter_options.MaxRewardOption = None,
+    error: filter_options.ErrorOption = None,
+    since: filter_options.SinceOption = None,
+    until: filter_options.UntilOption = None,
+    tag: filter_options.TagOption = None,
+    text: filter_options.TextOption = None,
+    dry_run: DryRun = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Forget the runs that match: `--until 90d` those of more than ninety days ago.
+
+    They are gone from every answer at once, from the disk with `runs compact`. Datasets that were
+    made of them stay as they are.
+    """
+    wanted = filter_options.filter_of(
+        loop=loop, generation=generation, agent=agent, task=task, split=split, model=model,
+        stop_reason=stop_reason, min_reward=min_reward, max_reward=max_reward, error=error,
+        since=since, until=until, tag=tag, text=text,
+    )  # fmt: skip
+    if wanted == RunFilter():
+        raise BadInput("say which runs to forget: without a filter it would be all of them")
+    from cray_agents.runtime.store import Store
+
+    store = Store(opened(load_config({"home": home})))
+    told = about(store, wanted)
+    if not as_json:
+        tell(told)
+    if not dry_run and told["runs"]:
+        if not yes:
+            typer.confirm(f"Forget {told['runs']} runs?", abort=True)
+        told["forgotten"] = asyncio.run(forget(store, wanted))
+    if as_json:
+        print(json.dumps(told, indent=2))
+    elif "forgotten" in told:
+        console.print(f"{told['forgotten']} runs forgotten; `cray-agents runs compact` frees space")
+
+
+async def forget(store: "Store", wanted: RunFilter) -> int:
+    """Forget the runs; the store is closed at the end. Returns how many."""
+    query = RunQuery(**wanted.model_dump(), order="id")
+    try:
+        return await store.forget((row.run_id for row in store.facts(query)), "runs prune")
+    finally:
+        await store.close()
+
+
+def about(store: "Store", wanted: RunFilter) -> dict[str, Any]:
+    """What would be forgotten: how many runs, of which loops, with how many tokens."""
+    query = RunQuery(**wanted.model_dump(), order="oldest")
+    runs_, tokens, loops = 0, 0, Counter[str]()
+    for row in store.facts(query):
+        runs_ += 1
+        tokens += row.prompt_tokens + row.sampled_tokens
+        loops[row.loop or "(none)"] += 1
+    first = [row.run_id for row in islice(store.facts(query), SHOWN)]
+    return {"runs": runs_, "tokens": tokens, "loops": dict(loops.most_common()), "first": first}
+
+
+def tell(told: dict[str, Any]) -> None:
+    """For people."""
+    console.print(f"{told['runs']} runs match, with {told['tokens']} tokens")
+    for loop, count in told["loops"].items():
+        console.print(f"  {loop}: {count}", markup=False)
+    if told["first"]:
+        console.print(f"  the oldest: {', '.join(told['first'])}", markup=False)
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,229 @@
+"""`runs list`, `show`, `diff`, `stats`: what is stored of agents' runs, platform or not.
+
+What one run looks like is in run_text.py, how two differ in run_diff.py; the commands that look
+after the segments join this group from upkeep.py.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from rich.cells import cell_len
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from cray_agents.cli.platform.root_access import opened as opened_root
+from cray_agents.cli.runs import filter_options
+from cray_agents.cli.screen import HomeOption, JsonOption, cell, console, errors, one_line, show
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput
+from cray_agents.queries import RunQuery
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.store import Store
+    from cray_agents.runtime.store.index import RunFacts
+
+RunId = Annotated[str, typer.Argument(help="As `runs list` shows it.")]
+ORDERS = get_args(RunQuery.model_fields["order"].annotation)
+COLUMNS = (
+    "id", "agent", "model", "stop_reason", "reward", "turns", "tokens", "age", "input", "output",
+)  # fmt: skip
+NUMBERS = {"reward", "turns", "tokens", "age"}
+LONG = ("input", "output")  # columns that give way where the screen is narrow
+HEAD, LEAST = 40, 10  # characters of these, at most and at least
+GAP = 2  # between columns
+AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (120, 60, "m"), (0, 1, "s"))
+
+runs = typer.Typer(
+    no_args_is_help=True,
+    help="Runs of agents: list, show, diff, stats, reward, fsck, compact, prune.",
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command group."""
+    app.add_typer(runs, name="runs")
+
+
+@contextmanager
+def opened(home: Path | None) -> "Iterator[Store]":
+    """The store of a root, for looking and appending; closed at the end."""
+    from cray_agents.runtime.store import Store
+
+    where = opened_root(load_config({"home": home}))
+    with errors.status("looking at what is stored"):
+        store = Store(where)
+    try:
+        yield store
+    finally:
+        asyncio.run(store.close())
+
+
+@runs.command("list")
+def list_runs(
+    home: HomeOption = None,
+    loop: filter_options.LoopOption = None,
+    generation: filter_options.GenerationOption = None,
+    agent: filter_options.AgentOption = None,
+    task: filter_options.TaskOption = None,
+    split: filter_options.SplitOption = None,
+    model: filter_options.ModelOption = None,
+    stop_reason: filter_options.StopReasonOption = None,
+    min_reward: filter_options.MinRewardOption = None,
+    max_reward: filter_options.MaxRewardOption = None,
+    error: filter_options.ErrorOption = None,
+    since: filter_options.SinceOption = None,
+    until: filter_options.UntilOption = None,
+    tag: filter_options.TagOption = None,
+    text: filter_options.TextOption = None,
+    order: Annotated[str, typer.Option(help=f"{', '.join(ORDERS)}.")] = "newest",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    after: Annotated[
+        str | None, typer.Option(help="Those that come after this run in the order.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List stored runs, the newest first."""
+    if order not in ORDERS:
+        raise BadInput(f"--order must be one of {', '.join(ORDERS)}; not {order!r}", param="order")
+    wanted = filter_options.filter_of(
+        loop=loop, generation=generation, agent=agent, task=task, split=split, model=model,
+        stop_reason=stop_reason, min_reward=min_reward, max_reward=max_reward, error=error,
+        since=since, until=until, tag=tag, text=text,
+    )  # fmt: skip
+    given: dict[str, Any] = wanted.model_dump()
+    with opened(home) as store:
+        query = RunQuery(**given, order=order, after=after, limit=limit + 1)
+        found = list(islice(store.facts(query), limit + 1))
+    rows = [row(facts) for facts in found[:limit]]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    console.print(table(rows, console.width))
+    if len(found) > limit:
+        errors.print(f"there are more: --after {escape(found[limit - 1].run_id)}", highlight=False)
+
+
+@runs.command("show")
+def show_run(
+    run_id: RunId,
+    home: HomeOption = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Also the exact tokens of each model call.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one run: what was said, which tools were called, its rewards, tokens and versions."""
+    from cray_agents.cli.runs.run_text import tell_run
+
+    with opened(home) as store:
+        run = store.run(run_id)
+    if as_json:
+        print(run.model_dump_json(indent=2))
+    else:
+        tell_run(run, tokens=tokens)
+
+
+@runs.command("diff")
+def diff_runs(
+    one: RunId,
+    other: Annotated[str, typer.Argument(help="Another one.")],
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show where two runs differ: what is known of them, what was said, rewards, tokens."""
+    from cray_agents.cli.runs.run_diff import differences, tell_differences
+
+    with opened(home) as store:
+        found = differences(store.run(one), store.run(other))
+    if as_json:
+        print(json.dumps(found, indent=2, default=str))
+    else:
+        tell_differences(one, other, found)
+
+
+@runs.command("stats")
+def stats(
+    home: HomeOption = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="Groups, with commas: agent, model, loop, generation, split, stop_reason, error, "
+            "task, day."
+        ),
+    ] = "",
+    loop: filter_options.LoopOption = None,
+    generation: filter_options.GenerationOption = None,
+    agent: filter_options.AgentOption = None,
+    task: filter_options.TaskOption = None,
+    split: filter_options.SplitOption = None,
+    model: filter_options.ModelOption = None,
+    stop_reason: filter_options.StopReasonOption = None,
+    min_reward: filter_options.MinRewardOption = None,
+    max_reward: filter_options.MaxRewardOption = None,
+    error: filter_options.ErrorOption = None,
+    since: filter_options.SinceOption = None,
+    until: filter_options.UntilOption = None,
+    tag: filter_options.TagOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count runs, rewards, tokens and times, in groups."""
+    wanted = filter_options.filter_of(
+        loop=loop, generation=generation, agent=agent, task=task, split=split, model=model,
+        stop_reason=stop_reason, min_reward=min_reward, max_reward=max_reward, error=error,
+        since=since, until=until, tag=tag,
+    )  # fmt: skip
+    groups = [name.strip() for name in by.split(",") if name.strip()]
+    with opened(home) as store:
+        rows = store.stats(wanted, groups)
+    columns = [*groups, "runs", "rewarded", "mean_reward", "calls", "prompt_tokens"]
+    columns += ["sampled_tokens", "errors", "p50_seconds", "p95_seconds"]
+    show(rows, columns, as_json=as_json)
+
+
+def row(facts: "RunFacts") -> dict[str, Any]:
+    """A run as a row: all that the index knows of it."""
+    known = facts._asdict()
+    return {
+        "id": known.pop("run_id"),
+        **known,
+        "tokens": facts.prompt_tokens + facts.sampled_tokens,
+    }
+
+
+def table(rows: list[dict[str, Any]], width: int) -> Table:
+    """Rows for people, on so many columns: ids are never cut, for they are to be copied."""
+    now = time.time()
+    told = [{**row, "age": age(now - row["started"]) if row["started"] else None} for row in rows]
+    cells = {name: [one_line(cell(row.get(name))) for row in told] for name in COLUMNS}
+    widths = {name: max(map(cell_len, [name, *cells[name]])) for name in COLUMNS}
+    left = width - sum(widths[name] + GAP for name in COLUMNS if name not in LONG)
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    shown = [name for name in COLUMNS if name not in LONG or left >= len(LONG) * (LEAST + GAP)]
+    for name in shown:
+        most = min(HEAD, left // len(LONG) - GAP) if name in LONG else None
+        made.add_column(
+            name,
+            justify="right" if name in NUMBERS else "left",
+            no_wrap=True,
+            min_width=widths[name] if name == "id" else None,
+            max_width=most,
+        )
+    for each in zip(*(cells[name] for name in shown), strict=True):
+        made.add_row(*map(Text, each))
+    return made
+
+
+def age(seconds: float) -> str:
+    """How long ago, in one unit."""
+    for least, unit, name in AGES:
+        if seconds >= least:
+            return f"{int(seconds // unit)}{name}"
+    return "0s"

@@ -1,0 +1,233 @@
+"""The ChatEngine over HTTP: a cray-agents gateway, or any other server with OpenAI's API.
+
+It asks for exact tokens where the server can report them, and finds out whether it can. Retries
+(429, 408, 409, 5xx, no connection) are the openai client's own, with its back-off. That client is
+imported when first used: it takes longer to import than all of ours. Called by agent.py and
+transport.py.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+import orjson
+
+from cray_agents.engines.client_pool import Connections
+from cray_agents.engines.no_real_models import check_real_model
+from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
+from cray_agents.records import Run, digest
+
+if TYPE_CHECKING:
+    import openai
+    from openai import AsyncOpenAI
+
+URL = "http://127.0.0.1:8000/v1"
+RETRIES = 4  # after waits of about 0.5, 1, 2 and 4 s: a replica that restarts is back by then
+#: For vLLM the first two; a gateway answers the third in their place, at less cost.
+_EXACT = {"return_token_ids": True, "logprobs": True, "return_samples": True}
+_REJECTED = (400, 422)  # what servers answer to fields they do not know
+
+log = logging.getLogger(__name__)
+
+
+class OpenAIEngine:
+    """Chat completions of the server at `base_url`, which may leave out the `/v1`.
+
+    A request is a dict in the shape of OpenAI's chat completions; its key `extra_headers`, spelled
+    as in the openai client, holds headers for this one request (agents send X-Run-Id there).
+
+    Args:
+        base_url: default $CRAY_AGENTS_URL, else http://127.0.0.1:8000/v1.
+        api_key: default $CRAY_AGENTS_API_KEY, else "none".
+        retries: how often a request is sent again that met an overloaded or absent server.
+        timeout: seconds per request; default: the openai client's (600).
+        exact_tokens: whether to ask for token ids and logprobs; None: ask, and stop asking when
+            the server turns out not to know them.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        retries: int = RETRIES,
+        timeout: float | None = None,
+        exact_tokens: bool | None = None,
+    ) -> None:
+        url = (base_url or os.environ.get("CRAY_AGENTS_URL") or URL).rstrip("/")
+        self.base_url = url if urlsplit(url).path else f"{url}/v1"
+        self.exact_tokens = exact_tokens
+        #: Whether the server is a cray-agents gateway; None until that was asked.
+        self.gateway: bool | None = None
+        self._api_key = api_key or os.environ.get("CRAY_AGENTS_API_KEY") or "none"
+        self._retries = retries
+        self._timeout = timeout
+        self.connections = Connections(self._new_client)
+
+    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request. Raises EngineError and its kinds, after retries."""
+        with self.connections.one() as client:
+            raw = await self._send(client, request, stream=False)
+        try:
+            completion = orjson.loads(raw.content)
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"{self.base_url} answered with no JSON: {error}") from error
+        if not isinstance(completion, dict):
+            raise EngineError(f"{self.base_url} answered with no JSON object")
+        self._learn_exact(completion)
+        return completion
+
+    async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Answer as chunks. Raises as `chat` does; once chunks came, nothing is retried."""
+        with self.connections.one() as client:
+            raw = await self._send(client, request, stream=True)
+            with self._errors():
+                async with raw.parse() as chunks:
+                    async for chunk in chunks:
+                        yield chunk.to_dict(mode="json")
+
+    async def record(self, run: Run) -> None:
+        """Post how a run ended to the gateway, which has its calls already.
+
+        Does nothing at any other server. Raises StoreError when the gateway does not take it.
+        """
+        if not await self._is_gateway():
+            return
+        import openai
+
+        path = f"/trajectories/{quote(run.id, safe='')}/events"
+        try:
+            with self.connections.one() as client:
+                await client.post(path, cast_to=object, body={"events": [run_event(run)]})
+        except openai.OpenAIError as error:
+            raise StoreError(
+                f"run {run.id} ended ({run.stop_reason}) but {self.base_url} did not take its "
+                f"record: {error}"
+            ) from error
+
+    async def close(self) -> None:
+        """Close this event loop's connections; the next request opens new ones."""
+        await self.connections.close()
+
+    def _new_client(self) -> "AsyncOpenAI":
+        import openai
+
+        return openai.AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=self._api_key,
+            max_retries=self._retries,
+            timeout=self._timeout or openai.NOT_GIVEN,
+            # The openai client's own one closes itself when it is collected, on whatever event
+            # loop runs by then: "Event loop is closed", if its own has ended.
+            http_client=openai.DefaultAsyncHttpxClient(),
+        )
+
+    async def _send(self, client: "AsyncOpenAI", request: dict[str, Any], *, stream: bool) -> Any:
+        """Send with exact tokens where they may be had; the raw response of the openai client."""
+        check_real_model(self.base_url)
+        if self.exact_tokens is False:
+            return await self._create(client, request, stream=stream)
+        try:
+            return await self._create(client, {**_EXACT, **request}, stream=stream)
+        except EngineError as error:
+            if self.exact_tokens or error.status not in _REJECTED:
+                raise
+            raw = await self._create(client, request, stream=stream)
+        log.info("%s takes no %s: no exact tokens", self.base_url, ", ".join(_EXACT))
+        self.exact_tokens = False
+        return raw
+
+    async def _create(self, client: "AsyncOpenAI", request: dict[str, Any], *, stream: bool) -> Any:
+        # The whole body goes through extra_body: it takes fields that OpenAI has not (top_k), and
+        # spares the client's walk over all messages, which grows with the conversation.
+        body = {key: value for key, value in request.items() if key != "extra_headers"}
+        options: dict[str, Any] = {"extra_headers": request.get("extra_headers")}
+        create: Any = client.chat.completions.with_raw_response.create
+        with self._errors():
+            return await create(
+                model=body["model"], messages=[], stream=stream, extra_body=body, **options
+            )
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """The openai client's errors as ours."""
+        import openai
+
+        try:
+            yield
+        except openai.APITimeoutError as error:
+            raise EngineTimeout(f"{self.base_url} did not answer in time") from error
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            raise EngineUnavailable(
+                f"nobody answers at {self.base_url} ({cause}): start a platform with "
+                "`cray-agents up --model DIR`, or name another with CRAY_AGENTS_URL"
+            ) from error
+        except openai.APIStatusError as error:
+            raise _engine_error(error, error.status_code) from error
+        except openai.APIError as error:  # an error event in mid-stream
+            status = int(error.code) if error.code and error.code.isdecimal() else 0
+            raise _engine_error(error, status) from error
+        except _transport_errors() as error:
+            raise EngineUnavailable(
+                f"{self.base_url} broke off in mid-answer: {type(error).__name__} {error}"
+            ) from error
+
+    def _learn_exact(self, completion: Mapping[str, Any]) -> None:
+        if self.exact_tokens is None:
+            choices = completion.get("choices") or [{}]
+            told = "samples" in completion
+            self.exact_tokens = told or isinstance(choices[0].get("token_ids"), list)
+
+    async def _is_gateway(self) -> bool:
+        """Asked once, of a route that only a gateway has."""
+        import openai
+
+        if self.gateway is None:
+            try:
+                with self.connections.one() as client:
+                    once = client.with_options(max_retries=0)  # the chat was patient enough
+                    await once.get("/platform", cast_to=object)
+                self.gateway = True
+            except openai.APIStatusError as error:
+                if error.status_code < 500:
+                    self.gateway = False
+            except openai.APIConnectionError as error:
+                log.warning(
+                    "%s does not answer, so a run is not recorded: %s", self.base_url, error
+                )
+        return bool(self.gateway)
+
+
+@functools.cache
+def engine_at(base_url: str | None, api_key: str | None) -> OpenAIEngine:
+    """The engine that all agents without one of their own share, per server and key."""
+    return OpenAIEngine(base_url, api_key=api_key)
+
+
+def run_event(run: Run) -> dict[str, Any]:
+    """A finished run as an event of the store: its turns name their calls by id only.
+
+    Told twice it is one event; told otherwise, as of a run repeated under its id, it is another.
+    """
+    turns = [turn.model_copy(update={"call": None}) for turn in run.trajectory.turns]
+    trajectory = run.trajectory.model_copy(update={"turns": turns})
+    bare = run.model_copy(update={"trajectory": trajectory})
+    body = orjson.loads(bare.model_dump_json())  # as text first: JSON has no infinity
+    return {"id": f"{run.id}.run.{digest(body)}", "kind": "run", "body": body}
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """What the client's transport raises in mid-stream: httpx under openai 2, httpx2 under 3."""
+    known = (sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules)
+    return tuple(module.HTTPError for module in known)
+
+
+def _engine_error(error: "openai.APIError", status: int) -> EngineError:
+    kind = EngineUnavailable if status in (502, 503, 504) else EngineError
+    return kind(error.message, status=status, param=error.param, code=error.code)

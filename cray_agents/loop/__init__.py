@@ -1,0 +1,1 @@
+"""The self-improving loop, from runs to promoted weights. Start at loop.py."""

@@ -1,0 +1,126 @@
+"""The parts of a loop that live while it runs, wired together. Called by loop.py."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cray_agents.errors import CrayError
+from cray_agents.generation import Generation
+from cray_agents.loop.collector import Collected, Collector
+from cray_agents.loop.dataset_recipes import least_reward
+from cray_agents.loop.evaluator import Judge, Verdict
+from cray_agents.loop.live.canary import Canarying
+from cray_agents.loop.live.traffic import Live
+from cray_agents.loop.phase_timer import Clock
+from cray_agents.loop.rollouts import Rollouts
+from cray_agents.loop.stages import stage_of
+from cray_agents.loop.version_gate import Gate
+from cray_agents.records import ModelVersion
+
+if TYPE_CHECKING:
+    from cray_agents.loop.loop import Loop
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What collects and what judges, behind one gate; all of one event loop.
+
+    Of a loop that watches `live` collects, and without held-out tasks `canarying` judges.
+    """
+
+    event_loop: asyncio.AbstractEventLoop
+    gate: Gate
+    collector: Collector
+    judge: Judge
+    live: Live | None = None
+    canarying: Canarying | None = None
+
+    @classmethod
+    def of(cls, loop: "Loop", clock: Clock) -> "Parts":
+        """New ones, for the event loop that runs now."""
+        gate = Gate(
+            loop.where, lambda why: clock.report("swap", note=f"waits: {why}"), f"loop {loop.name}"
+        )
+
+        def rollouts() -> Rollouts:  # one each: what waits at the gate must not take all places
+            return Rollouts(
+                loop.where,
+                gate,
+                loop.agent,
+                loop.name,
+                loop.rewards,
+                loop.concurrency,
+                loop.seeded,
+            )
+
+        collector = Collector(
+            rollouts(),
+            clock,
+            loop.tasks,
+            loop.stages,
+            loop.curriculum.over(loop.promotion.low, loop.promotion.high),
+            loop.temperature,
+            loop.seed,
+            loop.resample,
+            loop.staleness,
+            loop.close_at,
+            shuffle=str(loop.seed) if loop.control == "shuffled-rewards" else None,
+        )
+        judge = Judge(loop.where, gate, rollouts(), clock, loop.tasks, loop.promotion, loop.seed)
+        event_loop, watch = asyncio.get_running_loop(), loop.watch
+        if watch is None:
+            return cls(event_loop, gate, collector, judge)
+        judged = bool(loop.tasks.split("holdout"))
+
+        def both_sides_of(number: int) -> float | None:
+            stage = stage_of(loop.stages, number)
+            return least_reward(loop, stage) if stage.method == "kto" else None
+
+        live = Live(rollouts(), clock, watch, judged, both_sides_of)
+        if judged:
+            return cls(event_loop, gate, collector, judge, live)
+        canarying = Canarying(loop.where, gate, clock, loop.name, watch, loop.promotion)
+        return cls(event_loop, gate, collector, judge, live, canarying)
+
+    async def begin(self, done: list[Generation]) -> list[Generation]:
+        """What the next generation goes on from; of live traffic, when there is enough."""
+        return await self.live.take(done) if self.live is not None else done
+
+    async def givers(self, number: int) -> list[str] | None:
+        """Whose rewards count in a generation's training set; None: anybody's."""
+        return await self.live.givers(number) if self.live is not None else None
+
+    async def collect(self, done: list[Generation], last: int) -> Collected:
+        """The next generation's runs; of those ahead no more than the schedule has.
+
+        See Collector.next.
+        """
+        if self.live is not None:
+            return await self.live.collected(len(done))
+        end = self.collector.stages[-1].last
+        return await self.collector.next(done, last if end is None else min(last, end))
+
+    async def decide(
+        self, candidate: ModelVersion, incumbent: ModelVersion, number: int
+    ) -> Verdict:
+        """Prove a candidate, evaluate it, promote or reject it. Raises SwapError."""
+        judge = self.judge if self.canarying is None else self.canarying
+        return await judge.judge(candidate, incumbent, number)
+
+    async def stop(self) -> None:
+        """Cancel what goes on in the background."""
+        await self.collector.stop()
+        await self.collector.rollouts.stop()
+        await self.gate.stop()
+
+    async def leave(self, model: str) -> None:
+        """Let the pool serve what the name means, not what was tried last."""
+        try:
+            version = await self.judge.platform.promoted(model)
+            if version is not None:
+                await self.judge.platform.stage(version, holder=f"loop {self.judge.rollouts.loop}")
+        except CrayError as error:
+            log.warning("the promoted version of %s may not be served now: %s", model, error)

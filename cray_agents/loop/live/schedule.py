@@ -1,0 +1,129 @@
+"""When a watching loop trains: with enough new runs or on schedule, in its hours and its budget.
+
+Pure functions of what is on record and the time; hours and days are those of the local clock.
+Called by continual.py.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from pydantic import Field, field_validator, model_validator
+
+from cray_agents.queries import RunFilter
+from cray_agents.records import StrictRecord
+
+
+class Daily(StrictRecord):
+    """What may be used in a calendar day before no further update begins; None: any amount.
+
+    Args:
+        updates: how many, promoted or not.
+        trainer_seconds: of their training jobs, by the jobs' own clocks.
+    """
+
+    updates: int | None = Field(None, ge=1)
+    trainer_seconds: float | None = Field(None, gt=0)
+
+
+class Watch(StrictRecord):
+    """Which live runs are trained on, and when. `Loop(..., watch=Watch(...))`; see continual.py.
+
+    A run counts once it has a reward of one of the `givers`, whenever that came, unless it is a
+    loop's, a judge's verdict, on a held-out task, imported, or without tokens to train on.
+
+    Args:
+        runs: so many new ones make an update; None: only the schedule does.
+        every: seconds from one update to the next; then what has come is enough, if it is one run.
+        quiet: hours in which none begins, such as `22:00-06:00`; one that has begun goes on.
+        per_day: what may be used in a day.
+        givers: names of the API keys whose rewards count, beside the loop's own and what is given
+            on the platform's host (`cray-agents runs reward`): whoever holds another may say
+            anything of his runs. Without keys, everybody's count.
+        where: which runs; default: those of any version of the loop's model.
+        within: seconds after its start for which a run may still get its reward.
+        most: runs in one update, the oldest first; the others are the next one's.
+        poll: seconds between two looks, or ten times as long as a look takes.
+        canary_share, canary_sessions: where the loop has no held-out tasks, a candidate answers
+            this share of the live sessions, and is promoted if it is no worse after so many.
+    """
+
+    runs: int | None = Field(64, ge=1)
+    every: float | None = Field(None, gt=0)
+    quiet: str | None = None
+    per_day: Daily = Field(default_factory=Daily)
+    givers: list[str] = Field(default_factory=list)
+    where: RunFilter = Field(default_factory=RunFilter)
+    within: float = Field(30 * 86_400.0, gt=0)
+    most: int = Field(4096, ge=1)
+    poll: float = Field(5.0, gt=0)
+    canary_share: float = Field(0.1, gt=0, lt=1)
+    canary_sessions: int = Field(200, ge=1)
+
+    @field_validator("quiet")
+    @classmethod
+    def _hours(cls, quiet: str | None) -> str | None:
+        if quiet is not None:
+            _parsed(quiet)
+        return quiet
+
+    @model_validator(mode="after")
+    def _ever(self) -> "Watch":
+        if self.runs is None and self.every is None:
+            raise ValueError("say when to train: `runs`, or `every` so many seconds")
+        if self.runs is not None and self.runs > self.most:
+            raise ValueError(f"runs={self.runs} would never fit into an update: most={self.most}")
+        if self.where.loop is not None or self.where.split not in (None, "train"):
+            raise ValueError("where: live runs are no loop's, and on no held-out task")
+        return self
+
+
+class Update(NamedTuple):
+    """One that has begun: when (unix seconds), and what its job took, if it has ended."""
+
+    time: float
+    trainer_seconds: float
+
+
+def is_due(watch: Watch, found: int, last: float, now: float) -> bool:
+    """Whether `found` new runs make an update, `last` being when the one before began."""
+    enough = watch.runs is not None and found >= watch.runs
+    return enough or (watch.every is not None and found > 0 and now >= last + watch.every)
+
+
+def held_back(watch: Watch, begun: Sequence[Update], now: float) -> str | None:
+    """Why no update may begin now, in words."""
+    until = quiet_until(watch.quiet, datetime.fromtimestamp(now)) if watch.quiet else None
+    if until is not None:
+        return f"quiet until {until:%H:%M}"
+    today = datetime.fromtimestamp(now).date()
+    of_today = [u for u in begun if datetime.fromtimestamp(u.time).date() == today]
+    most, seconds = watch.per_day.updates, watch.per_day.trainer_seconds
+    if most is not None and len(of_today) >= most:
+        return f"{len(of_today)} of {most} updates a day"
+    used = sum(update.trainer_seconds for update in of_today)
+    if seconds is not None and used >= seconds:
+        return f"{used:.0f} of {seconds:.0f} trainer seconds a day"
+    return None
+
+
+def quiet_until(quiet: str, now: datetime) -> datetime | None:
+    """When the quiet hours end that it is now; None if it is not. They may span midnight."""
+    first, last = _parsed(quiet)
+    minute = now.hour * 60 + now.minute
+    inside = first <= minute < last if first < last else minute >= first or minute < last
+    if not inside:
+        return None
+    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    return midnight + timedelta(days=int(minute >= last), minutes=last)
+
+
+def _parsed(quiet: str) -> tuple[int, int]:
+    """Both ends in minutes after midnight. Raises ValueError."""
+    try:
+        first, last = (datetime.strptime(end.strip(), "%H:%M") for end in quiet.split("-"))
+    except ValueError:
+        raise ValueError(f"{quiet!r}: two times of day are wanted, such as 22:00-06:00") from None
+    if first == last:
+        raise ValueError(f"{quiet!r} is all day or never: its ends are the same")
+    return first.hour * 60 + first.minute, last.hour * 60 + last.minute

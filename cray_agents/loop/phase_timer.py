@@ -1,0 +1,66 @@
+"""What a generation does, and for how long: progress, seconds by phase, how idle the engine was.
+
+Called by loop.py, and by judging.py and collecting.py for it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cray_agents.generation import Progress
+from cray_agents.platform.client import Platform
+
+
+class Clock:
+    """Started at a generation's begin, read at its end. `on_progress` is told of every move."""
+
+    def __init__(self, on_progress: Callable[[Progress], None]) -> None:
+        self.generation = 0
+        self._on_progress = on_progress
+        self._begun = 0.0
+        self._seconds: dict[str, float] = {}
+        self._busy: float | None = None
+        self._replicas = 0
+
+    async def begin(self, platform: Platform, generation: int) -> None:
+        """A generation begins."""
+        self.generation = generation
+        self._begun, self._seconds = time.monotonic(), {}
+        self._busy, self._replicas = _busy(await platform.pool())
+
+    async def end(self, platform: Platform) -> dict[str, Any]:
+        """A generation ends: `seconds`, `wall` and `idle_share`, as Generation has them."""
+        wall = time.monotonic() - self._begun
+        busy, replicas = _busy(await platform.pool())
+        idle = None
+        if busy is not None and self._busy is not None and replicas == self._replicas:
+            share = 1 - (busy - self._busy) / (wall * replicas)
+            idle = share if -0.01 <= share <= 1 else None  # else a count began anew
+        return {
+            "seconds": dict(self._seconds),
+            "wall": wall,
+            "idle_share": None if idle is None else max(0.0, idle),
+        }
+
+    def report(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        """Something moved."""
+        self._on_progress(Progress(self.generation, phase, done, total, note))
+
+    @contextmanager
+    def phase(self, name: str, note: str | None = None) -> Iterator[None]:
+        """Count the time inside for a phase; with a note its begin is reported."""
+        if note is not None:
+            self.report(name, note=note)
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begun
+
+
+def _busy(replicas: list[dict[str, Any]]) -> tuple[float | None, int]:
+    """Seconds with a request in flight, of all replicas together; None if one does not tell."""
+    told = [replica["busy_seconds"] for replica in replicas if "busy_seconds" in replica]
+    whole = told and len(told) == len(replicas)
+    return (float(sum(told)) if whole else None), len(replicas)

@@ -1,0 +1,340 @@
+"""Runs of an agent on many tasks: scored, stored once each, and never run again when stored.
+
+A run's id is derived from what it is for (loop, scope, task, attempt), so a restarted loop finds
+what a killed one did. One that the infrastructure failed stays on record, and is tried again under
+the same id with `-retry<n>`: RETRIES times, and as often again whenever it is asked for again,
+unless its set was settled. Model calls go through the gate (gate.py). Called by collecting.py
+(training runs) and judging.py (held-out ones).
+
+The rule that closes a set of runs early (`close_at` below 1), so that slow tools do not hold up the
+others: all have begun, that share of them has ended, and each that still goes on has taken more
+than STRAGGLES times the median of those that ended; time at the gate does not count. What goes on
+then is not lost: it is stored when it ends, in the background.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+from cray_agents.agent.agent import Agent
+from cray_agents.errors import EngineUnavailable
+from cray_agents.loop.version_gate import Gate, Passing
+from cray_agents.platform.client import Platform
+from cray_agents.records import ModelVersion, Run, Split, Task, digest
+from cray_agents.rewards.reward import RewardFunction, restored, scored, unscored
+
+RETRIES = 2  # of a run that the infrastructure failed, or of a reward that failed
+BACKOFF = 0.5  # seconds before a run is tried again; before the next time, four times as many
+STRAGGLES = 3.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run that should exist. `scope` keeps apart what the same task is run for."""
+
+    task: Task
+    scope: str
+    attempt: int = 0
+    generation: int | None = None
+
+
+@dataclass(eq=False)
+class Going:
+    """A run that goes on. It keeps one of the places until it ends, or is left behind."""
+
+    run_id: str
+    task: asyncio.Task[Run]
+    places: asyncio.Semaphore
+    begun: float | None = None
+    engine: Passing | None = None
+    left_behind: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, or took, but for what it waits at the gate."""
+        held = self.engine.held if self.engine is not None else 0.0
+        if self.task.done():
+            return self.task.result().seconds - held
+        return time.monotonic() - (self.begun or 0.0) - held
+
+    def attempt(self, number: int) -> str:
+        """The id that it runs under for the first time (0), or again."""
+        return f"{self.run_id}-retry{number}" if number else self.run_id
+
+    def leave_behind(self) -> None:
+        """Let others have its place: what it waits for is not the engine."""
+        if self.begun is not None and not self.left_behind and not self.task.done():
+            self.left_behind = True
+            self.places.release()
+
+
+@dataclass
+class Rollouts:
+    """Carries out runs for one loop, `concurrency` at a time, in the order in which they came.
+
+    `seeded`: what a run samples follows from its id, so that one that is done again is the same.
+    """
+
+    platform: Platform
+    gate: Gate
+    agent: Agent
+    loop: str
+    rewards: Sequence[RewardFunction]
+    concurrency: int
+    seeded: bool = True
+    going: dict[str, Going] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._agent = self.agent.through(self.platform.engine())
+        self._places = asyncio.Semaphore(self.concurrency)
+        self._left: list[Going] = []  # those that go on in the background
+        self._begun = set[str]()
+
+    async def stored(
+        self,
+        split: Split,
+        *,
+        generation: int | None = None,
+        version: ModelVersion | None = None,
+    ) -> list[Run]:
+        """The runs of this loop that are on record."""
+        model = version.id if version else None
+        found = self.platform.runs(loop=self.loop, generation=generation, split=split, model=model)
+        return [run async for run in found]
+
+    async def run(
+        self,
+        wanted: Sequence[Wanted],
+        version: ModelVersion,
+        temperature: float,
+        on_done: Callable[[int], None],
+        *,
+        close_at: float = 1.0,
+        paired: bool = False,
+        settled: bool = False,
+    ) -> list[Run]:
+        """The wanted runs, in order: those on record, and the others executed now.
+
+        `on_done` is told how many are there. With a `close_at` below 1 those that are not there
+        when the rule of this module closes the set are left out. `paired`: a task and attempt has
+        the same sampling seed under every version. `settled`: a run on record that the
+        infrastructure failed stays as it is. Raises what recording raises: StoreError,
+        EngineUnavailable; that too where the infrastructure failed each of the runs, and none on
+        record of their generation or version went well.
+        """
+        self._raise_lost()
+        if not wanted:
+            return []
+        known = await self._known(wanted, version)
+        started = [
+            self._start(item, version, temperature, known, paired, settled) for item in wanted
+        ]
+        try:
+            await self._until_closed(started, on_done, close_at)
+        except BaseException:
+            await cancelled(started)
+            raise
+        self._left += [each for each in started if not each.task.done()]
+        for each in started:
+            each.leave_behind()
+        runs = [each.task.result() for each in started if each.task.done()]
+        check_some_went_well(runs, known.values())
+        return runs
+
+    def resume(
+        self,
+        wanted: Sequence[Wanted],
+        version: ModelVersion,
+        temperature: float,
+        known: Set[str],
+    ) -> None:
+        """Do runs in the background that nobody waits for: those that were cut off by a kill."""
+        for item in wanted:
+            if (name := self.name(item)) not in known and name not in self._begun:
+                self._left.append(self._start(item, version, temperature, {}))
+
+    async def stop(self) -> None:
+        """Cancel what still goes on; it is as if it had never begun."""
+        await cancelled(list(self.going.values()))
+
+    def name(self, item: Wanted) -> str:
+        """The id of a run."""
+        return "run_" + digest([self.loop, item.scope, item.task.id, item.attempt], 24)
+
+    def _seed(self, item: Wanted, paired: bool) -> int | None:
+        if not (self.seeded or paired):
+            return None
+        made_of = [item.task.id, item.attempt] if paired else [self.name(item)]
+        return int(digest(made_of, 7), 16)
+
+    def _raise_lost(self) -> None:
+        """Raise what a run in the background raised, such as a StoreError."""
+        for each in self._left:
+            if each.task.done() and not each.task.cancelled():
+                each.task.result()
+        self._left = [each for each in self._left if not each.task.done()]
+
+    async def _known(self, wanted: Sequence[Wanted], version: ModelVersion) -> dict[str, Run]:
+        first = wanted[0]
+        of = None if first.generation is not None else version
+        runs = await self.stored(first.task.split, generation=first.generation, version=of)
+        return {run.id: run for run in runs}
+
+    def _start(
+        self,
+        item: Wanted,
+        version: ModelVersion,
+        temperature: float,
+        known: dict[str, Run],
+        paired: bool = False,
+        settled: bool = False,
+    ) -> Going:
+        run_id = self.name(item)
+        if run_id in self.going:
+            return self.going[run_id]
+        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
+
+        async def one() -> Run:
+            try:
+                await self._places.acquire()
+                going.begun = time.monotonic()
+                try:
+                    return await self._one(agent, version, item, going, known, paired, settled)
+                finally:
+                    if not going.left_behind:
+                        self._places.release()
+            finally:
+                del self.going[run_id]
+
+        self._begun.add(run_id)
+        going = self.going[run_id] = Going(run_id, asyncio.create_task(one()), self._places)
+        return going
+
+    async def _until_closed(
+        self, started: Sequence[Going], on_done: Callable[[int], None], close_at: float
+    ) -> None:
+        """Return when all have ended, or the rule closes the set. Raises what a run raised."""
+        ended: asyncio.Queue[asyncio.Task[Run]] = asyncio.Queue()
+        for going in started:
+            going.task.add_done_callback(ended.put_nowait)
+        finished = 0
+        while finished < len(started):
+            left = patience(started, close_at) if close_at < 1 else None
+            if left is not None and left <= 0:
+                return
+            try:
+                async with asyncio.timeout(left):
+                    task = await ended.get()
+            except TimeoutError:
+                continue
+            task.result()
+            finished += 1
+            on_done(finished)
+
+    async def _one(
+        self,
+        agent: Agent,
+        version: ModelVersion,
+        item: Wanted,
+        going: Going,
+        known: dict[str, Run],
+        paired: bool,
+        settled: bool,
+    ) -> Run:
+        """A scored run. One that the infrastructure failed is kept, and tried again beside it."""
+        tried: list[Run] = []
+        while (found := known.get(going.attempt(len(tried)))) is not None:
+            tried.append(found)
+        if tried and unscored(tried[-1]):
+            whole = await self.platform.run(tried[-1].id)  # with its tokens
+            return await self._scored(restored(whole, agent.output_type), again=True)
+        if tried and (settled or not failed_by_infrastructure(tried[-1])):
+            return tried[-1]
+        seed = self._seed(item, paired)
+        waits = [BACKOFF * 4**number for number in range(RETRIES)]
+        for wait in waits if tried else [0.0, *waits]:
+            await asyncio.sleep(wait)
+            going.engine = Passing(self.platform.engine(), self.gate, version)
+            run = await agent.through(going.engine).run(
+                item.task,
+                run_id=going.attempt(len(tried)),
+                loop=self.loop,
+                generation=item.generation,
+                attempt=item.attempt,
+                seed=seed,
+            )
+            tried.append(await self._scored(run))
+            if not failed_by_infrastructure(tried[-1]):
+                break
+        return tried[-1]
+
+    async def _scored(self, run: Run, *, again: bool = False) -> Run:
+        """The run with its rewards, on record. Where a reward fails, it alone is tried again.
+
+        `again`: the run is on record already, without its rewards.
+        """
+        for _ in range(1 + RETRIES):
+            done = await scored(run, self.rewards, engine=self.platform.engine())
+            if not unscored(done):
+                break
+        if not (again and unscored(done)):
+            await self.platform.record([done])
+        return done
+
+
+def patience(started: Sequence[Going], close_at: float) -> float | None:
+    """Seconds until the rule closes the set, if nothing ends meanwhile; None: it does not yet."""
+    ended = [each.seconds for each in started if each.task.done()]
+    going = [each for each in started if not each.task.done()]
+    if not going or not ended or len(ended) < close_at * len(started):
+        return None
+    if any(each.begun is None for each in going):
+        return None
+    longest = STRAGGLES * statistics.median(ended)
+    return max(longest - each.seconds for each in going)
+
+
+async def cancelled(started: Sequence[Going]) -> None:
+    """Cancel runs, and wait until they have ended."""
+    tasks = [each.task for each in started]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_some_went_well(runs: Sequence[Run], known: Iterable[Run]) -> None:
+    """Raise EngineUnavailable where the infrastructure failed all: nothing can be told by them."""
+    if not runs or not all(map(failed_by_infrastructure, [*runs, *known])):
+        return
+    first = next(run.error for run in runs if run.error is not None)
+    raise EngineUnavailable(
+        f"the infrastructure failed all of {len(runs)} runs, the first with {first.type}: "
+        f"{first.message}. When that is mended, the same command goes on"
+    )
+
+
+def failed_by_infrastructure(run: Run) -> bool:
+    """Whether the run says nothing about the agent: the engine or the machine let it down."""
+    return run.error is not None and run.error.infrastructure
+
+
+def success(runs: Sequence[Run]) -> float:
+    """The mean reward over runs that were scored; an infrastructure failure does not count."""
+    scored = [run.reward for run in runs if run.reward is not None]
+    return sum(scored) / len(scored) if scored else 0.0
+
+
+def accepted(runs: Sequence[Run], min_reward: float) -> int:
+    """How many runs reach the reward."""
+    return sum(run.reward is not None and run.reward >= min_reward for run in runs)
+
+
+def shuffled(rewards: Sequence[tuple[str, float]], seed: str) -> dict[str, float]:
+    """Rewards by run id, permuted among the runs; the same for the same rewards and seed."""
+    scored = sorted(rewards)
+    values = [value for _, value in scored]
+    random.Random(seed).shuffle(values)
+    return {run_id: value for (run_id, _), value in zip(scored, values, strict=True)}

@@ -1,0 +1,98 @@
+"""When a loop ends by itself: the target is reached, nothing gets better, or the budget is used up.
+
+And what becomes of a generation from which nothing could be learned.
+
+All of it follows from the generations on record, so a restart changes nothing. Called by loop.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from cray_agents.errors import BadInput, JobError
+from cray_agents.generation import Generation, standing_of
+from cray_agents.loop.stages import COMPARING
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a loop may use before it begins no further generation; None: any amount.
+
+    Args:
+        seconds: of time, over its finished generations.
+        runs: training runs, and those on held-out and test tasks.
+        tokens: sampled in training runs.
+        trainer_seconds: of its training jobs, by their own clock.
+    """
+
+    seconds: float | None = None
+    runs: int | None = None
+    tokens: int | None = None
+    trainer_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value is not None and not value > 0:
+                raise BadInput(f"budget: {limit.name}={value!r}: must be above 0", param="budget")
+
+    def used_up(self, done: Sequence[Generation]) -> str | None:
+        """What is used up, in words."""
+        used = {
+            "seconds": sum(g.wall for g in done),
+            "runs": sum(g.runs + g.holdout_tasks + (g.test_tasks or 0) for g in done),
+            "tokens": sum(g.tokens for g in done),
+            "trainer_seconds": sum(g.trainer_seconds for g in done),
+        }
+        for name, amount in used.items():
+            limit = getattr(self, name)
+            if limit is not None and amount >= limit:
+                return f"budget: {amount:.6g} of {limit:g} {name} are used"
+        return None
+
+
+def why_stopped(
+    done: Sequence[Generation], target: float | None, patience: int | None, budget: Budget
+) -> str | None:
+    """Why no further generation is begun; None: one is."""
+    if not done:
+        return None
+    best = standing_of(done)
+    if target is not None and best >= target:
+        return f"target: held-out success {best:.3f} of {target:g}"
+    judged = [g for g in done if g.holdout_tasks or g.note]  # not those that were only passed on
+    stalled = patience is not None and len(judged) > patience
+    if stalled and not any(g.promoted for g in judged[-(patience or 0) :]):
+        return f"no progress: none of the last {patience} candidates was promoted"
+    return budget.used_up(done)
+
+
+def untaught(
+    made: Generation, done: Sequence[Generation], error: BadInput | JobError, *, live: bool
+) -> Generation:
+    """The record of a generation whose runs taught nothing. Raises the error if it says more.
+
+    Of live traffic a job that failed is no more than that either: other runs will come.
+    """
+    empty = error.code == "empty_dataset" and (live or made.method != "sft")
+    if not (empty or (live and error.code == JobError.code)):
+        raise error
+    note = {"note": f"no update: {error}", "onward": done[-1].onward}
+    return made.model_copy(update={"holdout_success": standing_of(done), **note})
+
+
+def check_taught(done: Sequence[Generation]) -> None:
+    """Raise BadInput when nothing could be learned from the newest generation's own runs.
+
+    From which a method that compares a task's attempts may go on once: others may differ more.
+    """
+    newest, before = done[-1], done[-2:-1]
+    if not newest.generation or newest.dataset is not None:
+        return
+    cold = f" ({done[0].note})" if done[0].note else ""
+    again = any(g.generation and g.dataset is None for g in before)
+    if newest.method not in COMPARING or again:
+        raise BadInput(
+            f"generation {newest.generation}: {newest.note}{cold}. The same command goes on "
+            "with the next generation's tasks",
+            code="empty_dataset",
+        )

@@ -1,0 +1,293 @@
+"""The gate: which of a loop's model calls may go on now, by the version they are meant for.
+
+A replica holds one version. Where there is one replica, a candidate that is evaluated takes its
+place, and the rollouts of other generations are held back here: no new call begins, those in flight
+are drained by the pool, and each run goes on later with the version that it began with. With
+several replicas, `stage` takes a spare one and the others serve on. Made by loop.py; runs reach
+it through `Passing`, the engine that rollouts.py gives to the agent.
+
+Such a loop has the platform's only replica to itself: what is promoted gives way while another
+version is there. The loop says so, by its name as the `holder`, and that it lives; when it ends or
+dies, the platform loads what is promoted again.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
+from typing import Any
+
+from cray_agents.errors import CrayError, EngineUnavailable, PoolBusy
+from cray_agents.platform.client import Platform
+from cray_agents.ports import ChatEngine
+from cray_agents.records import ModelVersion, ProbeReport, Run, RunError, StopReason
+
+BUSY_TURNS = 5  # a version in use stays for so many times the seconds that a change takes
+LEAST_TURN = 0.2  # seconds
+BUSY_SECONDS = 5.0  # until a pool that could spare no replica is asked again
+
+
+class Gate:
+    """Knows what the replicas hold, and changes it when calls for another version wait."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        on_busy: Callable[[str], None] = lambda why: None,
+        holder: str = "loop",
+    ) -> None:
+        self._holder = holder
+        self._renewing: asyncio.Task[None] | None = None
+        self.staying = ""  # the promoted version, which a spare replica is never taken from
+        self._platform = platform
+        self._on_busy = on_busy  # told why a change has to wait
+        self.looked = False  # whether it has seen what the replicas hold
+        self.lives: list[Any] = []  # of the replicas: another number and pid after each restart
+        self._held: set[str] = set()
+        self._replicas = 1
+        self._open = True
+        self._staging = False
+        self._only: str | None = None
+        self._in_use = Counter[str]()
+        self._since = 0.0  # when the last change was done
+        self._change = 0.0  # seconds that it took
+        self._changed = asyncio.Event()
+        self._work: asyncio.Task[ProbeReport] | None = None
+
+    async def stage(self, version: ModelVersion) -> ProbeReport:
+        """Load and prove a version; waits where others use the replicas.
+
+        Raises SwapError; the old one then serves.
+        """
+        await self._until_open()
+        self._open = False
+        self._work = asyncio.create_task(self._load(version))
+        return await asyncio.shield(self._work)  # who waits may be cancelled, the change goes on
+
+    async def stop(self) -> None:
+        """Say no more that the loop lives."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+            self._renewing = None
+
+    async def promote(
+        self, version: ModelVersion, *, who: str, reason: str, numbers: dict[str, Any]
+    ) -> None:
+        """Make the bare name stand for a version, on every replica. Raises SwapError."""
+        while True:
+            try:
+                async with self._closed():
+                    await self._platform.promote(version, who=who, reason=reason, numbers=numbers)
+                return
+            except PoolBusy as busy:
+                await self._later(busy)
+
+    @asynccontextmanager
+    async def only(self, version: ModelVersion) -> AsyncIterator[ProbeReport]:
+        """Stage a version; until the end it is not displaced. Raises SwapError."""
+        self._only = version.id
+        try:
+            yield await self.stage(version)
+        finally:
+            self._only = None
+            self._tell()
+
+    async def look(self) -> None:
+        """Find out what the replicas hold."""
+        replicas = await self._platform.pool()
+        self.looked = True
+        self._replicas = len(replicas)
+        self.lives = _lives(replicas)
+        serving = [replica for replica in replicas if replica["state"] == "serving"]
+        self._held = {version for replica in serving for version in replica["versions"]}
+
+    async def outage(self, version: ModelVersion, lives: Sequence[Any]) -> str | None:
+        """Why the pool may have held a call that passed when the replicas' `lives` were these."""
+        try:
+            replicas = await self._platform.pool()
+        except CrayError as error:
+            return str(error)
+        self.lives = _lives(replicas)
+        serving = [n for n, replica in enumerate(replicas) if version.id in replica["versions"]]
+        if not serving:
+            return f"no replica serves {version.id}"
+        if any([self.lives[n]] != lives[n : n + 1] for n in serving):
+            return f"a replica that serves {version.id} was restarted"
+        return None
+
+    @asynccontextmanager
+    async def passing(
+        self, version: ModelVersion, waiting: AbstractContextManager[None]
+    ) -> AsyncIterator[None]:
+        """Around a model call: waits until a replica holds the version. Raises SwapError.
+
+        `waiting` is entered where it has to wait, for as long as it does.
+        """
+        if not self._passes(version.id):
+            with waiting:
+                await self._until_it_passes(version)
+        self._in_use[version.id] += 1
+        try:
+            yield
+        finally:
+            self._in_use[version.id] -= 1
+            if not self._in_use[version.id]:
+                self._tell()
+
+    async def _until_it_passes(self, version: ModelVersion) -> None:
+        while not self._passes(version.id):
+            left = self._turn_left(version.id)
+            if left is not None and left <= 0:
+                await self.stage(version)
+                continue
+            try:
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass  # the turn of the other version is over
+
+    def _passes(self, version: str) -> bool:
+        if version not in self._held:
+            return False
+        if not self._open:
+            return self._replicas > 1 and self._staging and version == self.staying
+        return self._only in (None, version) or self._replicas > 1 or len(self._held) > 1
+
+    def _turn_left(self, version: str) -> float | None:
+        """Seconds for which what is held may not be displaced yet: longer while it is in use.
+
+        None: this version may not displace it until the gate tells of a change.
+        """
+        if not self._open or version in self._held or self._only not in (None, version):
+            return None
+        busy = any(self._in_use[held] for held in self._held)
+        turn = max(LEAST_TURN, BUSY_TURNS * self._change) if busy else self._change
+        return self._since + turn - time.monotonic()
+
+    async def _load(self, version: ModelVersion) -> ProbeReport:
+        while True:
+            try:
+                async with self._closed():
+                    self._staging = True
+                    if self._renewing is None:
+                        renewing = self._platform.keep_renewing(self._holder)
+                        self._renewing = asyncio.create_task(renewing)
+                    return await self._platform.stage(version, force=True, holder=self._holder)
+            except PoolBusy as busy:
+                await self._later(busy)
+            finally:
+                self._staging = False
+
+    async def _later(self, busy: PoolBusy) -> None:
+        self._on_busy(str(busy))
+        await asyncio.sleep(BUSY_SECONDS)
+        await self._until_open()
+
+    async def _until_open(self) -> None:
+        while not self._open:
+            await self._changed.wait()
+
+    @asynccontextmanager
+    async def _closed(self) -> AsyncIterator[None]:
+        """Hold calls back while the replicas change."""
+        self._open, begun = False, time.monotonic()
+        try:
+            yield
+        finally:
+            try:
+                await self.look()
+            finally:
+                self._since = time.monotonic()
+                self._change = self._since - begun
+                self._open = True
+                self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Passing:
+    """A ports.ChatEngine whose calls go through a gate, all with one version.
+
+    Those of a run, and of the sub-agents that it asks. `base_url` stands for the server behind it.
+    """
+
+    def __init__(self, engine: ChatEngine, gate: Gate, version: ModelVersion) -> None:
+        self.base_url = getattr(engine, "base_url", engine)
+        self._engine, self._gate, self._version = engine, gate, version
+        self._held = 0.0
+        self._waiting = 0  # calls at the gate now
+        self._since = 0.0  # when the first of them came
+        self._waited = -math.inf  # when a call last left the gate that had to wait there
+        self._cut_off = -math.inf  # when one that had passed was last cut off
+        self._lives: Sequence[Any] = ()  # of the replicas, when that one passed
+
+    @property
+    def held(self) -> float:
+        """Seconds that its calls were kept waiting, to this moment."""
+        return self._held + (time.monotonic() - self._since if self._waiting else 0.0)
+
+    async def excuse(self, since: float) -> RunError | None:
+        """What a run that began at `since` (monotonic) lost its time to; None: to itself."""
+        if self._waited > since:
+            message = f"its time was up, {self.held:.1f} s of which it was held back for a swap"
+            return RunError(type="HeldBack", message=message, infrastructure=True)
+        if self._cut_off > since and (why := await self._gate.outage(self._version, self._lives)):
+            message = f"its time was up while a model call waited for an answer: {why}"
+            return RunError(type="EngineUnavailable", message=message, infrastructure=True)
+        return None
+
+    async def record(self, run: Run) -> None:
+        """Record a sub-agent's run, unless it was cut off: it is done again under the same id."""
+        record = getattr(self._engine, "record", None)
+        if record is not None and run.stop_reason is not StopReason.cancelled:
+            await record(run)
+
+    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer when the version is there. Raises EngineError and its kinds, SwapError."""
+        try:
+            async with self._pass():
+                return await self._engine.chat(request)
+        except EngineUnavailable:
+            await self._gate.look()  # somebody else may have changed what is served
+            async with self._pass():
+                return await self._engine.chat(request)
+
+    async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The same as chunks."""
+        async with self._pass():
+            chunks: Any = self._engine.stream(request)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+
+    @asynccontextmanager
+    async def _pass(self) -> AsyncIterator[None]:
+        async with self._gate.passing(self._version, self._at_the_gate()):
+            lives = self._gate.lives
+            try:
+                yield
+            except asyncio.CancelledError:
+                self._cut_off, self._lives = time.monotonic(), lives
+                raise
+
+    @contextmanager
+    def _at_the_gate(self) -> Iterator[None]:
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._waited = time.monotonic()
+            if not self._waiting:
+                self._held += self._waited - self._since
+
+
+def _lives(replicas: Sequence[dict[str, Any]]) -> list[Any]:
+    return [(replica["restarts"], replica["pid"]) for replica in replicas]

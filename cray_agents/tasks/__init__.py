@@ -1,0 +1,1 @@
+"""Task sets: read from files, held apart in splits."""

@@ -1,0 +1,134 @@
+"""The end of a batch: sealed chunks joined to an output and an error file. Called by worker.py.
+
+The files have fixed ids, and every step is made once: a worker that dies here leaves the next one
+to do the same again, with the same bytes.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from cray_agents.errors import Corrupt, NotFound
+from cray_agents.runtime.batches.batch_records import (
+    NO_TOKENS,
+    Accepted,
+    BatchRequest,
+    BatchUsage,
+    Counts,
+    End,
+    Finalizing,
+    add,
+)
+from cray_agents.runtime.batches.chunks import (
+    Seal,
+    read_seal,
+    seal_path,
+    set_aside,
+    verify_seal,
+)
+from cray_agents.runtime.batches.folder import BatchFolder
+from cray_agents.runtime.files.files import Files
+
+PIECE = 1 << 20  # bytes copied at a time
+
+log = logging.getLogger(__name__)
+
+
+def finish(
+    folder: BatchFolder, request: BatchRequest, accepted: Accepted, files: Files
+) -> list[int]:
+    """Publish the files of a batch whose chunks are all sealed, and end it.
+
+    Returns the chunks whose seals are damaged: then nothing is published, and they are asked again.
+    """
+    paths = [seal_path(folder, chunk) for chunk in range(accepted.chunks)]
+    try:
+        if damaged := _set_damaged_aside(paths):
+            return damaged
+        seals = [read_seal(path) for path in paths]
+        counts, tokens = Counts(total=accepted.lines), NO_TOKENS
+        for seal in seals:
+            counts = Counts(
+                total=accepted.lines,
+                completed=counts.completed + seal.counts.completed,
+                failed=counts.failed + seal.counts.failed,
+            )
+            tokens = add(tokens, seal.tokens)
+        finalizing = folder.finalize(
+            Finalizing(at=int(time.time()), outcome=_outcome(folder, seals))
+        )
+        output = _join(files, request, paths, seals, "output") if counts.completed else None
+        errors = _join(files, request, paths, seals, "error") if counts.failed else None
+    except FileNotFoundError:
+        if folder.end_file.exists():  # another worker was faster, and has cleaned up
+            return []
+        raise
+    folder.finish(
+        End(
+            at=int(time.time()),
+            status=finalizing.outcome,
+            counts=counts,
+            usage=BatchUsage.of(tokens),
+            output_file_id=output,
+            error_file_id=errors,
+        )
+    )
+    folder.clean()
+    return []
+
+
+def _set_damaged_aside(paths: Sequence[Path]) -> list[int]:
+    found = []
+    for chunk, path in enumerate(paths):
+        try:
+            verify_seal(path)
+        except Corrupt as error:
+            log.error("%s; its lines are asked again", error)
+            set_aside(path)
+            found.append(chunk)
+    return found
+
+
+def _outcome(
+    folder: BatchFolder, seals: Sequence[Seal]
+) -> Literal["completed", "cancelled", "expired"]:
+    if folder.cancelling_file.exists():
+        return "cancelled"
+    return "expired" if any(seal.unasked for seal in seals) else "completed"
+
+
+def _join(
+    files: Files,
+    request: BatchRequest,
+    paths: Sequence[Path],
+    seals: Sequence[Seal],
+    which: Literal["output", "error"],
+) -> str:
+    """Publish all output lines, or all error lines, as a file; returns its id."""
+    file_id = f"file-{request.id}-{which}"
+    expiry = request.output_expires_after
+    with files.blobs.draft() as draft:
+        for path, seal in zip(paths, seals, strict=True):
+            with path.open("rb") as file:
+                file.seek(seal.start if which == "output" else seal.start + seal.output)
+                left = seal.output if which == "output" else seal.errors
+                while left:
+                    piece = file.read(min(left, PIECE))
+                    if not piece:
+                        break
+                    draft.write(piece)
+                    left -= len(piece)
+        blob = draft.publish()
+    with contextlib.suppress(NotFound):  # published before, and deleted by its owner since
+        files.publish(
+            blob,
+            filename=f"{request.id}_{which}.jsonl",
+            purpose="batch_output",
+            expires_at=time.time() + expiry.seconds if expiry else None,
+            file_id=file_id,
+            owner=request.owner,
+        )
+    return file_id

@@ -1,0 +1,246 @@
+"""One pass over demonstrations and runs: settled, counted, named, written into a draft.
+
+Called by building.py, which publishes the draft; with none, nothing is written.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cray_agents.paths import Home
+from cray_agents.queries import DatasetRecipe
+from cray_agents.records import canonical
+from cray_agents.runtime.datasets.considered_runs import Line, LineWriter
+from cray_agents.runtime.datasets.content_name import Naming
+from cray_agents.runtime.datasets.counts import Counts
+from cray_agents.runtime.datasets.decontamination import (
+    Held,
+    Match,
+    input_of_messages,
+    inputs_of_messages,
+)
+from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
+from cray_agents.runtime.datasets.duplicates import Repeat, Seen
+from cray_agents.runtime.datasets.methods import settled
+from cray_agents.runtime.datasets.reader import MANIFEST, RECIPE
+from cray_agents.runtime.datasets.recipe_checks import query_of
+from cray_agents.runtime.datasets.run_samples import TokenSample
+from cray_agents.runtime.datasets.sample_weights import Balance
+from cray_agents.runtime.datasets.selection import Candidate, Selection, too_long
+from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
+from cray_agents.runtime.datasets.uses import Uses
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.registry.checkpoints import verify_settings
+from cray_agents.runtime.store import Store
+
+OnProgress = Callable[[int, int, str], None]
+OnLine = Callable[[Line], None]
+
+TELL_EVERY = 256  # runs between reports of progress
+
+
+@dataclass
+class Making:
+    """What a dataset becomes. `naming` and `counts` are whole when `run` has returned."""
+
+    store: Store
+    home: Home
+    recipe: DatasetRecipe
+    uses: Uses
+    on_progress: OnProgress
+    draft: Path | None
+    on_line: OnLine = lambda line: None
+    naming: Naming = field(init=False)
+    counts: Counts = field(init=False)
+    selection: Selection = field(init=False)
+
+    def run(self) -> Counts:
+        """Settle everything. Raises BadInput."""
+        recipe = self.recipe
+        self.naming, self.counts = Naming(recipe), Counts(recipe)
+        self._writers: dict[str, ShardWriter] = {}
+        self._lines = LineWriter(self.draft) if self.draft is not None else None
+        self._done = 0
+        query = query_of(recipe)
+        self._total = len(recipe.demonstrations)
+        self._total += self.store.count(query) if query is not None else 0
+        self.on_progress(0, self._total, "reading what is held out")
+        self.selection = Selection(
+            self.store,
+            recipe,
+            Held.of(self.store, self.home, recipe),
+            self.uses,
+            self._renderer(),
+            Seen(recipe.near_duplicates),
+            Balance(recipe.balance_by, recipe.balance_power),
+        )
+        try:
+            self._demonstrations()
+            if query is not None:
+                judged = map(self.selection.judge, self.store.facts(query))
+                for group in settled(judged, self.selection):
+                    self._settle(group)
+        finally:
+            self.selection.seen.close()
+        self.on_progress(self._total, self._total, "writing")
+        return self.counts
+
+    def finish(self, name: str) -> None:
+        """Write the draft's last files, the manifest at the end. Raises BadInput."""
+        assert self.draft is not None and self._lines is not None
+        rows = self._lines.finish()
+        for split, writer in self._writers.items():
+            shards = writer.finish()
+            self.selection.balance.apply(self.draft, split, shards)
+            rows |= shards
+        whole = self.recipe.model_dump(mode="json")
+        durable.write_file(self.draft / RECIPE, canonical(whole))
+        files = {file: self._about(file, rows) for file in sorted([*rows, RECIPE])}
+        self.counts.write_papers(self.draft, name, files)
+        for path in self.draft.iterdir():
+            if path.name not in files:
+                durable.sync(path)
+                files[path.name] = self._about(path.name, rows)
+        manifest = {
+            "id": name,
+            **self.counts.plain(),
+            "loop": self.recipe.loop,
+            "step": self.recipe.step,
+            "files": dict(sorted(files.items())),
+            "created": time.time(),
+        }
+        durable.write_file(self.draft / MANIFEST, checksums.with_crc(orjson.dumps(manifest)))
+
+    def _about(self, file: str, rows: dict[str, int]) -> dict[str, Any]:
+        assert self.draft is not None
+        path = self.draft / file
+        about = {"sha256": durable.sha256_file(path), "bytes": path.stat().st_size}
+        return {**about, "rows": rows[file]} if file in rows else about
+
+    def _renderer(self) -> Renderer | None:
+        wanted = self.recipe.demonstrations or self.recipe.render
+        if not wanted or self.recipe.tokenizer is None:
+            return None
+        tokenizer = Path(self.recipe.tokenizer)
+        verify_settings(tokenizer)
+        return renderer_of(tokenizer)
+
+    def _settle(self, group: Sequence[Candidate]) -> None:
+        """Write a settled group: its rows side by side, and a line for each run."""
+        by_split: dict[str, list[Row]] = {}
+        for candidate in group:
+            if candidate.gone:
+                continue
+            line = candidate.line()
+            self._say(line)
+            self.counts.run(candidate, line)
+            if candidate.rows:
+                facts = candidate.facts
+                split = self._split(facts.task or facts.input)
+                by_split.setdefault(split, []).extend(candidate.rows)
+        for split, rows in by_split.items():
+            self._write(split, rows)
+        self._count(len(group))
+
+    def _demonstrations(self) -> None:
+        recipe, count = self.recipe, len(self.recipe.demonstrations)
+        metadata = recipe.demonstrations_metadata or [{}] * count
+        tools = recipe.demonstrations_tools or [recipe.tools] * count
+        renderer = self.selection.renderer
+        for number, messages in enumerate(recipe.demonstrations):
+            assert renderer is not None  # checked: demonstrations come with a tokenizer
+            text = input_of_messages(messages)
+            if recipe.method == "dpo":
+                other = [*messages[:-1], recipe.demonstrations_rejected[number]]
+                samples = [renderer.answer(each, tools[number]) for each in (messages, other)]
+            else:
+                samples = renderer.samples(messages, tools[number])
+            split = recipe.demonstrations_splits[number] if recipe.demonstrations_splits else None
+            match = self.selection.held.match_any(inputs_of_messages(messages))
+            split_of = split or self._split(text)
+            self._demonstration(number, text, match, samples, metadata[number], split_of)
+            self._count(1)
+
+    def _demonstration(
+        self,
+        number: int,
+        text: str,
+        match: Match | None,
+        samples: list[TokenSample],
+        metadata: dict[str, Any],
+        split: str,
+    ) -> None:
+        """Settle a demonstration as a run is; `text` is what was asked first."""
+        name = f"demonstration/{number}"  # no run has such an id: it holds no slash
+        longest = max(len(sample.input_ids) for sample in samples)
+        reason, detail, repeat = None, None, None
+        if match is not None:
+            reason, detail = "contaminated", match.told
+        elif too_long(longest, self.recipe):
+            reason, detail = "too_long", f"{longest} tokens"
+        elif self.recipe.method == "dpo" and samples[0].input_ids == samples[1].input_ids:
+            reason, detail = "no_pair", "both answers are the same"
+        else:
+            samples, repeat = self._fresh(name, samples)
+            if repeat is not None and not samples:
+                reason, detail = repeat.reason, repeat.detail
+        if reason is not None:
+            line = Line(name, reason=reason, detail=detail)
+        else:
+            line = Line(name, accepted=True, samples=len(samples))
+            balance = self.selection.balance.group_of(metadata)
+            self._write(split, self._rows(name, samples, balance))
+        self._say(line)
+        self.counts.demonstration(line, text, match, repeat)
+
+    def _fresh(
+        self, name: str, samples: list[TokenSample]
+    ) -> tuple[list[TokenSample], Repeat | None]:
+        """Those that were not there before; of a pair both or none."""
+        if self.recipe.method != "dpo":
+            return self.selection.seen.fresh(name, samples)
+        better, worse = samples
+        repeat = self.selection.seen.repeat(name, better.input_ids + worse.input_ids)
+        return ([], repeat) if repeat is not None else (samples, None)
+
+    def _rows(self, name: str, samples: list[TokenSample], balance: int) -> list[Row]:
+        if self.recipe.method != "dpo":
+            return [Row(sample, name, "", 0.0, balance=balance) for sample in samples]
+        about: dict[str, Any] = {"group": name, "pair": name, "balance": balance}
+        better, worse = samples
+        return [
+            Row(better, name, "", 0.0, chosen=True, **about),
+            Row(worse, f"{name}/rejected", "", 0.0, chosen=False, **about),
+        ]
+
+    def _write(self, split: str, rows: list[Row]) -> None:
+        for row in rows:
+            self.naming.add(split, row)
+            self.counts.row(split, row)
+            self.selection.balance.add(split, row.balance)
+        if self.draft is not None:
+            if split not in self._writers:
+                self._writers[split] = ShardWriter(self.draft, split)
+            self._writers[split].add(rows)
+
+    def _say(self, line: Line) -> None:
+        if self._lines is not None:
+            self._lines.add(line)
+        self.on_line(line)
+
+    def _split(self, task: str) -> str:
+        """The split of all samples of a task, by the hash of its id (or of what was asked)."""
+        if not self.recipe.validation:
+            return "train"
+        place = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big") / 2**64
+        return "validation" if place < self.recipe.validation else "train"
+
+    def _count(self, more: int) -> None:
+        before, self._done = self._done, self._done + more
+        if before // TELL_EVERY != self._done // TELL_EVERY:
+            self.on_progress(self._done, self._total, "settling runs")

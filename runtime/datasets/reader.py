@@ -1,0 +1,148 @@
+"""What a published dataset says: its manifest, its shards, why each run is in or out.
+
+Called by the gateway, the trainers, exports and the command line. Nothing here is ever changed.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from cray_agents.errors import BadInput, Corrupt, NotFound
+from cray_agents.paths import Home
+from cray_agents.runtime.disk import checksums
+
+MANIFEST, RUNS, RECIPE, CARD = "manifest.json", "runs.parquet", "recipe.json", "README.md"
+BATCH = 4096  # rows of runs.parquet read at a time
+
+SplitName = Literal["train", "validation"]
+
+
+def read_dataset(home: Home, dataset_id: str) -> dict[str, Any]:
+    """A dataset's manifest. Raises NotFound, Corrupt."""
+    try:
+        return read_manifest(home.dataset(dataset_id))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"no dataset {dataset_id!r}", param="dataset") from error
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The same, of a dataset's directory. Raises FileNotFoundError, Corrupt."""
+    path = directory / MANIFEST
+    manifest = checksums.read_json(path)
+    if not isinstance(manifest, dict):
+        raise Corrupt(f"{path} is damaged: it is not a dataset's manifest")
+    return manifest
+
+
+def verify(directory: Path) -> None:
+    """Hash every file that a dataset's manifest names. Raises Corrupt, naming the file."""
+    for name in read_manifest(directory).get("files", {}):
+        file_in(directory, name)
+
+
+def file_in(directory: Path, name: str) -> Path:
+    """A dataset's file, proven by its manifest: read whole, once a process. Raises Corrupt."""
+    told = read_manifest(directory).get("files", {}).get(name)
+    if told is None:
+        raise Corrupt(f"{directory / MANIFEST} does not name {name}")
+    return checksums.prove(directory / name, told["sha256"])
+
+
+def shards(home: Home, dataset_id: str, split: SplitName = "train") -> list[Path]:
+    """The token shards of a split, in order, each proven. Raises NotFound, Corrupt."""
+    return shards_in(home.dataset(dataset_id), read_dataset(home, dataset_id), split)
+
+
+def shards_in(directory: Path, manifest: dict[str, Any], split: SplitName = "train") -> list[Path]:
+    """The same, of a directory whose manifest is at hand."""
+    files = manifest.get("files", {})
+    names = sorted(name for name in files if name.startswith(f"{split}-"))
+    return [checksums.prove(directory / name, files[name]["sha256"]) for name in names]
+
+
+def dataset_runs(home: Home, dataset_id: str) -> Iterator[dict[str, Any]]:
+    """The rows of runs.parquet, in order: see considered.py. Raises NotFound, Corrupt."""
+    read_dataset(home, dataset_id)
+    for batch in _batches(home.dataset(dataset_id)):
+        yield from batch.to_pylist()
+
+
+def accepted_runs(home: Home, dataset_id: str) -> Iterator[str]:
+    """The ids of the runs (and demonstrations) that are in a dataset. Raises Corrupt."""
+    for batch in _batches(home.dataset(dataset_id), ["run", "accepted"]):
+        yield from batch.filter(batch.column("accepted")).column("run").to_pylist()
+
+
+class RunsPage(NamedTuple):
+    """Some rows of runs.parquet, and whether more follow."""
+
+    rows: list[dict[str, Any]]
+    has_more: bool
+
+
+def runs_page(
+    home: Home,
+    dataset_id: str,
+    *,
+    accepted: bool | None = None,
+    reason: str | None = None,
+    after: str | None = None,
+    limit: int = 100,
+) -> RunsPage:
+    """At most `limit` rows after the run `after`. Raises NotFound, Corrupt, BadInput."""
+    read_dataset(home, dataset_id)
+    found: list[dict[str, Any]] = []
+    waiting = after is not None
+    for batch in _batches(home.dataset(dataset_id)):
+        if waiting:
+            names = batch.column("run").to_pylist()
+            if after not in names:
+                continue
+            waiting, batch = False, batch.slice(names.index(after) + 1)
+        for row in batch.to_pylist():
+            if accepted in (None, row["accepted"]) and reason in (None, row["reason"]):
+                if len(found) == limit:
+                    return RunsPage(found, True)
+                found.append(row)
+    if waiting:
+        message = f"after: {str(after)[:200]!r} is no run that {dataset_id} considered"
+        raise BadInput(message, param="after")
+    return RunsPage(found, False)
+
+
+class DatasetsPage(NamedTuple):
+    """Some manifests, and whether there are older ones."""
+
+    manifests: list[dict[str, Any]]
+    has_more: bool
+
+
+def list_datasets(home: Home, *, after: str | None = None, limit: int = 20) -> DatasetsPage:
+    """Manifests, the newest first, after the dataset `after`. Raises BadInput, Corrupt."""
+    dated = []
+    for directory in home.datasets.iterdir() if home.datasets.exists() else ():
+        manifest = directory / MANIFEST
+        if not directory.name.startswith(".") and manifest.is_file():
+            dated.append((-manifest.stat().st_mtime_ns, directory.name))
+    names = [name for _, name in sorted(dated)]
+    if after is not None:
+        if after not in names:
+            raise BadInput(f"after: no dataset {after[:200]!r} is listed here", param="after")
+        names = names[names.index(after) + 1 :]
+    return DatasetsPage([read_dataset(home, name) for name in names[:limit]], len(names) > limit)
+
+
+def _batches(directory: Path, columns: list[str] | None = None) -> Iterator[Any]:
+    """Rows of runs.parquet. Raises Corrupt."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        path = file_in(directory, RUNS)
+    except FileNotFoundError as error:
+        raise Corrupt(f"{directory} has no {MANIFEST}") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(BATCH, columns=columns)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise Corrupt(f"cannot read {path}: {error}") from error

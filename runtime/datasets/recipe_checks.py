@@ -1,0 +1,107 @@
+"""What a recipe must not say: options that would have no effect, or cannot be done.
+
+Called by building.py before anything is read. An option that does nothing would be a silent lie
+about what is in the dataset, so each is an error that names its field.
+"""
+
+import re
+
+from cray_agents.errors import BadInput
+from cray_agents.queries import DatasetRecipe, RunQuery
+
+LOOP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # safe as a folder
+DEMONSTRATIONS = (
+    "demonstrations",
+    "demonstrations_metadata",
+    "demonstrations_tools",
+    "demonstrations_rejected",
+    "demonstrations_splits",
+)
+EFFECTLESS = {
+    "sft": ("min_margin", "normalize", "discount", "demonstrations_rejected"),
+    "grpo": (
+        *("min_reward", "best_of", "min_margin", "near_duplicates", "render"),
+        *DEMONSTRATIONS,
+    ),
+    "dpo": ("best_of", "normalize", "discount"),
+    "kto": ("best_of", "min_margin", "normalize", "discount", *DEMONSTRATIONS),
+}
+
+
+def check(recipe: DatasetRecipe) -> None:
+    """Raises BadInput."""
+    if recipe.split != "train":
+        raise BadInput(
+            f"split {recipe.split!r} never enters a training set: it is kept to judge by",
+            param="split",
+        )
+    for name in EFFECTLESS[recipe.method]:
+        if getattr(recipe, name) != DatasetRecipe.model_fields[name].get_default(
+            call_default_factory=True
+        ):
+            raise BadInput(f"{name} has no effect with method {recipe.method!r}", param=name)
+    if recipe.balance_power and recipe.balance_by is None:
+        raise BadInput("balance_power has no effect without balance_by", param="balance_power")
+    _check_step(recipe)
+    _check_rendering(recipe)
+
+
+def _check_step(recipe: DatasetRecipe) -> None:
+    if recipe.max_uses is not None and recipe.step is None:
+        raise BadInput(
+            "max_uses counts the steps of a loop: give this dataset's step", param="max_uses"
+        )
+    if recipe.step is None:
+        return
+    if recipe.loop is None:
+        raise BadInput("a step is one of a loop's: name the loop", param="step")
+    if not LOOP.fullmatch(recipe.loop):
+        raise BadInput(f"{recipe.loop[:200]!r} cannot be the name of a loop", param="loop")
+
+
+def _check_rendering(recipe: DatasetRecipe) -> None:
+    if recipe.demonstrations and not recipe.tokenizer:
+        raise BadInput("demonstrations need a tokenizer to be rendered with", param="tokenizer")
+    if recipe.render and not recipe.tokenizer:
+        raise BadInput("render needs a tokenizer to render with", param="tokenizer")
+    count = len(recipe.demonstrations)
+    for name in DEMONSTRATIONS[1:]:
+        given = getattr(recipe, name)
+        if given and len(given) != count:
+            message = f"{len(given)} {name} for {count} demonstrations: give one each"
+            raise BadInput(message, param=name)
+    if recipe.method == "dpo" and recipe.demonstrations:
+        _check_pairs(recipe)
+
+
+def _check_pairs(recipe: DatasetRecipe) -> None:
+    if not recipe.demonstrations_rejected:
+        raise BadInput(
+            "dpo compares: give the message that each demonstration's last one is preferred to",
+            param="demonstrations_rejected",
+        )
+    pairs = zip(recipe.demonstrations, recipe.demonstrations_rejected, strict=True)
+    for number, (messages, rejected) in enumerate(pairs):
+        for name, answers in (("demonstrations", messages[-1:]), (DEMONSTRATIONS[3], [rejected])):
+            if [message.get("role") for message in answers] != ["assistant"]:
+                message = f"{name}[{number}] must end with a message of the assistant"
+                raise BadInput(message, param=name)
+
+
+def query_of(recipe: DatasetRecipe) -> RunQuery | None:
+    """The runs to consider, task by task; None: none at all. Raises BadInput."""
+    wanted = recipe.where.model_dump() if recipe.where else {}
+    if recipe.loop is not None and wanted.get("loop") not in (None, recipe.loop):
+        raise BadInput(
+            f"loop is {recipe.loop!r}, and where.loop {wanted['loop']!r}: no run is in both",
+            param="where.loop",
+        )
+    if recipe.loop is not None:
+        wanted["loop"] = recipe.loop
+    chosen = [set(g) for g in (recipe.generations, wanted.get("generations")) if g is not None]
+    if chosen:
+        both = set.intersection(*chosen)
+        if not both:
+            return None
+        wanted["generations"] = sorted(both)
+    return RunQuery(**wanted, order="task")

@@ -1,0 +1,1 @@
+"""Runs and datasets in formats that other tools read."""

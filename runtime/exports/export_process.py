@@ -1,0 +1,187 @@
+"""An export for a client of the gateway, made in a process of its own: decoding takes a core.
+
+    python -m cray_agents.runtime.exports.export_process <parent's pid>  < an Asked as JSON
+
+Its stdout is a line of JSON, {"type", "name", "length"?, "losses"?} or {"error"}, and then the
+bytes. A small export of lines is made whole before anything is said, so that its length and losses
+are told and its failure is an error; so is every Parquet file and folder. Of a large one the losses
+are told if it is strict: it is then made twice. If it fails after that line, this process ends with
+FAILED, and the gateway breaks the connection off. Called by gateway/routes/exports.py.
+"""
+
+import os
+import shutil
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import Field
+
+from cray_agents.errors import CrayError
+from cray_agents.paths import Home
+from cray_agents.processes import die_with_parent
+from cray_agents.queries import RunFilter
+from cray_agents.records import StrictRecord, new_id
+from cray_agents.runtime.exports import exporter
+from cray_agents.runtime.exports.counts import Progress
+from cray_agents.runtime.exports.line_formats import LineFormat
+from cray_agents.runtime.exports.parquet_files import TableFormat
+from cray_agents.runtime.exports.sources import Source
+
+NICE = 10  # it gives way to the gateway
+FAILED = 3  # the exit code
+SMALL = 4 << 20  # bytes of lines that are made before any is sent
+PIECE = 1 << 20  # bytes of a file read at a time
+LEFT_SECONDS = 86_400.0  # until a killed export's folder is removed
+LINES, PARQUET, TAR = "application/x-ndjson", "application/vnd.apache.parquet", "application/x-tar"
+BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
+
+
+class Asked(StrictRecord):
+    """What a client asks for: a dataset, or the runs of a filter."""
+
+    home: Path
+    format: str = "jsonl"
+    dataset: str | None = None
+    split: str = "train"
+    filter: RunFilter = Field(default_factory=RunFilter)
+    strict: bool = False
+    allow: list[str] = Field(default_factory=list)
+    skip_missing: bool = False
+    skip_unsupported: bool = False
+
+
+def main() -> int:
+    """Answer on stdout; the exit code."""
+    die_with_parent(int(sys.argv[1]))
+    os.nice(NICE)
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints does not get between the bytes
+    begun = False
+    try:
+        asked = Asked.model_validate_json(sys.stdin.buffer.read())
+        for data in answer(asked):
+            out.write(data)
+            out.flush()
+            begun = True
+    except CrayError as error:
+        if begun:
+            print(f"an export broke off: {error}", file=sys.stderr)
+        else:
+            out.write(_line({"error": told(error)}))
+            out.flush()
+        return FAILED
+    return 0
+
+
+def told(error: CrayError) -> dict[str, Any]:
+    """An error as JSON; the gateway makes one of it again."""
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "code": error.code,
+        "param": getattr(error, "param", None),
+    }
+
+
+def answer(asked: Asked) -> Iterator[bytes]:
+    """The line about the export, then its bytes. Raises CrayError."""
+    home, form = Home(asked.home), exporter.format_named(asked.format)
+    if asked.dataset is not None:
+        source = exporter.of_dataset(home, asked.dataset, form, asked.split, asked.skip_missing)
+    else:
+        source = exporter.of_runs(home, asked.filter, {}, asked.skip_missing)
+    rules = exporter.Rules(asked.strict, frozenset(asked.allow), asked.skip_unsupported)
+    if isinstance(form, LineFormat):
+        return _lines(source, form, rules)
+    return _files(home, source, form, rules)
+
+
+def _lines(source: Source, form: LineFormat, rules: exporter.Rules) -> Iterator[bytes]:
+    tally = exporter.Tally()
+    data = exporter.stream(source, form, tally, rules, _quiet)
+    first, size = [], 0
+    while size < SMALL and (piece := next(data, None)) is not None:
+        first.append(piece)
+        size += len(piece)
+    head: dict[str, Any] = {"type": LINES, "name": f"{source.name}.{form.name}{form.suffix}"}
+    if size < SMALL:
+        head |= {"length": size, "losses": dict(tally.losses)}
+    elif rules.strict:
+        checked = exporter.Tally()
+        for _ in exporter.stream(source, form, checked, rules, _quiet):
+            pass
+        head |= {"losses": dict(checked.losses)}
+    yield _line(head)
+    yield from chain(first, data)
+
+
+def _files(home: Home, source: Source, form: TableFormat, rules: exporter.Rules) -> Iterator[bytes]:
+    """A Parquet file, or a folder as a tar, made whole before it is sent."""
+    _sweep(home)
+    folder = home.exports / new_id("export")
+    name = f"{source.name}.{form.name}"
+    target = folder / (name if form.finish is not None else f"{name}.parquet")
+    try:
+        done = exporter.export(source, form, target, options=exporter.Options(rules))
+        losses = {code: loss.count for code, loss in done.losses.items()}
+        if target.is_file():
+            size = target.stat().st_size
+            yield _line({"type": PARQUET, "name": target.name, "length": size, "losses": losses})
+            yield from _read(target)
+        else:
+            files = sorted(path for path in target.rglob("*") if path.is_file())
+            yield _line({"type": TAR, "name": f"{name}.tar", "length": _tar_size(files),
+                         "losses": losses})  # fmt: skip
+            yield from _tar(files, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            yield piece
+
+
+def _tar(files: Sequence[Path], root: Path) -> Iterator[bytes]:
+    """A tar archive of files by their paths under `root`: the same bytes for the same files."""
+    written = 0
+    for path in files:
+        about = tarfile.TarInfo(path.relative_to(root).as_posix())
+        about.size = path.stat().st_size
+        yield about.tobuf(tarfile.USTAR_FORMAT)
+        yield from _read(path)
+        yield bytes(-about.size % BLOCK)
+        written += BLOCK + about.size + -about.size % BLOCK
+    yield bytes(2 * BLOCK + -(written + 2 * BLOCK) % RECORD)
+
+
+def _tar_size(files: Sequence[Path]) -> int:
+    sizes = [path.stat().st_size for path in files]
+    written = sum(BLOCK + size + -size % BLOCK for size in sizes) + 2 * BLOCK
+    return written + -written % RECORD
+
+
+def _sweep(home: Home) -> None:
+    """Remove what killed exports left."""
+    for left in home.exports.iterdir() if home.exports.exists() else ():
+        if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return orjson.dumps(value) + b"\n"
+
+
+def _quiet(progress: Progress) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""OpenAI's files and uploads, over contents that are stored once each."""

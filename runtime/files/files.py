@@ -1,0 +1,215 @@
+"""OpenAI's file objects: a name, a purpose, an expiry, and a content that is a blob.
+
+A file is `files/<id>.json`, made by exclusive create and never changed; a deleted one leaves
+`files/<id>.deleted`, so that it stays deleted and a list can be paged on from it. The gateway's
+routes/files.py calls this, and whoever makes files for clients: a batch writes its output with
+`files.blobs.draft()`, then `publish(draft.publish(), ...)`. Everything here blocks.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import Field
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.records import Record, new_id
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.files.blobs import Blob, Blobs
+
+Order = Literal["asc", "desc"]
+ClientPurpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
+Purpose = ClientPurpose | Literal["batch_output", "fine-tune-results"]  # these two are ours alone
+
+CLIENT_PURPOSES: tuple[str, ...] = get_args(ClientPurpose)
+PURPOSES = (*CLIENT_PURPOSES, "batch_output", "fine-tune-results")
+MOST = 10_000  # files in one page
+LIVING, DELETED = ".json", ".deleted"
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+INTERNAL = {"sha256", "owner"}
+
+
+class ExpiresAfter(Record):
+    """When a file expires: `seconds` after it was created."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=2_592_000)
+
+
+class FileObject(Record):
+    """A file as OpenAI shows it, and what it holds. Times are whole unix seconds."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    object: Literal["file"] = "file"
+    purpose: Purpose
+    status: Literal["uploaded", "processed", "error"] = "processed"
+    expires_at: int | None = None
+    status_details: str | None = None
+    sha256: str
+    owner: str = ""
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over."""
+        return self.expires_at is not None and self.expires_at <= time.time()
+
+    def shown(self) -> dict[str, Any]:
+        """What a client sees: the fields that are OpenAI's."""
+        return self.model_dump(mode="json", exclude=INTERNAL, exclude_none=True)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some files, in order, and whether there are more after them."""
+
+    files: list[FileObject]
+    has_more: bool
+
+
+class Files:
+    """The files under one home; any number of processes may use them at once."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.blobs = Blobs(home)
+        self._known: dict[str, FileObject] = {}  # records never change: each is read once
+
+    def publish(
+        self,
+        content: Blob | str,
+        *,
+        filename: str,
+        purpose: str,
+        expires_at: float | None = None,
+        file_id: str | None = None,
+        owner: str = "",
+    ) -> FileObject:
+        """Make a file of a stored content (a blob or its sha256); durable when this returns.
+
+        With a `file_id`, which no client chose, it is idempotent: the file that has it stays as it
+        is, and one that was deleted stays so. Raises NotFound, BadInput.
+        """
+        sha256 = content if isinstance(content, str) else content.sha256
+        if purpose not in PURPOSES:
+            raise BadInput(f"no purpose {purpose!r}: {', '.join(PURPOSES)}", param="purpose")
+        if file_id is not None and self._stone(file_id).exists():
+            raise NotFound(f"file {file_id!r} was deleted", param="file_id")
+        size = self.blobs.keep(sha256)
+        if size is None:
+            raise NotFound(f"no content {sha256!r}", param="sha256", code="content_unknown")
+        file = FileObject(
+            id=file_id or new_id("file").replace("_", "-"),
+            bytes=size,
+            created_at=int(time.time()),
+            filename=filename,
+            purpose=purpose,
+            expires_at=None if expires_at is None else int(expires_at),
+            sha256=sha256,
+            owner=owner,
+        )
+        text = checksums.with_crc(file.model_dump_json().encode())
+        durable.create_file(self._path(file.id), text)
+        return self.get(file.id)
+
+    def get(self, file_id: str) -> FileObject:
+        """A file by id. Raises NotFound, also for one that expired or was deleted."""
+        if ID.fullmatch(file_id) and not self._stone(file_id).exists():
+            with contextlib.suppress(FileNotFoundError):
+                file = _read(self._path(file_id))
+                if not file.expired:
+                    return file
+        raise NotFound(
+            f"no file {file_id!r}: it was deleted, has expired, or never was", param="file_id"
+        )
+
+    def path(self, file_id: str) -> Path:
+        """Where a file's content lies, to be read only, and proven. Raises NotFound, Corrupt."""
+        return self.blobs.proven(self.get(file_id).sha256)
+
+    def list(
+        self,
+        after: str | None = None,
+        limit: int = MOST,
+        order: Order = "desc",
+        purpose: str | None = None,
+    ) -> Page:
+        """Files by time of creation, those after the one named `after`. Raises BadInput."""
+        files = [file for file in self._all() if not file.expired]
+        if purpose is not None:
+            files = [file for file in files if file.purpose == purpose]
+        if after is not None:
+            last = _place(self._even_if_deleted(after))
+            if order == "desc":
+                files = [file for file in files if _place(file) < last]
+            else:
+                files = [file for file in files if _place(file) > last]
+        files.sort(key=_place, reverse=order == "desc")
+        return Page(files[:limit], len(files) > limit)
+
+    def delete(self, file_id: str) -> None:
+        """Delete a file for good; its content stays until a sweep. Raises NotFound."""
+        self._bury(self.get(file_id))
+
+    def sweep(self) -> set[str]:
+        """Delete what expired; returns the contents that files still hold."""
+        files = list(self._all())
+        for file in files:
+            if file.expired:
+                self._bury(file)
+        return {file.sha256 for file in files if not file.expired}
+
+    def _bury(self, file: FileObject) -> None:
+        text = checksums.with_crc(file.model_dump_json().encode())
+        durable.create_file(self._stone(file.id), text)
+        self._path(file.id).unlink(missing_ok=True)
+        self._known.pop(file.id, None)
+
+    def _all(self) -> Iterator[FileObject]:
+        """Every file that was not deleted, expired or not."""
+        try:
+            with os.scandir(self.home.files) as entries:
+                names = {entry.name for entry in entries}
+        except FileNotFoundError:
+            return
+        for name in names:
+            file_id = name.removesuffix(LIVING)
+            if file_id == name or name.startswith(".") or file_id + DELETED in names:
+                continue
+            file = self._known.get(file_id)
+            if file is None:
+                try:
+                    file = self._known[file_id] = _read(self._path(file_id))
+                except FileNotFoundError:  # deleted just now
+                    continue
+            yield file
+
+    def _even_if_deleted(self, file_id: str) -> FileObject:
+        if ID.fullmatch(file_id):
+            for path in (self._path(file_id), self._stone(file_id)):
+                with contextlib.suppress(FileNotFoundError):
+                    return _read(path)
+        raise BadInput(f"no file {file_id!r} to list on from", param="after", code="not_found")
+
+    def _path(self, file_id: str) -> Path:
+        return self.home.files / f"{file_id}{LIVING}"
+
+    def _stone(self, file_id: str) -> Path:
+        return self.home.files / f"{file_id}{DELETED}"
+
+
+def _read(path: Path) -> FileObject:
+    return checksums.read_record(FileObject, path)
+
+
+def _place(file: FileObject) -> tuple[int, str]:
+    """Where a file stands in a list: ids made later sort later."""
+    return file.created_at, file.id

@@ -1,0 +1,240 @@
+"""From a training file, and one to validate on, to the JobSpec that trains on it.
+
+jobs.py calls `validate`: in a thread if the files are small, else in a process of its own, started
+as `python -m cray_agents.runtime.fine_tuning.job_inputs HOME JOB CODE PID`: a few thousand examples
+would hold Python's lock for half a second at a time, and with it every request of the gateway.
+Either way the result is a file, written once.
+
+What `"auto"` means, for n examples (dpo: pairs) and a model of hidden size h:
+
+    n_epochs                  3; more, up to 25, until 100 examples are seen in all; fewer, down to
+                              1, so that no more than 25,000 are
+    batch_size                16
+    learning_rate_multiplier  1, of a base rate of 2e-3 * (128 / h)**1.5: 2e-3 for the cookbook's
+                              tiny model, 1.1e-5 at h = 4096; dpo takes a tenth of it
+    beta                      0.1
+
+A batch_size above n is n, so that a step is at most an epoch, and the job shows it so.
+The rate warms up over the first twentieth of the steps and falls to a tenth along a cosine. The
+validation loss is looked at after each epoch and at the end, over the whole file.
+"""
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.processes import die_with_parent
+from cray_agents.queries import DatasetRecipe
+from cray_agents.runtime.datasets import build_dataset, shards
+from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
+from cray_agents.runtime.datasets.reader import SplitName
+from cray_agents.runtime.datasets.run_samples import TokenSample
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.fine_tuning.examples import BadExamples, Example, bad_lines, read_examples
+from cray_agents.runtime.fine_tuning.job_records import Asked, Auto, Ended, Folder, Validated
+from cray_agents.runtime.registry.checkpoints import max_tokens
+from cray_agents.runtime.registry.model_config import read_config
+from cray_agents.runtime.store import Store
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Preference
+
+EPOCHS, MOST_EPOCHS = 3, 25
+LEAST_SEEN, MOST_SEEN = 100, 25_000  # examples over all epochs
+BATCH, BETA = 16, 0.1
+TINY_HIDDEN, TINY_RATE, DPO_RATE = 128, 2e-3, 0.1
+LEAST_MICROBATCH = 4096  # tokens
+
+
+def validate(home: Home, job_id: str, code: str) -> None:
+    """Write down what a job's files became, once; what is wrong with them ends the job."""
+    folder = Folder(home)
+    if folder.validated(job_id) or folder.ended(job_id):
+        return
+    try:
+        validated = Preparer(home, code).prepare(folder.asked(job_id))
+    except BadInput as error:
+        param = "validation_file" if error.param == "validation_file" else "training_file"
+        problem = {"code": f"invalid_{param}", "param": param}
+        if error.param in ("tokenizer", "model"):  # whatever file is given
+            problem = {"code": "unsupported_model", "param": "model"}
+        folder.end(job_id, Ended(state="failed", error={**problem, "message": str(error)}))
+    else:
+        folder.validate(job_id, validated)
+
+
+class Given(NamedTuple):
+    """What a file holds. `param` is the request's name for it, `split` the dataset's."""
+
+    param: str
+    split: SplitName
+    examples: list[Example]
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """What preparing needs. `code` goes into the JobSpec."""
+
+    home: Home
+    code: str
+
+    def prepare(self, asked: Asked) -> Validated:
+        """Check the files, build their dataset, settle the hyperparameters. Raises BadInput."""
+        files = [self._read(asked, asked.training_file, "training_file", "train")]
+        if asked.validation_file is not None:
+            file = asked.validation_file
+            files.append(self._read(asked, file, "validation_file", "validation"))
+        parent = self.home.checkpoint(asked.parent)
+        pairs = asked.method == "dpo"
+        manifest = self._dataset(asked, files, parent)
+        longest = max(self._longest(manifest, given, parent) for given in files)
+        n = manifest["splits"]["train"]["samples"] // (2 if pairs else 1)
+        n_epochs = auto_epochs(n) if asked.n_epochs == "auto" else asked.n_epochs
+        multiplier = _or(asked.learning_rate_multiplier, 1.0)
+        batch_size = int(min(_or(asked.batch_size, BATCH), n))
+        steps = math.ceil(n_epochs * n / batch_size)
+        rate = base_rate(read_config(parent)) * multiplier * (DPO_RATE if pairs else 1.0)
+        spec = JobSpec(
+            method="dpo" if pairs else "sft",
+            dataset=manifest["id"],
+            parent=str(parent),
+            parent_sha256=asked.parent_sha256,
+            parent_settings_sha256=asked.parent_settings_sha256,
+            hyperparameters=Hyperparameters(
+                steps=steps,
+                batch_size=batch_size,
+                learning_rate=rate,
+                min_learning_rate=rate / 10,
+                warmup_steps=steps // 20,
+                schedule="cosine",
+                seed=asked.seed,
+                max_tokens_per_microbatch=max(LEAST_MICROBATCH, longest * (2 if pairs else 1)),
+                preference=Preference(beta=_or(asked.beta, BETA)) if pairs else Preference(),
+            ),
+            code=self.code,
+            evaluate_every=math.ceil(n / batch_size) if len(files) > 1 else None,
+        )
+        return Validated(
+            spec=spec,
+            n_epochs=n_epochs,
+            learning_rate_multiplier=multiplier,
+            examples=len(files[0].examples),
+            left_out=sum(len(given.examples) for given in files) - manifest["demonstrations"],
+            samples=n,
+            validation=sum(len(given.examples) for given in files[1:]),
+        )
+
+    def _read(self, asked: Asked, file: str, param: str, split: SplitName) -> Given:
+        try:
+            return Given(
+                param, split, read_examples(Files(self.home).path(file), asked.method, param)
+            )
+        except (NotFound, FileNotFoundError) as error:
+            raise BadExamples(f"{file} was deleted before it was read", param=param) from error
+
+    def _dataset(self, asked: Asked, files: list[Given], parent: Path) -> dict[str, Any]:
+        """The dataset's manifest. Raises BadInput, naming lines where they are to blame."""
+        examples = [example for given in files for example in given.examples]
+        recipe = DatasetRecipe(
+            method="dpo" if asked.method == "dpo" else "sft",
+            loop="fine_tuning",
+            generations=[],  # these examples alone, whatever runs there are
+            demonstrations=[example.messages for example in examples],
+            demonstrations_tools=[example.tools for example in examples],
+            demonstrations_rejected=[e.rejected for e in examples if e.rejected is not None],
+            demonstrations_splits=[given.split for given in files for _ in given.examples],
+            tokenizer=str(parent),
+        )
+        try:
+            manifest = build_dataset(Store(self.home), self.home, recipe)
+        except BadInput as error:
+            if error.param == "demonstrations":
+                raise _blame(files, parent, None) or error from error
+            raise
+        for given in files:
+            if given.split not in manifest["splits"]:
+                raise BadExamples(
+                    f"none of its {len(given.examples)} examples is left to validate on: they are"
+                    " in the training file too, or their answers are the same",
+                    param=given.param,
+                )
+        return manifest
+
+    def _longest(self, manifest: dict[str, Any], given: Given, parent: Path) -> int:
+        """The tokens of the longest sample. Raises BadExamples if the model reads no more."""
+        import pyarrow.compute
+        import pyarrow.parquet
+
+        longest = 0
+        for path in shards(self.home, manifest["id"], given.split):
+            tokens = pyarrow.parquet.read_table(path, columns=["input_ids"])["input_ids"]
+            lengths = pyarrow.compute.list_value_length(tokens)
+            longest = max(longest, int(pyarrow.compute.max(lengths).as_py()))
+        limit = max_tokens(read_config(parent))
+        if longest > limit:
+            message = f"a sample has {longest} tokens, and the model reads {limit}"
+            error = BadExamples(message, param=given.param)
+            raise _blame([given], parent, limit) or error
+        return longest
+
+
+def _blame(files: list[Given], parent: Path, limit: int | None) -> BadExamples | None:
+    """Render line by line to name those that cannot be, or that have too many tokens."""
+    renderer = renderer_of(parent)
+    for given in files:
+        problems = []
+        for example in given.examples:
+            try:
+                length = max(len(sample.input_ids) for sample in _rendered(renderer, example))
+            except BadInput as error:
+                problems.append(f"line {example.line}: {error}")
+                continue
+            if limit is not None and length > limit:
+                what = f"{length} tokens, and the model reads {limit}"
+                problems.append(f"line {example.line}: {what}")
+        if problems:
+            return bad_lines(problems, len(given.examples), given.param)
+    return None
+
+
+def _rendered(renderer: Renderer, example: Example) -> list[TokenSample]:
+    """The sequences that an example becomes. Raises BadInput."""
+    if example.rejected is None:
+        return renderer.samples(example.messages, example.tools)
+    both = (example.messages, [*example.messages[:-1], example.rejected])
+    return [renderer.answer(messages, example.tools) for messages in both]
+
+
+def auto_epochs(examples: int) -> int:
+    """How often to go over so many examples."""
+    if examples * EPOCHS < LEAST_SEEN:
+        return min(MOST_EPOCHS, math.ceil(LEAST_SEEN / examples))
+    return max(1, min(EPOCHS, MOST_SEEN // examples))
+
+
+def base_rate(config: dict[str, Any]) -> float:
+    """The learning rate whose multiplier is 1, for a model's config.json. Raises BadInput."""
+    hidden = config.get("hidden_size")
+    if not isinstance(hidden, int) or hidden < 1:
+        message = "the model's config.json has no hidden_size: it cannot be trained here"
+        raise BadInput(message, param="model")
+    return float(TINY_RATE * (TINY_HIDDEN / hidden) ** 1.5)
+
+
+def _or(given: float | Auto, auto: float) -> float:
+    return auto if given == "auto" else given
+
+
+def main() -> None:
+    """The process: it dies with the gateway that started it, and gives way to it."""
+    home, job_id, code, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    os.nice(10)
+    validate(Home(Path(home)), job_id, code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The gateway as an HTTP server: application, keys and roles, bodies, errors, metrics."""

@@ -1,0 +1,190 @@
+"""API keys: made and revoked under the shared root, checked by the gateway for each request.
+
+A key is two files: `keys/<id>.json` says who it is for and what it may do, and `keys/<id>.revoked`,
+once it is there, ends it; neither is ever changed. Only the SHA-256 of the secret is kept. A
+password would need a slow, salted hash, because people choose guessable ones; a secret here is 256
+random bits, and nobody guesses its way back through one SHA-256 of those.
+
+`cray-agents keys` (cli/keys.py) makes them; gateway/auth.py asks `check`.
+"""
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence, Set
+from enum import IntEnum
+from pathlib import Path
+
+import orjson
+from pydantic import Field, field_serializer, field_validator
+
+from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError
+from cray_agents.paths import Home
+from cray_agents.records import Record, new_id
+from cray_agents.runtime.disk import checksums, durable
+
+PREFIX = "sk-cray-"
+FRESH_SECONDS = 0.5  # how long another process's new or revoked key may stay unseen
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
+_RECORD = ".json"
+
+log = logging.getLogger(__name__)
+
+
+class Role(IntEnum):
+    """What a key may do; each role may do what the ones before it may."""
+
+    use = 1  # call models; files, batches and trajectories
+    train = 2  # ... datasets, jobs, fine-tuning, loops; register and stage versions
+    admin = 3  # ... promote, the pool, everything else
+
+
+class KeyRecord(Record):
+    """A key without its secret."""
+
+    id: str
+    name: str
+    role: Role
+    sha256: str
+    created: float = Field(default_factory=time.time)
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _role(cls, value: object) -> object:
+        return role_named(value) if isinstance(value, str) else value
+
+    @field_serializer("role")
+    def _role_name(self, role: Role) -> str:
+        return role.name
+
+
+def role_named(name: str) -> Role:
+    """The role of that name. Raises BadInput."""
+    if name not in Role.__members__:
+        raise BadInput(f"role {name!r} is not known; valid: {', '.join(Role.__members__)}")
+    return Role[name]
+
+
+class Keys:
+    """The keys of one home, those of other processes included. Not for several threads at once."""
+
+    def __init__(self, home: Home) -> None:
+        self._folder = home.keys
+        self._names: frozenset[str] = frozenset()  # of the files, as last seen
+        self._live: dict[str, KeyRecord] = {}  # by the secret's hash
+        self._looked = float("-inf")
+
+    def create(self, name: str, role: Role = Role.use) -> tuple[KeyRecord, str]:
+        """A new key and its secret, which is nowhere else and cannot be shown again.
+
+        Raises BadInput when the name cannot be one, or a key that still works has it.
+        """
+        if not NAME.fullmatch(name):
+            raise BadInput(
+                f"{name!r} cannot name a key: letters, digits and '._@-', at most 100", param="name"
+            )
+        if any(record.name == name and not ended for record, ended in self.list()):
+            raise BadInput(f"there is a key {name!r}: revoke it, or choose another", param="name")
+        secret = PREFIX + secrets.token_urlsafe(32)
+        record = KeyRecord(id=new_id("key"), name=name, role=role, sha256=_hash(secret))
+        data = checksums.with_crc(orjson.dumps(record.model_dump(mode="json"))) + b"\n"
+        if not durable.create_file(self._folder / f"{record.id}.json", data):
+            raise StoreError(f"{self._folder / record.id}.json exists: try again")
+        self._looked = float("-inf")
+        return record, secret
+
+    def revoke(self, id_or_name: str) -> Sequence[KeyRecord]:
+        """End the key of that id, or every one of that name; done again it does nothing.
+
+        Returns them. Raises NotFound.
+        """
+        found = [record for record, _ in self.list() if id_or_name in (record.id, record.name)]
+        if not found:
+            raise NotFound(f"no key {id_or_name!r}; see `cray-agents keys list`", param="key")
+        for record in found:
+            when = checksums.with_crc(orjson.dumps({"time": time.time()})) + b"\n"
+            durable.create_file(self._folder / f"{record.id}.revoked", when)
+        self._looked = float("-inf")
+        return found
+
+    def list(self) -> Sequence[tuple[KeyRecord, bool]]:
+        """Every key ever made, oldest first, and whether it was revoked."""
+        names = self._listing()
+        found = [(record, _ended(record.id) in names) for record in self._records(names)]
+        return sorted(found, key=lambda pair: pair[0].created)  # ids tell milliseconds alone
+
+    def check(self, secret: str) -> KeyRecord | None:
+        """The key with this secret, if it works. From memory, which is never old (FRESH_SECONDS).
+
+        The time this takes tells about the secret's hash at most, and from that leads no way back.
+        """
+        self._refresh()
+        given = _hash(secret)
+        record = self._live.get(given)
+        return record if record and hmac.compare_digest(record.sha256, given) else None
+
+    @property
+    def ever(self) -> bool:
+        """Whether a key was ever made here, revoked or not."""
+        self._refresh()
+        return any(name.endswith(_RECORD) for name in self._names)
+
+    @property
+    def working(self) -> bool:
+        """Whether there is a key that works."""
+        self._refresh()
+        return bool(self._live)
+
+    def _refresh(self) -> None:
+        """Look again when the last look is old. Files never change, so their names tell all.
+
+        The names, not the folder's mtime: that has a grain, and two changes within it look as one.
+        """
+        now = time.monotonic()
+        if now - self._looked < FRESH_SECONDS:
+            return
+        names = self._listing()
+        self._looked = now
+        if names != self._names:
+            records = self._records({name for name in names if _ended(name) not in names})
+            self._live = {record.sha256: record for record in records}
+            self._names = names
+
+    def _records(self, names: Set[str]) -> Iterator[KeyRecord]:
+        """What the files say, oldest first; one that cannot be read is no key, and is logged."""
+        known = {record.id: record for record in self._live.values()}
+        for name in sorted(names):
+            if name.endswith(_RECORD):
+                try:
+                    key_id = name.removesuffix(_RECORD)
+                    yield known.get(key_id) or _read(self._folder / name)
+                except Corrupt as error:
+                    log.error("a key does not work: %s", error)
+
+    def _listing(self) -> frozenset[str]:
+        """The names of the files; drafts that a crash left begin with a dot."""
+        try:
+            return frozenset(p.name for p in self._folder.iterdir() if p.name[0] != ".")
+        except FileNotFoundError:
+            return frozenset()
+        except OSError as error:
+            raise StoreError(f"{self._folder} cannot be read: {error.strerror}") from error
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
+
+
+def _ended(name: str) -> str:
+    """The file that ends the key of this id, or of this file."""
+    return name.removesuffix(_RECORD) + ".revoked"
+
+
+def _read(path: Path) -> KeyRecord:
+    record = checksums.read_record(KeyRecord, path)
+    if record.id != path.stem:  # so that a copy does not bring a revoked key back
+        raise Corrupt(f"{path} holds the key {record.id!r}: it was renamed or copied")
+    return record

@@ -1,0 +1,205 @@
+"""Every failure as OpenAI's envelope: {"error": {"message", "type", "param", "code"}}.
+
+Who speaks Anthropic's API (by path, or by the header that its clients always send) gets
+Anthropic's: {"type": "error", "error": {"type", "message", "param", "code"}}, the last two more.
+
+Clients decide by status and `code`, so both are the same wherever an error comes from. The OpenAI
+client repeats 409 and 500 on its own, which would run a failed swap or job again: `x-should-retry`
+forbids it.
+"""
+
+import errno
+import logging
+import math
+import os
+import re
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from cray_agents.errors import (
+    FULL,
+    AccessDenied,
+    BadInput,
+    Corrupt,
+    CrayError,
+    DiskFull,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    JobError,
+    NotFound,
+    SchedulerError,
+    SetupError,
+    StoreError,
+    SwapError,
+    TooManyRequests,
+)
+from cray_agents.runtime.gateway.http.server_paths import without_paths
+
+PASSED_ON = {400, 413, 422, 429}  # the engine's own verdicts on a request; the rest is our failure
+ERROR_CODE = "cray_agents.error_code"  # in the scope of a request that failed, for edge.py
+SENT = "cray_agents.sent"  # in the scope, the body of JSON that was read
+LONGEST = 2000  # characters of a message: what it quotes may be as long as the request
+FINAL = {"engine_died", "model_not_loaded"}  # to send it again changes nothing, or harms
+ANTHROPIC = re.compile(r"(/runs/[^/]+)?/v1/messages(/.*)?")
+ANTHROPIC_HEADER = b"anthropic-version"
+ANTHROPIC_TYPES = {  # by status; else by its hundred
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+REASONS = {404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
+
+log = logging.getLogger(__name__)
+
+
+class BodyTimeout(BadInput):
+    """A request's body stopped coming."""
+
+    code = "request_timeout"
+
+
+class BadEncoding(BadInput):
+    """A request's body is compressed."""
+
+    code = "unsupported_content_encoding"
+
+
+class BodyTooLarge(BadInput):
+    """A request's body is larger than the gateway takes."""
+
+    code = "body_too_large"
+
+
+def status_of(error: CrayError) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, EngineTimeout):
+        return 504
+    if isinstance(error, EngineUnavailable | SetupError | SchedulerError):
+        return 503
+    if isinstance(error, EngineError):
+        return error.status if error.status in PASSED_ON else 502
+    if isinstance(error, AccessDenied):
+        return error.status
+    if isinstance(error, TooManyRequests):
+        return 429
+    if isinstance(error, BodyTooLarge):
+        return 413
+    if isinstance(error, BodyTimeout):
+        return 408
+    if isinstance(error, BadEncoding):
+        return 415
+    if isinstance(error, StoreError) and not isinstance(error, Corrupt):
+        return 507 if isinstance(error, DiskFull) else 503
+    for kind, status in ((BadInput, 400), (NotFound, 404), (SwapError, 409), (Corrupt, 422)):
+        if isinstance(error, kind):
+            return status
+    return 500
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether who asks speaks Anthropic's API."""
+    return ANTHROPIC.fullmatch(scope["path"]) is not None or any(
+        name == ANTHROPIC_HEADER for name, _ in scope["headers"]
+    )
+
+
+def envelope(
+    status: int, message: str, code: str, param: str | None = None, scope: Scope | None = None
+) -> bytes:
+    """The JSON of an error, in the shape of the API that the request of this `scope` speaks.
+
+    Of its own words the client may be told again what would be a path of the platform's.
+    """
+    message = without_paths(message[: 4 * LONGEST], b"" if scope is None else _sent(scope))
+    anthropic = scope is not None and is_anthropic(scope)
+    if anthropic:
+        kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    elif status == 409:
+        kind = "conflict_error"
+    elif status == 429:
+        kind = "requests"  # OpenAI's word for which limit it was
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    if len(message) > LONGEST:
+        message = message[:LONGEST] + "..."
+    error = {"message": message, "type": kind, "param": param and param[:LONGEST], "code": code}
+    return orjson.dumps({"type": "error", "error": error} if anthropic else {"error": error})
+
+
+def error_json(error: CrayError, scope: Scope) -> bytes:
+    """The JSON of one of our errors."""
+    param = getattr(error, "param", None)
+    return envelope(status_of(error), str(error), str(error.code), param, scope)
+
+
+def error_event(error: CrayError, scope: Scope) -> bytes:
+    """What a stream that already began ends with."""
+    name = b"event: error\n" if is_anthropic(scope) else b""
+    return name + b"data: " + error_json(error, scope) + b"\n\n"
+
+
+def error_response(error: CrayError, scope: Scope) -> Response:
+    """The answer to a request that failed with one of our errors."""
+    status = status_of(error)
+    headers = {}
+    if (isinstance(error, SwapError | JobError) and status != 503) or error.code in FINAL:
+        headers["x-should-retry"] = "false"
+    if status == 503 and error.code not in FINAL:
+        headers["retry-after"] = "1"
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, TooManyRequests):
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after * 1000))
+        headers["retry-after"] = str(math.ceil(error.retry_after))
+    return Response(error_json(error, scope), status, headers, "application/json")
+
+
+async def on_cray_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for our errors."""
+    assert isinstance(error, CrayError)
+    request.scope[ERROR_CODE] = str(error.code)
+    return error_response(error, request.scope)
+
+
+async def on_os_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for the system's: a full disk is told as such, the rest is a bug."""
+    assert isinstance(error, OSError)
+    if error.errno not in FULL:
+        raise error
+    log.error("%s %s: %s", request.method, request.url.path, error)
+    what = os.strerror(error.errno or errno.ENOSPC)
+    full = DiskFull(f"{what}: nothing was stored; free some of the platform's disk, send it again")
+    return await on_cray_error(request, full)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for its own: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    code = REASONS.get(error.status_code, "invalid_request")
+    request.scope[ERROR_CODE] = code
+    body = envelope(error.status_code, message, code, scope=request.scope)
+    return Response(body, error.status_code, error.headers, "application/json")
+
+
+def _sent(scope: Scope) -> bytes:
+    """What a client has written: its path and query, and a body of JSON once that was read."""
+    body: bytes | bytearray = scope.get(SENT, b"")
+    return b"\n".join((scope["path"].encode(), scope.get("query_string", b""), body))
+
+
+HANDLERS: dict[Any, Any] = {
+    CrayError: on_cray_error,
+    HTTPException: on_http_error,
+    OSError: on_os_error,
+}

@@ -1,0 +1,130 @@
+"""What the gateway counts, for Prometheus: GET /metrics.
+
+Every application has a registry of its own. Labels come from closed sets (route templates, methods
+that a route has, status classes, and error codes up to a bound), so that no client can make series
+at will. Label lookups are kept, for they are what counting costs most. edge.py counts requests;
+the others tell what happened by the methods here; routes/metrics.py shows it.
+"""
+
+from collections import Counter as Counts
+from collections.abc import Iterable
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.pool.replica_slot import State
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
+SWAP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+OTHER = "other"
+MOST_CODES = 100  # error codes told apart: ours, and those an engine answers with
+GONE = "gone"  # the status class when the client left before the answer began
+
+
+class _Route:
+    """One series of requests: its children, looked up once."""
+
+    def __init__(self, metrics: "Metrics", route: str, method: str, status: str) -> None:
+        self.count = metrics.requests.labels(route, method, status)
+        self.first_byte = metrics.first_byte_seconds.labels(route)
+        self.seconds = metrics.request_seconds.labels(route)
+
+
+class Metrics:
+    """The counters of one gateway."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "cray_requests", "HTTP requests", ["route", "method", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "cray_request_seconds",
+            "Seconds from a request's head to the end of its answer",
+            ["route"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.first_byte_seconds = Histogram(
+            "cray_first_byte_seconds",
+            "Seconds from a request's head to the head of its answer",
+            ["route"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.errors = Counter("cray_errors", "Errors by code", ["code"], registry=registry)
+        self.tokens = Counter(
+            "cray_tokens", "Tokens of recorded calls (prompt, sampled)", ["kind"], registry=registry
+        )
+        self.calls = Counter("cray_calls_recorded", "Model calls in the store", registry=registry)
+        self.swap_seconds = Histogram(
+            "cray_swap_seconds",
+            "Seconds until all replicas held new weights, or did not",
+            ["outcome"],
+            buckets=SWAP_SECONDS,
+            registry=registry,
+        )
+        self.in_flight = 0  # HTTP requests in the gateway now
+        self._prompt, self._sampled = self.tokens.labels("prompt"), self.tokens.labels("sampled")
+        self._swapped = {good: self.swap_seconds.labels(_outcome(good)) for good in (True, False)}
+        self._routes: dict[tuple[str, str, int], _Route] = {}
+        self._codes: set[str] = set()
+        self._states: set[str] = set(get_args(State))  # each is shown, with 0 too
+        self._in_flight = Gauge("cray_requests_in_flight", "HTTP requests now", registry=registry)
+        self._places = Gauge(
+            "cray_admission_requests",
+            "Model requests by class (interactive, batch), inside at the engines or waiting",
+            ["class", "place"],
+            registry=registry,
+        )
+        self._capacity = Gauge(
+            "cray_admission_capacity", "Requests the engines take at once", registry=registry
+        )
+        self._replicas = Gauge("cray_replicas", "Replicas by state", ["state"], registry=registry)
+
+    def request(self, route: str, method: str, status: int, first: float, total: float) -> None:
+        """A request ended: seconds to its answer's head and end. Status 0: the client was gone."""
+        key = (route, method, status // 100)
+        kept = self._routes.get(key)
+        if kept is None:
+            shown = f"{status // 100}xx" if status else GONE
+            kept = self._routes[key] = _Route(self, route, method, shown)
+        kept.count.inc()
+        if status:
+            kept.first_byte.observe(first)
+        kept.seconds.observe(total)
+
+    def error(self, code: str) -> None:
+        """A request, or a stream that had begun, failed with this code."""
+        if code not in self._codes:
+            if len(self._codes) >= MOST_CODES:
+                code = OTHER
+            self._codes.add(code)
+        self.errors.labels(code).inc()
+
+    def recorded(self, prompt: int, sampled: int, calls: int = 1) -> None:
+        """Calls are in the store: their tokens, in all."""
+        self.calls.inc(calls)
+        self._prompt.inc(prompt)
+        self._sampled.inc(sampled)
+
+    def swapped(self, seconds: float, good: bool) -> None:
+        """A swap of the whole pool came to its end."""
+        self._swapped[good].observe(seconds)
+
+    def look(self, admission: Admission, states: Iterable[str]) -> None:
+        """Take down how things are now, before they are shown."""
+        self._in_flight.set(self.in_flight)
+        self._capacity.set(admission.capacity)
+        for name, batch in (("interactive", False), ("batch", True)):
+            self._places.labels(name, "inside").set(admission.inside(batch))
+            self._places.labels(name, "waiting").set(admission.waiting(batch))
+        counts = Counts(states)
+        self._states |= counts.keys()
+        for state in self._states:
+            self._replicas.labels(state).set(counts[state])
+
+
+def _outcome(good: bool) -> str:
+    return "done" if good else "failed"

@@ -1,0 +1,149 @@
+"""The gateway's outermost layer: what every answer carries, and an envelope for every failure.
+
+    x-request-id            the caller's, if it is a plain one, else a new one
+    openai-processing-ms    from the request's head to the answer's
+    x-ratelimit-*-requests  on model calls: how many requests are taken at once, how many more now,
+                            and when none would be there (admission.py)
+
+It counts the requests (metrics.py), and does not wait for ever for a body. Who may come in is
+decided one layer further in, where the route is known: auth.py.
+"""
+
+import asyncio
+import logging
+import re
+import time
+
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cray_agents.records import new_id
+from cray_agents.runtime.gateway.http.auth import is_model_call
+from cray_agents.runtime.gateway.http.error_envelope import ERROR_CODE, BodyTimeout, envelope
+from cray_agents.runtime.gateway.http.metrics import OTHER
+from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.services import Services
+
+SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+INTERNAL = "internal_error"
+
+Headers = list[tuple[bytes, bytes]]
+
+log = logging.getLogger(__name__)
+
+
+class Edge:
+    """ASGI middleware around all routes."""
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self.app = app
+        self._admission = services.admission
+        self._metrics = services.metrics
+        self._body_timeout = services.body_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+        request_id = _request_id(scope)
+        status, first = 0, 0.0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status, first
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                first = time.perf_counter() - begun
+                headers: Headers = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id),
+                    (b"openai-processing-ms", b"%d" % (first * 1000)),
+                ]
+                if is_model_call(_template(scope)):
+                    headers += _rate_limit(self._admission)
+                message["headers"] = headers
+            await send(message)
+
+        self._metrics.in_flight += 1
+        try:
+            await self.app(scope, _impatient(receive, self._body_timeout), tagged)
+        except ClientDisconnect:
+            log.info("%s: the client went away", request_id.decode())
+        except Exception as error:
+            log.exception("%s: %s failed", request_id.decode(), scope["path"])
+            scope[ERROR_CODE] = INTERNAL
+            if status:
+                raise
+            await _answer_500(scope, tagged, error)
+        finally:
+            self._metrics.in_flight -= 1
+            self._count(scope, status, first, time.perf_counter() - begun)
+
+    def _count(self, scope: Scope, status: int, first: float, total: float) -> None:
+        route = scope.get("route")
+        known = isinstance(route, Route) and scope["method"] in (route.methods or ())
+        method = scope["method"] if known else OTHER  # anybody may invent methods
+        self._metrics.request(_template(scope), method, status, first, total)
+        if (code := scope.get(ERROR_CODE)) is not None:
+            self._metrics.error(code)
+
+
+def _template(scope: Scope) -> str:
+    """The path template of the request's route, once it was found."""
+    route = scope.get("route")
+    return route.path if isinstance(route, Route) else OTHER
+
+
+def _impatient(receive: Receive, seconds: float) -> Receive:
+    """`receive`, but a body that stands still so long is BodyTimeout."""
+    more = True
+
+    async def impatient() -> Message:
+        nonlocal more
+        if not more:  # only the client's leaving can come now
+            return await receive()
+        try:
+            async with asyncio.timeout(seconds):
+                message = await receive()
+        except TimeoutError:
+            raise BodyTimeout(
+                f"nothing came of the request's body for {seconds:g} s, and it is not whole"
+            ) from None
+        more = bool(message.get("more_body"))
+        return message
+
+    return impatient
+
+
+def _rate_limit(admission: Admission) -> Headers:
+    room = admission.room()
+    return [
+        (b"x-ratelimit-limit-requests", b"%d" % room.limit),
+        (b"x-ratelimit-remaining-requests", b"%d" % room.remaining),
+        (b"x-ratelimit-reset-requests", duration(room.reset).encode()),
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as OpenAI's headers have them: `12ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 60:
+        return f"{seconds:.3g}s"
+    return f"{int(seconds) // 60}m{int(seconds) % 60}s"
+
+
+def _request_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and SANE_ID.fullmatch(value):
+            return bytes(value)
+    return new_id("req").encode()
+
+
+async def _answer_500(scope: Scope, send: Send, error: Exception) -> None:
+    message = f"the gateway failed: {type(error).__name__}"
+    body = envelope(500, message, INTERNAL, scope=scope)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,1 @@
+"""A model call: admission, the sampling APIs, streams, idempotency."""

@@ -1,0 +1,90 @@
+"""POST /v1/responses: OpenAI's newer API, whose conversation is a list of items."""
+
+from typing import Any
+
+from cray_agents.errors import BadInput
+from cray_agents.records import Message
+from cray_agents.runtime.gateway.model_calls.apis import Body, Door, assistant, tool_call
+
+
+def _asked(request: Body) -> list[Message]:
+    if request.get("previous_response_id") is not None:
+        raise BadInput(
+            "no earlier response is kept here: send the whole conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    if request.get("background"):
+        raise BadInput("nothing is answered in the background: leave it out", param="background")
+    given = request.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items or not all(isinstance(i, dict) for i in items):
+        raise BadInput("input must be a text or a list of items", param="input")
+    system = request.get("instructions")
+    first = [{"role": "system", "content": system}] if isinstance(system, str) else []
+    return first + _messages(items)
+
+
+def _messages(items: list[Any]) -> list[Message]:
+    """Items as messages: what the model said between two others' items is one message."""
+    messages: list[Message] = []
+    said: list[Any] = []
+    for item in items:
+        if item.get("type") in ("function_call", "reasoning") or item.get("role") == "assistant":
+            said.append(item)
+            continue
+        if said:
+            messages.append(_turn(said))
+            said = []
+        if item.get("type") == "function_call_output":
+            call_id, output = item.get("call_id"), item.get("output")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        else:
+            text = _text(item.get("content"))
+            messages.append({"role": item.get("role", "user"), "content": text})
+    return [*messages, _turn(said)] if said else messages
+
+
+def _turn(items: list[Any]) -> Message:
+    texts, calls, thoughts = [], [], []
+    for item in items:
+        if item.get("type") == "function_call":
+            call_id = str(item.get("call_id") or item.get("id") or "")
+            name, arguments = str(item.get("name") or ""), str(item.get("arguments") or "")
+            calls.append(tool_call(call_id, name, arguments))
+        elif item.get("type") == "reasoning":
+            thoughts.append(str(_text(item.get("content")) or ""))
+        else:
+            texts.append(str(_text(item.get("content")) or ""))
+    return assistant("".join(texts) if texts else None, calls, reasoning="".join(thoughts))
+
+
+def _text(content: Any) -> Any:
+    """The text of a list of parts that are all text; anything else stays as it is."""
+    if isinstance(content, list) and all(isinstance(p, dict) and "text" in p for p in content):
+        return "".join(str(part["text"]) for part in content)
+    return content
+
+
+def _said(answer: Body) -> list[Message]:
+    return [_turn(answer.get("output") or [])]
+
+
+def _streamed(events: list[Body], samples: int) -> list[Message]:
+    """The last event holds the whole answer; one that was cut off has the items that were done."""
+    for event in reversed(events):
+        if "response" in event and event["response"].get("output"):
+            return _said(event["response"])
+    done = [e["item"] for e in events if e.get("type") == "response.output_item.done"]
+    return [_turn(done)]
+
+
+RESPONSES = Door(
+    path="/v1/responses",
+    prefix="resp_",
+    last=b"event: response.completed\n",
+    asked=_asked,
+    said=_said,
+    streamed=_streamed,
+    content=frozenset({"input", "instructions", "tools"}),
+)

@@ -1,0 +1,1 @@
+"""Model versions: names, history, lineage, checkpoints, canaries."""

@@ -1,0 +1,331 @@
+"""Names for weights: `name@N` is one immutable set of them, `name` alone the promoted one.
+
+What happened to a name is one numbered history (history.py): promotions, rollbacks, rejections,
+canaries, each with who and why. A version or an event is a small file that is created exclusively
+and never changed. Called by the gateway, for each chat request too: answers come from memory, and
+the directories are read again when they were last read a second ago. Read next: lineage.py, where
+versions come from; gateway/promoting.py, which brings them into service.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import orjson
+
+from cray_agents.errors import AccessDenied, BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.records import Manifest, ModelVersion, Record
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.history import EventKind, History, ModelEvent
+
+FRESH_SECONDS = 1.0  # how long another process's promotion may stay unseen
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NUMBER = re.compile(r"[1-9][0-9]{0,8}")  # of a version, as it is written
+
+Numbered = TypeVar("Numbered", bound=Record)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, or not ours to look at
+        return False
+
+
+def _within(path: Path, roots: Sequence[Path] | None) -> Path:
+    """The directory, links resolved. Raises AccessDenied, whether or not there is one."""
+    real = Path(os.path.realpath(path)) if "\0" not in str(path) else path
+    if roots is not None and not any(real.is_relative_to(os.path.realpath(r)) for r in roots):
+        raise AccessDenied(
+            "this key may name checkpoints by id, name or name@N, and directories that lie under"
+            f" the configured model_roots: {str(path)[:200]!r} is none of these; an administrator"
+            " can add its place to model_roots, or register it",
+            status=403,
+            code="path_not_allowed",
+        )
+    return real
+
+
+class Registry:
+    """The versions under one home, and their history."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self._models: dict[str, History] = {}
+
+    def names(self) -> list[str]:
+        """Every name that has a version."""
+        if not self.home.models.is_dir():
+            return []
+        return sorted(p.name for p in self.home.models.iterdir() if NAME.fullmatch(p.name))
+
+    def versions(self, name: str) -> list[ModelVersion]:
+        """A name's versions, oldest first. Raises NotFound."""
+        model = self._model(name)
+        return [model.versions[number] for number in sorted(model.versions)]
+
+    def history(self, name: str) -> list[ModelEvent]:
+        """What happened to a name, oldest first. Raises NotFound."""
+        model = self._model(name)
+        return [model.events[number] for number in sorted(model.events)]
+
+    def promoted(self, name: str) -> ModelVersion | None:
+        """The version that the bare name means; None before the first promotion."""
+        model = self._model(name)
+        return model.versions[model.promoted[-1]] if model.promoted else None
+
+    def canary(self, name: str) -> ModelEvent | None:
+        """What started the canary that runs under a name; a promotion or a rollback ends it."""
+        return self._model(name).canary
+
+    def before(self, name: str, to: int | None = None, *, force: bool = False) -> ModelVersion:
+        """The version a rollback goes to: the one promoted before, or `to`.
+
+        Raises BadInput when there is none, or when `to` never was promoted, unless forced.
+        """
+        model = self._model(name)
+        if to is None:
+            if len(model.promoted) < 2:
+                raise BadInput(
+                    f"nothing was promoted as {name!r} before "
+                    f"{f'{name}@{model.promoted[-1]}' if model.promoted else 'now'}: name a "
+                    "version (--to N)",
+                    param="to",
+                )
+            return model.versions[model.promoted[-2]]
+        version = self.resolve(f"{name}@{to}")
+        was = {e.version for e in model.events.values() if e.kind in ("promoted", "rolled_back")}
+        if to not in was and not force:
+            raise BadInput(
+                f"{version.id} never was promoted: a rollback goes to what has served "
+                f"({', '.join(f'{name}@{n}' for n in sorted(was)) or 'nothing yet'}); promote it, "
+                "or force it (--force)",
+                param="to",
+            )
+        return version
+
+    def resolve(self, model: str) -> ModelVersion:
+        """The version that `name` or `name@N` means. Raises NotFound, code `model_not_found`."""
+        name, at, number = model.partition("@")
+        if not at:
+            version = self.promoted(name)
+            if version is None:
+                raise _unknown(model, f"no version of {name!r} is promoted yet")
+            return version
+        versions = self._model(name).versions
+        if not NUMBER.fullmatch(number) or int(number) not in versions:
+            have = ", ".join(f"{name}@{n}" for n in sorted(versions))
+            raise _unknown(model, f"there is {have}")
+        return versions[int(number)]
+
+    def register(self, name: str, checkpoint_id: str, manifest: Manifest) -> ModelVersion:
+        """The name's version with these weights; a new one unless there is one. Raises BadInput."""
+        if not NAME.fullmatch(name):
+            raise BadInput(
+                f"{name!r} cannot name a model: use letters, digits, '.', '_' and '-'", param="name"
+            )
+        while True:
+            versions = self._read(name).versions
+            for version in versions.values():
+                same = version.weights_sha256 == manifest.weights_sha256
+                if same and version.checkpoint == checkpoint_id:
+                    return version
+            version = ModelVersion(
+                name=name,
+                number=max(versions, default=0) + 1,
+                checkpoint=checkpoint_id,
+                weights_sha256=manifest.weights_sha256,
+                job=manifest.job,
+            )
+            if _create(self.home.models / name / f"{version.number}.json", version):
+                self._read(name)
+                return version
+
+    def promote(
+        self,
+        name: str,
+        number: int,
+        *,
+        who: str = "",
+        reason: str = "",
+        numbers: dict[str, Any] | None = None,
+    ) -> ModelEvent:
+        """Let the bare name mean a version; the last promotion again if it means it already."""
+
+        def already(model: History) -> ModelEvent | None:
+            if not model.promoted or model.promoted[-1] != number:
+                return None
+            return model.last(number, "promoted", "rolled_back")
+
+        return self._happen(name, number, "promoted", who, reason, numbers, already)
+
+    def roll_back(self, name: str, number: int, *, who: str = "", reason: str = "") -> ModelEvent:
+        """Let the bare name mean a version again that it meant before; see `before`."""
+        return self._happen(name, number, "rolled_back", who, reason)
+
+    def reject(
+        self,
+        name: str,
+        number: int,
+        *,
+        who: str = "",
+        reason: str = "",
+        numbers: dict[str, Any] | None = None,
+    ) -> ModelEvent:
+        """Note that a version was found not good enough; the same again is the same event.
+
+        Raises BadInput if it is the promoted one, or if a canary of it runs.
+        """
+        self.check_no_canary(name, number)
+        promoted = self.promoted(name)
+        if promoted is not None and promoted.number == number:
+            raise BadInput(
+                f"{promoted.id} is promoted: roll back to another version instead", param="version"
+            )
+
+        def already(model: History) -> ModelEvent | None:
+            found = model.last(number, *get_args(EventKind))
+            same = found is not None and (found.kind, found.who) == ("rejected", who)
+            return found if same else None
+
+        return self._happen(name, number, "rejected", who, reason, numbers, already)
+
+    def check_no_canary(self, name: str, number: int | None = None) -> None:
+        """Raises BadInput if a canary runs under the name; of this version, if one is given."""
+        running = self._read(name).canary
+        if running is not None and number in (None, running.version):
+            raise BadInput(
+                f"a canary of {name}@{running.version} runs already: end it first "
+                f"(`cray-agents models canary {name} --stop`)",
+                param="version",
+                code="canary_running",
+            )
+
+    def start_canary(
+        self, name: str, number: int, *, who: str, reason: str, numbers: dict[str, Any]
+    ) -> ModelEvent:
+        """Begin a canary of a version: `numbers` say how (canary.py). Raises BadInput."""
+        self.check_no_canary(name)
+        return self._happen(name, number, "canary_started", who, reason, numbers)
+
+    def end_canary(
+        self, name: str, *, who: str, reason: str, numbers: dict[str, Any]
+    ) -> ModelEvent | None:
+        """End the canary that runs; None if none does."""
+        running = self._read(name).canary
+        if running is None:
+            return None
+        return self._happen(name, running.version, "canary_ended", who, reason, numbers)
+
+    def import_checkpoint(
+        self, checkpoint: str | Path, within: Sequence[Path] | None = None
+    ) -> tuple[str, Manifest]:
+        """Take a checkpoint (a directory, or an id under the home) in, and prove it whole.
+
+        Returns its id and manifest. `within`: see `directory`. Raises NotFound, AccessDenied,
+        BadInput (it can be no model), Corrupt.
+        """
+        return checkpoints.take_in(self.home, self.directory(str(checkpoint), within))
+
+    def directory(self, reference: str, within: Sequence[Path] | None = None) -> Path:
+        """Where a checkpoint lies: by directory, checkpoint id, `name@N` or `name`.
+
+        `within`: of directories only those that lie in one of these, links resolved; None: any.
+        Raises NotFound, AccessDenied.
+        """
+        if NAME.fullmatch(reference) and self.home.checkpoint(reference).is_dir():
+            return self.home.checkpoint(reference)
+        path = Path(reference)
+        if NAME.fullmatch(path.name) and path.parent in (Path(), self.home.checkpoint("x").parent):
+            checkpoints.refuse_pruned(self.home.checkpoint(path.name))
+        if path.is_absolute() and not checkpoints.is_ours(self.home, path):
+            path = _within(path, within)
+        if path.is_absolute() and _is_directory(path):
+            return path
+        if NAME.fullmatch(reference.partition("@")[0]):
+            return self.home.checkpoint(self.resolve(reference).checkpoint)
+        raise NotFound(f"no checkpoint at {reference!r}", param="checkpoint")
+
+    def _happen(
+        self,
+        name: str,
+        number: int,
+        kind: EventKind,
+        who: str,
+        reason: str,
+        numbers: dict[str, Any] | None = None,
+        already: Callable[[History], ModelEvent | None] = lambda model: None,
+    ) -> ModelEvent:
+        """Append an event, unless what it would do is done already."""
+        while True:
+            model = self._read(name)
+            if number not in model.versions:
+                raise _unknown(f"{name}@{number}", f"{name!r} has {len(model.versions)} version(s)")
+            found = already(model)
+            if found is not None:
+                return found
+            if kind in ("promoted", "rolled_back", "canary_started"):
+                checkpoints.refuse_pruned(self.home.checkpoint(model.versions[number].checkpoint))
+            event = ModelEvent(
+                name=name,
+                number=max(model.events, default=0) + 1,
+                version=number,
+                kind=kind,
+                who=who,
+                reason=reason,
+                numbers=numbers or {},
+            )
+            if _create(self.home.models / name / "history" / f"{event.number}.json", event):
+                self._read(name)
+                return event
+
+    def _model(self, name: str) -> History:
+        model = self._models.get(name)
+        if model is None or time.monotonic() - model.read_at > FRESH_SECONDS:
+            model = self._read(name)
+        if not model.versions:
+            raise _unknown(name, f"there is {', '.join(self.names()) or 'none yet'}")
+        return model
+
+    def _read(self, name: str) -> History:
+        if not NAME.fullmatch(name):
+            return History({}, {})
+        old = self._models.get(name)
+        folder = self.home.models / name
+        # events first: every version that they name is then there to be read
+        events = old.events if old else {}
+        for kept in ("promotions", "history"):  # the former as long as there was nothing else
+            events = _numbered(folder / kept, ModelEvent, events)
+        model = History(_numbered(folder, ModelVersion, old.versions if old else {}), events)
+        if model.versions:  # names that somebody guessed are not kept
+            self._models[name] = model
+        return model
+
+
+def _numbered(
+    folder: Path, kind: type[Numbered], known: Mapping[int, Numbered]
+) -> dict[int, Numbered]:
+    """The records `<n>.json` of a folder; what is known already is not read again."""
+    found = dict(known)
+    if not folder.is_dir():
+        return found
+    for path in folder.glob("[0-9]*.json"):
+        if path.stem.isdecimal() and int(path.stem) not in found:
+            found[int(path.stem)] = checksums.read_record(kind, path)
+    return found
+
+
+def _create(path: Path, record: Record) -> bool:
+    text = orjson.dumps(record.model_dump(mode="json"))
+    return durable.create_file(path, checksums.with_crc(text) + b"\n")
+
+
+def _unknown(model: str, hint: str) -> NotFound:
+    return NotFound(
+        f"the model {model!r} does not exist: {hint}", param="model", code="model_not_found"
+    )

@@ -1,0 +1,1 @@
+"""Disk given back: which versions are still needed, and removal of the others."""

@@ -1,0 +1,118 @@
+"""Passages ranked by what they mean: cosines of a model's embeddings. Called by documents.
+
+The vectors are kept on the shelf, by model and version: a newly promoted version makes them anew.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cray_agents.agent import user_code
+from cray_agents.errors import EngineError
+from cray_agents.tools.documents.passage_store import Shelf, digest_of
+from cray_agents.tools.documents.passages import Passage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Where vectors come from: `/v1/embeddings` of a gateway, or of any OpenAI-compatible server.
+
+    `base_url` and `api_key` default as an agent's do. `batch`: texts in a request.
+    """
+
+    model: str
+    base_url: str | None = None
+    api_key: str | None = None
+    batch: int = 64
+
+
+class Meanings:
+    """The vectors of the passages that were indexed, asked for when they are first needed."""
+
+    def __init__(self, embeddings: Embeddings, shelf: Shelf) -> None:
+        from cray_agents.engines.openai_engine import (
+            OpenAIEngine,  # late: it imports the openai client
+        )
+
+        self._asked, self._shelf = embeddings, shelf
+        self._engine = OpenAIEngine(embeddings.base_url, api_key=embeddings.api_key)
+        self._numbers: list[int] = []
+        self._digests: list[str] = []
+        self._known: tuple[str, Vectors] | None = None
+
+    def index(self, passages: Sequence[tuple[int, Passage]]) -> None:
+        """Take these (number, passage) in the place of all others."""
+        self._numbers = [number for number, _ in passages]
+        self._digests = [digest_of(passage.text) for _, passage in passages]
+        self._known = None
+
+    def prepare(self) -> None:
+        """Ask for all vectors that are missing. Raises EngineError and its kinds."""
+        self.ranked("anything", 1)
+
+    def ranked(self, query: str, depth: int) -> list[int]:
+        """The numbers of the passages nearest to the query, nearest first. Raises EngineError."""
+        model, asked = self._vectors([query])
+        if self._known is None or self._known[0] != model:
+            self._known = (model, self._all(model))
+        nearness = self._known[1] @ asked[0]
+        return [self._numbers[at] for at in (-nearness).argsort(kind="stable")[:depth]]
+
+    def _all(self, model: str) -> "Vectors":
+        """The vectors of all passages, [passages, dimensions], by this very version of a model."""
+        import numpy as np
+
+        kept = self._shelf.vectors(model)
+        missing = {
+            digest: number
+            for digest, number in zip(self._digests, self._numbers, strict=True)
+            if digest not in kept
+        }
+        for batch in _batches(list(missing.items()), self._asked.batch):
+            texts = [one.text for one, _ in self._shelf.passages([(at, 0.0) for _, at in batch])]
+            if len(texts) < len(batch):
+                raise EngineError("the documents changed while they were read: search again")
+            answered, vectors = self._vectors(texts)
+            if answered != model:
+                raise EngineError(
+                    f"{model} became {answered} while vectors were made: search again"
+                )
+            made = {
+                digest: vector.tobytes() for (digest, _), vector in zip(batch, vectors, strict=True)
+            }
+            self._shelf.keep_vectors(model, made)
+            kept |= made
+        if not self._digests:
+            return np.zeros((0, 1), np.float32)
+        return np.stack([np.frombuffer(kept[digest], np.float32) for digest in self._digests])
+
+    def _vectors(self, texts: list[str]) -> tuple[str, "Vectors"]:
+        """Which version answered, and a vector of length 1 for each text."""
+        import numpy as np
+
+        model, rows = user_code.wait_for(self._ask(texts))
+        vectors = np.asarray(rows, np.float32)
+        return model, vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+    async def _ask(self, texts: list[str]) -> tuple[str, list[list[float]]]:
+        import openai
+
+        try:
+            with self._engine.connections.one() as client:
+                answer = await client.embeddings.create(model=self._asked.model, input=texts)
+        except openai.OpenAIError as error:
+            raise EngineError(
+                f"{self._engine.base_url} gave no embeddings of {self._asked.model!r}: {error}"
+            ) from error
+        return answer.model, [one.embedding for one in sorted(answer.data, key=lambda d: d.index)]
+
+
+def _batches(items: list[tuple[str, int]], size: int) -> Iterator[list[tuple[str, int]]]:
+    for at in range(0, len(items), size):
+        yield items[at : at + size]

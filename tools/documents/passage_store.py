@@ -1,0 +1,148 @@
+"""What was read of a folder's documents, in a SQLite file on this host's own disk.
+
+    $CRAY_AGENTS_CACHE or /var/tmp
+      cray-agents-<uid>/documents/<digest of folder and patterns>-<FORMAT>.sqlite
+
+Delete it, and it is made anew. Several processes may share it. Called by documents/__init__.py.
+"""
+
+import fnmatch
+import hashlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from cray_agents.errors import StoreError, ToolError
+from cray_agents.paths import host_cache
+from cray_agents.records import digest
+from cray_agents.tools import safe_paths
+from cray_agents.tools.documents.passages import (
+    Passage,
+    Unreadable,
+    passages_of,
+    read_document,
+)
+
+FORMAT = 1  # of the file: another one is begun when passages are cut in another way
+BATCH = 200  # files in a transaction
+FRESH = 2.0  # seconds: a file as new as that may change again without its time telling
+_SCHEMA = """
+create table if not exists files(
+    path text primary key, stamp text not null, problem text);
+create table if not exists passages(
+    id integer primary key autoincrement, path text not null, first integer not null,
+    last integer not null, text text not null);
+create index if not exists passages_of on passages(path);
+create table if not exists vectors(
+    digest text not null, model text not null, vector blob not null, primary key(digest, model));
+"""
+
+
+class Shelf:
+    """The passages of a folder's files that fit `include`. No number is given twice."""
+
+    def __init__(self, folder: Path, include: Sequence[str], max_bytes: int) -> None:
+        self._folder, self._include, self._max_bytes = folder, tuple(include), max_bytes
+        place = host_cache() / "documents"
+        name = digest([os.fsdecode(folder), *self._include])
+        try:
+            place.mkdir(mode=0o700, exist_ok=True)
+            self._base = sqlite3.connect(
+                place / f"{name}-{FORMAT}.sqlite", timeout=60, check_same_thread=False,
+                isolation_level=None,
+            )  # fmt: skip
+            self._base.execute("pragma journal_mode = wal")
+            self._base.execute("pragma synchronous = off")  # what is lost is read again
+            self._base.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"cannot keep what was read of {folder} in {place}: {error}"
+            ) from error
+        self._seen: tuple[int, int] | None = None
+
+    def refresh(self) -> bool:
+        """Read files that came or changed, forget those that went; whether any passage did."""
+        found = dict(self._scan())
+        known = dict(self._base.execute("select path, stamp from files"))
+        gone = [path for path in known if path not in found]
+        new = [path for path, stamp in found.items() if known.get(path) != stamp]
+        for at in range(0, len(new), BATCH):
+            some = new[at : at + BATCH]
+            self._replace(some, [(path, found[path], *self._read(path)) for path in some])
+        self._replace(gone, [])
+        now = self._base.execute("select count(*), coalesce(max(id), 0) from passages").fetchone()
+        before, self._seen = self._seen, now
+        return self._seen != before
+
+    def all(self) -> Iterator[tuple[int, Passage]]:
+        """Every passage, with its number, in the order in which they were read."""
+        rows = self._base.execute("select id, path, first, last, text from passages order by id")
+        for at, *about in rows:
+            yield at, Passage(*about)
+
+    def passages(self, ranked: Sequence[tuple[int, float]]) -> Iterator[tuple[Passage, float]]:
+        """Passages by their numbers; those that went meanwhile are left out."""
+        for at, score in ranked:
+            row = self._base.execute(
+                "select path, first, last, text from passages where id = ?", (at,)
+            ).fetchone()
+            if row is not None:
+                yield Passage(*row), score
+
+    def left_out(self) -> dict[str, str]:
+        """Files that could not be read, and why."""
+        return dict(self._base.execute("select path, problem from files where problem is not null"))
+
+    def vectors(self, model: str) -> dict[str, bytes]:
+        """The vectors of a model that are kept, by the digest of their text."""
+        return dict(
+            self._base.execute("select digest, vector from vectors where model = ?", (model,))
+        )
+
+    def keep_vectors(self, model: str, vectors: Mapping[str, bytes]) -> None:
+        """Keep vectors, by the digest of their text."""
+        rows = [(digest, model, vector) for digest, vector in vectors.items()]
+        self._base.executemany("insert or replace into vectors values (?, ?, ?)", rows)
+
+    def _scan(self) -> Iterator[tuple[str, str]]:
+        """Each file and a stamp that changes when it does."""
+        now = time.time()
+        for path, _, _, about in safe_paths.walk(self._folder, "."):
+            if not path.isprintable() or any(part.startswith(".") for part in path.split("/")):
+                continue
+            if not any(fnmatch.fnmatchcase(path, pattern) for pattern in self._include):
+                continue
+            fresh = "" if abs(now - about.st_mtime) > FRESH else f" {time.time_ns()}"
+            yield path, f"{about.st_mtime_ns} {about.st_size} {about.st_ino}{fresh}"
+
+    def _read(self, path: str) -> tuple[list[Passage], str | None]:
+        try:
+            data = safe_paths.read(self._folder, path, self._max_bytes)
+            return list(passages_of(path, read_document(path, data))), None
+        except (ToolError, Unreadable) as error:
+            return [], str(error)
+
+    def _replace(
+        self, old: Sequence[str], new: Sequence[tuple[str, str, list[Passage], str | None]]
+    ) -> None:
+        """Forget some files and put others, (path, stamp, passages, problem), in their place."""
+        if not old:
+            return
+        self._base.execute("begin immediate")
+        with self._base:
+            for path in old:
+                self._base.execute("delete from passages where path = ?", (path,))
+                self._base.execute("delete from files where path = ?", (path,))
+            for path, stamp, passages, problem in new:
+                self._base.execute("insert into files values (?, ?, ?)", (path, stamp, problem))
+                self._base.executemany(
+                    "insert into passages(path, first, last, text) values (?, ?, ?, ?)",
+                    [(one.path, one.first, one.last, one.text) for one in passages],
+                )
+
+
+def digest_of(text: str) -> str:
+    """A name for a text, so that equal passages share a vector."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

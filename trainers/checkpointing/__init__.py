@@ -1,0 +1,1 @@
+"""Resume points, and the published checkpoint."""

@@ -1,0 +1,92 @@
+"""Adapters in PEFT's layout, which PEFT and vLLM load over the parent's weights.
+
+export.py calls `write_adapter` beside the merged weights. q, k and v (gate and up) share an A in
+Megatron; PEFT gets a copy of it for each. Read next: models/lora.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from cray_agents.runtime.disk import durable
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.lora import LoraLinear, adapters
+from cray_agents.trainers.models.weights import Origin, unpack
+from cray_agents.training_jobs import Lora
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def write_adapter(
+    parts: list[Any], model: Architecture, lora: Lora, parent: str, folder: Path
+) -> None:
+    """Write this model's adapters into a new folder. Collective; rank 0 gathers and writes.
+
+    `parent` is where or under which name the adapted weights are found, for PEFT's users.
+    """
+    from megatron.core import parallel_state as ps
+
+    mine = peft_tensors(parts, model)
+    first = ps.get_data_parallel_rank(with_context_parallel=True) == 0
+    if not first or ps.get_tensor_model_parallel_rank() > 0:
+        mine = {}  # another rank of this pipeline stage has the same
+    main = torch.distributed.get_rank() == 0
+    stages: list[Any] | None = [None] * torch.distributed.get_world_size() if main else None
+    torch.distributed.gather_object(mine, stages)
+    if stages is None:
+        return
+    tensors = {name: tensor for stage in stages for name, tensor in stage.items()}
+    config = peft_config(lora, parent, {name.split(".")[-3] for name in tensors})
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    durable.replace_file(folder / CONFIG, json.dumps(config, indent=1).encode())
+
+
+@torch.no_grad()
+def peft_tensors(parts: list[Any], model: Architecture) -> dict[str, torch.Tensor]:
+    """PEFT's name -> tensor, on the CPU, of this pipeline stage. Tensor ranks call it together."""
+    tensors = {}
+    for part, name, adapter in adapters(parts):
+        origin = Origin(part, f"{name}.weight", model)
+        a, bs = _whole(adapter, origin.how, model)
+        for weight, b in zip(origin.names, bs, strict=True):
+            stem = f"base_model.model.{weight.removesuffix('.weight')}"
+            tensors[f"{stem}.lora_A.weight"] = a.to("cpu", copy=True)
+            tensors[f"{stem}.lora_B.weight"] = b.to("cpu", copy=True).contiguous()
+    return tensors
+
+
+def _whole(
+    adapter: LoraLinear, how: str, model: Architecture
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A [rank, in], and a B [out, rank] for each of the linear's Hugging Face matrices."""
+    split = (adapter.b if adapter.column else adapter.a).detach().contiguous()
+    slices = [torch.empty_like(split) for _ in range(adapter.group.size())]
+    torch.distributed.all_gather(slices, split, group=adapter.group)
+    if adapter.column:
+        return adapter.a.detach(), unpack(how, slices, model)
+    return torch.cat(slices, 1), [adapter.b.detach()]
+
+
+def peft_config(lora: Lora, parent: str, modules: set[str]) -> dict[str, Any]:
+    """PEFT's adapter_config.json for adapters of these projections."""
+    alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": parent,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }

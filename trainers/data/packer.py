@@ -1,0 +1,135 @@
+"""From samples to the packed micro-batches of a step.
+
+Which samples a step trains on is a pure function of (seed, step), so that a resumed job sees what
+an undisturbed one would. Each step's samples are spread over the data ranks evenly by tokens and
+packed, without padding and without attention between them. No torch. Read next: train.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cray_agents.trainers.data.samples import Floats, Ints, Samples
+from cray_agents.training_jobs import Hyperparameters
+
+
+class Rows(Protocol):
+    """Numbers of each sample's tokens: a list of arrays [length], or what makes them when asked."""
+
+    def __getitem__(self, place: int, /) -> Floats: ...
+
+
+Columns = Mapping[str, Rows]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A micro-batch: sequences one after the other, all [tokens] but what is said otherwise.
+
+    Place i holds a token, and its label is the sequence's next one; `mask` and `columns` are of
+    the label.
+    """
+
+    tokens: Ints
+    labels: Ints
+    positions: Ints
+    bounds: npt.NDArray[np.int32]  # [sequences + 1]: where each starts, and the end
+    mask: Floats
+    columns: dict[str, Floats]
+    chosen: Floats  # [sequences]
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, size: int) -> Ints:
+    return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+def step_units(hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float64]) -> list[int]:
+    """The units of a step (counted from 0): a pure function of its arguments."""
+    if hyper.order == "weighted":
+        random = np.random.default_rng([hyper.seed, step])
+        chances = weights / weights.sum()
+        return [int(i) for i in random.choice(len(weights), hyper.batch_size, p=chances)]
+    places = range(step * hyper.batch_size, (step + 1) * hyper.batch_size)
+    epochs = [divmod(place, len(weights)) for place in places]
+    return [int(_permutation(hyper.seed, epoch, len(weights))[i]) for epoch, i in epochs]
+
+
+def trained_on(hyper: Hyperparameters, samples: Samples) -> list[int]:
+    """The samples that a job's steps take, in order."""
+    weights = samples.unit_weights
+    if hyper.steps * hyper.batch_size >= len(weights):  # about all: not worth the drawing
+        return list(range(len(samples)))
+    units = {unit for step in range(hyper.steps) for unit in step_units(hyper, step, weights)}
+    return sorted(place for unit in units for place in samples.units[unit])
+
+
+def spread(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]]]:
+    """Spread sequences of the given costs: rank -> micro-batch -> places in `costs`.
+
+    Longest first, each to the rank with the fewest tokens; within a rank, each to the first
+    micro-batch with room. Every rank gets as many micro-batches, some perhaps empty.
+    """
+    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    sizes: list[list[int]] = [[] for _ in range(ranks)]
+    for place in sorted(range(len(costs)), key=lambda p: (-costs[p], p)):
+        rank = loads.index(min(loads))
+        loads[rank] += costs[place]
+        room = (n for n, size in enumerate(sizes[rank]) if size + costs[place] <= limit)
+        number = next(room, len(shares[rank]))
+        if number == len(shares[rank]):
+            shares[rank].append([])
+            sizes[rank].append(0)
+        shares[rank][number].append(place)
+        sizes[rank][number] += costs[place]
+    most = max(len(share) for share in shares)
+    return [share + [[] for _ in range(most - len(share))] for share in shares]
+
+
+def pack(samples: Samples, indices: Sequence[int], columns: Columns | None = None) -> Packed:
+    """One micro-batch of samples, with what the columns say of each one's tokens.
+
+    One of no samples is a single token that counts for nothing.
+    """
+    filler = 0 if indices else 1
+    zeros = np.zeros(filler, np.int64)
+    lengths = [samples.cost(i) for i in indices] or [1]
+
+    def floats(rows: Rows) -> Floats:
+        return np.concatenate([*(rows[i][1:] for i in indices), zeros]).astype(np.float32)
+
+    chosen = [samples.chosen[i] for i in indices] or [0.0]
+    return Packed(
+        tokens=np.concatenate([*(samples.tokens[i][:-1] for i in indices), zeros]),
+        labels=np.concatenate([*(samples.tokens[i][1:] for i in indices), zeros]),
+        positions=np.concatenate([np.arange(n) for n in lengths]),
+        bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        mask=floats(samples.masks),
+        columns={name: floats(rows) for name, rows in (columns or {}).items()},
+        chosen=np.array(chosen, np.float32),
+    )
+
+
+def microbatches(
+    samples: Samples,
+    units: Sequence[Sequence[int]],
+    limit: int,
+    rank: int,
+    ranks: int,
+    columns: Columns | None = None,
+    rounds: int = 1,
+) -> tuple[list[Packed], list[list[int]]]:
+    """A data rank's share of units (samples that stay together), packed, and who is in each.
+
+    Every rank gets as many micro-batches, a multiple of `rounds` (interleaved pipelines need that).
+    """
+    costs = [sum(samples.cost(i) for i in unit) for unit in units]
+    share = spread(costs, ranks, limit)[rank]
+    share = share + [[] for _ in range(-len(share) % rounds)]
+    members = [[i for place in batch for i in units[place]] for batch in share]
+    return [pack(samples, batch, columns) for batch in members], members

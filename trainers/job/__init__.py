@@ -1,0 +1,1 @@
+"""A training job: submitted, launched, watched, restarted; its ranks and its folder."""

@@ -1,0 +1,200 @@
+"""What each rank of a job does: join, look back, restore, train, save now and then, publish.
+
+The file reads top to bottom like that sentence. launch.py calls `run` in a forked process; every
+step of it is collective, so all ranks always agree on what comes next. Read next: train.py.
+"""
+
+import os
+import resource as limits
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from cray_agents.trainers.checkpointing import hf_export, resume
+from cray_agents.trainers.checkpointing.save import Saver
+from cray_agents.trainers.data.baseline_logprobs import Known
+from cray_agents.trainers.data.probe_prompts import probe_prompts
+from cray_agents.trainers.job import engine_agreement
+from cray_agents.trainers.job.baselines import Baselines
+from cray_agents.trainers.job.job_inputs import Work
+from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.totals import Progress
+from cray_agents.trainers.planning.arithmetic import flops_per_token
+from cray_agents.trainers.planning.hardware import peak_flops
+from cray_agents.trainers.training.broadcast import agree, is_main
+from cray_agents.trainers.training.parallel_groups import join_ranks
+from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
+
+
+def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
+    """Do one rank's part of a job; returns its exit code. Raises CrayError on bad inputs.
+
+    Asked to stop, or superseded, it ends within a step, or between two parts of what takes longer.
+    """
+    spec = work.spec
+    # they would fill the end of the log, where the reason of a death is looked for
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if on_cpu:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    else:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu)
+    attempt, *points = agree((work.attempt, work.resume_from, work.optimizer_from))
+
+    def asked_to_stop() -> bool:
+        return stop.set or (
+            is_main() and (work.journal.paused or bool(work.journal.fenced(attempt)))
+        )
+
+    training = Training(
+        work.model,
+        spec.layout,
+        spec.hyperparameters,
+        work.parent,
+        on_cpu,
+        method=spec.method,
+        recompute=spec.recompute,
+        asked_to_stop=asked_to_stop,
+    )
+    try:
+        known, validation = look_back(training, work)
+        progress = restore(training, *points)
+        finished = train(training, work, known, validation, attempt, progress)
+        if finished and may_publish(work, attempt):
+            training.finish()
+            hf_export.publish(
+                training,
+                spec,
+                probe_prompts(work.samples),
+                {**progress.summary(), "steps": training.done},
+                work.journal.home.checkpoint(f".{spec.id}.{attempt}"),
+                work.journal.home.checkpoint(spec.id),
+            )
+    except Stopped:
+        finished = False
+    code = 0 if finished or not may_publish(work, attempt) else EX_TEMPFAIL
+    torch.distributed.destroy_process_group()
+    return code
+
+
+def look_back(training: Training, work: Work) -> tuple[Known, Known | None]:
+    """What the weights before training say of the samples; proves that the engine agrees."""
+    comparable = agree(work.comparable)  # nodes may have looked at different times
+    found = engine_agreement.compare(comparable, training.score(comparable))
+    if found is not None:
+        limit = engine_agreement.limit_of(work.spec)
+        if is_main():
+            work.journal.event("agreement", **vars(found), limit=limit)
+        found.refuse(limit)
+    baselines = Baselines(training, work.spec, work.reference, work.journal.folder / "baselines")
+    known = baselines.of_training(work.samples)
+    if work.validation is None:
+        return known, None
+    return known, baselines.of_validation(work.validation)
+
+
+def restore(training: Training, point: Any, optimizer_from: Any) -> Progress:
+    """Go on from a resume point of this job, or with the optimizer of another, or from nothing."""
+    if point is not None:
+        return Progress(**resume.load(training, point))
+    if optimizer_from is not None:
+        resume.load(training, optimizer_from)
+        training.restart()
+    return Progress()
+
+
+def train(
+    training: Training,
+    work: Work,
+    known: Known,
+    validation: Known | None,
+    attempt: int,
+    progress: Progress,
+) -> bool:
+    """Train to the last step, saving on the way; False when asked to stop, or paused, before."""
+    spec, steps = work.spec, work.spec.hyperparameters.steps
+    saver = Saver(
+        training,
+        work.megatron,
+        attempt,
+        spec.keep,
+        may_publish=lambda: work.journal.fenced(attempt) is None,
+        tell=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
+    )
+
+    def to_evaluate() -> bool:
+        done = training.done
+        due = done == steps or done % (spec.evaluate_every or steps) == 0
+        return validation is not None and due and progress.evaluated < done
+
+    begun, stopped = training.done, False
+    while not stopped and (training.done < steps or to_evaluate()):
+        try:
+            if validation is not None and to_evaluate():
+                evaluate(training, work, validation, progress)
+            else:
+                stopped = step(training, work, known, progress)
+        except Stopped:
+            stopped = True
+        if stopped and not may_publish(work, attempt):
+            return False  # nothing is left to save for: another attempt goes on, or none
+        due = training.done == steps or training.done % spec.save_every == 0
+        if training.done > begun and (stopped or (due and not to_evaluate())):
+            saver.save(progress.state())
+        saver.poll()
+    saver.finish()
+    return training.done == steps and not to_evaluate()
+
+
+def step(training: Training, work: Work, known: Known, progress: Progress) -> bool:
+    """Train one step and tell of it; returns whether to stop."""
+    begun, before = time.perf_counter(), training.done
+    report = training.step(known)
+    seconds = time.perf_counter() - begun
+    progress.add(report, seconds, before)
+    if is_main():
+        tell(training, work, report, seconds)
+    return report.stop
+
+
+def tell(training: Training, work: Work, report: StepReport, seconds: float) -> None:
+    """Write a step's line into the job's events."""
+    rate = report.processed / seconds
+    values: dict[str, Any] = {
+        "step": training.done,
+        "loss": report.loss,
+        "lr": report.learning_rate,
+        "grad_norm": report.grad_norm,
+        "tokens": report.tokens,
+        "tokens_per_second": rate,
+        "seconds": seconds,
+        "memory_gib": memory_gib(training.on_cpu),
+        **report.measures,
+    }
+    if not training.on_cpu and (peak := peak_flops(torch.cuda.get_device_name())):
+        flops = flops_per_token(work.model, report.length, training.hyper.lora)
+        values["mfu"] = rate * flops / (peak * training.layout.world)
+    work.journal.event("step", **values)
+
+
+def memory_gib(on_cpu: bool) -> float:
+    """The most memory that this rank has held so far, in GiB: of its GPU, else of its process."""
+    if on_cpu:
+        return limits.getrusage(limits.RUSAGE_SELF).ru_maxrss / 2**20
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def evaluate(training: Training, work: Work, validation: Known, progress: Progress) -> None:
+    """The loss on the validation split, as an event and for the manifest."""
+    loss, measures = training.evaluate(validation)
+    progress.validation_loss, progress.evaluated = loss, training.done
+    if is_main():
+        tokens = int(validation.marks.sum())
+        work.journal.event("evaluation", step=training.done, loss=loss, tokens=tokens, **measures)
+
+
+def may_publish(work: Work, attempt: int) -> bool:
+    """Whether this attempt is still the one; rank 0 looks, all ranks do as it says."""
+    return agree(work.journal.fenced(attempt) if is_main() else None) is None

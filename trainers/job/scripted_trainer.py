@@ -1,0 +1,190 @@
+"""A trainer that learns nothing: it publishes the parent's files as the next checkpoint, at once.
+
+Loops are tested with it where training only gets in the way. Like the real one it is named by its
+spec, idempotent, keeps a job's folder and publishes a manifest; unlike it, it takes its metrics as
+given. A `held` one does nothing by itself: a test moves its jobs on, step by step. No torch.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.records import Manifest, ProbePrompt
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.trainers.checkpointing.publish import hash_files, publish_folder
+from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.megatron_trainer import read_status
+from cray_agents.training_jobs import JobSpec, JobStatus
+
+
+class ScriptedTrainer:
+    """A ports.Trainer. `metrics` and `probe` go into each manifest; `failures` are by job number.
+
+    `failures[n]` is the error of the n-th job submitted here, counted from 0. `held`: jobs go no
+    further than `advance` takes them, so that they can be paused and cancelled.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        metrics: Mapping[str, Any] | None = None,
+        probe: list[ProbePrompt] | None = None,
+        failures: Mapping[int, str] | None = None,
+        *,
+        held: bool = False,
+    ) -> None:
+        self.home = home
+        self.metrics = {
+            "loss_first": 2.0,
+            "loss_last": 1.0,
+            "trained_tokens": 0,
+            "seconds": 0.0,
+            **(metrics or {}),
+        }
+        self.probe = probe
+        self.failures = dict(failures or {})
+        self.held = held
+        self.submitted: list[JobSpec] = []
+
+    def submit(self, spec: JobSpec) -> JobStatus:
+        """Do the job, or find it done. Raises NotFound when there is no such parent."""
+        journal = Journal(self.home, spec.id)
+        if not journal.exists:
+            self._parent(spec)
+            self.submitted.append(spec)
+            journal.write_spec(spec)
+        if not self.held:
+            self.advance(spec.id)
+        return self.status(spec.id)
+
+    def advance(self, job_id: str, step: int | None = None) -> JobStatus:
+        """Train a job up to `step`, or to its end, unless it is paused or over. Raises NotFound."""
+        journal = Journal(self.home, job_id)
+        spec = journal.spec()
+        if self.status(job_id).state in ("queued", "running"):
+            self._train(journal, spec, spec.hyperparameters.steps if step is None else step)
+        return self.status(job_id)
+
+    def status(self, job_id: str) -> JobStatus:
+        """Where it stands. Raises NotFound."""
+        return read_status(self.home, job_id).model_copy(update={"scheduler": "scripted"})
+
+    def cancel(self, job_id: str) -> JobStatus:
+        """End it, unless it has ended: a job that is not held has when `submit` returns."""
+        if self.status(job_id).state in ("queued", "running", "paused"):
+            Journal(self.home, job_id).cancel()
+        return self.status(job_id)
+
+    def pause(self, job_id: str) -> JobStatus:
+        """Let `advance` do nothing. Raises NotFound, BadInput."""
+        if (state := self.status(job_id).state) not in ("queued", "running", "paused"):
+            message = f"{job_id} has ended ({state}): there is nothing left to pause"
+            raise BadInput(message, param="job_id", code="job_ended")
+        Journal(self.home, job_id).pause()
+        return self.status(job_id)
+
+    def resume(self, job_id: str) -> JobStatus:
+        """Let `advance` go on. Raises NotFound, BadInput."""
+        if (state := self.status(job_id).state) != "paused":
+            message = f"{job_id} is {state}, not paused"
+            raise BadInput(message, param="job_id", code="job_not_paused")
+        Journal(self.home, job_id).resume()
+        return self.status(job_id)
+
+    def _train(self, journal: Journal, spec: JobSpec, until: int) -> None:
+        """The events of the steps up to `until`, and the end if that is the last one."""
+        steps, done = spec.hyperparameters.steps, journal.step
+        journal.event("started", attempt=journal.claim_attempt(), from_step=done, left_out=0)
+        for step in range(done + 1, until + 1):
+            journal.event("step", **self._step(step, steps))
+        journal.close()
+        if until >= steps:
+            error = self._failure(spec)
+            if error is None:
+                self._publish(spec)
+            journal.write_status(self._end(journal, spec, error))
+
+    def _step(self, step: int, steps: int) -> dict[str, Any]:
+        """What a step's event says: the loss falls in a straight line."""
+        first, last = self.metrics["loss_first"], self.metrics["loss_last"]
+        part = (step - 1) / max(1, steps - 1)
+        tokens, seconds = self.metrics["trained_tokens"] // steps, self.metrics["seconds"] / steps
+        return {
+            "step": step,
+            "loss": first + (last - first) * part,
+            "lr": 1e-3,
+            "grad_norm": 1.0,
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "seconds": seconds,
+        }
+
+    def _failure(self, spec: JobSpec) -> str | None:
+        """How the job is meant to fail; one that another trainer took on does not."""
+        ids = [submitted.id for submitted in self.submitted]
+        return self.failures.get(ids.index(spec.id)) if spec.id in ids else None
+
+    def _end(self, journal: Journal, spec: JobSpec, error: str | None) -> JobStatus:
+        steps, attempts = spec.hyperparameters.steps, journal.attempts
+        if error is not None:
+            return JobStatus(
+                id=spec.id,
+                state="failed",
+                step=journal.step,
+                steps=steps,
+                attempts=attempts,
+                error=error,
+            )
+        return JobStatus(
+            id=spec.id,
+            state="succeeded",
+            scheduler="scripted",
+            step=steps,
+            steps=steps,
+            attempts=attempts,
+            loss_first=self.metrics["loss_first"],
+            loss_last=self.metrics["loss_last"],
+            trained_tokens=self.metrics["trained_tokens"],
+            seconds=self.metrics["seconds"],
+            checkpoint=spec.id,
+        )
+
+    def _parent(self, spec: JobSpec) -> Path:
+        parent = self.home.root / spec.parent
+        if not parent.is_dir():
+            raise NotFound(f"no checkpoint directory {parent}", param="parent")
+        return parent
+
+    def _publish(self, spec: JobSpec) -> None:
+        parent = self._parent(spec)
+        draft = self.home.checkpoint(f".{spec.id}.scripted")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for path in parent.iterdir():
+            if path.suffix in checkpoints.SUFFIXES and path.name != checkpoints.MANIFEST:
+                shutil.copyfile(path, draft / path.name)
+        files = hash_files(draft)
+        manifest = Manifest(
+            files=files,
+            weights_sha256=checkpoints.weights_sha256(files),
+            parent_sha256=spec.parent_sha256,
+            job=spec.id,
+            dataset=spec.dataset,
+            metrics={**self.metrics, "steps": spec.hyperparameters.steps},
+            probe=self._probe_of(spec),
+        )
+        text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())
+        durable.replace_file(draft / "manifest.json", text)
+        if not publish_folder(draft, self.home.checkpoint(spec.id)):
+            shutil.rmtree(draft)
+
+    def _probe_of(self, spec: JobSpec) -> list[ProbePrompt]:
+        """The given probe, or the parent's: the weights are the same."""
+        if self.probe is not None:
+            return self.probe
+        path = self.home.root / spec.parent / "manifest.json"
+        return checksums.read_record(Manifest, path).probe if path.exists() else []

@@ -1,0 +1,120 @@
+"""Which layouts a model can be spread over; whoever asks for another is told of some that fit.
+
+job.py checks a job's layout here before anything is forked. Which of those that fit is best is
+another question: read next planning/choosing.py.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from math import log2
+
+from cray_agents.errors import BadInput
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.training_jobs import Layout
+
+PROPOSED = 6  # layouts that an error names at most
+
+
+def why_unfit(model: Architecture, layout: Layout) -> str | None:
+    """Why a model cannot be spread like this; None if it can.
+
+    Key-value heads must be divisible too: Megatron could give several tensor ranks the same one,
+    but then gathers every rank's projections in each layer, and weights are here cut between heads.
+    The vocabulary need not: it is padded.
+    """
+    tensor, pipeline, chunks, expert = (
+        layout.tensor,
+        layout.pipeline,
+        layout.interleave,
+        layout.expert,
+    )
+    for name, size in _split_by_tensor(model):
+        if size % tensor:
+            return f"tensor={tensor} does not divide its {size} {name}"
+    if model.layers % pipeline:
+        return f"pipeline={pipeline} does not divide its {model.layers} layers"
+    if chunks > 1 and pipeline == 1:
+        return f"interleave={chunks} needs pipeline > 1"
+    if model.layers % (pipeline * chunks):
+        return (
+            f"pipeline={pipeline} times interleave={chunks} does not divide its"
+            f" {model.layers} layers"
+        )
+    if expert > 1 and not model.experts:
+        return f"expert={expert}, but it has no experts"
+    if expert > 1 and (model.experts or 0) % expert:
+        return f"expert={expert} does not divide its {model.experts} experts"
+    if layout.data * layout.context % expert:
+        return (
+            f"expert={expert} does not divide the {layout.data * layout.context} ranks it lives in"
+            f" (data={layout.data} times context={layout.context})"
+        )
+    if layout.sequence_parallel and tensor == 1:
+        return "sequence_parallel has no effect with tensor=1"
+    if model.experts and tensor > 1 and not layout.sequence_parallel:
+        return "experts with tensor>1 need sequence_parallel=true"
+    return None
+
+
+def _split_by_tensor(model: Architecture) -> list[tuple[str, int]]:
+    feed = (
+        ("feed-forward units of an expert", model.expert_ffn)
+        if model.experts
+        else ("feed-forward units", model.ffn)
+    )
+    return [("attention heads", model.heads), ("key-value heads", model.kv_heads), feed]
+
+
+def check_layout(model: Architecture, layout: Layout) -> None:
+    """Raises BadInput that names layouts of the same world size which would do, nearest first."""
+    reason = why_unfit(model, layout)
+    if reason is None:
+        return
+    nearest = sorted(possible_layouts(model, layout.world), key=lambda other: _far(layout, other))
+    raise BadInput(
+        f"a {model.kind} model does not fit {described(layout)}: {reason}."
+        f" On {layout.world} ranks these fit: "
+        + "; ".join(described(found) for found in nearest[:PROPOSED]),
+        param="layout",
+    )
+
+
+def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
+    """Every layout of a world size that fits, with sequence parallelism wherever tensor > 1."""
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    tensors = [n for n in sizes if not any(size % n for _, size in _split_by_tensor(model))]
+    stages = [n for n in sizes if model.layers % n == 0]
+    experts = [n for n in sizes if not (model.experts or 1) % n]
+    for tensor, pipeline, context in product(tensors, stages, sizes):
+        data, left_over = divmod(world, tensor * pipeline * context)
+        if left_over:
+            continue
+        each = model.layers // pipeline
+        chunks = [n for n in range(1, each + 1) if each % n == 0] if pipeline > 1 else [1]
+        for interleave, expert in product(chunks, experts):
+            layout = Layout(
+                data=data,
+                tensor=tensor,
+                pipeline=pipeline,
+                interleave=interleave,
+                context=context,
+                expert=expert,
+                sequence_parallel=tensor > 1,
+            )
+            if why_unfit(model, layout) is None:
+                yield layout
+
+
+def described(layout: Layout) -> str:
+    """A layout as it is asked for, what is as usual left out: "data=4 tensor=2"."""
+    fields = layout.model_dump(exclude_defaults=True, exclude={"sequence_parallel"})
+    fields = {"data": layout.data} | fields
+    named = " ".join(f"{name}={value}" for name, value in fields.items())
+    return named + (" sequence_parallel=true" if layout.sequence_parallel else "")
+
+
+def _far(asked: Layout, other: Layout) -> tuple[float, int]:
+    """How far a layout is from what was asked: doublings; then the one with most data ranks."""
+    names = ("data", "tensor", "pipeline", "interleave", "context", "expert")
+    ratios = [getattr(other, name) / getattr(asked, name) for name in names]
+    return sum(abs(log2(ratio)) for ratio in ratios), -other.data

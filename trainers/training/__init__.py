@@ -1,0 +1,1 @@
+"""A training step over ranks: the model's part on each, its optimizer, their process groups."""
