@@ -72,7 +72,7 @@ class Generation(Record):
 
 
 @dataclass(frozen=True)
-class Progress:
+class LoopProgress:
     """What the loop is doing: `done` of `total` units of `phase` in this generation."""
 
     generation: int

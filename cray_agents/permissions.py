@@ -17,7 +17,7 @@ from cray_agents.errors import ConfigError, StoreError
 
 
 @dataclass(frozen=True)
-class Access:
+class RootAccess:
     """What holds for a root. `umask`: of who writes there; `note`: what a person should know."""
 
     umask: int
@@ -35,7 +35,7 @@ def keep_private(config: Config) -> str:
     return access.note
 
 
-def make_private(root: Path, group: str | None) -> Access:
+def make_private(root: Path, group: str | None) -> RootAccess:
     """Make the root's folder, or take away from it what others may do there.
 
     group: whose members may read and write. None: the owner alone, or as the folder says that was
@@ -66,7 +66,7 @@ def make_private(root: Path, group: str | None) -> Access:
                 param="group",
             ) from error
         note = _told(root, mode, wanted, group)
-    return Access(_umask(wanted), note)
+    return RootAccess(_umask(wanted), note)
 
 
 def openness(root: Path) -> tuple[bool, str]:
@@ -93,7 +93,9 @@ def _umask(mode: int) -> int:
     return 0o007 | (0o070 & ~mode)
 
 
-def _of_another(root: Path, found: os.stat_result, group: str | None, number: int | None) -> Access:
+def _of_another(
+    root: Path, found: os.stat_result, group: str | None, number: int | None
+) -> RootAccess:
     """A root whose folder is not ours to change."""
     mode = stat.S_IMODE(found.st_mode)
     if number is not None and (found.st_gid != number or mode & 0o070 != 0o070):
@@ -108,7 +110,7 @@ def _of_another(root: Path, found: os.stat_result, group: str | None, number: in
             f"all users may look into {root}, which is another user's; its owner ends that by "
             f"chmod o= {root}"
         )
-    return Access(_umask(mode), note)
+    return RootAccess(_umask(mode), note)
 
 
 def _told(root: Path, mode: int, wanted: int, group: str | None) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from cray_agents.records import ProbePrompt, Record, Seam
+from cray_agents.records import ProbePrompt, Record, WeightChange
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 
@@ -33,7 +33,7 @@ class ChatEngine(Protocol):
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledSequence:
     """One sampled sequence: `token_ids` and `logprobs` are parallel, [sampled].
 
     `logprobs` may be shorter where a request was cut off. `name` tells the sequences of one
@@ -47,11 +47,11 @@ class Sampled:
     finish_reason: str | None = None
     name: str = ""
     version: str = ""
-    seams: list[Seam] = field(default_factory=list)
+    seams: list[WeightChange] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Exchange:
+class EngineCall:
     """One request to an engine on its way, and what is learned of it.
 
     `path` says which API it speaks, such as `/v1/chat/completions`; `request` is its JSON body;
@@ -64,7 +64,7 @@ class Exchange:
     request: dict[str, Any]
     id: str
     version: str = ""
-    samples: list[Sampled] = field(default_factory=list)
+    samples: list[SampledSequence] = field(default_factory=list)
     capture: bool = True
 
     @property
@@ -76,7 +76,7 @@ class Exchange:
 class Engine(Protocol):
     """What the pool needs of a replica's engine."""
 
-    def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """The answer's bytes: whole JSON in one piece, or whole server-sent events as they come.
 
         Its `model` is the exchange's version. Raises EngineError and its kinds, also in mid-stream.

@@ -131,7 +131,7 @@ class Redaction(Record):
     count: int
 
 
-class Seam(Record):
+class WeightChange(Record):
     """From token `at` of a call's sampled tokens on, `model` (`name@version`) sampled them."""
 
     at: int
@@ -165,7 +165,7 @@ class ModelCall(Record):
     seconds: float = 0.0
     tags: list[str] = Field(default_factory=list)
     redacted: list[Redaction] = Field(default_factory=list)
-    seams: list[Seam] = Field(default_factory=list)
+    seams: list[WeightChange] = Field(default_factory=list)
     owner: str = ""
 
 

@@ -29,10 +29,15 @@ from cray_agents.runtime.datasets.uses import _read as read_commit
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.uploads import UploadRequest, Uploads
-from cray_agents.runtime.fine_tuning.job_records import Asked, Ended, Folder, Validated
+from cray_agents.runtime.fine_tuning.job_records import (
+    Ended,
+    TuningFolder,
+    TuningRequest,
+    Validated,
+)
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.routes import loops
-from cray_agents.runtime.pool.loaded_version import Held
+from cray_agents.runtime.pool.loaded_version import LoadedVersion
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.lineage import lineage_of
@@ -44,7 +49,7 @@ from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.data.samples import read_samples
 from cray_agents.trainers.job import baselines
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import read_status
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import Hyperparameters, JobSpec
@@ -159,7 +164,7 @@ def _files_and_batches(home: Home) -> None:
     )
 
 
-async def _answer(folder: BatchFolder, chunk: int, lines: list[chunks.Line]) -> None:
+async def _answer(folder: BatchFolder, chunk: int, lines: list[chunks.RequestLine]) -> None:
     writer = ResultWriter(folder.results, f"{chunks.chunk_name(chunk)}.1")
     for number, _ in lines:
         said = {"choices": [{"text": f"answer {number}"}], "usage": {"total_tokens": number}}
@@ -183,10 +188,10 @@ def _results(folder: BatchFolder, chunk: int) -> dict[int, chunks.Result]:
 def _jobs(home: Home) -> None:
     """What a job of the Megatron trainer leaves beside a scripted one's files; its fine-tuning."""
     [folder, *_] = sorted(home.jobs.iterdir())
-    journal = Journal(home, folder.name)
+    journal = JobJournal(home, folder.name)
     spec = journal.spec()
     other = spec.model_copy(update={"code": "another"})
-    waiting = Journal(home, other.id)
+    waiting = JobJournal(home, other.id)
     waiting.write_spec(other)
     waiting.claim_attempt()
     for step in range(1, 4):
@@ -208,8 +213,8 @@ def _jobs(home: Home) -> None:
         durable.write_file(point / name, content)
     seal = {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
     durable.write_file(point / SEAL, canonical(seal))
-    tuning = Folder(home)
-    asked = Asked(
+    tuning = TuningFolder(home)
+    asked = TuningRequest(
         model="m@1", name="m", parent="p", parent_sha256="0" * 64, training_file="file-1",
         training_sha256="0" * 64,
     )  # fmt: skip
@@ -277,7 +282,7 @@ def _checkpoint(name: str) -> Reader:
     def read(home: Home) -> Any:
         folder = home.checkpoint(name)
         manifest = checkpoints.read_manifest(folder)
-        held = asyncio.run(Held.proven(folder, "m@1", manifest.probe or PROBE))
+        held = asyncio.run(LoadedVersion.proven(folder, "m@1", manifest.probe or PROBE))
         return manifest, held.version, [_read(folder / file) for file in manifest.files]
 
     return read
@@ -306,7 +311,7 @@ def _upload(name: str) -> Reader:
 
 def _job(name: str) -> Reader:
     def read(home: Home) -> Any:
-        journal = Journal(home, name)
+        journal = JobJournal(home, name)
         for point in journal.resume_points:
             resume.verify(point)
         flat = baselines._read(journal.folder / "baselines" / "train-before", NUMBERS)
@@ -337,7 +342,7 @@ def _batch(name: str) -> Reader:
 
 
 def _fine_tuning(home: Home) -> Any:
-    tuning = Folder(home)
+    tuning = TuningFolder(home)
     return [(asked, tuning.validated(asked.id), tuning.ended(asked.id)) for asked in tuning.all()]
 
 

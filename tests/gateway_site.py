@@ -19,7 +19,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
@@ -76,7 +76,7 @@ async def site_at(directory: Path, *more: Route, **options: Any) -> AsyncIterato
     registry.register("m", *registry.import_checkpoint(bare_model(directory / "model")))
     version = registry.resolve("m@1")
     registry.promote("m", 1)
-    pool = Pool([Resident(ScriptedEngine(lambda request: "hi"))])
+    pool = Pool([InProcessEngine(ScriptedEngine(lambda request: "hi"))])
     await pool.start(home.checkpoint(version.checkpoint), version.id, [])
     services = Services(
         home=home,

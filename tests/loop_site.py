@@ -31,7 +31,7 @@ from cray_agents.processes import die_with_parent
 from cray_agents.records import Run, digest
 from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
@@ -110,7 +110,7 @@ async def serve(home: Home, port: int) -> None:
         first = home.root / f"first-{os.getpid()}"
         checkpoint, manifest = registry.import_checkpoint(bare_model(first))
         registry.promote("m", registry.register("m", checkpoint, manifest).number)
-    pool = Pool([Resident(ScriptedEngine(echo, delay=0.01))], wait_timeout=2)
+    pool = Pool([InProcessEngine(ScriptedEngine(echo, delay=0.01))], wait_timeout=2)
     services = Services(home, Store(home), registry, TimedTrainer(home, 0.3), pool)
     version = registry.resolve("m")
     folder = home.checkpoint(version.checkpoint)

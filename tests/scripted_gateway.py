@@ -24,7 +24,7 @@ from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
@@ -65,7 +65,7 @@ def first_version(home: Home) -> Registry:
 async def serve(home: Home, port: int, hold: float) -> None:
     """Serve until SIGINT or SIGTERM, or for ever."""
     registry = first_version(home)
-    pool = Pool([Resident(FreshWords(fresh_words, delay=hold))])
+    pool = Pool([InProcessEngine(FreshWords(fresh_words, delay=hold))])
     trainer = ScriptedTrainer(home, probe=PROBE)
     services = Services(home, Store(home), registry, trainer, pool)
     version = registry.resolve(NAME)

@@ -17,7 +17,7 @@ from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
@@ -31,7 +31,7 @@ PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
 @contextmanager
 def platform(
     root: Path,
-    engine: ScriptedEngine | Resident,
+    engine: ScriptedEngine | InProcessEngine,
     *,
     model: Path | None = None,
     name: str = "m",
@@ -46,7 +46,7 @@ def platform(
     `scripted` is for. `others`: of further replicas; `spares`: of those started on demand.
     """
     home = Home(root)
-    host = engine if isinstance(engine, Resident) else Resident(engine)
+    host = engine if isinstance(engine, InProcessEngine) else InProcessEngine(engine)
     registry = Registry(home)
     if not registry.names():
         checkpoint, manifest = registry.import_checkpoint(model or bare_model(root / "first"))
@@ -55,7 +55,7 @@ def platform(
     url: list[str] = []
 
     async def serve() -> None:
-        pool = Pool([host, *map(Resident, others)], spares=[*map(Resident, spares)])
+        pool = Pool([host, *map(InProcessEngine, others)], spares=[*map(InProcessEngine, spares)])
         services = Services(
             home=home,
             store=Store(home),

@@ -28,7 +28,7 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Run, StopReason
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import Feedback, give
@@ -452,7 +452,7 @@ def live_traffic(**changes: Any) -> Loop:
 async def test_a_canary_judges_where_nothing_is_held_out(
     tmp_path: Path, better: bool, kind: str
 ) -> None:
-    others = [Resident(ScriptedEngine(said_by))]
+    others = [InProcessEngine(ScriptedEngine(said_by))]
     trainer = partial(ScriptedTrainer, probe=PROBE)
     async with served(tmp_path, ScriptedEngine(said_by), others=others, trainer=trainer) as gateway:
 
@@ -484,7 +484,7 @@ async def test_a_canary_judges_where_nothing_is_held_out(
 
 
 async def test_who_promotes_another_version_has_the_last_word(tmp_path: Path) -> None:
-    others = [Resident(ScriptedEngine(said_by))]
+    others = [InProcessEngine(ScriptedEngine(said_by))]
     trainer = partial(ScriptedTrainer, probe=PROBE)
     async with served(tmp_path, ScriptedEngine(said_by), others=others, trainer=trainer) as gateway:
         where = Platform(gateway.url)

@@ -18,7 +18,7 @@ from cray_agents import Hyperparameters, ScriptedEngine
 from cray_agents.cli import main
 from cray_agents.cli.platform.platform_process import SUBMITTER
 from cray_agents.paths import Home
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import JobSpec, JobStatus, Layout, Policy
 from tests.scripted_platform import bare_model, platform
@@ -100,8 +100,8 @@ class Root:
         assert (done.code, done.out) == (2, ""), done
         return " ".join(done.err.split())
 
-    def started(self, what: JobSpec) -> Journal:
-        journal = Journal(self.home, what.id)
+    def started(self, what: JobSpec) -> JobJournal:
+        journal = JobJournal(self.home, what.id)
         journal.write_spec(what)
         journal.claim_attempt()
         return journal
@@ -124,7 +124,7 @@ def root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Root:
     return Root(Home(tmp_path / "home"), capsys)
 
 
-def steps(journal: Journal, *numbers: int, **measures: Any) -> None:
+def steps(journal: JobJournal, *numbers: int, **measures: Any) -> None:
     for step in numbers:
         values = {name: value(step) for name, value in measures.items()}
         journal.event("step", step=step, lr=1e-3, grad_norm=1.0, tokens=10, seconds=0.5,
@@ -225,7 +225,7 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
 
 
 def test_following_goes_through_a_kill_and_a_restart(root: Root) -> None:
-    journal = Journal(root.home, spec().id)
+    journal = JobJournal(root.home, spec().id)
     journal.write_spec(spec())
     with root.following(journal.job_id) as process:
         assert process.stdout is not None

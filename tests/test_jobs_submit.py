@@ -24,7 +24,7 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.scripted_platform import platform
@@ -73,10 +73,10 @@ class Site(NamedTuple):
             return Done(process.returncode, out, err)
 
     @property
-    def journal(self) -> Journal:
+    def journal(self) -> JobJournal:
         """Of the one job."""
         [spec] = self.home.jobs.glob("*/spec.json")
-        return Journal(self.home, spec.parent.name)
+        return JobJournal(self.home, spec.parent.name)
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +332,7 @@ def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> Non
     root, engine = site.home.root, ScriptedEngine(lambda request: "")
     with platform(root, engine, model=site.model, name="m") as served:
         job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=hyper)
-        there = Journal(site.home, asyncio.run(job).id).spec()
+        there = JobJournal(site.home, asyncio.run(job).id).spec()
     assert there.parent_settings_sha256 == here.parent_settings_sha256 is not None
     assert there.model_copy(update={"code": here.code}).id == here.id
 
@@ -345,7 +345,7 @@ def test_a_job_from_before_settings_counted_keeps_its_id() -> None:
 def test_what_failed_before_stays_failed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
     spec = settled(site.home, asked(None, fields, []))
-    journal = Journal(site.home, spec.id)
+    journal = JobJournal(site.home, spec.id)
     journal.write_spec(spec)
     journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
     done = here(site, capsys, "--parent", site.model, "--steps", 4)
@@ -361,7 +361,7 @@ def test_what_failed_is_tried_again_if_it_is_to_be_run_otherwise(
     monkeypatch.setenv("CRAY_AGENTS_SCHEDULER", "local")
     fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
     spec = settled(site.home, asked(None, fields, []))
-    journal = Journal(site.home, spec.id)
+    journal = JobJournal(site.home, spec.id)
     journal.write_spec(spec)
     journal.write_status(JobStatus(id=spec.id, state="failed", error="the limit is too low"))
     words = ["--parent", site.model, "--steps", 4, "--set", "evaluate_every=2"]

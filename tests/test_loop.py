@@ -20,9 +20,9 @@ from cray_agents import (
     reward,
 )
 from cray_agents.errors import BadInput, JobError, SwapError
-from cray_agents.generation import Generation, Progress
-from cray_agents.loop.rollouts import Rollouts, Wanted, success
-from cray_agents.loop.version_gate import Gate
+from cray_agents.generation import Generation, LoopProgress
+from cray_agents.loop.rollouts import RolloutRequest, Rollouts, success
+from cray_agents.loop.version_gate import VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
@@ -131,7 +131,7 @@ def test_goes_on_where_it_was_stopped(tmp_path: Path, moment: int) -> None:
 
     seen = 0
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: LoopProgress) -> None:
         nonlocal seen
         seen += 1
         if seen == moment:
@@ -315,9 +315,9 @@ async def test_a_reward_that_failed_is_asked_again_and_the_run_is_not(tmp_path: 
         version = await where.promoted("m")
         assert version is not None
         agent = Agent(name="a", model="m")
-        wanted = [Wanted(Task(input="say 1", target="1"), "g1", generation=1)]
+        wanted = [RolloutRequest(Task(input="say 1", target="1"), "g1", generation=1)]
         for down in (True, False, False):
-            rollouts = Rollouts(where, Gate(where), agent, "loop", [checked], concurrency=1)
+            rollouts = Rollouts(where, VersionGate(where), agent, "loop", [checked], concurrency=1)
             (run,) = await rollouts.run(wanted, version, 1.0, lambda done: None)
             assert run.reward == (None if down else 1.0)
             stored = await where.run(run.id)

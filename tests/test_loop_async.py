@@ -13,8 +13,8 @@ from cray_agents import Agent, Platform, PromotionTest, ScriptedEngine, TaskSet,
 from cray_agents.agent.hooks import Hooks
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import SwapError
-from cray_agents.generation import Generation, Progress
-from cray_agents.loop.version_gate import Gate, Passing
+from cray_agents.generation import Generation, LoopProgress
+from cray_agents.loop.version_gate import Passing, VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
@@ -35,7 +35,7 @@ def runs_of(root: Path, generation: int) -> list[Run]:
 def test_samples_from_the_version_decided_so_many_generations_before(
     tmp_path: Path, staleness: int
 ) -> None:
-    seen: list[Progress] = []
+    seen: list[LoopProgress] = []
     with platform(tmp_path, ScriptedEngine(echo),
                   trainer=TimedTrainer(Home(tmp_path), 0.3)) as where:  # fmt: skip
         loop = site_loop(staleness=staleness, platform=where, on_progress=seen.append, **ASYNC)
@@ -68,14 +68,14 @@ def test_a_bound_of_zero_is_the_synchronous_loop(tmp_path: Path) -> None:
     assert min(run.started for run in runs_of(tmp_path, 2)) > first.stat().st_mtime
 
 
-def with_two_versions(tmp_path: Path, work: Callable[[Gate, Any], Awaitable[None]]) -> None:
+def with_two_versions(tmp_path: Path, work: Callable[[VersionGate, Any], Awaitable[None]]) -> None:
     """Run `work(gate, ask)` over one replica and the versions that two generations made."""
     engine = ScriptedEngine(lambda request, version: f"{version}")
     with platform(tmp_path, engine) as where:
         list(site_loop(platform=where, rewards=[always_better], tasks=few()).run(1))
 
         async def main() -> None:
-            gate = Gate(where)
+            gate = VersionGate(where)
             await gate.look()
 
             async def ask(number: int) -> str:
@@ -100,7 +100,7 @@ def always_better(run: Run) -> float:
 
 
 def test_versions_take_turns_on_one_replica_and_each_call_gets_its_own(tmp_path: Path) -> None:
-    async def work(gate: Gate, ask: Any) -> None:
+    async def work(gate: VersionGate, ask: Any) -> None:
         numbers = [1, 2] * 10
         said = await asyncio.gather(*map(ask, numbers))
         assert said == [f"m@{number}" for number in numbers]
@@ -109,7 +109,7 @@ def test_versions_take_turns_on_one_replica_and_each_call_gets_its_own(tmp_path:
 
 
 def test_no_call_for_another_version_goes_on_while_one_is_evaluated(tmp_path: Path) -> None:
-    async def work(gate: Gate, ask: Any) -> None:
+    async def work(gate: VersionGate, ask: Any) -> None:
         version = await gate._platform.version("m@2")
         async with gate.only(version):
             held_back = asyncio.create_task(ask(1))
@@ -121,7 +121,7 @@ def test_no_call_for_another_version_goes_on_while_one_is_evaluated(tmp_path: Pa
 
 
 def test_a_call_that_is_cut_off_at_the_gate_leaves_it_usable(tmp_path: Path) -> None:
-    async def work(gate: Gate, ask: Any) -> None:
+    async def work(gate: VersionGate, ask: Any) -> None:
         for _ in range(3):
             cut_off = asyncio.create_task(ask(1))
             await asyncio.sleep(0)
@@ -134,7 +134,7 @@ def test_a_call_that_is_cut_off_at_the_gate_leaves_it_usable(tmp_path: Path) -> 
 
 
 def test_a_version_that_cannot_be_proven_is_an_error_and_others_go_on(tmp_path: Path) -> None:
-    async def work(gate: Gate, ask: Any) -> None:
+    async def work(gate: VersionGate, ask: Any) -> None:
         missing = (await gate._platform.version("m@1")).model_copy(update={"number": 1})
         assert await ask(1) == "m@1"
         with pytest.raises((SwapError, LookupError)):
@@ -144,7 +144,7 @@ def test_a_version_that_cannot_be_proven_is_an_error_and_others_go_on(tmp_path: 
     with_two_versions(tmp_path, work)
 
 
-class Counting(Gate):
+class Counting(VersionGate):
     """Counts how often it is asked whether a call may pass."""
 
     asked = 0
@@ -155,7 +155,7 @@ class Counting(Gate):
 
 
 def test_a_call_that_may_not_displace_a_candidate_sleeps(tmp_path: Path) -> None:
-    async def work(gate: Gate, ask: Any) -> None:
+    async def work(gate: VersionGate, ask: Any) -> None:
         counting = Counting(gate._platform)
         await counting.look()
         old, new = [await gate._platform.version(f"m@{number}") for number in (1, 2)]

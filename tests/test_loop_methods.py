@@ -16,7 +16,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora, Policy
 from tests.loop_site import echo, site_loop
@@ -26,7 +26,7 @@ from tests.scripted_platform import platform
 def specs(root: Path, done: list[Generation]) -> list[JobSpec]:
     """Of the generations' jobs, in their order."""
     jobs = [g.job for g in done if g.generation and g.job]
-    return [Journal(Home(root), job).spec() for job in jobs]
+    return [JobJournal(Home(root), job).spec() for job in jobs]
 
 
 def used(root: Path, generation: Generation) -> set[str]:

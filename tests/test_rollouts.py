@@ -12,10 +12,10 @@ import pytest
 from cray_agents import Agent, Platform, PromotionTest, ScriptedEngine, Task
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineUnavailable, SwapError
-from cray_agents.generation import Generation, Progress
+from cray_agents.generation import Generation, LoopProgress
 from cray_agents.loop import rollouts
-from cray_agents.loop.rollouts import Rollouts, Wanted
-from cray_agents.loop.version_gate import Gate, Passing
+from cray_agents.loop.rollouts import RolloutRequest, Rollouts
+from cray_agents.loop.version_gate import Passing, VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import ModelVersion, Run
@@ -37,8 +37,8 @@ def said_to(request: dict[str, Any]) -> str:
     return str(request["messages"][-1]["content"])
 
 
-def wanted(*inputs: str) -> list[Wanted]:
-    return [Wanted(Task(input=text, target=TARGET), "g1", generation=1) for text in inputs]
+def wanted(*inputs: str) -> list[RolloutRequest]:
+    return [RolloutRequest(Task(input=text, target=TARGET), "g1", generation=1) for text in inputs]
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +47,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def opened(where: Platform) -> AsyncIterator[tuple[Gate, ModelVersion]]:
+async def opened(where: Platform) -> AsyncIterator[tuple[VersionGate, ModelVersion]]:
     """A gate that has looked, and the version that is served."""
-    gate, version = Gate(where), await where.promoted("m")
+    gate, version = VersionGate(where), await where.promoted("m")
     assert version is not None
     await gate.look()
     try:
@@ -261,7 +261,7 @@ def test_a_generation_keeps_what_its_training_set_was_made_of(
     class Killed(BaseException):
         pass
 
-    def killing(progress: Progress) -> None:
+    def killing(progress: LoopProgress) -> None:
         if progress.phase == "train":
             raise Killed
 

@@ -18,8 +18,8 @@ from cray_agents import Agent, Hyperparameters, Task
 from cray_agents.cli import main
 from cray_agents.cli.platform.platform_process import client, fetch, serving
 from cray_agents.config import load_config
-from cray_agents.loop.rollouts import Rollouts, Wanted
-from cray_agents.loop.version_gate import Gate
+from cray_agents.loop.rollouts import RolloutRequest, Rollouts
+from cray_agents.loop.version_gate import VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ProbeReport, Run
@@ -69,11 +69,13 @@ class Site:
             version = await platform.promoted("m")
             assert version is not None
             wanted = [
-                Wanted(Task(input=question), "g1", attempt, generation=1)
+                RolloutRequest(Task(input=question), "g1", attempt, generation=1)
                 for question in QUESTIONS
                 for attempt in range(ATTEMPTS)
             ]
-            rollouts = Rollouts(platform, Gate(platform), agent, "talk", [odd], concurrency=16)
+            rollouts = Rollouts(
+                platform, VersionGate(platform), agent, "talk", [odd], concurrency=16
+            )
             self.runs = await rollouts.run(wanted, version, 1.0, lambda done: None)
             even = {run.id: 1 - odd(run) for run in self.runs}
             for method in METHODS:

@@ -30,7 +30,7 @@ from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora
 from tests.scripted_platform import platform
@@ -78,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def specs(root: Path) -> list[JobSpec]:
     home = Home(root)
-    found = [Journal(home, path.parent.name).spec() for path in home.jobs.glob("*/spec.json")]
+    found = [JobJournal(home, path.parent.name).spec() for path in home.jobs.glob("*/spec.json")]
     return sorted(found, key=lambda spec: spec.hyperparameters.seed)
 
 

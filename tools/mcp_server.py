@@ -38,7 +38,7 @@ SHOWN = 200  # characters of a tool's arguments or result that are told
 PATH = "/mcp"
 
 
-class Answer(BaseModel):
+class AgentAnswer(BaseModel):
     """What a call comes to, beside the answer's text."""
 
     output: Any
@@ -61,7 +61,7 @@ def agent_server(agent: Agent) -> "MCPServer[Any]":
     async def ask(
         question: Annotated[str, Field(description="All that the agent needs to know.")],
         context: Context[Any, Any],
-    ) -> Annotated[CallToolResult, Answer]:
+    ) -> Annotated[CallToolResult, AgentAnswer]:
         steps = 0.0
         run: Run | None = None
         async with aclosing(agent.stream(question, tags=["mcp"])) as events:
@@ -73,7 +73,7 @@ def agent_server(agent: Agent) -> "MCPServer[Any]":
                     await context.report_progress(steps, message=message)
         if run is None:
             raise RuntimeError("the agent's stream ended without RunEnded")
-        answer = Answer(output=run.output, run_id=run.id, stop_reason=run.stop_reason)
+        answer = AgentAnswer(output=run.output, run_id=run.id, stop_reason=run.stop_reason)
         failed = run.output is None and (run.error is not None or run.stop_reason != "completed")
         return CallToolResult(
             content=[TextContent(type="text", text=_problem(run) if failed else _text(run.output))],

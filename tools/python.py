@@ -19,7 +19,7 @@ from cray_agents.agent.run_context import RunContext
 from cray_agents.agent.tool import tool
 from cray_agents.records import Task
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.sandbox.process import BLOCK, TOO_MUCH, Confined
+from cray_agents.tools.sandbox.process import BLOCK, TOO_MUCH, SandboxedProcess
 
 WORKER = Path(__file__).with_name("python_worker.py")
 GRACE = 2.0  # seconds for code that was told that its time is over
@@ -59,7 +59,7 @@ class PythonSession(Environment):
     def __init__(self, sandbox: Sandbox | None = None) -> None:
         self.sandbox = sandbox or Sandbox()
         self._open = contextlib.AsyncExitStack()
-        self._worker: Confined | None = None
+        self._worker: SandboxedProcess | None = None
 
     async def reset(self, task: Task, context: RunContext) -> str | None:
         """Raises SetupError if this machine offers no sandbox."""
@@ -93,12 +93,12 @@ class PythonSession(Environment):
         self._worker = None
         await self._open.aclose()
 
-    async def _begin(self) -> Confined:
+    async def _begin(self) -> SandboxedProcess:
         argv = [sys.executable, "-c", WORKER.read_text(), str(self.sandbox.output_chars)]
         self._worker = await self._open.enter_async_context(self.sandbox.start(argv))
         return self._worker
 
-    async def _ask(self, worker: Confined, code: str) -> str | None:
+    async def _ask(self, worker: SandboxedProcess, code: str) -> str | None:
         """What the worker says of some code; None if it is gone, or had to go."""
         asked = {"code": code, "seconds": self.sandbox.seconds}
         if self.sandbox.cpu_seconds is not None:

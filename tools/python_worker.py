@@ -17,13 +17,13 @@ from types import FrameType
 from typing import Any
 
 
-class Overdue(BaseException):
+class CodeTimeout(BaseException):
     """The code took longer than it may."""
 
 
 def overdue(signum: int, frame: FrameType | None) -> None:
     """Interrupt the code."""
-    raise Overdue
+    raise CodeTimeout
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def run(code: str, seconds: float, name: str, names: dict[str, Any]) -> None:
                 print(repr(result))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except Overdue:
+    except CodeTimeout:
         print(f"[interrupted: it took more than {seconds:g} s; variables are kept]")
     except BaseException as error:  # noqa: BLE001 - the edge to the model's code
         at = error.__traceback__

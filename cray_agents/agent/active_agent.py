@@ -13,7 +13,7 @@ from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.output_types import OutputReader
 from cray_agents.agent.run_context import RunContext
 from cray_agents.agent.tool import Tool
-from cray_agents.engines.missed_tool_calls import Learned
+from cray_agents.engines.missed_tool_calls import ServerCapabilities
 from cray_agents.errors import BadInput, HookError
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Message
@@ -25,7 +25,7 @@ Instructions = (
 
 
 @dataclass(frozen=True)
-class Persona:
+class ActiveAgent:
     """A model with its instructions, tools and output type.
 
     `request` is what its requests have in common, but for tools and messages. `in_order`: its tool
@@ -41,8 +41,8 @@ class Persona:
     in_order: bool
     hooks: Sequence[Hooks]
     output: OutputReader
-    learned: Learned
-    handoffs: Mapping[str, "Persona"]
+    learned: ServerCapabilities
+    handoffs: Mapping[str, "ActiveAgent"]
 
     async def system(self, context: RunContext) -> list[Message]:
         """The system message; none if there is nothing to say. Raises HookError."""

@@ -16,18 +16,23 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, Unpack, cast
 
 from cray_agents.agent import user_code
-from cray_agents.agent.active_agent import Instructions, Persona
+from cray_agents.agent.active_agent import ActiveAgent, Instructions
 from cray_agents.agent.arguments import check_arguments, check_kinds
 from cray_agents.agent.environment import Environment, begin, declared_tools, reply, tear_down
 from cray_agents.agent.handoffs import asking_tool, beside, handoff_tool
 from cray_agents.agent.hooks import Hooks, observed
 from cray_agents.agent.output_types import OutputError, OutputReader
-from cray_agents.agent.run_state import Progress, RunOptions, begun
+from cray_agents.agent.run_state import RunOptions, RunState, begun
 from cray_agents.agent.sessions import is_answered, spoken
 from cray_agents.agent.stream_events import AgentEvent, Handoff, RunEnded
 from cray_agents.agent.tool import Tool, as_tool
 from cray_agents.agent.turns import act, ask
-from cray_agents.engines.missed_tool_calls import Learned, ParserCounts, ToolCalls, with_tool_calls
+from cray_agents.engines.missed_tool_calls import (
+    ParserCounts,
+    ServerCapabilities,
+    ToolCalls,
+    with_tool_calls,
+)
 from cray_agents.errors import BadInput, CrayError, HookError, StoreError
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Output, Run, RunError, StopReason, Task, ToolCall
@@ -137,7 +142,7 @@ class Agent(Generic[Output]):
     hooks: Sequence[Hooks] = ()
     recorder: Recorder | Literal["auto"] | None = "auto"
     _output: OutputReader = field(init=False, repr=False)
-    _learned: Learned = field(init=False, repr=False)
+    _learned: ServerCapabilities = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -149,7 +154,7 @@ class Agent(Generic[Output]):
             )
         check_arguments(self)
         object.__setattr__(self, "_output", OutputReader(self.output_type, self.json_schema))
-        object.__setattr__(self, "_learned", Learned())
+        object.__setattr__(self, "_learned", ServerCapabilities())
 
     def override(self, **changes: Unpack[Changes]) -> "Agent[Output]":
         """A copy with other arguments: `agent.override(model="calc@3", temperature=0.0)`.
@@ -235,7 +240,7 @@ class Agent(Generic[Output]):
         """`stream` for code that is not async; it also works where an event loop is running."""
         return user_code.each_of(self.stream(input, **options))
 
-    async def _execute(self, progress: Progress) -> Run:
+    async def _execute(self, progress: RunState) -> Run:
         """The conversation within its limits; then the record of it, whatever happened."""
         try:
             output, error = await self._limited(progress)
@@ -247,7 +252,7 @@ class Agent(Generic[Output]):
         finally:
             await user_code.unbroken(tear_down(progress.context))
 
-    async def _limited(self, progress: Progress) -> tuple[Any, RunError | None]:
+    async def _limited(self, progress: RunState) -> tuple[Any, RunError | None]:
         """What the conversation came to, and what ended it; raises what no run may swallow."""
         begun = time.monotonic()
         try:
@@ -261,7 +266,7 @@ class Agent(Generic[Output]):
             progress.stop(StopReason.timeout)
             return None, progress.never_began() or await self._excuse(begun)
 
-    async def _converse(self, progress: Progress) -> Any:
+    async def _converse(self, progress: RunState) -> Any:
         """Until the model answers without asking for tools; returns its answer as output_type."""
         await self._begin(progress)
         mistakes = 0
@@ -291,13 +296,13 @@ class Agent(Generic[Output]):
             raise OutputError("The model asked for tools when it was to answer.")
         return progress.persona.output.read(message.get("content") or "")
 
-    def _begun(self, given: str | Task, options: RunOptions) -> Progress:
+    def _begun(self, given: str | Task, options: RunOptions) -> RunState:
         limits = {"max_turns": self.max_turns, "max_tokens": self.max_total_tokens}
         progress = begun(given, options, self.name, run_hooks=self.hooks, **limits)
         progress.context.engine = self._engine
         return progress
 
-    async def _begin(self, progress: Progress) -> None:
+    async def _begin(self, progress: RunState) -> None:
         """All that a model is to know when it is first asked."""
         if progress.session is not None:
             progress.earlier = spoken(await progress.session.history())
@@ -307,7 +312,7 @@ class Agent(Generic[Output]):
         await progress.enter(self._persona)
         await observed(self.hooks, "before_run", progress.context)
 
-    async def _hand_over(self, progress: Progress, calls: Sequence[ToolCall]) -> None:
+    async def _hand_over(self, progress: RunState, calls: Sequence[ToolCall]) -> None:
         """Let another agent speak if a tool call says so: the first that was carried out."""
         for call in calls:
             to = progress.persona.handoffs.get(call.name)
@@ -316,7 +321,7 @@ class Agent(Generic[Output]):
                 progress.tell(Handoff(to.name))
                 return
 
-    async def _finish(self, progress: Progress, output: Any, error: RunError | None) -> Run:
+    async def _finish(self, progress: RunState, output: Any, error: RunError | None) -> Run:
         """The run as it ended: shown to the hooks, recorded, remembered by its session."""
         run = progress.ended(output, error)
         try:
@@ -330,7 +335,7 @@ class Agent(Generic[Output]):
             await progress.session.extend(run, progress.said)
         return run
 
-    async def _give_up(self, progress: Progress, failure: BaseException) -> None:
+    async def _give_up(self, progress: RunState, failure: BaseException) -> None:
         """The record of a run that ends by being cancelled, or by a fault: it may not take long."""
         error = progress.failed(failure)
         try:
@@ -372,13 +377,13 @@ class Agent(Generic[Output]):
         return (*cast("tuple[Tool, ...]", self.tools), *map(handoff_tool, self.handoffs))
 
     @cached_property
-    def _persona(self) -> Persona:
+    def _persona(self) -> ActiveAgent:
         limits = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {key: value for key, value in limits.items() if value is not None}
         one = {} if self.parallel_tool_calls else {"parallel_tool_calls": False}
         learned = self._learned.at(self._engine)
         object.__setattr__(self, "_learned", learned)
-        return Persona(
+        return ActiveAgent(
             name=self.name,
             instructions=self.instructions,
             engine=with_tool_calls(self._engine, self.tool_calls, learned),

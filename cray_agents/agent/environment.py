@@ -110,7 +110,7 @@ async def tear_down(context: RunContext) -> None:
         return
     try:
         await user_code.call(context.environment.teardown, TEARDOWN)
-    except user_code.Overdue:
+    except user_code.UserCodeTimeout:
         log.error("run %s: teardown took more than %g s and was left", context.run_id, TEARDOWN)
     except Exception:
         log.exception("run %s: the teardown of its environment failed", context.run_id)

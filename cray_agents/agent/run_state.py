@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from cray_agents.agent.active_agent import Persona, check_text, pinned
+from cray_agents.agent.active_agent import ActiveAgent, check_text, pinned
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.output_types import OutputError
 from cray_agents.agent.run_context import RunContext
@@ -63,7 +63,7 @@ class RunOptions(TypedDict, total=False):
 
 
 @dataclass
-class Progress:
+class RunState:
     """A run that goes on: what was said and done so far. Raises BadInput for an unfit id.
 
     `model` is asked in the place of the persona's, where this run says so; `earlier` is
@@ -115,7 +115,7 @@ class Progress:
         """Whether tool calls are carried out one by one: an environment's always are."""
         return self.context.environment is not None or self.persona.in_order
 
-    async def enter(self, persona: Persona) -> None:
+    async def enter(self, persona: ActiveAgent) -> None:
         """Let this persona speak from here on. Raises HookError of its instructions."""
         present = self.request.get("model")
         self.persona = persona
@@ -226,7 +226,7 @@ class Progress:
         )
 
 
-def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> Progress:
+def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> RunState:
     """An agent's run on an input; `fixed` are more fields of Progress.
 
     Raises BadInput, and TypeError for an option there is not.
@@ -251,7 +251,7 @@ def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> P
         seed=options.get("seed"),
         messages=[{"role": "user", "content": text}],
     )
-    return Progress(
+    return RunState(
         context=context,
         model=options.get("model"),
         earlier=spoken(history),

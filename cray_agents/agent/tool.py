@@ -104,7 +104,7 @@ class Tool:
             if not self.retries:
                 return await user_code.call(bound, self.timeout)
             return await attempts(user_code.call, bound, self.timeout)
-        except user_code.Overdue:
+        except user_code.UserCodeTimeout:
             raise ToolError(f"{self.name} did not answer within {self.timeout:g} s") from None
         except (ToolError, *PASSING):
             raise
@@ -308,7 +308,7 @@ async def _approved(approve: Approve, asked: ToolCall, context: RunContext) -> N
 
 def _may_pass(error: BaseException) -> bool:
     """Whether to call a tool again after this; a run's own end, a CancelledError, is no failure."""
-    final = (ToolError, user_code.Overdue, *PASSING)
+    final = (ToolError, user_code.UserCodeTimeout, *PASSING)
     return isinstance(error, Exception) and not isinstance(error, final)
 
 

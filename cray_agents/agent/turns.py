@@ -11,7 +11,7 @@ from typing import Any
 import tenacity
 
 from cray_agents.agent import hooks
-from cray_agents.agent.run_state import Progress
+from cray_agents.agent.run_state import RunState
 from cray_agents.agent.stream_events import (
     ModelFinished,
     ModelStarted,
@@ -28,7 +28,7 @@ _REJECTED = (400, 422)  # what servers answer to fields they do not know
 _PASSING = (0, 408, 409, 429)  # no answer, half of one, or one of no shape; and all 5xx
 
 
-async def ask(progress: Progress, *, retries: int = 0, final: bool = False) -> Message:
+async def ask(progress: RunState, *, retries: int = 0, final: bool = False) -> Message:
     """One model call: its message, which is in the record from here on.
 
     `final`: for an answer, not for tools. Raises EngineError, after `retries`, and HookError.
@@ -46,7 +46,7 @@ async def ask(progress: Progress, *, retries: int = 0, final: bool = False) -> M
     return call.message
 
 
-async def act(progress: Progress, asked: Sequence[Message]) -> list[ToolCall]:
+async def act(progress: RunState, asked: Sequence[Message]) -> list[ToolCall]:
     """Carry out one message's tool calls, at the same time if they may be, and tell the model.
 
     Raises HookError.
@@ -76,7 +76,7 @@ async def act(progress: Progress, asked: Sequence[Message]) -> list[ToolCall]:
     return calls
 
 
-async def _perform(progress: Progress, part: Message) -> ToolCall:
+async def _perform(progress: RunState, part: Message) -> ToolCall:
     asked = ToolCall(id=part["id"], **part["function"])
     progress.tell(ToolStarted(asked.id, asked.name, asked.arguments))
     reason = await hooks.refused(progress.hooks, asked, progress.context)
@@ -89,7 +89,7 @@ async def _perform(progress: Progress, part: Message) -> ToolCall:
     return call
 
 
-async def _call(progress: Progress, request: dict[str, Any]) -> ModelCall:
+async def _call(progress: RunState, request: dict[str, Any]) -> ModelCall:
     """One model call, asked again without the output's schema where the server takes none."""
     try:
         return await _sent(progress, request)
@@ -104,7 +104,7 @@ async def _call(progress: Progress, request: dict[str, Any]) -> ModelCall:
         return call
 
 
-async def _sent(progress: Progress, request: dict[str, Any]) -> ModelCall:
+async def _sent(progress: RunState, request: dict[str, Any]) -> ModelCall:
     if progress.emit is not None and progress.max_tokens is not None:
         request = {"stream_options": {"include_usage": True}, **request}
     request = progress.addressed(request)
@@ -131,7 +131,7 @@ def _tokens(completion: Mapping[str, Any], call: ModelCall) -> int:
     return usage.get("total_tokens") or len(call.prompt_token_ids) + len(call.token_ids)
 
 
-def _retrying(progress: Progress, retries: int) -> tenacity.AsyncRetrying:
+def _retrying(progress: RunState, retries: int) -> tenacity.AsyncRetrying:
     def may_pass(error: BaseException) -> bool:
         passing = isinstance(error, EngineError) and (
             error.status in _PASSING or error.status >= 500

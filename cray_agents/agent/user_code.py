@@ -25,7 +25,7 @@ GRACE = 5.0  # seconds that what is cancelled gets to record or to release what 
 log = logging.getLogger(__name__)
 
 
-class Overdue(Exception):
+class UserCodeTimeout(Exception):
     """The function did not come back in time; its thread, if it has one, is left behind."""
 
 
@@ -43,7 +43,7 @@ async def call(function: Callable[[], Any], timeout: float | None) -> Any:
     try:
         await asyncio.wait({future}, timeout=timeout)
         if not future.done():
-            raise Overdue
+            raise UserCodeTimeout
         if future.cancelled():
             raise RuntimeError("it cancelled itself")
         result, error = future.result()

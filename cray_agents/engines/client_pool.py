@@ -28,7 +28,7 @@ class _Client:
     busy: int = 0
 
 
-class Connections:
+class ClientPool:
     """Clients, made when they are needed. Requests one after the other share a connection."""
 
     def __init__(self, make: Callable[[], "AsyncOpenAI"]) -> None:

@@ -126,7 +126,7 @@ def parser_counts(calls: Iterable[ModelCall]) -> ParserCounts:
 
 
 @dataclass
-class Learned:
+class ServerCapabilities:
     """What runs have found out about the `server` of their model; an agent's copies share it.
 
     `warned`: whether its parser was complained of; `tools`, `schemas`: whether it takes tools, and
@@ -139,16 +139,16 @@ class Learned:
     tools: bool = True
     schemas: bool = True
 
-    def at(self, engine: ChatEngine) -> "Learned":
+    def at(self, engine: ChatEngine) -> "ServerCapabilities":
         """This, if it is of the engine's server or of none yet; else a new one."""
         server = getattr(engine, "base_url", engine)
         if self.server is None:
             self.server = server
-        return self if self.server == server else Learned(server)
+        return self if self.server == server else ServerCapabilities(server)
 
 
 def with_tool_calls(
-    engine: ChatEngine, mode: ToolCalls, learned: Learned | None = None
+    engine: ChatEngine, mode: ToolCalls, learned: ServerCapabilities | None = None
 ) -> ChatEngine:
     """The engine for an agent's `tool_calls`; see Agent."""
     if mode == "constrained":
@@ -159,10 +159,10 @@ def with_tool_calls(
 class AutoEngine:
     """An engine whose tool calls are counted, and constrained once its server refuses tools."""
 
-    def __init__(self, engine: ChatEngine, learned: Learned | None = None) -> None:
+    def __init__(self, engine: ChatEngine, learned: ServerCapabilities | None = None) -> None:
         self.engine = engine
         self.record = getattr(engine, "record", None)
-        self.learned = learned or Learned()
+        self.learned = learned or ServerCapabilities()
         self._constrained = ConstrainedEngine(engine)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:

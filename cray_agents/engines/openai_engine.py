@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 import orjson
 
-from cray_agents.engines.client_pool import Connections
+from cray_agents.engines.client_pool import ClientPool
 from cray_agents.engines.no_real_models import check_real_model
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.records import Run, digest
@@ -67,7 +67,7 @@ class OpenAIEngine:
         self._api_key = api_key or os.environ.get("CRAY_AGENTS_API_KEY") or "none"
         self._retries = retries
         self._timeout = timeout
-        self.connections = Connections(self._new_client)
+        self.connections = ClientPool(self._new_client)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request. Raises EngineError and its kinds, after retries."""

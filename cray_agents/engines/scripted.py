@@ -23,8 +23,8 @@ from typing import Any
 import orjson
 
 from cray_agents.errors import EngineError, SwapError
-from cray_agents.ports import Exchange, Sampled
-from cray_agents.records import Message, Seam, canonical, digest
+from cray_agents.ports import EngineCall, SampledSequence
+from cray_agents.records import Message, WeightChange, canonical, digest
 
 Said = str | dict[str, Any] | list[dict[str, Any]] | BaseException
 Script = Callable[..., Said | Awaitable[Said]]
@@ -103,7 +103,7 @@ class ScriptedEngine:
             yield head | {"choices": [delta]}
         yield head | {"choices": [], "usage": _usage(prompt, sampled)}
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """See `Engine.answer`. Of the APIs it speaks chat completions; EngineError for others.
 
         All `n` choices are the same reply.
@@ -112,7 +112,9 @@ class ScriptedEngine:
             raise EngineError(
                 f"a scripted engine answers {_CHAT} alone, not {exchange.path}", status=400
             )
-        exchange.samples = [Sampled([], [], []) for _ in range(exchange.request.get("n") or 1)]
+        exchange.samples = [
+            SampledSequence([], [], []) for _ in range(exchange.request.get("n") or 1)
+        ]
         if not exchange.streams:
             completion = await self.chat(exchange.request) | await self._stamp(exchange)
             yield orjson.dumps(_shown(_take(exchange.samples, completion), exchange.request))
@@ -156,7 +158,7 @@ class ScriptedEngine:
         except KeyError as error:
             raise EngineError(f"{manifest} has no probe for the prompt {error}") from None
 
-    async def _stamp(self, exchange: Exchange) -> dict[str, Any]:
+    async def _stamp(self, exchange: EngineCall) -> dict[str, Any]:
         """Tell which version says what comes next; returns how the answer names itself."""
         await self._proven.wait()
         now = self.version or exchange.version
@@ -165,7 +167,7 @@ class ScriptedEngine:
             if not before:
                 told.version = exchange.version = now
             elif told.token_ids and before != now:
-                told.seams.append(Seam(at=len(told.token_ids), model=now))
+                told.seams.append(WeightChange(at=len(told.token_ids), model=now))
         return {"id": f"chatcmpl-{exchange.id}", "model": exchange.version}
 
     async def _say(self, request: dict[str, Any]) -> Message:
@@ -283,7 +285,7 @@ def _usage(prompt: list[int], sampled: list[int]) -> dict[str, int]:
     }
 
 
-def _take(samples: list[Sampled], part: dict[str, Any]) -> dict[str, Any]:
+def _take(samples: list[SampledSequence], part: dict[str, Any]) -> dict[str, Any]:
     """Add what a completion or a chunk says was sampled; returns it with a choice per sample."""
     choices = [
         {**choice, "index": index} for choice in part["choices"] for index in range(len(samples))

@@ -16,9 +16,9 @@ from typing import Any
 
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation, onward_of
-from cray_agents.loop.curriculum import Curriculum, Outcome
-from cray_agents.loop.phase_timer import Clock
-from cray_agents.loop.rollouts import Rollouts, Wanted, accepted, shuffled
+from cray_agents.loop.curriculum import AttemptOutcome, Curriculum
+from cray_agents.loop.phase_timer import PhaseTimer
+from cray_agents.loop.rollouts import RolloutRequest, Rollouts, accepted, shuffled
 from cray_agents.loop.stages import COMPARING, Planned, stage_of
 from cray_agents.records import ModelVersion, Run, Task
 from cray_agents.tasks.task_set import TaskSet
@@ -62,7 +62,7 @@ class Collector:
     """
 
     rollouts: Rollouts
-    clock: Clock
+    clock: PhaseTimer
     tasks: TaskSet
     stages: Sequence[Planned]
     curriculum: Curriculum
@@ -74,7 +74,7 @@ class Collector:
     shuffle: str | None = None
     _going: dict[int, asyncio.Task[Collected]] = field(default_factory=dict)
     _draws: dict[tuple[int, int], list[Task] | None] = field(default_factory=dict)
-    _known: dict[int, list[Outcome]] = field(default_factory=dict)
+    _known: dict[int, list[AttemptOutcome]] = field(default_factory=dict)
 
     async def next(self, done: Sequence[Generation], last: int) -> Collected:
         """The runs of the generation after those `done`.
@@ -192,22 +192,22 @@ class Collector:
         )
         return [row async for row in rows]
 
-    async def outcomes(self, number: int) -> list[Outcome]:
+    async def outcomes(self, number: int) -> list[AttemptOutcome]:
         """What came of a generation's runs so far, with the rewards that decide."""
         if number not in self._known:
             found = [
-                Outcome(row["id"], row["task"], row["reward"])
+                AttemptOutcome(row["id"], row["task"], row["reward"])
                 for row in await self._rows(number)
                 if row["reward"] is not None and not row["infrastructure"]
             ]
             self._known[number] = await self._decisive(number, found)
         return self._known[number]
 
-    async def _decisive(self, number: int, outcomes: list[Outcome]) -> list[Outcome]:
+    async def _decisive(self, number: int, outcomes: list[AttemptOutcome]) -> list[AttemptOutcome]:
         """The outcomes with the rewards that decide: round by round."""
         if self.shuffle is None:
             return outcomes
-        found: list[Outcome] = []
+        found: list[AttemptOutcome] = []
         for turn in range(ROUNDS):
             tasks = await self._on_record(number, turn)
             if tasks is None:
@@ -216,7 +216,9 @@ class Collector:
             found += self._permuted(number, turn, [o for o in outcomes if o.task in ids])
         return found
 
-    def _permuted(self, number: int, turn: int, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def _permuted(
+        self, number: int, turn: int, outcomes: Sequence[AttemptOutcome]
+    ) -> list[AttemptOutcome]:
         if self.shuffle is None:
             return list(outcomes)
         seed = f"{self.shuffle}/{number}" + (f"/{turn}" if turn else "")
@@ -227,7 +229,7 @@ class Collector:
         """How many tasks have all their attempts, and the same reward for each."""
         groups: dict[str, list[float]] = defaultdict(list)
         scored = [
-            Outcome(run.id, run.task.id, run.reward)
+            AttemptOutcome(run.id, run.task.id, run.reward)
             for run in runs
             if run.task is not None and run.reward is not None
         ]
@@ -281,6 +283,10 @@ def _entry(number: int, turn: int) -> str:
     return f"draw-{number}-{turn}"
 
 
-def _wanted(tasks: Sequence[Task], number: int, turn: int, attempts: int) -> list[Wanted]:
+def _wanted(tasks: Sequence[Task], number: int, turn: int, attempts: int) -> list[RolloutRequest]:
     scope = f"g{number}" + (f"/r{turn}" if turn else "")
-    return [Wanted(task, scope, attempt, number) for task in tasks for attempt in range(attempts)]
+    return [
+        RolloutRequest(task, scope, attempt, number)
+        for task in tasks
+        for attempt in range(attempts)
+    ]

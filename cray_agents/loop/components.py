@@ -9,13 +9,13 @@ from cray_agents.errors import CrayError
 from cray_agents.generation import Generation
 from cray_agents.loop.collector import Collected, Collector
 from cray_agents.loop.dataset_recipes import least_reward
-from cray_agents.loop.evaluator import Judge, Verdict
+from cray_agents.loop.evaluator import CandidateVerdict, HoldoutEvaluator
 from cray_agents.loop.live.canary import Canarying
-from cray_agents.loop.live.traffic import Live
-from cray_agents.loop.phase_timer import Clock
+from cray_agents.loop.live.traffic import LiveTraffic
+from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import Rollouts
 from cray_agents.loop.stages import stage_of
-from cray_agents.loop.version_gate import Gate
+from cray_agents.loop.version_gate import VersionGate
 from cray_agents.records import ModelVersion
 
 if TYPE_CHECKING:
@@ -25,23 +25,23 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoopComponents:
     """What collects and what judges, behind one gate; all of one event loop.
 
     Of a loop that watches `live` collects, and without held-out tasks `canarying` judges.
     """
 
     event_loop: asyncio.AbstractEventLoop
-    gate: Gate
+    gate: VersionGate
     collector: Collector
-    judge: Judge
-    live: Live | None = None
+    judge: HoldoutEvaluator
+    live: LiveTraffic | None = None
     canarying: Canarying | None = None
 
     @classmethod
-    def of(cls, loop: "Loop", clock: Clock) -> "Parts":
+    def of(cls, loop: "Loop", clock: PhaseTimer) -> "LoopComponents":
         """New ones, for the event loop that runs now."""
-        gate = Gate(
+        gate = VersionGate(
             loop.where, lambda why: clock.report("swap", note=f"waits: {why}"), f"loop {loop.name}"
         )
 
@@ -69,7 +69,9 @@ class Parts:
             loop.close_at,
             shuffle=str(loop.seed) if loop.control == "shuffled-rewards" else None,
         )
-        judge = Judge(loop.where, gate, rollouts(), clock, loop.tasks, loop.promotion, loop.seed)
+        judge = HoldoutEvaluator(
+            loop.where, gate, rollouts(), clock, loop.tasks, loop.promotion, loop.seed
+        )
         event_loop, watch = asyncio.get_running_loop(), loop.watch
         if watch is None:
             return cls(event_loop, gate, collector, judge)
@@ -79,7 +81,7 @@ class Parts:
             stage = stage_of(loop.stages, number)
             return least_reward(loop, stage) if stage.method == "kto" else None
 
-        live = Live(rollouts(), clock, watch, judged, both_sides_of)
+        live = LiveTraffic(rollouts(), clock, watch, judged, both_sides_of)
         if judged:
             return cls(event_loop, gate, collector, judge, live)
         canarying = Canarying(loop.where, gate, clock, loop.name, watch, loop.promotion)
@@ -105,7 +107,7 @@ class Parts:
 
     async def decide(
         self, candidate: ModelVersion, incumbent: ModelVersion, number: int
-    ) -> Verdict:
+    ) -> CandidateVerdict:
         """Prove a candidate, evaluate it, promote or reject it. Raises SwapError."""
         judge = self.judge if self.canarying is None else self.canarying
         return await judge.judge(candidate, incumbent, number)

@@ -17,7 +17,7 @@ from cray_agents.records import Task
 PRIOR = 2.0  # attempts that a group's success counts for in a task's
 
 
-class Outcome(NamedTuple):
+class AttemptOutcome(NamedTuple):
     """What came of an attempt at a task."""
 
     run: str
@@ -56,7 +56,7 @@ class Curriculum:
         return p * (1 - p) + self.hard * (1 - p) + self.floor
 
     def success(
-        self, groups: dict[str, Any], generations: Iterable[Iterable[Outcome]]
+        self, groups: dict[str, Any], generations: Iterable[Iterable[AttemptOutcome]]
     ) -> dict[Any, float]:
         """Each group's success in the newest of the generations (oldest first) that tried it.
 
@@ -80,7 +80,7 @@ class Curriculum:
     def choose(
         self,
         tasks: Iterable[Task],
-        generations: Sequence[Sequence[Outcome]],
+        generations: Sequence[Sequence[AttemptOutcome]],
         count: int,
         seed: str,
         taken: Set[str] = frozenset(),
@@ -143,7 +143,7 @@ class Curriculum:
         more = [task for task in pool if task.id not in names][: count - len(names)]
         return [*unseen, *again, *more]
 
-    def _attempts(self, generations: Iterable[Iterable[Outcome]]) -> dict[str, list[float]]:
+    def _attempts(self, generations: Iterable[Iterable[AttemptOutcome]]) -> dict[str, list[float]]:
         """The success of each attempt at a task in the newest generation that tried it."""
         found: dict[str, list[float]] = {}
         for outcomes in generations:

@@ -12,9 +12,9 @@ from typing import Any
 
 from cray_agents.errors import HookError
 from cray_agents.generation import Generation, decisions_in
-from cray_agents.loop.phase_timer import Clock
-from cray_agents.loop.rollouts import Rollouts, Wanted, failed_by_infrastructure, success
-from cray_agents.loop.version_gate import Gate
+from cray_agents.loop.phase_timer import PhaseTimer
+from cray_agents.loop.rollouts import RolloutRequest, Rollouts, failed_by_infrastructure, success
+from cray_agents.loop.version_gate import VersionGate
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import (
     WHOLE,
@@ -35,7 +35,7 @@ OnDone = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CandidateVerdict:
     """What came of a candidate. `worse`: nothing should go on from it."""
 
     proof: ProbeReport
@@ -77,18 +77,20 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judge:
+class HoldoutEvaluator:
     """Evaluates versions on one loop's tasks; `seed` decides in which order."""
 
     platform: Platform
-    gate: Gate
+    gate: VersionGate
     rollouts: Rollouts
-    clock: Clock
+    clock: PhaseTimer
     tasks: TaskSet
     test: PromotionTest
     seed: int
 
-    async def judge(self, candidate: ModelVersion, incumbent: ModelVersion, number: int) -> Verdict:
+    async def judge(
+        self, candidate: ModelVersion, incumbent: ModelVersion, number: int
+    ) -> CandidateVerdict:
         """Prove a candidate, evaluate it against the incumbent, and promote or reject it.
 
         While it is evaluated, rollouts of other versions wait at the gate, where there is but one
@@ -111,7 +113,7 @@ class Judge:
                 await self.platform.reject(
                     candidate, who=who, reason=decision.reason, numbers=numbers
                 )
-        return Verdict(proof, decision, runs)
+        return CandidateVerdict(proof, decision, runs)
 
     async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
         """A version's runs on the tasks that its success is told on, once per version."""
@@ -133,7 +135,7 @@ class Judge:
     async def _answers(
         self, version: ModelVersion, tasks: Sequence[Task], phase: str, there: int = 0
     ) -> list[Run]:
-        wanted = [Wanted(task, f"{version.id}/{task.split}") for task in tasks]
+        wanted = [RolloutRequest(task, f"{version.id}/{task.split}") for task in tasks]
 
         def report(done: int) -> None:
             self.clock.report(phase, there + done, there + len(wanted), version.id)

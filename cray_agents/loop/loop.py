@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from cray_agents.agent.agent import Agent
 from cray_agents.errors import BadInput, EngineUnavailable, JobError, SwapError
-from cray_agents.generation import Generation, Progress, onward_of, promoted_by, standing_of
-from cray_agents.loop.components import Parts
+from cray_agents.generation import Generation, LoopProgress, onward_of, promoted_by, standing_of
+from cray_agents.loop.components import LoopComponents
 from cray_agents.loop.curriculum import Curriculum
 from cray_agents.loop.dataset_recipes import hyperparameters_of, least_reward, recipe_of, window
 from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.loop.live.schedule import Watch
-from cray_agents.loop.phase_timer import Clock
+from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import success
 from cray_agents.loop.settings import check, prepare, settings_of, settle
 from cray_agents.loop.stages import TRAINED_BY, Method, Stage, ended, planned, stage_of
@@ -117,7 +117,7 @@ class Loop:
     watch: Watch | None = None
     changed: Literal["refuse", "accept"] = "refuse"
     platform: Platform | None = None
-    on_progress: Callable[[Progress], None] = lambda progress: None
+    on_progress: Callable[[LoopProgress], None] = lambda progress: None
     warm_up: WarmUp | None = None
 
     def __post_init__(self) -> None:
@@ -127,8 +127,8 @@ class Loop:
                         self.tasks_per_generation, self.evaluate_every)  # fmt: skip
         self.stages = planned(self.method, default)
         check(self)
-        self._clock = Clock(lambda progress: self.on_progress(progress))
-        self._parts: Parts | None = None
+        self._clock = PhaseTimer(lambda progress: self.on_progress(progress))
+        self._parts: LoopComponents | None = None
 
     def run(self, generations: int = 5) -> Generator[Generation, None, None]:
         """Go on until `generations` are done or the loop stops itself; yields each as it ends.
@@ -343,10 +343,10 @@ class Loop:
         self.platform = self.platform or Platform()
         return self.platform
 
-    def _now(self) -> Parts:
+    def _now(self) -> LoopComponents:
         """The parts that belong to the event loop that runs now."""
         if self._parts is None or self._parts.event_loop is not asyncio.get_running_loop():
-            self._parts = Parts.of(self, self._clock)
+            self._parts = LoopComponents.of(self, self._clock)
         return self._parts
 
     def _why_stopped(self, done: Sequence[Generation]) -> str | None:

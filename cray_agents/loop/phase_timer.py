@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cray_agents.generation import Progress
+from cray_agents.generation import LoopProgress
 from cray_agents.platform.client import Platform
 
 
-class Clock:
+class PhaseTimer:
     """Started at a generation's begin, read at its end. `on_progress` is told of every move."""
 
-    def __init__(self, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, on_progress: Callable[[LoopProgress], None]) -> None:
         self.generation = 0
         self._on_progress = on_progress
         self._begun = 0.0
@@ -45,7 +45,7 @@ class Clock:
 
     def report(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
         """Something moved."""
-        self._on_progress(Progress(self.generation, phase, done, total, note))
+        self._on_progress(LoopProgress(self.generation, phase, done, total, note))
 
     @contextmanager
     def phase(self, name: str, note: str | None = None) -> Iterator[None]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from cray_agents.agent.agent import Agent
 from cray_agents.errors import EngineUnavailable
-from cray_agents.loop.version_gate import Gate, Passing
+from cray_agents.loop.version_gate import Passing, VersionGate
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion, Run, Split, Task, digest
 from cray_agents.rewards.reward import RewardFunction, restored, scored, unscored
@@ -32,7 +32,7 @@ STRAGGLES = 3.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RolloutRequest:
     """A run that should exist. `scope` keeps apart what the same task is run for."""
 
     task: Task
@@ -42,7 +42,7 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class Going:
+class ActiveRollout:
     """A run that goes on. It keeps one of the places until it ends, or is left behind."""
 
     run_id: str
@@ -79,18 +79,18 @@ class Rollouts:
     """
 
     platform: Platform
-    gate: Gate
+    gate: VersionGate
     agent: Agent
     loop: str
     rewards: Sequence[RewardFunction]
     concurrency: int
     seeded: bool = True
-    going: dict[str, Going] = field(default_factory=dict)
+    going: dict[str, ActiveRollout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._agent = self.agent.through(self.platform.engine())
         self._places = asyncio.Semaphore(self.concurrency)
-        self._left: list[Going] = []  # those that go on in the background
+        self._left: list[ActiveRollout] = []  # those that go on in the background
         self._begun = set[str]()
 
     async def stored(
@@ -107,7 +107,7 @@ class Rollouts:
 
     async def run(
         self,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[RolloutRequest],
         version: ModelVersion,
         temperature: float,
         on_done: Callable[[int], None],
@@ -146,7 +146,7 @@ class Rollouts:
 
     def resume(
         self,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[RolloutRequest],
         version: ModelVersion,
         temperature: float,
         known: Set[str],
@@ -160,11 +160,11 @@ class Rollouts:
         """Cancel what still goes on; it is as if it had never begun."""
         await cancelled(list(self.going.values()))
 
-    def name(self, item: Wanted) -> str:
+    def name(self, item: RolloutRequest) -> str:
         """The id of a run."""
         return "run_" + digest([self.loop, item.scope, item.task.id, item.attempt], 24)
 
-    def _seed(self, item: Wanted, paired: bool) -> int | None:
+    def _seed(self, item: RolloutRequest, paired: bool) -> int | None:
         if not (self.seeded or paired):
             return None
         made_of = [item.task.id, item.attempt] if paired else [self.name(item)]
@@ -177,7 +177,9 @@ class Rollouts:
                 each.task.result()
         self._left = [each for each in self._left if not each.task.done()]
 
-    async def _known(self, wanted: Sequence[Wanted], version: ModelVersion) -> dict[str, Run]:
+    async def _known(
+        self, wanted: Sequence[RolloutRequest], version: ModelVersion
+    ) -> dict[str, Run]:
         first = wanted[0]
         of = None if first.generation is not None else version
         runs = await self.stored(first.task.split, generation=first.generation, version=of)
@@ -185,13 +187,13 @@ class Rollouts:
 
     def _start(
         self,
-        item: Wanted,
+        item: RolloutRequest,
         version: ModelVersion,
         temperature: float,
         known: dict[str, Run],
         paired: bool = False,
         settled: bool = False,
-    ) -> Going:
+    ) -> ActiveRollout:
         run_id = self.name(item)
         if run_id in self.going:
             return self.going[run_id]
@@ -210,11 +212,11 @@ class Rollouts:
                 del self.going[run_id]
 
         self._begun.add(run_id)
-        going = self.going[run_id] = Going(run_id, asyncio.create_task(one()), self._places)
+        going = self.going[run_id] = ActiveRollout(run_id, asyncio.create_task(one()), self._places)
         return going
 
     async def _until_closed(
-        self, started: Sequence[Going], on_done: Callable[[int], None], close_at: float
+        self, started: Sequence[ActiveRollout], on_done: Callable[[int], None], close_at: float
     ) -> None:
         """Return when all have ended, or the rule closes the set. Raises what a run raised."""
         ended: asyncio.Queue[asyncio.Task[Run]] = asyncio.Queue()
@@ -238,8 +240,8 @@ class Rollouts:
         self,
         agent: Agent,
         version: ModelVersion,
-        item: Wanted,
-        going: Going,
+        item: RolloutRequest,
+        going: ActiveRollout,
         known: dict[str, Run],
         paired: bool,
         settled: bool,
@@ -285,7 +287,7 @@ class Rollouts:
         return done
 
 
-def patience(started: Sequence[Going], close_at: float) -> float | None:
+def patience(started: Sequence[ActiveRollout], close_at: float) -> float | None:
     """Seconds until the rule closes the set, if nothing ends meanwhile; None: it does not yet."""
     ended = [each.seconds for each in started if each.task.done()]
     going = [each for each in started if not each.task.done()]
@@ -297,7 +299,7 @@ def patience(started: Sequence[Going], close_at: float) -> float | None:
     return max(longest - each.seconds for each in going)
 
 
-async def cancelled(started: Sequence[Going]) -> None:
+async def cancelled(started: Sequence[ActiveRollout]) -> None:
     """Cancel runs, and wait until they have ended."""
     tasks = [each.task for each in started]
     for task in tasks:

@@ -21,7 +21,7 @@ from cray_agents.errors import BadInput
 from cray_agents.loop.warmup import check as check_warm_up
 from cray_agents.platform.client import Platform
 from cray_agents.records import Task, canonical, digest
-from cray_agents.rewards.reward import Options
+from cray_agents.rewards.reward import RewardOptions
 from cray_agents.tasks.task_set import TaskSet
 from cray_agents.training_jobs import Policy, as_hyperparameters
 
@@ -204,7 +204,8 @@ def settings_of(loop: "Loop") -> dict[str, Any]:
         "tasks": _fingerprint([_task(task) for task in loop.tasks]),
         "rewards": [getattr(function, "__name__", repr(function)) for function in loop.rewards],
         "reward_weights": [
-            getattr(function, "__reward_options__", Options()).weight for function in loop.rewards
+            getattr(function, "__reward_options__", RewardOptions()).weight
+            for function in loop.rewards
         ],
         "stages": {
             str(stage.first): {**asdict(stage), "hyperparameters": _hyper(stage.hyperparameters)}

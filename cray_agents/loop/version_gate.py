@@ -29,7 +29,7 @@ LEAST_TURN = 0.2  # seconds
 BUSY_SECONDS = 5.0  # until a pool that could spare no replica is asked again
 
 
-class Gate:
+class VersionGate:
     """Knows what the replicas hold, and changes it when calls for another version wait."""
 
     def __init__(
@@ -216,7 +216,7 @@ class Passing:
     Those of a run, and of the sub-agents that it asks. `base_url` stands for the server behind it.
     """
 
-    def __init__(self, engine: ChatEngine, gate: Gate, version: ModelVersion) -> None:
+    def __init__(self, engine: ChatEngine, gate: VersionGate, version: ModelVersion) -> None:
         self.base_url = getattr(engine, "base_url", engine)
         self._engine, self._gate, self._version = engine, gate, version
         self._held = 0.0

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from cray_agents.errors import BadInput, JobError
-from cray_agents.generation import Progress
+from cray_agents.generation import LoopProgress
 from cray_agents.loop.dataset_recipes import least_reward
 from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.loop.rollouts import success
@@ -310,7 +310,7 @@ def _reporter(loop: "Loop", number: int, before: float | None) -> Callable[[JobS
     def report(job: JobStatus) -> None:
         note = f"job {job.scheduler_job_id}"
         note += "" if before is None else f", held-out success {before:.3f} before"
-        loop.on_progress(Progress(0, f"warm-up job {number}", job.step, job.steps, note))
+        loop.on_progress(LoopProgress(0, f"warm-up job {number}", job.step, job.steps, note))
 
     return report
 

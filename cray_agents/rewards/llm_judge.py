@@ -23,7 +23,7 @@ from cray_agents.engines.openai_engine import engine_at
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Message, Run, digest
-from cray_agents.rewards.reward import Options
+from cray_agents.rewards.reward import RewardOptions
 
 Rubric = str | Callable[[Run], str]
 
@@ -41,7 +41,7 @@ Give your reason first, in a sentence or two, then the score."""
 
 
 @dataclass(frozen=True, eq=False)
-class Judge:
+class LLMJudge:
     """A reward function that asks a model; see `judge`, which makes it.
 
     Its repr is the same in every process: a loop's settings are compared by it.
@@ -55,7 +55,7 @@ class Judge:
     transcript: bool
     temperature: float
     max_tokens: int
-    __reward_options__: Options
+    __reward_options__: RewardOptions
 
     def __repr__(self) -> str:
         told = self.rubric if isinstance(self.rubric, str) else "a function"
@@ -66,7 +66,7 @@ class Judge:
         votes = [self._vote(run, number) for number in range(self.votes)]
         return math.fsum(await asyncio.gather(*votes)) / self.votes
 
-    def with_engine(self, engine: ChatEngine) -> "Judge":
+    def with_engine(self, engine: ChatEngine) -> "LLMJudge":
         """The same, asking there unless it has an engine of its own."""
         return self if self.engine is not None else replace(self, engine=engine)
 
@@ -121,7 +121,7 @@ def judge(
     temperature: float | None = None,
     max_tokens: int = MOST_TOKENS,
     timeout: float | None = TIMEOUT,
-) -> Judge:
+) -> LLMJudge:
     """A reward by a model's judgement. An answer that is no verdict is a RewardError, never a 0.
 
     A verdict is JSON of a reason and a score, which the server is asked to hold to that schema. It
@@ -156,8 +156,10 @@ def judge(
             f"votes={votes} at temperature {temperature}: they would all be the same one",
             param="temperature",
         )
-    options = Options(weight, name, timeout, source="judge")
-    return Judge(rubric, model, scale, votes, engine, transcript, temperature, max_tokens, options)
+    options = RewardOptions(weight, name, timeout, source="judge")
+    return LLMJudge(
+        rubric, model, scale, votes, engine, transcript, temperature, max_tokens, options
+    )
 
 
 def judged_parts(run: Run, *, transcript: bool) -> dict[str, str]:

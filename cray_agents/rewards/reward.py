@@ -56,7 +56,7 @@ class AsksModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Options:
+class RewardOptions:
     """What `@reward` says of a function; others keep theirs as `__reward_options__` too."""
 
     weight: float = 1.0
@@ -102,7 +102,7 @@ def reward(
 
     Raises BadInput for a weight that is no number or a timeout that is not above 0.
     """
-    options = Options(weight, name, timeout)
+    options = RewardOptions(weight, name, timeout)
 
     def mark(function: R) -> R:
         function.__reward_options__ = options  # type: ignore[attr-defined]
@@ -186,11 +186,11 @@ def restored(run: Run, output_type: Any) -> Run:
 
 async def _given(run: Run, function: RewardFunction) -> tuple[list[Reward], bool]:
     """What a function gives, and whether it found the run suspect. Raises RewardError."""
-    options: Options = getattr(function, "__reward_options__", Options())
+    options: RewardOptions = getattr(function, "__reward_options__", RewardOptions())
     name = options.name or str(getattr(function, "__name__", type(function).__name__))
     try:
         values: Any = await user_code.call(functools.partial(function, run), options.timeout)
-    except user_code.Overdue:
+    except user_code.UserCodeTimeout:
         raise RewardError(f"reward {name} took more than {options.timeout:g} s") from None
     except RewardError as error:
         raise RewardError(f"reward {name} failed: {error}") from error

@@ -86,7 +86,7 @@ class LineErrors(Record):
     data: list[LineError]
 
 
-class Counts(Record):
+class LineCounts(Record):
     """Lines: all, answered, and ended by an error. While a batch runs, the rest is to be done."""
 
     total: int = 0
@@ -149,7 +149,7 @@ class Batch(Record):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    request_counts: Counts = Field(default_factory=Counts)
+    request_counts: LineCounts = Field(default_factory=LineCounts)
     usage: BatchUsage | None = None
     metadata: dict[str, str] | None = None
 
@@ -177,12 +177,12 @@ class Finalizing(Record):
     outcome: Literal["completed", "cancelled", "expired"]
 
 
-class End(Record):
+class BatchEnd(Record):
     """How a batch ended; `end.json`."""
 
     at: int
     status: Literal["completed", "failed", "cancelled", "expired"]
-    counts: Counts = Field(default_factory=Counts)
+    counts: LineCounts = Field(default_factory=LineCounts)
     usage: BatchUsage | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None

@@ -15,8 +15,8 @@ from cray_agents.paths import Home
 from cray_agents.runtime.batches import claims
 from cray_agents.runtime.batches.batch_records import (
     Accepted,
+    BatchEnd,
     BatchRequest,
-    End,
     LineError,
     Stopped,
 )
@@ -50,7 +50,7 @@ class OpenBatch:
 
 
 @dataclass(frozen=True)
-class Work:
+class ClaimedChunk:
     """A chunk that this worker has claimed."""
 
     batch: OpenBatch
@@ -94,7 +94,7 @@ class Board:
             if batch.busy or _due(batch) != what:
                 continue
             if what == "validation" and batch.stopped:
-                batch.folder.finish(End(at=int(time.time()), status=batch.stopped))
+                batch.folder.finish(BatchEnd(at=int(time.time()), status=batch.stopped))
                 continue
             newest = claims.fences(batch.folder.claims).get(what, 0)
             if self._holder.take(batch.folder.claims, what, newest):
@@ -102,7 +102,7 @@ class Board:
                 return batch
         return None
 
-    def claim(self, lane: Lane) -> Work | None:
+    def claim(self, lane: Lane) -> ClaimedChunk | None:
         """Claim a chunk for a lane."""
         batches = self._sorted()
         if lane == "others":
@@ -117,7 +117,7 @@ class Board:
                 return work
         return None
 
-    def release(self, work: Work) -> None:
+    def release(self, work: ClaimedChunk) -> None:
         """A chunk is sealed, by this worker or another."""
         work.batch.done.add(work.chunk)
         work.batch.mine.discard(work.chunk)
@@ -127,7 +127,7 @@ class Board:
         """End a batch that cannot be finished, for one of its files is damaged; the rest go on."""
         log.error("%s failed: %s", batch.folder.id, error)
         told = [LineError(code="damaged", message=str(error))]
-        batch.folder.finish(End(at=int(time.time()), status="failed", errors=told))
+        batch.folder.finish(BatchEnd(at=int(time.time()), status="failed", errors=told))
 
     def _sorted(self) -> list[OpenBatch]:
         return sorted(self._open.values(), key=_age)
@@ -146,7 +146,7 @@ class Board:
         if batch.folder.claims.exists():
             batch.folder.clean()
 
-    def _claim_of(self, batch: OpenBatch) -> Work | None:
+    def _claim_of(self, batch: OpenBatch) -> ClaimedChunk | None:
         if batch.accepted is None or len(batch.done) == len(batch.index):
             return None
         exhausted = batch.next >= len(batch.index)
@@ -161,7 +161,7 @@ class Board:
                 return work
         return None
 
-    def _sweep(self, batch: OpenBatch, exhausted: bool) -> Work | None:
+    def _sweep(self, batch: OpenBatch, exhausted: bool) -> ClaimedChunk | None:
         """A chunk of a dead worker; of all that is left if there are no fresh ones."""
         newest = claims.fences(batch.folder.claims)
         batch.done.update(sealed(batch.folder))
@@ -176,7 +176,7 @@ class Board:
                 return work
         return None
 
-    def _take(self, batch: OpenBatch, chunk: int, newest: int) -> Work | None:
+    def _take(self, batch: OpenBatch, chunk: int, newest: int) -> ClaimedChunk | None:
         folder = batch.folder
         fence = self._holder.take(folder.claims, chunk_name(chunk), newest)
         if fence is None:
@@ -187,7 +187,7 @@ class Board:
             batch.done.add(chunk)
             return None
         batch.mine.add(chunk)
-        return Work(batch, chunk, fence)
+        return ClaimedChunk(batch, chunk, fence)
 
 
 def _due(batch: OpenBatch) -> Literal["validation", "final"] | None:

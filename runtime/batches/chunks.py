@@ -23,14 +23,14 @@ from cray_agents.errors import Corrupt
 from cray_agents.records import new_id
 from cray_agents.runtime.batches.batch_records import (
     NO_TOKENS,
-    Counts,
+    LineCounts,
     Stopped,
     Tokens,
     add,
     tokens_of,
 )
 from cray_agents.runtime.batches.folder import BatchFolder
-from cray_agents.runtime.batches.results import Place, fetch, read_lines
+from cray_agents.runtime.batches.results import ResultPlace, fetch, read_lines
 from cray_agents.runtime.batches.validation import Row
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.checksums import parse, proven, with_crc
@@ -47,7 +47,7 @@ STOPPED: dict[Stopped, str] = {
 }
 
 
-class Line(NamedTuple):
+class RequestLine(NamedTuple):
     """A request of a batch. `number` counts the input's lines from 1."""
 
     number: int
@@ -59,7 +59,7 @@ class Result(NamedTuple):
 
     ok: bool
     tokens: Tokens
-    place: Place
+    place: ResultPlace
 
 
 class Seal(NamedTuple):
@@ -69,7 +69,7 @@ class Seal(NamedTuple):
     CRC-32 of all that follows the head; None in a seal from before that was kept.
     """
 
-    counts: Counts
+    counts: LineCounts
     unasked: int
     tokens: Tokens
     start: int
@@ -88,7 +88,7 @@ def seal_path(folder: BatchFolder, chunk: int) -> Path:
     return folder.done / f"{chunk_name(chunk)}.jsonl"
 
 
-def requests(folder: BatchFolder, row: Row) -> list[Line]:
+def requests(folder: BatchFolder, row: Row) -> list[RequestLine]:
     """The requests of a chunk, as they stand in the input. Raises Corrupt."""
     offset, length, first, _, crc = row
     with folder.input.open("rb") as file:
@@ -98,7 +98,9 @@ def requests(folder: BatchFolder, row: Row) -> list[Line]:
         raise Corrupt(f"{folder.input} is damaged: bytes {offset} to {offset + length}")
     lines = data.removesuffix(b"\n").split(b"\n")
     return [
-        Line(first + index, raw) for index, raw in enumerate(lines) if raw and not raw.isspace()
+        RequestLine(first + index, raw)
+        for index, raw in enumerate(lines)
+        if raw and not raw.isspace()
     ]
 
 
@@ -145,7 +147,7 @@ def results_so_far(folder: BatchFolder, chunk: int) -> dict[int, Result]:
 def seal(
     folder: BatchFolder,
     chunk: int,
-    lines: list[Line],
+    lines: list[RequestLine],
     results: dict[int, Result],
     stopped: Stopped | None,
 ) -> bool:
@@ -185,7 +187,7 @@ def read_seal(path: Path) -> Seal:
         line = file.readline()
     head: dict[str, Any] = parse(line, path)
     completed, failed = head["completed"], head["failed"]
-    counts = Counts(total=completed + failed, completed=completed, failed=failed)
+    counts = LineCounts(total=completed + failed, completed=completed, failed=failed)
     sizes = (len(line), head["output"], head["errors"])
     return Seal(counts, head["unasked"], _tokens(head), *sizes, head.get("body"))
 
@@ -267,7 +269,7 @@ def _record(
     return record
 
 
-def _parts(line: bytes, place: Place) -> tuple[dict[str, Any], bytes]:
+def _parts(line: bytes, place: ResultPlace) -> tuple[dict[str, Any], bytes]:
     """What a stored line says of its result, and the output file's line. Raises Corrupt."""
     at = f"{place.path}: byte {place.offset}"
     text = proven(line, at)

@@ -13,9 +13,9 @@ from typing import TypeVar
 from cray_agents.records import Record
 from cray_agents.runtime.batches.batch_records import (
     Accepted,
+    BatchEnd,
     BatchRequest,
     Cancelling,
-    End,
     Finalizing,
     Stopped,
 )
@@ -88,9 +88,9 @@ class BatchFolder:
         """That every line has its result."""
         return _read(Finalizing, self.finalizing_file)
 
-    def end(self) -> End | None:
+    def end(self) -> BatchEnd | None:
         """How the batch ended."""
-        return _read(End, self.end_file)
+        return _read(BatchEnd, self.end_file)
 
     def cancelled_at(self) -> int | None:
         """When the batch was asked to stop."""
@@ -116,7 +116,7 @@ class BatchFolder:
         durable.create_file(self.finalizing_file, _json(finalizing))
         return _parse(Finalizing, self.finalizing_file)
 
-    def finish(self, end: End) -> None:
+    def finish(self, end: BatchEnd) -> None:
         """Say how the batch ended; what was said first stays."""
         durable.create_file(self.end_file, _json(end))
 

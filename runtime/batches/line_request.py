@@ -15,7 +15,7 @@ from typing import NamedTuple
 import aiohttp
 import orjson
 
-from cray_agents.runtime.batches.chunks import Line
+from cray_agents.runtime.batches.chunks import RequestLine
 
 AWAY = {408, 425, 429, 503, 504}  # of the moment, not of the line
 OURS = {401, 403}  # of this worker's key, not of the line
@@ -29,7 +29,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600, sock_connect=10)
 log = logging.getLogger(__name__)
 
 
-class Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     """An answer that is the line's result."""
 
     custom_id: str
@@ -57,7 +57,9 @@ class Asker:
         """Close the connections."""
         await self._session.close()
 
-    async def ask(self, batch_id: str, endpoint: str, line: Line, owner: str = "") -> Answer:
+    async def ask(
+        self, batch_id: str, endpoint: str, line: RequestLine, owner: str = ""
+    ) -> LineAnswer:
         """The line's answer, however long it takes. `owner`: whose its run is to be."""
         request = orjson.loads(line.raw)
         body = orjson.dumps(request["body"])
@@ -81,7 +83,7 @@ class Asker:
                 no_more = answer.headers.get("x-should-retry") == "false"
                 if _final(answer.status, attempt) or (no_more and answer.status in BROKEN):
                     request_id = answer.headers.get("x-request-id", "")
-                    return Answer(request["custom_id"], answer.status, request_id, content)
+                    return LineAnswer(request["custom_id"], answer.status, request_id, content)
                 pause = _asked_pause(answer.headers) or _pause(attempt, LONGEST_PAUSE)
                 _tell(attempt, batch_id, line, f"{answer.status} {content[:200]!r}")
             await asyncio.sleep(pause)
@@ -112,7 +114,7 @@ def _asked_pause(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-def _tell(attempt: int, batch_id: str, line: Line, why: str) -> None:
+def _tell(attempt: int, batch_id: str, line: RequestLine, why: str) -> None:
     """In the log at the 1st, 8th, 64th ... attempt."""
     if attempt & (attempt - 1) == 0 and attempt.bit_length() % 3 == 1:
         log.warning("%s line %d, attempt %d: %s", batch_id, line.number, attempt, why)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.batches.batch_records import NO_TOKENS, Counts, Tokens, add
+from cray_agents.runtime.batches.batch_records import NO_TOKENS, LineCounts, Tokens, add
 from cray_agents.runtime.batches.chunks import read_seal, seal_path, sealed
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.disk.checksums import proven
@@ -30,7 +30,7 @@ class Open:
 
 
 @dataclass
-class Seen:
+class CountedBatch:
     """What has been counted of a batch."""
 
     chunks: set[int] = field(default_factory=set)
@@ -40,11 +40,11 @@ class Seen:
     open: dict[Path, Open] = field(default_factory=dict)
 
 
-class Progress:
+class BatchProgress:
     """Counts of the batches that are under way."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, CountedBatch] = {}
         self._lock = threading.Lock()
 
     def forget(self, batch_id: str) -> None:
@@ -52,21 +52,23 @@ class Progress:
         with self._lock:
             self._seen.pop(batch_id, None)
 
-    def counts(self, folder: BatchFolder, total: int) -> tuple[Counts, Tokens]:
+    def counts(self, folder: BatchFolder, total: int) -> tuple[LineCounts, Tokens]:
         """Lines answered and failed by now; tokens only of sealed chunks."""
         with self._lock:
-            seen = self._seen.setdefault(folder.id, Seen())
+            seen = self._seen.setdefault(folder.id, CountedBatch())
             seen.open = _open_results(folder, seen.open)
             for chunk in sealed(folder):
                 _count_seal(folder, chunk, seen)
             running = [part for path, part in seen.open.items() if _chunk(path) not in seen.chunks]
             failed = min(total, seen.failed + sum(part.failed for part in running))
             completed = seen.completed + sum(part.completed for part in running)
-            counts = Counts(total=total, completed=min(completed, total - failed), failed=failed)
+            counts = LineCounts(
+                total=total, completed=min(completed, total - failed), failed=failed
+            )
             return counts, seen.tokens
 
 
-def _count_seal(folder: BatchFolder, chunk: int, seen: Seen) -> None:
+def _count_seal(folder: BatchFolder, chunk: int, seen: CountedBatch) -> None:
     if chunk in seen.chunks:
         return
     try:

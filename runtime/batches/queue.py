@@ -17,16 +17,16 @@ from cray_agents.records import digest, new_id
 from cray_agents.runtime.batches.batch_records import (
     Accepted,
     Batch,
+    BatchEnd,
     BatchRequest,
     BatchUsage,
-    Counts,
-    End,
+    LineCounts,
     LineErrors,
     Status,
     window_seconds,
 )
 from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
-from cray_agents.runtime.batches.progress_counts import Progress
+from cray_agents.runtime.batches.progress_counts import BatchProgress
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import Files
 
@@ -40,7 +40,7 @@ class BatchQueue:
     def __init__(self, home: Home, files: Files) -> None:
         self._home = home
         self._files = files
-        self._progress = Progress()
+        self._progress = BatchProgress()
         self._created: dict[str, int] = {}  # by id; it never changes
 
     def create(self, body: dict[str, Any], key: str | None = None, caller: str = "") -> Batch:
@@ -143,7 +143,7 @@ class BatchQueue:
         accepted = folder.accepted()
         finalizing = folder.finalizing()
         cancelled_at = folder.cancelled_at()
-        counts, tokens = Counts(), None
+        counts, tokens = LineCounts(), None
         if accepted is not None:
             counts, tokens = self._progress.counts(folder, accepted.lines)
         end = folder.end()
@@ -168,7 +168,9 @@ class BatchQueue:
         return _ended(batch, end, accepted, cancelled_at)
 
 
-def _ended(batch: Batch, end: End, accepted: Accepted | None, cancelled_at: int | None) -> Batch:
+def _ended(
+    batch: Batch, end: BatchEnd, accepted: Accepted | None, cancelled_at: int | None
+) -> Batch:
     return batch.model_copy(
         update={
             "status": end.status,

@@ -15,11 +15,11 @@ from cray_agents.errors import Corrupt, NotFound
 from cray_agents.runtime.batches.batch_records import (
     NO_TOKENS,
     Accepted,
+    BatchEnd,
     BatchRequest,
     BatchUsage,
-    Counts,
-    End,
     Finalizing,
+    LineCounts,
     add,
 )
 from cray_agents.runtime.batches.chunks import (
@@ -49,9 +49,9 @@ def finish(
         if damaged := _set_damaged_aside(paths):
             return damaged
         seals = [read_seal(path) for path in paths]
-        counts, tokens = Counts(total=accepted.lines), NO_TOKENS
+        counts, tokens = LineCounts(total=accepted.lines), NO_TOKENS
         for seal in seals:
-            counts = Counts(
+            counts = LineCounts(
                 total=accepted.lines,
                 completed=counts.completed + seal.counts.completed,
                 failed=counts.failed + seal.counts.failed,
@@ -67,7 +67,7 @@ def finish(
             return []
         raise
     folder.finish(
-        End(
+        BatchEnd(
             at=int(time.time()),
             status=finalizing.outcome,
             counts=counts,

@@ -15,7 +15,7 @@ from cray_agents.runtime.disk.group_commit import GroupCommit, LineFile
 ROLL_BYTES = 256 * 2**20  # a file is left for a new one once it is larger
 
 
-class Place(NamedTuple):
+class ResultPlace(NamedTuple):
     """Where a line lies: `length` bytes from `offset`, its newline not counted."""
 
     path: str
@@ -31,9 +31,9 @@ class ResultWriter:
         self._name = name
         self._part = 0
         self._file: LineFile | None = None
-        self._commits: GroupCommit[bytes, Place] = GroupCommit(self._write, self._failed)
+        self._commits: GroupCommit[bytes, ResultPlace] = GroupCommit(self._write, self._failed)
 
-    def submit(self, line: bytes) -> "asyncio.Future[Place]":
+    def submit(self, line: bytes) -> "asyncio.Future[ResultPlace]":
         """Queue a line (without newline); the future is done when it is on the disk.
 
         It fails with StoreError if it could not be written.
@@ -45,7 +45,7 @@ class ResultWriter:
         await self._commits.close()
         self._leave()
 
-    def _write(self, lines: list[bytes]) -> list[Place]:
+    def _write(self, lines: list[bytes]) -> list[ResultPlace]:
         if self._file is not None and self._file.size > ROLL_BYTES:
             self._leave()
         if self._file is None:
@@ -53,7 +53,7 @@ class ResultWriter:
             self._part += 1
             self._file = LineFile(path)
         name = str(self._file.path)
-        return [Place(name, *span) for span in self._file.append(lines)]
+        return [ResultPlace(name, *span) for span in self._file.append(lines)]
 
     def _failed(self, error: OSError) -> StoreError:
         """Leave the file: it may end in half a line."""
@@ -67,7 +67,7 @@ class ResultWriter:
             self._file = None
 
 
-def read_lines(path: Path, offset: int) -> Iterator[tuple[Place, bytes]]:
+def read_lines(path: Path, offset: int) -> Iterator[tuple[ResultPlace, bytes]]:
     """The whole lines of a file from a byte offset on; a line without its newline is not one."""
     name = str(path)
     with path.open("rb") as file:
@@ -75,13 +75,13 @@ def read_lines(path: Path, offset: int) -> Iterator[tuple[Place, bytes]]:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            yield Place(name, offset, len(line) - 1), line[:-1]
+            yield ResultPlace(name, offset, len(line) - 1), line[:-1]
             offset += len(line)
 
 
-def fetch(places: Sequence[Place]) -> list[bytes]:
+def fetch(places: Sequence[ResultPlace]) -> list[bytes]:
     """The lines at some places, in their order; each file is opened once."""
-    lines: dict[Place, bytes] = {}
+    lines: dict[ResultPlace, bytes] = {}
     handles: dict[str, int] = {}
     try:
         for place in places:

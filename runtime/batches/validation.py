@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.batches.batch_records import Accepted, BatchRequest, End, LineError
+from cray_agents.runtime.batches.batch_records import Accepted, BatchEnd, BatchRequest, LineError
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.disk import checksums, durable
 
@@ -149,7 +149,7 @@ def validate(folder: BatchFolder, request: BatchRequest) -> None:
     if folder.cancelling_file.exists():
         return  # whoever looks next ends it
     if check.errors:
-        folder.finish(End(at=now, status="failed", errors=check.errors))
+        folder.finish(BatchEnd(at=now, status="failed", errors=check.errors))
         return
     index = b"".join(orjson.dumps(row) + b"\n" for row in check.rows)
     durable.create_file(folder.index, index)

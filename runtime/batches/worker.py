@@ -24,8 +24,8 @@ from cray_agents.errors import Corrupt
 from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.batches import chunks, result_files
-from cray_agents.runtime.batches.board import Board, Lane, OpenBatch, Work
-from cray_agents.runtime.batches.chunks import Line, Result
+from cray_agents.runtime.batches.board import Board, ClaimedChunk, Lane, OpenBatch
+from cray_agents.runtime.batches.chunks import RequestLine, Result
 from cray_agents.runtime.batches.claims import BEAT, LEASE, Holder, forget_dead
 from cray_agents.runtime.batches.line_request import Asker, api_key
 from cray_agents.runtime.batches.results import ResultWriter
@@ -150,7 +150,7 @@ class ChunkRun:
     """A claimed chunk while its lines are asked."""
 
     def __init__(
-        self, work: Work, asker: Asker, slots: asyncio.Semaphore, tasks: asyncio.TaskGroup
+        self, work: ClaimedChunk, asker: Asker, slots: asyncio.Semaphore, tasks: asyncio.TaskGroup
     ) -> None:
         self.work = work
         self._asker = asker
@@ -221,7 +221,7 @@ class ChunkRun:
                     return True
         return False
 
-    async def _line(self, line: Line) -> None:
+    async def _line(self, line: RequestLine) -> None:
         try:
             batch = self.work.batch.request
             answer = await self._asker.ask(batch.id, batch.endpoint, line, batch.owner)

@@ -18,7 +18,7 @@ from cray_agents.errors import BadInput, Corrupt, CrayError, StoreError
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import new_id
-from cray_agents.runtime.datasets.counts import Counts
+from cray_agents.runtime.datasets.counts import BuildCounts
 from cray_agents.runtime.datasets.draft import Making, OnLine, OnProgress
 from cray_agents.runtime.datasets.reader import MANIFEST, read_dataset, verify
 from cray_agents.runtime.datasets.recipe_checks import check
@@ -132,7 +132,7 @@ def _whole(directory: Path) -> bool:
     return True
 
 
-def _check_filled(counts: Counts) -> None:
+def _check_filled(counts: BuildCounts) -> None:
     if "train" in counts.splits:
         return
     reasons = counts.rejected + counts.rejected_demonstrations

@@ -25,7 +25,7 @@ from cray_agents.runtime.datasets.reader import BATCH, RUNS
 from cray_agents.runtime.disk import durable
 
 
-class Line(NamedTuple):
+class ConsideredRun(NamedTuple):
     """What became of a run or demonstration."""
 
     run: str
@@ -49,14 +49,14 @@ class LineWriter:
         self._path = directory / RUNS
         text, whole = pyarrow.string(), pyarrow.int64()
         kinds = (text, text, whole, whole, pyarrow.float64(), pyarrow.bool_(), text, text, whole)
-        self._schema = pyarrow.schema(list(zip(Line._fields, kinds, strict=True)))
+        self._schema = pyarrow.schema(list(zip(ConsideredRun._fields, kinds, strict=True)))
         self._writer: Any = pyarrow.parquet.ParquetWriter(
             self._path, self._schema, compression="zstd", use_dictionary=["task", "reason"]
         )
-        self._lines: list[Line] = []
+        self._lines: list[ConsideredRun] = []
         self.count = 0
 
-    def add(self, line: Line) -> None:
+    def add(self, line: ConsideredRun) -> None:
         """Write a line, soon."""
         self._lines.append(line)
         self.count += 1
@@ -73,7 +73,7 @@ class LineWriter:
     def _flush(self) -> None:
         import pyarrow
 
-        columns = list(zip(*self._lines, strict=True)) or [()] * len(Line._fields)
+        columns = list(zip(*self._lines, strict=True)) or [()] * len(ConsideredRun._fields)
         arrays = [
             pyarrow.array(column, field.type)
             for column, field in zip(columns, self._schema, strict=True)

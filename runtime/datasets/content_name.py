@@ -10,7 +10,7 @@ from typing import Any
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import canonical, digest
 from cray_agents.runtime.datasets.recipe_checks import DEMONSTRATIONS
-from cray_agents.runtime.datasets.token_shards import Row
+from cray_agents.runtime.datasets.token_shards import SampleRow
 
 LARGE = (*DEMONSTRATIONS, "rewards")
 
@@ -48,7 +48,7 @@ class Naming:
         self._recipe = recipe
         self._hasher = hashlib.sha256()
 
-    def add(self, split: str, row: Row) -> None:
+    def add(self, split: str, row: SampleRow) -> None:
         """Take a row in: all that is in its shard, and its group of balance for its weight."""
         sample = row.sample
         about = [split, *row[1:-1], sample.spans, sample.versions, len(sample.input_ids)]

@@ -11,20 +11,20 @@ from typing import Any
 
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.card import CardFacts, Removed, write_card
-from cray_agents.runtime.datasets.considered_runs import Line
+from cray_agents.runtime.datasets.considered_runs import ConsideredRun
 from cray_agents.runtime.datasets.content_name import brief
 from cray_agents.runtime.datasets.decontamination import Match, head
 from cray_agents.runtime.datasets.duplicates import Repeat
 from cray_agents.runtime.datasets.histogram import Histograms
-from cray_agents.runtime.datasets.selection import Candidate
-from cray_agents.runtime.datasets.token_shards import Row
+from cray_agents.runtime.datasets.selection import CandidateRun
+from cray_agents.runtime.datasets.token_shards import SampleRow
 
 EXAMPLES = 5  # of each kind of removal that the card shows
 PAGE = "histogram.html"
 
 
 @dataclass
-class Counts:
+class BuildCounts:
     """Counts of one build. `rejected` is of runs; demonstrations are counted apart."""
 
     recipe: DatasetRecipe
@@ -39,7 +39,7 @@ class Counts:
     contaminated: list[Removed] = field(default_factory=list)
     histograms: Histograms = field(default_factory=Histograms)
 
-    def run(self, candidate: Candidate, line: Line) -> None:
+    def run(self, candidate: CandidateRun, line: ConsideredRun) -> None:
         """Count a run that was considered."""
         facts = candidate.facts
         self.considered += 1
@@ -56,7 +56,11 @@ class Counts:
         self._removed(facts.run_id, facts.input, candidate.match, candidate.repeats)
 
     def demonstration(
-        self, line: Line, text: str, match: Match | None = None, repeats: Repeat | None = None
+        self,
+        line: ConsideredRun,
+        text: str,
+        match: Match | None = None,
+        repeats: Repeat | None = None,
     ) -> None:
         """Count a demonstration."""
         self.demonstrations += line.accepted
@@ -64,7 +68,7 @@ class Counts:
             self.rejected_demonstrations[line.reason] += 1
         self._removed("", head(text), match, repeats)
 
-    def row(self, split: str, row: Row) -> None:
+    def row(self, split: str, row: SampleRow) -> None:
         """Count a sample that is in."""
         sample, trained = row.sample, row.sample.trained
         counts = self.splits.setdefault(split, Counter())

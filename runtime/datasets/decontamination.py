@@ -64,7 +64,7 @@ class Match(NamedTuple):
         return f"{'equal to' if self.how == 'equal' else 'holds all of'} {self.source}"
 
 
-class Held:
+class BlockedTexts:
     """Held texts, indexed. A text of 30 words takes about 2 KB of memory."""
 
     def __init__(self, texts: Iterable[HeldText], threshold: float = SIMILAR) -> None:
@@ -99,7 +99,7 @@ class Held:
         return len(self._sources) + len(self._worlds)
 
     @classmethod
-    def of(cls, store: Store, home: Home, recipe: DatasetRecipe) -> "Held":
+    def of(cls, store: Store, home: Home, recipe: DatasetRecipe) -> "BlockedTexts":
         """What a recipe must not train on. Raises BadInput on a file that cannot be read."""
         what = recipe.decontamination
         return cls(_gathered(store, home, recipe), what.threshold)

@@ -15,31 +15,31 @@ import orjson
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import canonical
-from cray_agents.runtime.datasets.considered_runs import Line, LineWriter
+from cray_agents.runtime.datasets.considered_runs import ConsideredRun, LineWriter
 from cray_agents.runtime.datasets.content_name import Naming
-from cray_agents.runtime.datasets.counts import Counts
+from cray_agents.runtime.datasets.counts import BuildCounts
 from cray_agents.runtime.datasets.decontamination import (
-    Held,
+    BlockedTexts,
     Match,
     input_of_messages,
     inputs_of_messages,
 )
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
-from cray_agents.runtime.datasets.duplicates import Repeat, Seen
+from cray_agents.runtime.datasets.duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.methods import settled
 from cray_agents.runtime.datasets.reader import MANIFEST, RECIPE
 from cray_agents.runtime.datasets.recipe_checks import query_of
 from cray_agents.runtime.datasets.run_samples import TokenSample
 from cray_agents.runtime.datasets.sample_weights import Balance
-from cray_agents.runtime.datasets.selection import Candidate, Selection, too_long
-from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
+from cray_agents.runtime.datasets.selection import CandidateRun, Selection, too_long
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.datasets.uses import Uses
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry.checkpoints import verify_settings
 from cray_agents.runtime.store import Store
 
 OnProgress = Callable[[int, int, str], None]
-OnLine = Callable[[Line], None]
+OnLine = Callable[[ConsideredRun], None]
 
 TELL_EVERY = 256  # runs between reports of progress
 
@@ -56,13 +56,13 @@ class Making:
     draft: Path | None
     on_line: OnLine = lambda line: None
     naming: Naming = field(init=False)
-    counts: Counts = field(init=False)
+    counts: BuildCounts = field(init=False)
     selection: Selection = field(init=False)
 
-    def run(self) -> Counts:
+    def run(self) -> BuildCounts:
         """Settle everything. Raises BadInput."""
         recipe = self.recipe
-        self.naming, self.counts = Naming(recipe), Counts(recipe)
+        self.naming, self.counts = Naming(recipe), BuildCounts(recipe)
         self._writers: dict[str, ShardWriter] = {}
         self._lines = LineWriter(self.draft) if self.draft is not None else None
         self._done = 0
@@ -73,10 +73,10 @@ class Making:
         self.selection = Selection(
             self.store,
             recipe,
-            Held.of(self.store, self.home, recipe),
+            BlockedTexts.of(self.store, self.home, recipe),
             self.uses,
             self._renderer(),
-            Seen(recipe.near_duplicates),
+            KeptSamples(recipe.near_duplicates),
             Balance(recipe.balance_by, recipe.balance_power),
         )
         try:
@@ -130,9 +130,9 @@ class Making:
         verify_settings(tokenizer)
         return renderer_of(tokenizer)
 
-    def _settle(self, group: Sequence[Candidate]) -> None:
+    def _settle(self, group: Sequence[CandidateRun]) -> None:
         """Write a settled group: its rows side by side, and a line for each run."""
-        by_split: dict[str, list[Row]] = {}
+        by_split: dict[str, list[SampleRow]] = {}
         for candidate in group:
             if candidate.gone:
                 continue
@@ -190,9 +190,9 @@ class Making:
             if repeat is not None and not samples:
                 reason, detail = repeat.reason, repeat.detail
         if reason is not None:
-            line = Line(name, reason=reason, detail=detail)
+            line = ConsideredRun(name, reason=reason, detail=detail)
         else:
-            line = Line(name, accepted=True, samples=len(samples))
+            line = ConsideredRun(name, accepted=True, samples=len(samples))
             balance = self.selection.balance.group_of(metadata)
             self._write(split, self._rows(name, samples, balance))
         self._say(line)
@@ -208,17 +208,17 @@ class Making:
         repeat = self.selection.seen.repeat(name, better.input_ids + worse.input_ids)
         return ([], repeat) if repeat is not None else (samples, None)
 
-    def _rows(self, name: str, samples: list[TokenSample], balance: int) -> list[Row]:
+    def _rows(self, name: str, samples: list[TokenSample], balance: int) -> list[SampleRow]:
         if self.recipe.method != "dpo":
-            return [Row(sample, name, "", 0.0, balance=balance) for sample in samples]
+            return [SampleRow(sample, name, "", 0.0, balance=balance) for sample in samples]
         about: dict[str, Any] = {"group": name, "pair": name, "balance": balance}
         better, worse = samples
         return [
-            Row(better, name, "", 0.0, chosen=True, **about),
-            Row(worse, f"{name}/rejected", "", 0.0, chosen=False, **about),
+            SampleRow(better, name, "", 0.0, chosen=True, **about),
+            SampleRow(worse, f"{name}/rejected", "", 0.0, chosen=False, **about),
         ]
 
-    def _write(self, split: str, rows: list[Row]) -> None:
+    def _write(self, split: str, rows: list[SampleRow]) -> None:
         for row in rows:
             self.naming.add(split, row)
             self.counts.row(split, row)
@@ -228,7 +228,7 @@ class Making:
                 self._writers[split] = ShardWriter(self.draft, split)
             self._writers[split].add(rows)
 
-    def _say(self, line: Line) -> None:
+    def _say(self, line: ConsideredRun) -> None:
         if self._lines is not None:
             self._lines.add(line)
         self.on_line(line)

@@ -30,7 +30,7 @@ class Repeat(NamedTuple):
         return self.run if self.exact else f"{self.run} ({self.similarity:.3f})"
 
 
-class Seen:
+class KeptSamples:
     """The samples that were kept: about 200 bytes each, and what NearDuplicates needs."""
 
     def __init__(self, threshold: float | None) -> None:

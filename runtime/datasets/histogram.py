@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from cray_agents.runtime.datasets.tallies import Tally
+from cray_agents.runtime.datasets.tallies import ValueCounts
 from cray_agents.runtime.disk import durable
 
 TOP = 20  # versions that are shown
@@ -44,9 +44,9 @@ class Histograms:
     """Counts of what a dataset is made of."""
 
     def __init__(self) -> None:
-        self._rewards, self._turns, self._calls = Tally(), Tally(), Tally()
-        self._tokens, self._trained, self._advantages = Tally(), Tally(), Tally()
-        self._per_task = Tally()
+        self._rewards, self._turns, self._calls = ValueCounts(), ValueCounts(), ValueCounts()
+        self._tokens, self._trained, self._advantages = ValueCounts(), ValueCounts(), ValueCounts()
+        self._per_task = ValueCounts()
         self._versions: Counter[str] = Counter()
         self._task: str | None = None
         self._of_task = 0  # accepted runs of it

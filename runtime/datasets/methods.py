@@ -17,16 +17,16 @@ from cray_agents.runtime.datasets.advantages import (
     steps_among,
 )
 from cray_agents.runtime.datasets.run_samples import TokenSample
-from cray_agents.runtime.datasets.selection import AHEAD, Candidate, Selection
+from cray_agents.runtime.datasets.selection import AHEAD, CandidateRun, Selection
 
-Group = list[Candidate]
+Group = list[CandidateRun]
 GROUPS = 1024  # looked at together
 
 
-class Method(Protocol):
+class GroupMethod(Protocol):
     """How groups are made and settled."""
 
-    def key(self, candidate: Candidate) -> Any:
+    def key(self, candidate: CandidateRun) -> Any:
         """What those have in common that come one after the other and are looked at together."""
         ...
 
@@ -34,7 +34,7 @@ class Method(Protocol):
         """The groups among them."""
         ...
 
-    def ahead(self, group: Group) -> Sequence[Candidate]:
+    def ahead(self, group: Group) -> Sequence[CandidateRun]:
         """Those of a group that will most likely be read."""
         ...
 
@@ -43,11 +43,11 @@ class Method(Protocol):
         ...
 
 
-def settled(candidates: Iterable[Candidate], selection: Selection) -> Iterator[Group]:
+def settled(candidates: Iterable[CandidateRun], selection: Selection) -> Iterator[Group]:
     """The groups of a recipe's method, settled. Bodies are read for several groups at once."""
     method = METHODS[selection.recipe.method](selection)
     page: list[Group] = []
-    ahead: list[Candidate] = []
+    ahead: list[CandidateRun] = []
     for _, together in groupby(candidates, method.key):
         for group in method.groups(list(together)):
             page.append(group)
@@ -86,7 +86,7 @@ class Sft:
         self._selection, self._best_of = selection, selection.recipe.best_of
         self._limit = Limit(selection.recipe.max_per_task)
 
-    def key(self, candidate: Candidate) -> Any:
+    def key(self, candidate: CandidateRun) -> Any:
         """A task's runs where the best are looked for, else each alone."""
         task = candidate.facts.task
         return candidate.facts.run_id if task is None or self._best_of is None else (task,)
@@ -95,7 +95,7 @@ class Sft:
         """One, whatever loops the runs are of."""
         return [together]
 
-    def ahead(self, group: Group) -> Sequence[Candidate]:
+    def ahead(self, group: Group) -> Sequence[CandidateRun]:
         """The best of those that may come in."""
         if self._limit.reached(group[0].facts.task):
             return []
@@ -115,7 +115,7 @@ class Sft:
                 self._limit.took(task)
         return group
 
-    def _best(self, ranked: Sequence[Candidate], most: int) -> Group:
+    def _best(self, ranked: Sequence[CandidateRun], most: int) -> Group:
         best: Group = []
         for candidate in ranked:
             if len(best) == most:
@@ -136,7 +136,7 @@ class Grpo:
         self._selection = selection
         self._limit = Limit(selection.recipe.max_per_task)
 
-    def key(self, candidate: Candidate) -> Any:
+    def key(self, candidate: CandidateRun) -> Any:
         """A task's runs in a generation."""
         return _generation_key(candidate)
 
@@ -144,7 +144,7 @@ class Grpo:
         """Those of each loop."""
         return _by_loop(together)
 
-    def ahead(self, group: Group) -> Sequence[Candidate]:
+    def ahead(self, group: Group) -> Sequence[CandidateRun]:
         """All but those of a group that says nothing."""
         return [] if self._silence(group) else [c for c in group if not c.reason]
 
@@ -178,7 +178,7 @@ class Grpo:
     def _steps(self, scored: Group) -> list[Steps]:
         return steps_among([c.facts for c in scored], self._selection.recipe.rewards or {})
 
-    def _settle_one(self, candidate: Candidate, advantages: dict[str, Any]) -> None:
+    def _settle_one(self, candidate: CandidateRun, advantages: dict[str, Any]) -> None:
         task = candidate.facts.task
         if candidate.reason is not None:
             return
@@ -199,7 +199,7 @@ class Dpo:
         self._selection, self._recipe = selection, selection.recipe
         self._limit = Limit(selection.recipe.max_per_task)
 
-    def key(self, candidate: Candidate) -> Any:
+    def key(self, candidate: CandidateRun) -> Any:
         """A task's runs in a generation."""
         return _generation_key(candidate)
 
@@ -207,7 +207,7 @@ class Dpo:
         """Those of each loop."""
         return _by_loop(together)
 
-    def ahead(self, group: Group) -> Sequence[Candidate]:
+    def ahead(self, group: Group) -> Sequence[CandidateRun]:
         """The best and the worst."""
         ranked = _ranked(group)
         return [ranked[0], ranked[-1]] if not self._fault(ranked) else []
@@ -232,7 +232,7 @@ class Dpo:
         _refuse([c for c in ranked if not c.rows], "not_best", "neither the best nor the worst")
         return [best, worst, *(c for c in group if c is not best and c is not worst)]
 
-    def _fault(self, ranked: Sequence[Candidate]) -> str | None:
+    def _fault(self, ranked: Sequence[CandidateRun]) -> str | None:
         """Why the first and the last make no pair, by their rewards."""
         if len(ranked) < 2:
             return "no other run to compare it with"
@@ -243,7 +243,7 @@ class Dpo:
             return f"the best reward is {best:g}"
         return None
 
-    def _first_usable(self, ranked: Sequence[Candidate]) -> Candidate | None:
+    def _first_usable(self, ranked: Sequence[CandidateRun]) -> CandidateRun | None:
         for candidate in ranked:
             samples = self._selection.samples(candidate)
             if len(samples) > 1:
@@ -253,7 +253,7 @@ class Dpo:
         return None
 
     def _pair(
-        self, best: Candidate, worst: Candidate, better: TokenSample, worse: TokenSample
+        self, best: CandidateRun, worst: CandidateRun, better: TokenSample, worse: TokenSample
     ) -> None:
         """Take a pair in, unless it was there before: both its samples, side by side."""
         name = group_name(best, self._recipe)
@@ -276,7 +276,7 @@ class Kto:
         self._selection = selection
         self._limit = Limit(selection.recipe.max_per_task)
 
-    def key(self, candidate: Candidate) -> Any:
+    def key(self, candidate: CandidateRun) -> Any:
         """Each by itself."""
         return candidate.facts.run_id
 
@@ -284,7 +284,7 @@ class Kto:
         """That one."""
         return [together]
 
-    def ahead(self, group: Group) -> Sequence[Candidate]:
+    def ahead(self, group: Group) -> Sequence[CandidateRun]:
         """It, if it may come in."""
         return [] if self._limit.reached(group[0].facts.task) else _ranked(group)
 
@@ -309,7 +309,7 @@ METHODS: dict[str, type[Sft | Grpo | Dpo | Kto]] = {
 }
 
 
-def group_name(candidate: Candidate, recipe: DatasetRecipe) -> str:
+def group_name(candidate: CandidateRun, recipe: DatasetRecipe) -> str:
     """What runs are compared within, in words: `task/g3`, and the loop unless there is but one."""
     facts = candidate.facts
     parts = [facts.task or facts.run_id]
@@ -320,7 +320,7 @@ def group_name(candidate: Candidate, recipe: DatasetRecipe) -> str:
     return "/".join(parts)
 
 
-def _generation_key(candidate: Candidate) -> Any:
+def _generation_key(candidate: CandidateRun) -> Any:
     facts = candidate.facts
     return facts.run_id if facts.task is None else (facts.task, facts.generation)
 
@@ -332,11 +332,11 @@ def _by_loop(together: Group) -> list[Group]:
     return list(found.values())
 
 
-def _ranked(group: Sequence[Candidate]) -> Group:
+def _ranked(group: Sequence[CandidateRun]) -> Group:
     """Those that may come in, the best first; of equals the earlier."""
     return sorted((c for c in group if c.reason is None), key=lambda c: -c.value)
 
 
-def _refuse(candidates: Iterable[Candidate], reason: str, detail: str | None = None) -> None:
+def _refuse(candidates: Iterable[CandidateRun], reason: str, detail: str | None = None) -> None:
     for candidate in candidates:
         candidate.refuse(reason, detail)

@@ -15,13 +15,13 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import UNSCORED, ModelCall, Run, by_givers, reward_by
 from cray_agents.runtime.datasets.advantages import turn_beyond
-from cray_agents.runtime.datasets.considered_runs import Line
-from cray_agents.runtime.datasets.decontamination import Held, Match
+from cray_agents.runtime.datasets.considered_runs import ConsideredRun
+from cray_agents.runtime.datasets.decontamination import BlockedTexts, Match
 from cray_agents.runtime.datasets.demonstrations import Renderer
-from cray_agents.runtime.datasets.duplicates import Repeat, Seen
+from cray_agents.runtime.datasets.duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.run_samples import TokenSample, merge_turns, turn_of
 from cray_agents.runtime.datasets.sample_weights import Balance
-from cray_agents.runtime.datasets.token_shards import Row
+from cray_agents.runtime.datasets.token_shards import SampleRow
 from cray_agents.runtime.datasets.uses import Uses
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.branch_choice import by_request
@@ -31,7 +31,7 @@ AHEAD = 64  # runs whose bodies are read at once
 
 
 @dataclass(slots=True, eq=False)
-class Candidate:
+class CandidateRun:
     """A run on its way in. `reason` says why it was left out; `scored`: its reward counts."""
 
     facts: RunFacts
@@ -42,7 +42,7 @@ class Candidate:
     gone: bool = False  # forgotten since it was found: nothing is said of it any more
     match: Match | None = None
     repeats: Repeat | None = None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SampleRow] = field(default_factory=list)
 
     def refuse(self, reason: str, detail: str | None = None) -> None:
         """Leave it out; the first reason stays."""
@@ -54,9 +54,9 @@ class Candidate:
         """The reward, of one that has it."""
         return self.reward or 0.0
 
-    def line(self) -> Line:
+    def line(self) -> ConsideredRun:
         """What runs.parquet says of it."""
-        return Line(
+        return ConsideredRun(
             self.facts.run_id,
             self.facts.task,
             self.facts.generation,
@@ -85,10 +85,10 @@ class Selection:
 
     store: Store
     recipe: DatasetRecipe
-    held: Held
+    held: BlockedTexts
     uses: Uses
     renderer: Renderer | None
-    seen: Seen
+    seen: KeptSamples
     balance: Balance
     _bodies: dict[str, Body | None] = field(default_factory=dict)
 
@@ -97,12 +97,12 @@ class Selection:
         """The reward from which on a run is good enough: to be imitated, to be desirable."""
         return 1.0 if self.recipe.min_reward is None else self.recipe.min_reward
 
-    def judge(self, facts: RunFacts) -> Candidate:
+    def judge(self, facts: RunFacts) -> CandidateRun:
         """All that can be said of a run without its body."""
         given = (self.recipe.rewards or {}).get(facts.run_id)
         rewarded, facts = facts.reward is not None, self._counted(facts)
         reward = facts.reward if given is None else given
-        candidate = Candidate(facts, reward)
+        candidate = CandidateRun(facts, reward)
         if facts.split not in (None, "train"):
             candidate.refuse("held_out", facts.split)
         elif facts.infrastructure:
@@ -128,7 +128,7 @@ class Selection:
         reward = reward_by(facts.reward, facts.given, self.recipe.givers)
         return facts._replace(reward=reward, rewards=by_givers(facts.given, self.recipe.givers))
 
-    def _judge_scored(self, candidate: Candidate) -> None:
+    def _judge_scored(self, candidate: CandidateRun) -> None:
         facts, recipe = candidate.facts, self.recipe
         if recipe.method == "sft" and candidate.value < self.least:
             candidate.refuse("low_reward")
@@ -139,14 +139,14 @@ class Selection:
             if used >= recipe.max_uses:
                 candidate.refuse("used_up", f"{used} of {recipe.max_uses}")
 
-    def read(self, candidates: Sequence[Candidate]) -> None:
+    def read(self, candidates: Sequence[CandidateRun]) -> None:
         """Read the bodies of these ahead, and forget those that were read before."""
         wanted = [c.facts.run_id for c in candidates if c.reason is None]
         self._bodies = dict.fromkeys(wanted)
         for run in self.store.whole(wanted):
             self._bodies[run.id] = self._body(run)
 
-    def samples(self, candidate: Candidate) -> list[TokenSample]:
+    def samples(self, candidate: CandidateRun) -> list[TokenSample]:
         """A candidate's samples; none, and it is refused, if it cannot be trained on."""
         run_id = candidate.facts.run_id
         if run_id not in self._bodies:
@@ -160,7 +160,7 @@ class Selection:
             candidate.refuse(body.reason, body.detail)
         return body.samples
 
-    def keep(self, candidate: Candidate, **about: Any) -> bool:
+    def keep(self, candidate: CandidateRun, **about: Any) -> bool:
         """Take a candidate in, but for those of its samples that were there before."""
         samples = self.samples(candidate)
         if not samples:
@@ -175,7 +175,7 @@ class Selection:
 
     def take(
         self,
-        candidate: Candidate,
+        candidate: CandidateRun,
         samples: Iterable[TokenSample],
         turns: Sequence[float] | None = None,
         **about: Any,
@@ -185,13 +185,13 @@ class Selection:
         body = self._bodies[facts.run_id]
         about["balance"] = self.balance.group_of(body.metadata if body else {})
         candidate.rows = [
-            Row(sample, facts.run_id, facts.task or "", candidate.value, **about)
+            SampleRow(sample, facts.run_id, facts.task or "", candidate.value, **about)
             for sample in samples
         ]
         if turns is not None:
             candidate.rows = [_by_turn(row, turns) for row in candidate.rows]
 
-    def _refuse_unread(self, candidate: Candidate) -> None:
+    def _refuse_unread(self, candidate: CandidateRun) -> None:
         try:
             self.store.run(candidate.facts.run_id)
         except NotFound:
@@ -230,7 +230,7 @@ class Selection:
         return self.renderer.samples(run.trajectory.messages, run.trajectory.tools)
 
 
-def _by_turn(row: Row, turns: Sequence[float]) -> Row:
+def _by_turn(row: SampleRow, turns: Sequence[float]) -> SampleRow:
     each = row.sample.by_span(turns)
     tokens = [span.tokens for span in row.sample.spans]
     mean = math.fsum(n * value for n, value in zip(tokens, each, strict=True)) / row.sample.trained

@@ -12,7 +12,7 @@ BARS = 24  # at most
 FINEST = 2.0**-20
 
 
-class Tally:
+class ValueCounts:
     """Counts of the values that were added."""
 
     def __init__(self) -> None:

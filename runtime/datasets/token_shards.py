@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class Row(NamedTuple):
+class SampleRow(NamedTuple):
     """A sample and what is said of it. `balance` is the place of its group in weights.py.
 
     `advantages`: one for each of the sample's spans; () where all are `advantage`, which is else
@@ -62,12 +62,12 @@ class ShardWriter:
     ) -> None:
         self._directory, self._split = directory, split
         self._shard_rows, self._batch_rows = shard_rows, batch_rows
-        self._rows: list[Row] = []
+        self._rows: list[SampleRow] = []
         self._writer: Any = None
         self._written = 0  # rows in the open shard
         self.files: dict[str, int] = {}  # name -> rows
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[SampleRow]) -> None:
         """Rows that belong together: they go into one shard, unless it cannot hold them."""
         held = self._written + len(self._rows)
         if held and held + len(rows) > self._shard_rows:
@@ -108,7 +108,7 @@ class ShardWriter:
         self._writer, self._written = None, 0
 
 
-def table_of(rows: Sequence[Row]) -> Any:
+def table_of(rows: Sequence[SampleRow]) -> Any:
     """Rows as an Arrow table, made from flat arrays: no number becomes a Python object again."""
     import pyarrow
 

@@ -23,7 +23,7 @@ _SOUND = ("audio", "function_call")  # fields that hold what was said, in a shap
 
 
 @dataclass(slots=True)
-class Chat:
+class ChatMessages:
     """The messages, complete and checked, the tools, and the codes of what was left out.
 
     `reasoning` is by the place of the message; `history`: the places of the assistant's messages
@@ -52,7 +52,7 @@ class Chat:
         return self.messages[: last + 1]
 
 
-def chats_of(run: Run) -> list[Chat]:
+def chats_of(run: Run) -> list[ChatMessages]:
     """A run as chats: one, or one for each system message and tools that its calls saw.
 
     Raises BadInput (unsupported_export) naming what has no such form.
@@ -60,8 +60,8 @@ def chats_of(run: Run) -> list[Chat]:
     return [_chat(run, told) for told in spoken(run)]
 
 
-def _chat(run: Run, told: Conversation) -> Chat:
-    chat = Chat([], [], {}, told.history, _parallel(told), {"conversation_only"})
+def _chat(run: Run, told: Conversation) -> ChatMessages:
+    chat = ChatMessages([], [], {}, told.history, _parallel(told), {"conversation_only"})
     asked: set[str] = set()
     for place, message in enumerate(told.messages):
         where = f"messages[{place}]"
@@ -83,7 +83,7 @@ def _chat(run: Run, told: Conversation) -> Chat:
     return chat
 
 
-def _message(run: Run, where: str, message: Message, chat: Chat) -> Message:
+def _message(run: Run, where: str, message: Message, chat: ChatMessages) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise unsupported(run, f"{where}.role", f"is {role!r}, which this format does not have")
@@ -101,7 +101,9 @@ def _message(run: Run, where: str, message: Message, chat: Chat) -> Message:
     return written
 
 
-def _assistant(run: Run, where: str, message: Message, written: Message, chat: Chat) -> None:
+def _assistant(
+    run: Run, where: str, message: Message, written: Message, chat: ChatMessages
+) -> None:
     for name in _SOUND:
         if message.get(name):
             raise unsupported(run, f"{where}.{name}", "has no place in this format")
@@ -119,7 +121,7 @@ def _assistant(run: Run, where: str, message: Message, written: Message, chat: C
         ]
 
 
-def _content(run: Run, where: str, message: Message, chat: Chat) -> Any:
+def _content(run: Run, where: str, message: Message, chat: ChatMessages) -> Any:
     """A text, or a list of text parts without anything else in them."""
     content = message.get("content")
     if isinstance(content, str):
@@ -142,7 +144,7 @@ def _content(run: Run, where: str, message: Message, chat: Chat) -> Any:
     return parts or ""
 
 
-def _tool_call(run: Run, where: str, call: Any, chat: Chat) -> Json:
+def _tool_call(run: Run, where: str, call: Any, chat: ChatMessages) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise unsupported(run, where, "is no call of a function")

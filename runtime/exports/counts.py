@@ -44,7 +44,7 @@ def sentence(code: str) -> str:
 
 
 @dataclass(frozen=True)
-class Loss:
+class ExportLoss:
     """How many runs (pairs, tasks) lost something, and what."""
 
     count: int
@@ -52,7 +52,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ExportProgress:
     """How far an export is. `total`: items in all, if that is known."""
 
     records: int
@@ -69,15 +69,15 @@ class Summary:
     runs: int
     files: int
     bytes: int
-    losses: dict[str, Loss]
+    losses: dict[str, ExportLoss]
     resumed: bool = False
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[ExportProgress], None]
 
 
 @dataclass(frozen=True)
-class Rules:
+class LossRules:
     """What is done with losses: an error (`strict`, but for those allowed), or counted."""
 
     strict: bool = False
@@ -86,14 +86,14 @@ class Rules:
 
 
 @dataclass
-class Tally:
+class ExportCounts:
     """Counts so far."""
 
     records: int = 0
     runs: int = 0
     losses: Counter[str] = field(default_factory=Counter)
 
-    def of(self, item: Item, write: Callable[..., Written], rules: Rules) -> Written:
+    def of(self, item: Item, write: Callable[..., Written], rules: LossRules) -> Written:
         """What a format writes of an item, counted. Raises BadInput as the rules want it."""
         written = Written([])
         if item.runs:
@@ -110,7 +110,7 @@ class Tally:
         self.runs += item.covers
         return written
 
-    def add(self, code: str, count: int, rules: Rules, whose: str = "") -> None:
+    def add(self, code: str, count: int, rules: LossRules, whose: str = "") -> None:
         """Count a loss of so many runs. Raises BadInput where the rules do not allow it."""
         if rules.strict and code not in rules.allow:
             raise BadInput(
@@ -126,7 +126,7 @@ class Tally:
         return {"records": self.records, "runs": self.runs, "losses": dict(self.losses)}
 
 
-def losses_of(counts: Mapping[str, int]) -> dict[str, Loss]:
+def losses_of(counts: Mapping[str, int]) -> dict[str, ExportLoss]:
     """Losses with what they mean, the most frequent first, then by name."""
     order = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return {code: Loss(count, sentence(code)) for code, count in order if count}
+    return {code: ExportLoss(count, sentence(code)) for code, count in order if count}

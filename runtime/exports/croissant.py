@@ -10,13 +10,13 @@ from typing import Any
 
 from cray_agents.runtime.datasets.croissant import CONTEXT, FORMAT
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.exports.parquet_files import Folder
+from cray_agents.runtime.exports.parquet_files import FolderContents
 
 SHARDS = "shards"
 
 
 def croissant(
-    name: str, says: str, folder: Folder, fields: Mapping[str, tuple[str, str]]
+    name: str, says: str, folder: FolderContents, fields: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
     """The description of a folder. `fields`: of its columns that Croissant can tell of, the data
     type and what they are.

@@ -22,7 +22,7 @@ from cray_agents.runtime.datasets import read_dataset, shards
 from cray_agents.runtime.datasets.reader import RECIPE, SplitName, file_in
 from cray_agents.runtime.exports.counts import MISSING
 from cray_agents.runtime.exports.line_formats import run_of_demonstration
-from cray_agents.runtime.exports.sources import Item, Source
+from cray_agents.runtime.exports.sources import ExportSource, Item
 from cray_agents.runtime.store import Store
 
 PAGE = 256  # runs whose bodies are read at once
@@ -97,7 +97,7 @@ class DatasetRuns:
         """See Source."""
         return {}
 
-    def resumed(self, state: dict[str, Any]) -> Source:
+    def resumed(self, state: dict[str, Any]) -> ExportSource:
         """See Source: a dataset never changes."""
         return self
 

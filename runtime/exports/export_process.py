@@ -28,10 +28,10 @@ from cray_agents.processes import die_with_parent
 from cray_agents.queries import RunFilter
 from cray_agents.records import StrictRecord, new_id
 from cray_agents.runtime.exports import exporter
-from cray_agents.runtime.exports.counts import Progress
+from cray_agents.runtime.exports.counts import ExportProgress
 from cray_agents.runtime.exports.line_formats import LineFormat
 from cray_agents.runtime.exports.parquet_files import TableFormat
-from cray_agents.runtime.exports.sources import Source
+from cray_agents.runtime.exports.sources import ExportSource
 
 NICE = 10  # it gives way to the gateway
 FAILED = 3  # the exit code
@@ -42,7 +42,7 @@ LINES, PARQUET, TAR = "application/x-ndjson", "application/vnd.apache.parquet", 
 BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
-class Asked(StrictRecord):
+class ExportRequest(StrictRecord):
     """What a client asks for: a dataset, or the runs of a filter."""
 
     home: Path
@@ -64,7 +64,7 @@ def main() -> int:
     os.dup2(2, 1)  # what anything prints does not get between the bytes
     begun = False
     try:
-        asked = Asked.model_validate_json(sys.stdin.buffer.read())
+        asked = ExportRequest.model_validate_json(sys.stdin.buffer.read())
         for data in answer(asked):
             out.write(data)
             out.flush()
@@ -89,21 +89,21 @@ def told(error: CrayError) -> dict[str, Any]:
     }
 
 
-def answer(asked: Asked) -> Iterator[bytes]:
+def answer(asked: ExportRequest) -> Iterator[bytes]:
     """The line about the export, then its bytes. Raises CrayError."""
     home, form = Home(asked.home), exporter.format_named(asked.format)
     if asked.dataset is not None:
         source = exporter.of_dataset(home, asked.dataset, form, asked.split, asked.skip_missing)
     else:
         source = exporter.of_runs(home, asked.filter, {}, asked.skip_missing)
-    rules = exporter.Rules(asked.strict, frozenset(asked.allow), asked.skip_unsupported)
+    rules = exporter.LossRules(asked.strict, frozenset(asked.allow), asked.skip_unsupported)
     if isinstance(form, LineFormat):
         return _lines(source, form, rules)
     return _files(home, source, form, rules)
 
 
-def _lines(source: Source, form: LineFormat, rules: exporter.Rules) -> Iterator[bytes]:
-    tally = exporter.Tally()
+def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) -> Iterator[bytes]:
+    tally = exporter.ExportCounts()
     data = exporter.stream(source, form, tally, rules, _quiet)
     first, size = [], 0
     while size < SMALL and (piece := next(data, None)) is not None:
@@ -113,7 +113,7 @@ def _lines(source: Source, form: LineFormat, rules: exporter.Rules) -> Iterator[
     if size < SMALL:
         head |= {"length": size, "losses": dict(tally.losses)}
     elif rules.strict:
-        checked = exporter.Tally()
+        checked = exporter.ExportCounts()
         for _ in exporter.stream(source, form, checked, rules, _quiet):
             pass
         head |= {"losses": dict(checked.losses)}
@@ -121,14 +121,16 @@ def _lines(source: Source, form: LineFormat, rules: exporter.Rules) -> Iterator[
     yield from chain(first, data)
 
 
-def _files(home: Home, source: Source, form: TableFormat, rules: exporter.Rules) -> Iterator[bytes]:
+def _files(
+    home: Home, source: ExportSource, form: TableFormat, rules: exporter.LossRules
+) -> Iterator[bytes]:
     """A Parquet file, or a folder as a tar, made whole before it is sent."""
     _sweep(home)
     folder = home.exports / new_id("export")
     name = f"{source.name}.{form.name}"
     target = folder / (name if form.finish is not None else f"{name}.parquet")
     try:
-        done = exporter.export(source, form, target, options=exporter.Options(rules))
+        done = exporter.export(source, form, target, options=exporter.ExportOptions(rules))
         losses = {code: loss.count for code, loss in done.losses.items()}
         if target.is_file():
             size = target.stat().st_size
@@ -179,7 +181,7 @@ def _line(value: dict[str, Any]) -> bytes:
     return orjson.dumps(value) + b"\n"
 
 
-def _quiet(progress: Progress) -> None:
+def _quiet(progress: ExportProgress) -> None:
     pass
 
 

@@ -19,11 +19,11 @@ from cray_agents.records import digest
 from cray_agents.runtime.datasets import read_dataset, shards
 from cray_agents.runtime.datasets.reader import SplitName
 from cray_agents.runtime.exports.counts import (
+    ExportCounts,
+    ExportProgress,
+    LossRules,
     OnProgress,
-    Progress,
-    Rules,
     Summary,
-    Tally,
     losses_of,
 )
 from cray_agents.runtime.exports.dataset_source import DatasetRuns
@@ -36,8 +36,8 @@ from cray_agents.runtime.exports.parquet_files import (
     reads_shards,
     write_tables,
 )
-from cray_agents.runtime.exports.resume_journal import Draft, Journal
-from cray_agents.runtime.exports.sources import Source
+from cray_agents.runtime.exports.resume_journal import ExportDraft, ResumeJournal
+from cray_agents.runtime.exports.sources import ExportSource
 from cray_agents.runtime.exports.store_source import StoredRuns
 from cray_agents.runtime.exports.tokens import TOKENS
 from cray_agents.runtime.exports.verl import VERL
@@ -45,11 +45,11 @@ from cray_agents.runtime.store import Store
 
 __all__ = [
     "SHARD_SIZE",
+    "ExportCounts",
+    "ExportOptions",
     "Format",
-    "Options",
-    "Rules",
+    "LossRules",
     "Summary",
-    "Tally",
     "export",
     "format_named",
     "formats",
@@ -67,10 +67,10 @@ Format = LineFormat | TableFormat
 
 
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """How to export. `shard_size`: rows in a Parquet file of a folder."""
 
-    rules: Rules = field(default_factory=Rules)
+    rules: LossRules = field(default_factory=LossRules)
     shard_size: int = SHARD_SIZE
     restart: bool = False
 
@@ -94,7 +94,9 @@ def format_named(name: str) -> Format:
     )
 
 
-def of_runs(home: Home, wanted: RunFilter, ages: dict[str, str], skip_missing: bool) -> Source:
+def of_runs(
+    home: Home, wanted: RunFilter, ages: dict[str, str], skip_missing: bool
+) -> ExportSource:
     """The stored runs that match, as a source. `ages`: what since and until were given as."""
     return StoredRuns(Store(home), wanted, ages, skip_missing)
 
@@ -106,7 +108,7 @@ def of_dataset(
     split: str,
     skip_missing: bool,
     store: Store | None = None,
-) -> Source:
+) -> ExportSource:
     """A dataset as a source: its pairs for a format of pairs, else its runs.
 
     Raises NotFound, and BadInput where it has no such split.
@@ -131,11 +133,11 @@ def has_validation(home: Home, dataset: str) -> bool:
 
 
 def export(
-    source: Source,
+    source: ExportSource,
     form: Format,
     target: Path,
     *,
-    options: Options | None = None,
+    options: ExportOptions | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Summary:
     """Write an export to a file or a folder; it goes on with what a kill left of the same one.
@@ -143,9 +145,9 @@ def export(
     Raises BadInput on what cannot be exported so, on another export's half beside the target, and
     on a folder that exists; StoreError where the target cannot be written.
     """
-    options = options or Options()
+    options = options or ExportOptions()
     target = target.resolve()  # a link goes on being one
-    draft = Draft(target)
+    draft = ExportDraft(target)
     what = _identity(source, form, target, options)
     source = source.resumed(draft.state(what) or {}) if not options.restart else source
     if isinstance(form, LineFormat):
@@ -155,7 +157,7 @@ def export(
         check_target(form, target)
     if isinstance(form, LineFormat) or not reads_shards(source, form):
         source.check()
-    fresh = Journal(what, f"{form.name} of {source.says}", source.state())
+    fresh = ResumeJournal(what, f"{form.name} of {source.says}", source.state())
     journal, resumed = draft.begin(fresh, restart=options.restart)
     if isinstance(form, LineFormat):
         journal = write_lines(source, form, draft, journal, options.rules, on_progress)
@@ -178,7 +180,11 @@ def _check_file(target: Path) -> None:
 
 
 def stream(
-    source: Source, form: Format, tally: Tally, rules: Rules, on_progress: OnProgress
+    source: ExportSource,
+    form: Format,
+    tally: ExportCounts,
+    rules: LossRules,
+    on_progress: OnProgress,
 ) -> Iterator[bytes]:
     """The lines of an export, in blocks; `tally` counts along. Raises BadInput, StoreError."""
     if not isinstance(form, LineFormat):
@@ -192,16 +198,20 @@ def stream(
 
 
 def _streamed(
-    source: Source, form: LineFormat, tally: Tally, rules: Rules, on_progress: OnProgress
+    source: ExportSource,
+    form: LineFormat,
+    tally: ExportCounts,
+    rules: LossRules,
+    on_progress: OnProgress,
 ) -> Iterator[bytes]:
     sent, total = 0, source.count()
     for block in blocks(source, form, tally, rules):
         yield block.data
         sent += len(block.data)
-        on_progress(Progress(tally.records, tally.runs, sent, total))
+        on_progress(ExportProgress(tally.records, tally.runs, sent, total))
 
 
-def _identity(source: Source, form: Format, target: Path, options: Options) -> str:
+def _identity(source: ExportSource, form: Format, target: Path, options: ExportOptions) -> str:
     """Two exports with the same are the same one. What is skipped or refused is no part of it."""
     how: dict[str, int] = {"zst": target.suffix == ".zst"}
     if isinstance(form, TableFormat):

@@ -22,7 +22,7 @@ from cray_agents.runtime.exports.conversation import conversations_of
 from cray_agents.runtime.exports.counts import losses_of
 from cray_agents.runtime.exports.croissant import croissant
 from cray_agents.runtime.exports.line_formats import Written
-from cray_agents.runtime.exports.parquet_files import Folder, TableFormat
+from cray_agents.runtime.exports.parquet_files import FolderContents, TableFormat
 
 CARRIED = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 REASONING = ("reasoning", "reasoning_content")
@@ -150,7 +150,7 @@ def _json(value: Any) -> str:
     return orjson.dumps(value).decode()
 
 
-def finish(folder: Folder) -> None:
+def finish(folder: FolderContents) -> None:
     """Put the card and Croissant's description beside the shards."""
     name = folder.source.name
     says = f"{folder.source.says[0].upper()}{folder.source.says[1:]}, exported by cray-agents"
@@ -169,7 +169,7 @@ def _fields() -> dict[str, tuple[str, str]]:
     }
 
 
-def _card(name: str, says: str, folder: Folder) -> str:
+def _card(name: str, says: str, folder: FolderContents) -> str:
     rows = sum(folder.rows)
     size = next((words for most, words in SIZES if rows < most), "n>10M")
     columns = "\n".join(f"| `{column}` | {about} |" for column, about in ABOUT.items())

@@ -13,10 +13,10 @@ from typing import BinaryIO, NamedTuple
 
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.exports.counts import OnProgress, Progress, Rules, Tally
+from cray_agents.runtime.exports.counts import ExportCounts, ExportProgress, LossRules, OnProgress
 from cray_agents.runtime.exports.line_formats import LineFormat, Written, line_of
-from cray_agents.runtime.exports.resume_journal import Draft, Journal
-from cray_agents.runtime.exports.sources import Source
+from cray_agents.runtime.exports.resume_journal import ExportDraft, ResumeJournal
+from cray_agents.runtime.exports.sources import ExportSource
 
 ITEMS = 500  # in a block, at most
 BLOCK = 2 << 20  # bytes of lines that end a block
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 
 def blocks(
-    source: Source, form: LineFormat, tally: Tally, rules: Rules, after: str = ""
+    source: ExportSource, form: LineFormat, tally: ExportCounts, rules: LossRules, after: str = ""
 ) -> Iterator[Block]:
     """The lines of the items after a cursor; `tally` goes along. Raises BadInput, StoreError."""
     write = writer_of(source, form)
@@ -53,7 +53,7 @@ def blocks(
         yield Block(b"".join(lines), cursor)
 
 
-def writer_of(source: Source, form: LineFormat) -> Callable[..., Written]:
+def writer_of(source: ExportSource, form: LineFormat) -> Callable[..., Written]:
     """What writes an item of this source. Raises BadInput where they do not go together."""
     write = form.of_pair if source.pairs else form.of_run
     if write is None:
@@ -67,8 +67,13 @@ def writer_of(source: Source, form: LineFormat) -> Callable[..., Written]:
 
 
 def write_lines(
-    source: Source, form: LineFormat, draft: Draft, journal: Journal, rules: Rules, on: OnProgress
-) -> Journal:
+    source: ExportSource,
+    form: LineFormat,
+    draft: ExportDraft,
+    journal: ResumeJournal,
+    rules: LossRules,
+    on: OnProgress,
+) -> ResumeJournal:
     """Go on with a file of lines and publish it. Raises BadInput, StoreError."""
     if not journal.whole:
         compress = compressor(draft.target)
@@ -82,7 +87,7 @@ def write_lines(
                     _flush(file)
                     draft.save(journal)
                     saved = time.monotonic()
-                on(Progress(journal.records, journal.runs, journal.bytes, total))
+                on(ExportProgress(journal.records, journal.runs, journal.bytes, total))
             _flush(file)
     draft.publish(journal, draft.part)
     return journal

@@ -8,7 +8,7 @@ weight 0. Listed in format.py.
 """
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat_messages import Chat, chats_of
+from cray_agents.runtime.exports.chat_messages import ChatMessages, chats_of
 from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, unsupported
 from cray_agents.runtime.exports.pairs import difference
 
@@ -19,14 +19,14 @@ def _of_run(run: Run) -> Written:
     return Written(records, tuple(sorted({code for chat in chats for code in _losses(chat)})))
 
 
-def _record(run: Run, chat: Chat) -> Json:
+def _record(run: Run, chat: ChatMessages) -> Json:
     messages = [_weighed(chat, place, m) for place, m in enumerate(chat.until_answer())]
     if all(m.get("weight") == 0 for m in messages if m["role"] == "assistant"):
         raise unsupported(run, "trajectory.messages", "hold no answer of this run to train on")
     return _offered({"messages": messages}, chat)
 
 
-def _weighed(chat: Chat, place: int, message: Message) -> Message:
+def _weighed(chat: ChatMessages, place: int, message: Message) -> Message:
     written = _bare(message)
     if place in chat.history:
         written["weight"] = 0
@@ -64,7 +64,7 @@ def _plain(message: Message) -> Message:
     return {name: value for name, value in _bare(message).items() if name != "weight"}
 
 
-def _offered(record: Json, chat: Chat) -> Json:
+def _offered(record: Json, chat: ChatMessages) -> Json:
     """The record with the tools; only with tools may it say whether calls may be parallel."""
     if chat.tools:
         record["tools"] = chat.tools
@@ -73,7 +73,7 @@ def _offered(record: Json, chat: Chat) -> Json:
     return record
 
 
-def _losses(chat: Chat) -> tuple[str, ...]:
+def _losses(chat: ChatMessages) -> tuple[str, ...]:
     return tuple(sorted(chat.losses | ({"reasoning"} if chat.reasoning else set())))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from cray_agents.records import ModelCall, Reward, Run, StopReason, ToolCall, Turn
 from cray_agents.runtime.exports.conversation import Conversation, conversation_of
 from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text
-from cray_agents.runtime.exports.otel_messages import Repeated, answer_of
+from cray_agents.runtime.exports.otel_messages import MessageCache, answer_of
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 _INTERNAL, _CLIENT, _FAILED = 1, 3, 2  # SpanKind, SpanKind, StatusCode
@@ -40,7 +40,7 @@ _CUT = ("error", "cancelled")  # finish reasons of calls that did not come to th
 def _of_run(run: Run) -> Written:
     told = conversation_of(run)
     trace = _hash(run.id, 32)
-    texts = Repeated(run, told)
+    texts = MessageCache(run, told)
     root = _root(run, told, texts, trace)
     spans = [root]
     losses = set()
@@ -63,7 +63,7 @@ def _of_run(run: Run) -> Written:
     return Written([{"resourceSpans": [traces]}], tuple(sorted(losses)))
 
 
-def _root(run: Run, told: Conversation, texts: Repeated, trace: str) -> Json:
+def _root(run: Run, told: Conversation, texts: MessageCache, trace: str) -> Json:
     """The run. Its messages are the whole conversation; of an answer at the end, the output."""
     messages, output = told.messages, None
     if messages and messages[-1].get("role") == "assistant":
@@ -136,7 +136,9 @@ def _evaluation(run: Run, reward: Reward) -> Json:
     }
 
 
-def _chat(run: Run, call: ModelCall, texts: Repeated, trace: str, parent: str, place: int) -> Json:
+def _chat(
+    run: Run, call: ModelCall, texts: MessageCache, trace: str, parent: str, place: int
+) -> Json:
     operation = _OPERATIONS.get(call.api, "chat")
     known = bool(call.prompt_token_ids)
     values = {

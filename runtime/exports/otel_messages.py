@@ -19,7 +19,7 @@ _REASONS = {"tool_calls": "tool_call", "function_call": "tool_call", "cancelled"
 _TOLD = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 
-class Repeated:
+class MessageCache:
     """A conversation's messages and tools as JSON, made once: most of its calls repeat them."""
 
     def __init__(self, run: Run, told: Conversation) -> None:

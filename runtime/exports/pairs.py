@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
-from cray_agents.runtime.exports.chat_messages import Chat, chats_of
+from cray_agents.runtime.exports.chat_messages import ChatMessages, chats_of
 from cray_agents.runtime.exports.export_format import unsupported
 
 
 class Difference(NamedTuple):
     """Two chats up to their last answers; from the place `same` on they differ, in an answer."""
 
-    better: Chat
-    worse: Chat
+    better: ChatMessages
+    worse: ChatMessages
     same: int
     losses: set[str]
 
@@ -36,7 +36,9 @@ def difference(better: Run, worse: Run, *, reasoning: bool) -> Difference:
     raise problems[0]
 
 
-def _difference(better: Run, worse: Run, one: Chat, other: Chat, *, reasoning: bool) -> Difference:
+def _difference(
+    better: Run, worse: Run, one: ChatMessages, other: ChatMessages, *, reasoning: bool
+) -> Difference:
     if one.tools != other.tools:
         raise _apart(better, worse, "were given different tools")
     for chat in (one, other):
@@ -57,7 +59,7 @@ def _difference(better: Run, worse: Run, one: Chat, other: Chat, *, reasoning: b
     return Difference(one, other, same, one.losses | other.losses)
 
 
-def _at(chat: Chat, place: int, reasoning: bool) -> Any:
+def _at(chat: ChatMessages, place: int, reasoning: bool) -> Any:
     """What counts of a message: not the ids of its calls, nor whether it was to be trained on."""
     message = chat.messages[place]
     calls = [call["function"] for call in message.get("tool_calls") or ()]

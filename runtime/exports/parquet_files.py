@@ -14,35 +14,35 @@ from typing import Any, NamedTuple
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.records import Run
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.exports.counts import OnProgress, Progress, Rules, Tally
+from cray_agents.runtime.exports.counts import ExportCounts, ExportProgress, LossRules, OnProgress
 from cray_agents.runtime.exports.line_formats import Written
-from cray_agents.runtime.exports.resume_journal import Draft, Journal
-from cray_agents.runtime.exports.sources import Source
+from cray_agents.runtime.exports.resume_journal import ExportDraft, ResumeJournal
+from cray_agents.runtime.exports.sources import ExportSource
 
 ROWS = 64  # made of runs before they become columns
 GROUP = 16 << 20  # bytes of columns in a row group, about
 JOINED = "joined.parquet"
 
 
-class Piece(NamedTuple):
+class RowBatch(NamedTuple):
     """Some rows as an Arrow record batch, and the cursor of the last item in them."""
 
     batch: Any
     cursor: str
 
 
-Pieces = Callable[[Source, Tally, Rules, str], Iterator[Piece]]
+Pieces = Callable[[ExportSource, ExportCounts, LossRules, str], Iterator[RowBatch]]
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderContents:
     """What a finished folder is about, for the files that a format adds to its shards."""
 
     path: Path
     shards: Sequence[Path]
     rows: Sequence[int]
     split: str
-    source: Source
+    source: ExportSource
     losses: dict[str, int]
 
 
@@ -63,19 +63,19 @@ class TableFormat:
     of_dataset: Pieces | None = None
     by_task: bool = False
     within: str = ""
-    finish: Callable[[Folder], None] | None = None
+    finish: Callable[[FolderContents], None] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def write_tables(
-    source: Source,
+    source: ExportSource,
     form: TableFormat,
-    draft: Draft,
-    journal: Journal,
-    rules: Rules,
+    draft: ExportDraft,
+    journal: ResumeJournal,
+    rules: LossRules,
     on: OnProgress,
     shard_size: int,
-) -> Journal:
+) -> ResumeJournal:
     """Go on with a folder, or a single file, and publish it. Raises BadInput, StoreError."""
     single = draft.target.suffix == ".parquet"
     made = draft.part / JOINED if single else draft.part
@@ -98,14 +98,14 @@ def write_tables(
 
 
 def _shards(
-    source: Source,
+    source: ExportSource,
     form: TableFormat,
-    draft: Draft,
-    journal: Journal,
-    rules: Rules,
+    draft: ExportDraft,
+    journal: ResumeJournal,
+    rules: LossRules,
     on: OnProgress,
     shard_size: int,
-) -> Journal:
+) -> ResumeJournal:
     """Write the shards that lack."""
     folder = draft.part / form.within
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def _shards(
             journal = _closed(draft, journal, piece.cursor, shard, tally)
             shard = None
         written = journal.bytes + (shard.bytes if shard else 0)
-        on(Progress(tally.records, tally.runs, written, total))
+        on(ExportProgress(tally.records, tally.runs, written, total))
         cursor = piece.cursor
     if shard is not None:
         journal = _closed(draft, journal, cursor, shard, tally)
@@ -127,19 +127,21 @@ def _shards(
     return journal
 
 
-def _closed(draft: Draft, journal: Journal, cursor: str, shard: "Shard", tally: Tally) -> Journal:
+def _closed(
+    draft: ExportDraft, journal: ResumeJournal, cursor: str, shard: "Shard", tally: ExportCounts
+) -> ResumeJournal:
     size = journal.bytes + shard.close()
     journal = replace(journal.moved(cursor, size, tally), shards=[*journal.shards, shard.rows])
     draft.save(journal)
     return journal
 
 
-def reads_shards(source: Source, form: TableFormat) -> bool:
+def reads_shards(source: ExportSource, form: TableFormat) -> bool:
     """Whether this format is made of a dataset's shards, and the store is not asked."""
     return form.of_dataset is not None and source.dataset is not None
 
 
-def _total(source: Source, form: TableFormat) -> int | None:
+def _total(source: ExportSource, form: TableFormat) -> int | None:
     """How many items there are, or rows of shards."""
     from pyarrow import parquet
 
@@ -149,16 +151,26 @@ def _total(source: Source, form: TableFormat) -> int | None:
 
 
 def _pieces(
-    source: Source, form: TableFormat, tally: Tally, rules: Rules, after: str, shard_size: int
-) -> Iterator[Piece]:
+    source: ExportSource,
+    form: TableFormat,
+    tally: ExportCounts,
+    rules: LossRules,
+    after: str,
+    shard_size: int,
+) -> Iterator[RowBatch]:
     if form.of_dataset is not None and reads_shards(source, form):
         return form.of_dataset(source, tally, rules, after)
     return _pieces_of_runs(source, form, tally, rules, after, shard_size)
 
 
 def _pieces_of_runs(
-    source: Source, form: TableFormat, tally: Tally, rules: Rules, after: str, shard_size: int
-) -> Iterator[Piece]:
+    source: ExportSource,
+    form: TableFormat,
+    tally: ExportCounts,
+    rules: LossRules,
+    after: str,
+    shard_size: int,
+) -> Iterator[RowBatch]:
     """The rows of runs, in pieces whose borders depend on the rows since the shard's start."""
     import pyarrow
 
@@ -169,12 +181,12 @@ def _pieces_of_runs(
         rows += tally.of(item, lambda run: form.of_run(run, tally.records), rules).records
         cursor = item.cursor
         if len(rows) >= min(ROWS, shard_size - in_shard):
-            yield Piece(pyarrow.RecordBatch.from_pylist(rows, schema=schema), cursor)
+            yield RowBatch(pyarrow.RecordBatch.from_pylist(rows, schema=schema), cursor)
             in_shard += len(rows)
             in_shard = 0 if in_shard >= shard_size else in_shard
             rows, cursor = [], ""
     if cursor:
-        yield Piece(pyarrow.RecordBatch.from_pylist(rows, schema=schema), cursor)
+        yield RowBatch(pyarrow.RecordBatch.from_pylist(rows, schema=schema), cursor)
 
 
 class Shard:
@@ -220,7 +232,11 @@ class Shard:
 
 
 def _finish(
-    source: Source, form: TableFormat, draft: Draft, journal: Journal, joined: Path | None
+    source: ExportSource,
+    form: TableFormat,
+    draft: ExportDraft,
+    journal: ResumeJournal,
+    joined: Path | None,
 ) -> list[Path]:
     """Give the shards their names and add what else belongs there; all files. May be done again."""
     folder = draft.part / form.within
@@ -235,7 +251,9 @@ def _finish(
         _join(named, joined, form)
         return [joined]
     if form.finish is not None:
-        form.finish(Folder(draft.part, named, journal.shards, source.split, source, journal.losses))
+        form.finish(
+            FolderContents(draft.part, named, journal.shards, source.split, source, journal.losses)
+        )
     durable.sync(folder)
     durable.sync(draft.part)
     return [path for path in sorted(draft.part.rglob("*")) if path.is_file()]

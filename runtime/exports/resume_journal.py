@@ -21,11 +21,11 @@ import orjson
 
 from cray_agents.errors import BadInput, Corrupt, StoreError
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.exports.counts import Tally
+from cray_agents.runtime.exports.counts import ExportCounts
 
 
 @dataclass(frozen=True)
-class Journal:
+class ResumeJournal:
     """Where an export stands. `cursor`: of the last item that is written, `bytes` with it.
 
     `digest` names the export, `says` it in words. `state` is its source's. `shards` are the rows of
@@ -45,16 +45,16 @@ class Journal:
     whole: bool = False
     writer: dict[str, Any] = field(default_factory=dict)
 
-    def tally(self) -> Tally:
+    def tally(self) -> ExportCounts:
         """Its counts, to go on counting."""
-        return Tally(self.records, self.runs, Counter(self.losses))
+        return ExportCounts(self.records, self.runs, Counter(self.losses))
 
-    def moved(self, cursor: str, size: int, tally: Tally) -> "Journal":
+    def moved(self, cursor: str, size: int, tally: ExportCounts) -> "ResumeJournal":
         """It, further on."""
         return replace(self, cursor=cursor, bytes=size, **tally.plain())
 
 
-class Draft:
+class ExportDraft:
     """The hidden part of a target and its journal; `begin` finds them, or makes the journal.
 
     Raises BadInput where another export is under way, or lies there half done.
@@ -65,7 +65,7 @@ class Draft:
         self.part = target.with_name(f".{target.name}.part")
         self._path = target.with_name(f".{target.name}.export.json")
 
-    def begin(self, fresh: Journal, *, restart: bool) -> tuple[Journal, bool]:
+    def begin(self, fresh: ResumeJournal, *, restart: bool) -> tuple[ResumeJournal, bool]:
         """The journal to go on from, and whether anything is there to go on from."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         found = self._read()
@@ -95,7 +95,7 @@ class Draft:
         self.save(mine)
         return mine, mine.runs > 0 or mine.whole
 
-    def save(self, journal: Journal) -> None:
+    def save(self, journal: ResumeJournal) -> None:
         """Let an export that is killed after this go on from here."""
         durable.replace_file(self._path, _text(journal))
 
@@ -109,7 +109,7 @@ class Draft:
         found = self._read()
         return found is not None and found.digest == digest and found.whole
 
-    def publish(self, journal: Journal, made: Path) -> None:
+    def publish(self, journal: ResumeJournal, made: Path) -> None:
         """Give the whole part its name. Again, after a kill: whatever of it was left to do."""
         self.save(replace(journal, whole=True))
         if made.exists():
@@ -139,21 +139,21 @@ class Draft:
         else:
             self.part.unlink(missing_ok=True)
 
-    def _read(self) -> Journal | None:
+    def _read(self) -> ResumeJournal | None:
         try:
-            return Journal(**checksums.read_json(self._path))
+            return ResumeJournal(**checksums.read_json(self._path))
         except FileNotFoundError:
             return None
         except (Corrupt, TypeError) as error:
             raise Corrupt(f"{self._path} is no export's journal: remove it ({error})") from error
 
-    def _check_idle(self, found: Journal) -> None:
+    def _check_idle(self, found: ResumeJournal) -> None:
         mine = _writer(found.writer.get("pid", 0))
         if mine["started"] and found.writer == mine and mine["pid"] != os.getpid():
             raise _busy(self.target, f"process {mine['pid']}")
 
 
-def _text(journal: Journal) -> bytes:
+def _text(journal: ResumeJournal) -> bytes:
     return checksums.with_crc(orjson.dumps(asdict(journal)))
 
 

@@ -16,7 +16,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat_messages import Chat, chats_of
+from cray_agents.runtime.exports.chat_messages import ChatMessages, chats_of
 from cray_agents.runtime.exports.export_format import (
     Json,
     LineFormat,
@@ -52,7 +52,7 @@ def _of_run(run: Run) -> Written:
     return Written(records, tuple(sorted(losses)))
 
 
-def _turns(run: Run, chat: Chat) -> Iterator[Json]:
+def _turns(run: Run, chat: ChatMessages) -> Iterator[Json]:
     """The messages in order, but each result of a tool right after its call."""
     told: set[int] = set()
     for place, message in enumerate(chat.messages):
@@ -77,7 +77,7 @@ def _turns(run: Run, chat: Chat) -> Iterator[Json]:
                 yield {"from": "observation", "value": _text(chat.messages[result], chat)}
 
 
-def _joined(turns: list[Json], chat: Chat) -> list[Json]:
+def _joined(turns: list[Json], chat: ChatMessages) -> list[Json]:
     """Turns of one speaker in a row as one: texts as paragraphs, calls as a list."""
     found: list[Json] = []
     for speaker, same in groupby(turns, key=itemgetter("from")):
@@ -89,7 +89,7 @@ def _joined(turns: list[Json], chat: Chat) -> list[Json]:
     return found
 
 
-def _alternating(turns: list[Json], chat: Chat) -> list[Json]:
+def _alternating(turns: list[Json], chat: ChatMessages) -> list[Json]:
     """The turns up to where they alternate; answers before the first question are left out."""
     begin = 1 if turns and turns[0]["from"] == "system" else 0
     while begin < len(turns) and turns[begin]["from"] in _ANSWERS:
@@ -114,7 +114,7 @@ def _result(messages: list[Message], asked: int, call_id: str, told: set[int]) -
     return None
 
 
-def _text(message: Message, chat: Chat) -> str:
+def _text(message: Message, chat: ChatMessages) -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -123,7 +123,7 @@ def _text(message: Message, chat: Chat) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _left_out(chat: Chat) -> set[str]:
+def _left_out(chat: ChatMessages) -> set[str]:
     """What the chat knows and no turn has a field for."""
     lost = {"reasoning"} if chat.reasoning else set()
     if chat.untaught():

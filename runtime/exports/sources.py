@@ -23,7 +23,7 @@ class Item(NamedTuple):
     lost: tuple[tuple[str, int], ...] = ()
 
 
-class Source(Protocol):
+class ExportSource(Protocol):
     """What an export reads.
 
     `pairs`: its items are pairs. `name` and `says` tell people what it is. `dataset`: the
@@ -53,7 +53,7 @@ class Source(Protocol):
         """What an export that goes on must be told again: when "7d ago" was when it began."""
         ...
 
-    def resumed(self, state: dict[str, Any]) -> "Source":
+    def resumed(self, state: dict[str, Any]) -> "ExportSource":
         """The source as it was when an export began."""
         ...
 

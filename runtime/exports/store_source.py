@@ -14,7 +14,7 @@ from cray_agents.errors import Corrupt
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.exports.counts import MISSING
-from cray_agents.runtime.exports.sources import Item, Source
+from cray_agents.runtime.exports.sources import ExportSource, Item
 from cray_agents.runtime.store import Store
 
 PAGE = 256  # runs whose bodies are read at once
@@ -48,7 +48,7 @@ class StoredRuns:
         """See Source."""
         return {name: getattr(self.filter, name) for name in self.ages}
 
-    def resumed(self, state: dict[str, Any]) -> Source:
+    def resumed(self, state: dict[str, Any]) -> ExportSource:
         """See Source."""
         times = {name: value for name, value in state.items() if name in self.ages}
         return replace(self, filter=self.filter.model_copy(update=times))

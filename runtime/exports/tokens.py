@@ -22,10 +22,10 @@ from typing import Any
 
 from cray_agents.records import ModelCall, Run
 from cray_agents.runtime.datasets.run_samples import TokenSample, merge_turns, turn_of
-from cray_agents.runtime.exports.counts import Rules, Tally
+from cray_agents.runtime.exports.counts import ExportCounts, LossRules
 from cray_agents.runtime.exports.line_formats import Written
-from cray_agents.runtime.exports.parquet_files import Piece, TableFormat
-from cray_agents.runtime.exports.sources import Source
+from cray_agents.runtime.exports.parquet_files import RowBatch, TableFormat
+from cray_agents.runtime.exports.sources import ExportSource
 
 IGNORED = -100  # the label of a token that is not trained on, as PyTorch's cross entropy has it
 PIECE = 1 << 20  # tokens that are rewritten at a time, about
@@ -109,7 +109,9 @@ def _exact(call: ModelCall) -> bool:
     return sampled and len(call.logprobs) == len(call.token_ids)
 
 
-def pieces_of_dataset(source: Source, tally: Tally, rules: Rules, after: str) -> Iterator[Piece]:
+def pieces_of_dataset(
+    source: ExportSource, tally: ExportCounts, rules: LossRules, after: str
+) -> Iterator[RowBatch]:
     """A dataset's shards, rewritten; a cursor is the number of rows before it."""
     skip, row = int(after or 0), 0
     for shard in source.shards():
@@ -120,7 +122,7 @@ def pieces_of_dataset(source: Source, tally: Tally, rules: Rules, after: str) ->
             tally.records += batch.num_rows
             tally.runs += batch.num_rows
             tally.add("no_conversation", batch.num_rows, rules)
-            yield Piece(rewritten(batch), str(row))
+            yield RowBatch(rewritten(batch), str(row))
 
 
 def batches(shard: Path) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import orjson
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.chat_messages import Chat, chats_of
+from cray_agents.runtime.exports.chat_messages import ChatMessages, chats_of
 from cray_agents.runtime.exports.export_format import (
     Json,
     LineFormat,
@@ -33,7 +33,7 @@ def _completion(run: Run) -> Written:
     return _rows(run, lambda chat: _asked(run, chat))
 
 
-def _asked(run: Run, chat: Chat) -> Json:
+def _asked(run: Run, chat: ChatMessages) -> Json:
     chat.messages = chat.until_answer()
     messages = _messages(chat)
     if len(messages) < 2 or messages[-2]["role"] == "system":
@@ -44,7 +44,7 @@ def _asked(run: Run, chat: Chat) -> Json:
     return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
-def _rows(run: Run, of: Callable[[Chat], Json]) -> Written:
+def _rows(run: Run, of: Callable[[ChatMessages], Json]) -> Written:
     """A row of each of a run's chats; what is lost of what is learned there."""
     rows, losses = [], set[str]()
     for chat in chats_of(run):
@@ -70,11 +70,11 @@ def _of_pair(better: Run, worse: Run) -> Written:
     return Written([record], tuple(sorted({*losses, *_losses(one, same), *_losses(other, same)})))
 
 
-def _messages(chat: Chat) -> list[Message]:
+def _messages(chat: ChatMessages) -> list[Message]:
     return [_message(chat, place, message) for place, message in enumerate(chat.messages)]
 
 
-def _message(chat: Chat, place: int, message: Message) -> Message:
+def _message(chat: ChatMessages, place: int, message: Message) -> Message:
     written = {name: value for name, value in message.items() if name != "weight"}
     if message["role"] == "developer":  # templates know no such role
         written["role"] = "system"
@@ -97,11 +97,11 @@ def _tool_call(call: Json) -> Json:
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _tools(run: Run, chat: Chat) -> str | None:
+def _tools(run: Run, chat: ChatMessages) -> str | None:
     return json_text(run, "tools", chat.tools) if chat.tools else None
 
 
-def _losses(chat: Chat, learned: int = 0) -> tuple[str, ...]:
+def _losses(chat: ChatMessages, learned: int = 0) -> tuple[str, ...]:
     """What is lost of a chat of which is learned what stands from the place `learned` on."""
     return tuple(sorted(chat.losses | ({"weights"} if chat.untaught(learned) else set())))
 

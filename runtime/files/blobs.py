@@ -43,7 +43,7 @@ class Blob:
     size: int
 
 
-class Draft:
+class BlobDraft:
     """A content that is being written. A context manager: what was not published is removed."""
 
     def __init__(self, blobs: "Blobs") -> None:
@@ -55,7 +55,7 @@ class Draft:
             blobs.home.drafts.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("xb", buffering=PIECE)
 
-    def __enter__(self) -> "Draft":
+    def __enter__(self) -> "BlobDraft":
         return self
 
     def __exit__(
@@ -150,9 +150,9 @@ class Blobs:
             return None
         return self.size(sha256)
 
-    def draft(self) -> Draft:
+    def draft(self) -> BlobDraft:
         """A new content, to be written and published. Raises StoreError."""
-        return Draft(self)
+        return BlobDraft(self)
 
     def join(self, parts: Sequence[str]) -> Blob:
         """The content made of other contents in this order. Raises NotFound, StoreError.

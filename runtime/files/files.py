@@ -68,7 +68,7 @@ class FileObject(Record):
 
 
 @dataclass(frozen=True)
-class Page:
+class FilesPage:
     """Some files, in order, and whether there are more after them."""
 
     files: list[FileObject]
@@ -141,7 +141,7 @@ class Files:
         limit: int = MOST,
         order: Order = "desc",
         purpose: str | None = None,
-    ) -> Page:
+    ) -> FilesPage:
         """Files by time of creation, those after the one named `after`. Raises BadInput."""
         files = [file for file in self._all() if not file.expired]
         if purpose is not None:
@@ -153,7 +153,7 @@ class Files:
             else:
                 files = [file for file in files if _place(file) > last]
         files.sort(key=_place, reverse=order == "desc")
-        return Page(files[:limit], len(files) > limit)
+        return FilesPage(files[:limit], len(files) > limit)
 
     def delete(self, file_id: str) -> None:
         """Delete a file for good; its content stays until a sweep. Raises NotFound."""

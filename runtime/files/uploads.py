@@ -51,7 +51,7 @@ class Upload(UploadRequest):
     owner: str = ""
 
 
-class Part(Record):
+class UploadPart(Record):
     """A part that was acknowledged: the same content sent again is the same part."""
 
     id: str
@@ -65,7 +65,7 @@ class Part(Record):
         return {"object": "upload.part", **self.model_dump(mode="json")}
 
 
-class End(Record):
+class UploadEnd(Record):
     """How an upload ended. `file`: what it completed as, to be published unless it is."""
 
     status: Literal["completed", "cancelled"]
@@ -134,7 +134,7 @@ class Uploads:
             )
         return upload
 
-    def add_part(self, upload_id: str, content: Blob) -> Part:
+    def add_part(self, upload_id: str, content: Blob) -> UploadPart:
         """Acknowledge a stored content as a part. Raises NotFound, BadInput."""
         upload = self.check_pending(upload_id)
         if content.size > min(upload.bytes, PART_BYTES):
@@ -144,7 +144,7 @@ class Uploads:
                 param="data",
                 code="part_too_large",
             )
-        part = Part(
+        part = UploadPart(
             id=f"part_{digest([upload_id, content.sha256], 24)}",
             upload_id=upload_id,
             bytes=content.size,
@@ -190,7 +190,7 @@ class Uploads:
         upload = self._upload(upload_id)
         if self.status(upload) != "cancelled":
             self.check_pending(upload_id)
-            self._write_end(upload_id, End(status="cancelled"))
+            self._write_end(upload_id, UploadEnd(status="cancelled"))
         if self.status(upload) != "cancelled":
             self.check_pending(upload_id)  # a complete was faster
         return self.show(upload_id)
@@ -228,7 +228,7 @@ class Uploads:
                 used.update(part.sha256 for part in self._parts(upload.id))
         return used
 
-    def _chosen(self, upload: Upload, part_ids: Sequence[str]) -> list[Part]:
+    def _chosen(self, upload: Upload, part_ids: Sequence[str]) -> list[UploadPart]:
         known = {part.id: part for part in self._parts(upload.id)}
         for part_id in part_ids:
             if part_id not in known:
@@ -264,7 +264,7 @@ class Uploads:
         after = upload.expires_after
         self._write_end(
             upload.id,
-            End(
+            UploadEnd(
                 status="completed",
                 part_ids=list(part_ids),
                 file_id=new_id("file").replace("_", "-"),
@@ -313,20 +313,20 @@ class Uploads:
                 return checksums.read_record(Upload, path)
         raise NotFound(f"no upload {upload_id!r}", param="upload_id")
 
-    def _end(self, upload_id: str) -> End | None:
+    def _end(self, upload_id: str) -> UploadEnd | None:
         try:
-            return checksums.read_record(End, self.home.uploads / upload_id / "end.json")
+            return checksums.read_record(UploadEnd, self.home.uploads / upload_id / "end.json")
         except FileNotFoundError:
             return None
 
-    def _write_end(self, upload_id: str, end: End) -> None:
+    def _write_end(self, upload_id: str, end: UploadEnd) -> None:
         path = self.home.uploads / upload_id / "end.json"
         durable.create_file(path, checksums.with_crc(end.model_dump_json().encode()))
 
     def _part(self, upload_id: str, part_id: str) -> Path:
         return self.home.uploads / upload_id / "parts" / f"{part_id}.json"
 
-    def _parts(self, upload_id: str) -> list[Part]:
+    def _parts(self, upload_id: str) -> list[UploadPart]:
         """The parts that were acknowledged, oldest first."""
         folder = self.home.uploads / upload_id / "parts"
         parts = [_read_part(path) for path in folder.glob("part_*.json")]
@@ -343,8 +343,8 @@ def _names(request: UploadRequest, owner: str) -> Iterator[str]:
         yield f"upload_{digest(content, 32)}" + (f"-{number}" if number > 1 else "")
 
 
-def _read_part(path: Path) -> Part:
-    return checksums.read_record(Part, path)
+def _read_part(path: Path) -> UploadPart:
+    return checksums.read_record(UploadPart, path)
 
 
 def _same(what: str, announced: str, actual: str) -> None:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from cray_agents.paths import Home
 from cray_agents.records import digest
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.fine_tuning.job_records import Asked, Ended, Validated
+from cray_agents.runtime.fine_tuning.job_records import Ended, TuningRequest, Validated
 
 MEASURES = ("reward_margin", "accuracy", "chosen_reward", "rejected_reward")
 
 
-class Told(NamedTuple):
+class TuningEvent(NamedTuple):
     """An event on its way. `key` tells it from the others of the job."""
 
     time: float
@@ -29,16 +29,18 @@ class Told(NamedTuple):
 
 
 def events(
-    home: Home, asked: Asked, validated: Validated | None, ended: Ended | None
+    home: Home, asked: TuningRequest, validated: Validated | None, ended: Ended | None
 ) -> list[dict[str, Any]]:
     """All of a job's events in OpenAI's shape, newest first."""
     told = [
-        Told(asked.created, "created", f"Created fine-tuning job: {asked.id}"),
-        Told(asked.created, "validating", f"Validating training file: {asked.training_file}"),
+        TuningEvent(asked.created, "created", f"Created fine-tuning job: {asked.id}"),
+        TuningEvent(
+            asked.created, "validating", f"Validating training file: {asked.training_file}"
+        ),
     ]
     if asked.validation_file is not None:
         message = f"Validating validation file: {asked.validation_file}"
-        told.append(Told(asked.created, "validating too", message))
+        told.append(TuningEvent(asked.created, "validating too", message))
     if validated is not None:
         told.append(_validated(validated))
         told += sorted(_of_job(home.job(validated.spec.id), validated), key=lambda e: e.time)
@@ -55,33 +57,33 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{**event, "valid_loss": losses.get(event["step"])} for event in steps]
 
 
-def _validated(validated: Validated) -> Told:
+def _validated(validated: Validated) -> TuningEvent:
     left_out = f", {validated.left_out} left out as duplicates" if validated.left_out else ""
     message = f"Files validated, moving job to queued state: {validated.examples} examples"
     if validated.validation:
         message += f", {validated.validation} to validate on"
     data = {"job": validated.spec.id, "dataset": validated.spec.dataset}
-    return Told(validated.time, "validated", message + left_out, data=data)
+    return TuningEvent(validated.time, "validated", message + left_out, data=data)
 
 
-def _end(ended: Ended) -> Iterator[Told]:
+def _end(ended: Ended) -> Iterator[TuningEvent]:
     if ended.state == "succeeded":
-        yield Told(ended.time, "model", f"New fine-tuned model created: {ended.model}")
-        yield Told(ended.time, "ended", "The job has successfully completed")
+        yield TuningEvent(ended.time, "model", f"New fine-tuned model created: {ended.model}")
+        yield TuningEvent(ended.time, "ended", "The job has successfully completed")
     elif ended.state == "cancelled":
-        yield Told(ended.time, "ended", "The job was cancelled")
+        yield TuningEvent(ended.time, "ended", "The job was cancelled")
     else:
         message = ended.error["message"] if ended.error else "The job failed"
-        yield Told(ended.time, "ended", message, "error")
+        yield TuningEvent(ended.time, "ended", message, "error")
 
 
-def _of_job(folder: Path, validated: Validated) -> Iterator[Told]:
+def _of_job(folder: Path, validated: Validated) -> Iterator[TuningEvent]:
     """What training itself told, and when it was paused."""
     resumed = list(_times(folder / "pauses", ".resumed"))
     for number, time in _times(folder / "pauses", ""):
-        yield Told(time, f"paused {number}", "The job is paused: it saves and stops")
+        yield TuningEvent(time, f"paused {number}", "The job is paused: it saves and stops")
     for number, time in resumed:
-        yield Told(time, f"resumed {number}", "The job is resumed")
+        yield TuningEvent(time, f"resumed {number}", "The job is resumed")
     last = 0.0  # when it was last started
     for event in _lines(folder):
         time = event["time"]
@@ -90,9 +92,9 @@ def _of_job(folder: Path, validated: Validated) -> Iterator[Told]:
             yield _started(event, meant)
             last = time
         elif event["event"] == "corrupt":
-            yield Told(time, f"corrupt {event['message']}", event["message"], "warn")
+            yield TuningEvent(time, f"corrupt {event['message']}", event["message"], "warn")
         elif event["event"] == "layout":
-            yield Told(time, "layout", f"Spread over ranks: {'; '.join(event['reasons'])}")
+            yield TuningEvent(time, "layout", f"Spread over ranks: {'; '.join(event['reasons'])}")
         elif event["event"] == "agreement":
             yield _agreement(event)
         elif event["event"] == "step":
@@ -101,27 +103,27 @@ def _of_job(folder: Path, validated: Validated) -> Iterator[Told]:
             yield _evaluation(event, validated)
 
 
-def _started(event: dict[str, Any], meant: bool) -> Told:
+def _started(event: dict[str, Any], meant: bool) -> TuningEvent:
     key, step = f"started {event['attempt']}", event["from_step"]
     if event["attempt"] == 1:
-        return Told(event["time"], key, "Fine-tuning job started")
+        return TuningEvent(event["time"], key, "Fine-tuning job started")
     if meant:
-        return Told(event["time"], key, f"Fine-tuning job goes on at step {step}")
+        return TuningEvent(event["time"], key, f"Fine-tuning job goes on at step {step}")
     message = f"The job's processes ended before it did; started again at step {step}"
-    return Told(event["time"], key, message, "warn")
+    return TuningEvent(event["time"], key, message, "warn")
 
 
-def _agreement(event: dict[str, Any]) -> Told:
+def _agreement(event: dict[str, Any]) -> TuningEvent:
     """How far the trainer is from an engine that sampled some of the tokens."""
     most, limit = event["max_difference"], event["limit"]
     message = (
         f"Log-probabilities differ from the engine's by at most {_number(most)}, limit {limit:g}"
     )
     agrees = most is not None and most <= limit
-    return Told(event["time"], "agreement", message, "info" if agrees else "error")
+    return TuningEvent(event["time"], "agreement", message, "info" if agrees else "error")
 
 
-def _step(event: dict[str, Any], validated: Validated) -> Told:
+def _step(event: dict[str, Any], validated: Validated) -> TuningEvent:
     step, total = event["step"], validated.spec.hyperparameters.steps
     data = {
         "step": step,
@@ -134,16 +136,16 @@ def _step(event: dict[str, Any], validated: Validated) -> Told:
         **_measured(event),
     }
     message = f"Step {step}/{total}: training loss={_number(event['loss'])}"
-    return Told(event["time"], f"step {step}", message, data=data, metrics=True)
+    return TuningEvent(event["time"], f"step {step}", message, data=data, metrics=True)
 
 
-def _evaluation(event: dict[str, Any], validated: Validated) -> Told:
+def _evaluation(event: dict[str, Any], validated: Validated) -> TuningEvent:
     """OpenAI's two losses are one here: the whole validation file is always looked at."""
     step, total, loss = event["step"], validated.spec.hyperparameters.steps, event["loss"]
     message = f"Step {step}/{total}: validation loss={_number(loss)}"
     data = {"step": step, "total_steps": total, "valid_loss": loss, "full_valid_loss": loss}
     data |= {f"valid_{name}": value for name, value in _measured(event).items()}
-    return Told(event["time"], f"evaluation {step}", message, data=data, metrics=True)
+    return TuningEvent(event["time"], f"evaluation {step}", message, data=data, metrics=True)
 
 
 def _measured(event: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def _shown(job_id: str, event: Told) -> dict[str, Any]:
+def _shown(job_id: str, event: TuningEvent) -> dict[str, Any]:
     return {
         "id": f"ftevent-{digest([job_id, event.key], 24)}",
         "object": "fine_tuning.job.event",

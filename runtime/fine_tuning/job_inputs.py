@@ -36,7 +36,13 @@ from cray_agents.runtime.datasets.reader import SplitName
 from cray_agents.runtime.datasets.run_samples import TokenSample
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.examples import BadExamples, Example, bad_lines, read_examples
-from cray_agents.runtime.fine_tuning.job_records import Asked, Auto, Ended, Folder, Validated
+from cray_agents.runtime.fine_tuning.job_records import (
+    Auto,
+    Ended,
+    TuningFolder,
+    TuningRequest,
+    Validated,
+)
 from cray_agents.runtime.registry.checkpoints import max_tokens
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.runtime.store import Store
@@ -51,7 +57,7 @@ LEAST_MICROBATCH = 4096  # tokens
 
 def validate(home: Home, job_id: str, code: str) -> None:
     """Write down what a job's files became, once; what is wrong with them ends the job."""
-    folder = Folder(home)
+    folder = TuningFolder(home)
     if folder.validated(job_id) or folder.ended(job_id):
         return
     try:
@@ -66,7 +72,7 @@ def validate(home: Home, job_id: str, code: str) -> None:
         folder.validate(job_id, validated)
 
 
-class Given(NamedTuple):
+class TrainingFile(NamedTuple):
     """What a file holds. `param` is the request's name for it, `split` the dataset's."""
 
     param: str
@@ -81,7 +87,7 @@ class Preparer:
     home: Home
     code: str
 
-    def prepare(self, asked: Asked) -> Validated:
+    def prepare(self, asked: TuningRequest) -> Validated:
         """Check the files, build their dataset, settle the hyperparameters. Raises BadInput."""
         files = [self._read(asked, asked.training_file, "training_file", "train")]
         if asked.validation_file is not None:
@@ -127,15 +133,17 @@ class Preparer:
             validation=sum(len(given.examples) for given in files[1:]),
         )
 
-    def _read(self, asked: Asked, file: str, param: str, split: SplitName) -> Given:
+    def _read(self, asked: TuningRequest, file: str, param: str, split: SplitName) -> TrainingFile:
         try:
-            return Given(
+            return TrainingFile(
                 param, split, read_examples(Files(self.home).path(file), asked.method, param)
             )
         except (NotFound, FileNotFoundError) as error:
             raise BadExamples(f"{file} was deleted before it was read", param=param) from error
 
-    def _dataset(self, asked: Asked, files: list[Given], parent: Path) -> dict[str, Any]:
+    def _dataset(
+        self, asked: TuningRequest, files: list[TrainingFile], parent: Path
+    ) -> dict[str, Any]:
         """The dataset's manifest. Raises BadInput, naming lines where they are to blame."""
         examples = [example for given in files for example in given.examples]
         recipe = DatasetRecipe(
@@ -163,7 +171,7 @@ class Preparer:
                 )
         return manifest
 
-    def _longest(self, manifest: dict[str, Any], given: Given, parent: Path) -> int:
+    def _longest(self, manifest: dict[str, Any], given: TrainingFile, parent: Path) -> int:
         """The tokens of the longest sample. Raises BadExamples if the model reads no more."""
         import pyarrow.compute
         import pyarrow.parquet
@@ -181,7 +189,7 @@ class Preparer:
         return longest
 
 
-def _blame(files: list[Given], parent: Path, limit: int | None) -> BadExamples | None:
+def _blame(files: list[TrainingFile], parent: Path, limit: int | None) -> BadExamples | None:
     """Render line by line to name those that cannot be, or that have too many tokens."""
     renderer = renderer_of(parent)
     for given in files:

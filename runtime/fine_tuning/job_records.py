@@ -20,7 +20,7 @@ PREFIX = "ftjob-"
 ADDED = {"job", "paused", "scheduler", "scheduler_job_id", "slurm_job_id"}  # metadata that we add
 
 
-class Asked(Record):
+class TuningRequest(Record):
     """A fine-tuning job as it was asked for. `name` is what its result is registered as.
 
     `model` is the version `name@N` that the client's model meant then, `parent` its checkpoint;
@@ -98,13 +98,13 @@ class Ended(Record):
     time: float = Field(default_factory=time.time)
 
 
-class Folder:
+class TuningFolder:
     """The files of all fine-tuning jobs. Each is made once; none is ever changed."""
 
     def __init__(self, home: Home) -> None:
         self._root = home.fine_tuning
 
-    def ask(self, asked: Asked) -> Asked:
+    def ask(self, asked: TuningRequest) -> TuningRequest:
         """Write down what is asked, or find it. Raises BadInput if it was asked for differently."""
         text = checksums.with_crc(canonical(asked.model_dump()))
         if durable.create_file(self._path(asked.id, ".json"), text):
@@ -121,9 +121,9 @@ class Folder:
                 )
         return first
 
-    def asked(self, job_id: str) -> Asked:
+    def asked(self, job_id: str) -> TuningRequest:
         """What was asked. Raises NotFound."""
-        asked = self._read(job_id, ".json", Asked)
+        asked = self._read(job_id, ".json", TuningRequest)
         if asked is None:
             raise NotFound(f"no fine-tuning job {job_id!r}", param="fine_tuning_job_id")
         return asked
@@ -149,7 +149,7 @@ class Folder:
         text = checksums.with_crc(canonical(ended.model_dump()))
         durable.create_file(self._path(job_id, ".ended"), text)
 
-    def all(self) -> list[Asked]:
+    def all(self) -> list[TuningRequest]:
         """Everything that was asked, newest first."""
         if not self._root.is_dir():
             return []

@@ -13,7 +13,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import StrictRecord
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.examples import Kind
-from cray_agents.runtime.fine_tuning.job_records import ADDED, Asked
+from cray_agents.runtime.fine_tuning.job_records import ADDED, TuningRequest
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import NAME, Registry
 
@@ -31,7 +31,7 @@ KINDS: dict[Kind, dict[str, tuple[type[int | float], float]]] = {
 }
 
 
-class Method(StrictRecord):
+class TuningMethod(StrictRecord):
     """How to train: `type`, and the settings that are under its name."""
 
     type: str
@@ -46,7 +46,7 @@ class CreateJob(StrictRecord):
     model: str
     training_file: str
     validation_file: str | None = None
-    method: Method | None = None
+    method: TuningMethod | None = None
     hyperparameters: dict[str, Any] | None = None
     suffix: str | None = None
     seed: int | None = Field(None, ge=0, le=MOST_SEED)
@@ -56,7 +56,7 @@ class CreateJob(StrictRecord):
 
 def as_asked(
     body: CreateJob, registry: Registry, files: Files, code: str, owner: str = ""
-) -> Asked:
+) -> TuningRequest:
     """The request, checked and resolved. Raises BadInput, NotFound (the model)."""
     kind = _kind(body)
     version = registry.resolve(body.model)
@@ -69,7 +69,7 @@ def as_asked(
         )
     parent = checkpoints.record_of(registry.home.checkpoint(version.checkpoint))
     validation = body.validation_file
-    return Asked(
+    return TuningRequest(
         model=version.id,
         name=name,
         parent=version.checkpoint,

@@ -25,7 +25,12 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning import job_inputs
 from cray_agents.runtime.fine_tuning.job_events import metrics
 from cray_agents.runtime.fine_tuning.job_inputs import validate
-from cray_agents.runtime.fine_tuning.job_records import Asked, Ended, Folder, Validated
+from cray_agents.runtime.fine_tuning.job_records import (
+    Ended,
+    TuningFolder,
+    TuningRequest,
+    Validated,
+)
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.training_jobs import JobStatus
@@ -48,10 +53,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobState:
     """Where a fine-tuning job stands. `job` is the training job's, once it was submitted."""
 
-    asked: Asked
+    asked: TuningRequest
     validated: Validated | None
     ended: Ended | None
     job: JobStatus | None
@@ -90,7 +95,7 @@ class FineTuning:
     ) -> None:
         self.home, self.registry, self.trainer, self.files = home, registry, trainer, files
         self.code = code
-        self.folder = Folder(home)
+        self.folder = TuningFolder(home)
         self._turn = threading.Lock()  # submitting, cancelling, pausing: one after the other
         self._validating = asyncio.Lock()  # one at a time: it takes a core and memory
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -176,7 +181,7 @@ class FineTuning:
                 problem = {"code": "training_failed", "message": str(error), "param": None}
                 self.folder.end(job_id, Ended(state="failed", error=problem))
 
-    def look(self, job_id: str) -> Standing:
+    def look(self, job_id: str) -> JobState:
         """Where it stands; a training job that has ended is settled first. Raises NotFound."""
         asked, validated = self.folder.asked(job_id), self.folder.validated(job_id)
         ended, status = self.folder.ended(job_id), None
@@ -185,7 +190,7 @@ class FineTuning:
             if status is not None and status.state in ("succeeded", "failed", "cancelled"):
                 self.folder.end(job_id, self._settle(asked, validated, status))
                 ended = self.folder.ended(job_id)
-        return Standing(asked, validated, ended, status)
+        return JobState(asked, validated, ended, status)
 
     def _status(self, validated: Validated) -> JobStatus | None:
         """The training job's; None before it is submitted."""
@@ -194,7 +199,7 @@ class FineTuning:
         except NotFound:
             return None
 
-    def _settle(self, asked: Asked, validated: Validated, status: JobStatus) -> Ended:
+    def _settle(self, asked: TuningRequest, validated: Validated, status: JobStatus) -> Ended:
         """The end of a training job as ours. A success is registered and its metrics published."""
         steps = metrics(self.home.job(validated.spec.id))
         told: dict[str, Any] = {
@@ -221,7 +226,7 @@ class FineTuning:
             **told,
         )
 
-    def _publish_metrics(self, asked: Asked, steps: list[dict[str, Any]]) -> str:
+    def _publish_metrics(self, asked: TuningRequest, steps: list[dict[str, Any]]) -> str:
         """The metrics of every step as a CSV file; returns its id, the same each time."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -244,11 +249,11 @@ class FineTuning:
         return file_id
 
     # ---- what a client may do
-    def create(self, asked: Asked) -> Asked:
+    def create(self, asked: TuningRequest) -> TuningRequest:
         """Write a job down, or find it; `follow` does the rest. Raises BadInput."""
         return self.folder.ask(asked)
 
-    def cancel(self, job_id: str) -> Standing:
+    def cancel(self, job_id: str) -> JobState:
         """End it for good, wherever it stands. Raises NotFound; BadInput if it ended otherwise."""
         with self._turn:
             standing = self.look(job_id)
@@ -260,7 +265,7 @@ class FineTuning:
                 self.folder.end(job_id, Ended(state="cancelled", time=time.time()))
         return self.look(job_id)
 
-    def pause(self, job_id: str) -> Standing:
+    def pause(self, job_id: str) -> JobState:
         """Let it save and stop until `resume`. Raises NotFound, BadInput."""
         self._submit(job_id)
         with self._turn:
@@ -273,7 +278,7 @@ class FineTuning:
             self.trainer.pause(standing.validated.spec.id)
         return self.look(job_id)
 
-    def resume(self, job_id: str) -> Standing:
+    def resume(self, job_id: str) -> JobState:
         """Go on from where it was paused. Raises NotFound, BadInput."""
         with self._turn:
             standing = self.look(job_id)
@@ -283,6 +288,6 @@ class FineTuning:
         return self.look(job_id)
 
 
-def _refused(standing: Standing, why: str, code: str) -> BadInput:
+def _refused(standing: JobState, why: str, code: str) -> BadInput:
     message = f"{standing.asked.id} is {standing.status}: {why}"
     return BadInput(message, param="fine_tuning_job_id", code=code)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cray_agents.paths import Home
-from cray_agents.ports import Exchange, Trainer
+from cray_agents.ports import EngineCall, Trainer
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.files.files import Files
@@ -31,7 +31,7 @@ class Pool(Protocol):
     served by the version which the name means then.
     """
 
-    def answer(self, version: Wanted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """See `Engine.answer`; the exchange's version becomes that which answers."""
         ...
 

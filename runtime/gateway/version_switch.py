@@ -31,7 +31,7 @@ from cray_agents.platform.client import LEASE
 from cray_agents.records import ModelVersion, ProbePrompt, ProbeReport
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.gateway.model_calls.canary_traffic import Live
+from cray_agents.runtime.gateway.model_calls.canary_traffic import CanaryTraffic
 from cray_agents.runtime.gateway.replica_lease import Lease, Lending
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary, CanaryTest, Verdict
@@ -61,7 +61,7 @@ class Promoting:
         admission: Admission,
         metrics: Metrics,
     ) -> None:
-        self.live = Live(home, store, registry, self._missing, self._decided)
+        self.live = CanaryTraffic(home, store, registry, self._missing, self._decided)
         self.lending = Lending(self._give_back)
         self._home = home
         self._registry = registry

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Event, ModelCall, Run, StopReason, Task, Trajectory, Turn
-from cray_agents.runtime.imports.atif_steps import Conversation, Step, objects, step_of
+from cray_agents.runtime.imports.atif_steps import Step, StepConversation, objects, step_of
 from cray_agents.runtime.imports.imported_run import (
     IMPORTED,
     Importing,
@@ -66,7 +66,7 @@ def _ours(
 ) -> Run:
     run_id = document.get("session_id")
     offered = (agent.get("extra") or {}).get("tools", tools)
-    told = Conversation(str(run_id), str(agent.get("model_name") or ""), offered, named=True)
+    told = StepConversation(str(run_id), str(agent.get("model_name") or ""), offered, named=True)
     for step in steps:
         told.add(step)
     fields = {name: value for name, value in about.items() if name not in _NOT_FIELDS}
@@ -106,11 +106,11 @@ def _foreign(
     model = model if isinstance(model, str) and model else IMPORTED
     # what makes two runs of one conversation: the tokens
     tokens = [step.metrics for step in steps if step.metrics]
-    plain = Conversation("", model, tools, named=False)
+    plain = StepConversation("", model, tools, named=False)
     for step in steps:
         plain.add(replace(step, metrics={}))
     name = run_name(plain.messages, tools, tokens) if tokens else run_name(plain.messages, tools)
-    told = Conversation(name, model, tools, named=False)
+    told = StepConversation(name, model, tools, named=False)
     for step in steps:
         told.add(step)
     asked = first_asked(told.messages)
@@ -130,7 +130,7 @@ def _foreign(
     )
 
 
-def _span(steps: list[Step], told: Conversation) -> tuple[float, float]:
+def _span(steps: list[Step], told: StepConversation) -> tuple[float, float]:
     times = [step.time for step in steps if step.time]
     calls: list[ModelCall] = [turn.call for turn in told.turns if turn.call is not None]
     ends = [call.started + call.seconds for call in calls if call.started]

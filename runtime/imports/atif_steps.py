@@ -62,7 +62,7 @@ def step_of(value: Any, where: str) -> Step:
 
 
 @dataclass
-class Conversation:
+class StepConversation:
     """The messages and turns that steps make, one after another.
 
     `named`: they are of this platform's own export, whose calls, results and messages say in

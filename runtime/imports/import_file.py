@@ -16,7 +16,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Event
 from cray_agents.runtime.imports import atif, chats, jsonl, sharegpt
 from cray_agents.runtime.imports.imported_run import Importing, Read
-from cray_agents.runtime.imports.record_source import Given, Source
+from cray_agents.runtime.imports.record_source import RecordSource, SourceRecord
 from cray_agents.runtime.store import Store
 
 TOLD = 20  # bad lines after which no more is read
@@ -52,13 +52,13 @@ class BadRecords(BadInput):
 
 
 def read_file(
-    path: Path, form: str, importing: Importing | None = None, source: Source | None = None
+    path: Path, form: str, importing: Importing | None = None, source: RecordSource | None = None
 ) -> Iterator[list[Event]]:
     """The events of each run of a file. Raises BadInput; BadRecords at the end, or after TOLD."""
     if form not in FORMATS:
         raise BadInput(f"format {form!r} is not known; valid: {', '.join(FORMATS)}", param="format")
     read, importing = FORMATS[form], importing or Importing()
-    source = source or Source(path)
+    source = source or RecordSource(path)
     problems: list[str] = []
     count = 0
     for given in source.records():
@@ -76,7 +76,7 @@ def read_file(
         raise BadRecords(f"{path} holds no records", param="file")
 
 
-def _runs(read: Read, given: Given, importing: Importing) -> list[list[Event]]:
+def _runs(read: Read, given: SourceRecord, importing: Importing) -> list[list[Event]]:
     """All runs of a record, or none. Raises BadInput."""
     if given.problem is not None:
         raise BadInput(given.problem)
@@ -104,7 +104,7 @@ async def import_file(
     Raises BadInput, which names what is wrong with the file; the rest of it is imported then.
     Raises StoreError.
     """
-    source = Source(path)
+    source = RecordSource(path)
     runs = read_file(path, form, importing, source)
     await asyncio.to_thread(store.refresh)  # what others wrote is there already
     done, group, ended = Imported(), [], False

@@ -22,7 +22,7 @@ _SPACE = b" \t\r\n"
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors write
 
 
-class Given(NamedTuple):
+class SourceRecord(NamedTuple):
     """A record of a file, or what is wrong with it. `number`: its line, or place in the array."""
 
     number: int
@@ -30,7 +30,7 @@ class Given(NamedTuple):
     problem: str | None = None
 
 
-class Source:
+class RecordSource:
     """A file to import. `done` bytes of `size` have been read, as they lie on the disk.
 
     Raises BadInput if it cannot be read.
@@ -50,7 +50,7 @@ class Source:
     def done(self) -> int:
         return self._raw.tell() if not self._raw.closed else self.size
 
-    def records(self) -> Iterator[Given]:
+    def records(self) -> Iterator[SourceRecord]:
         """All records, in order. After one of an array that is no JSON nothing can be read."""
         with self._raw, _wrong_as_bad_input(self.path):
             file = io.BufferedReader(_plain(self.path, self._raw), HEAD)
@@ -77,33 +77,33 @@ def _plain(path: Path, raw: IO[bytes]) -> Any:
     return gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
 
 
-def _items(file: IO[bytes]) -> Iterator[Given]:
+def _items(file: IO[bytes]) -> Iterator[SourceRecord]:
     number = 0
     try:
         for value in ijson.items(file, "item", use_float=True):
             number += 1
-            yield Given(number, value)
+            yield SourceRecord(number, value)
     except (ijson.JSONError, UnicodeDecodeError) as error:
         told = " ".join(str(error).split())
-        yield Given(number + 1, None, f"not valid JSON: {told}")
+        yield SourceRecord(number + 1, None, f"not valid JSON: {told}")
 
 
-def _lines(file: IO[bytes]) -> Iterator[Given]:
+def _lines(file: IO[bytes]) -> Iterator[SourceRecord]:
     number = 0
     while line := file.readline(LONGEST):
         number += 1
         if not line.strip():
             continue
         if number == 1 and (whole := _whole(line, file)) is not None:
-            yield Given(1, whole)
+            yield SourceRecord(1, whole)
             return
         if len(line) == LONGEST and not line.endswith(b"\n"):
-            yield Given(number, None, f"longer than {LONGEST} bytes")
+            yield SourceRecord(number, None, f"longer than {LONGEST} bytes")
             return
         try:
-            yield Given(number, orjson.loads(line))
+            yield SourceRecord(number, orjson.loads(line))
         except orjson.JSONDecodeError as error:
-            yield Given(number, None, f"not valid JSON: {error}")
+            yield SourceRecord(number, None, f"not valid JSON: {error}")
 
 
 def _whole(first: bytes, file: IO[bytes]) -> Any:

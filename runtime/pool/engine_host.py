@@ -11,7 +11,7 @@ from typing import Protocol
 from cray_agents.ports import Engine
 
 
-class Host(Protocol):
+class EngineHost(Protocol):
     """`Replica` (a vLLM process) | `Resident` (no process)."""
 
     @property
@@ -64,7 +64,7 @@ class Host(Protocol):
         ...
 
 
-class Resident:
+class InProcessEngine:
     """An engine in this process, such as ScriptedEngine: there is no other that could die."""
 
     pid: int | None = None

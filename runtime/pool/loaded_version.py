@@ -15,13 +15,13 @@ from cray_agents.runtime.registry.checkpoints import MANIFEST, verify
 
 
 @dataclass(frozen=True)
-class Held:
+class LoadedVersion:
     """A version, where its weights are, how to prove it, and the adapters served over it."""
 
     version: str
     checkpoint: Path
     probe: tuple[ProbePrompt, ...]
-    beside: tuple["Held", ...] = ()
+    beside: tuple["LoadedVersion", ...] = ()
 
     @property
     def versions(self) -> list[str]:
@@ -29,7 +29,7 @@ class Held:
         return [self.version, *(held.version for held in self.beside)]
 
     @classmethod
-    def of(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "Held":
+    def of(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "LoadedVersion":
         """Raises SwapError where a training job made the weights and there is no probe of them."""
         if not probe and was_trained(checkpoint):
             raise SwapError(
@@ -39,7 +39,9 @@ class Held:
         return cls(version, checkpoint, tuple(probe))
 
     @classmethod
-    async def proven(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "Held":
+    async def proven(
+        cls, checkpoint: Path, version: str, probe: list[ProbePrompt]
+    ) -> "LoadedVersion":
         """The same, once its files are what its manifest says: read once a process.
 
         Raises SwapError, which names the damaged file.
@@ -51,7 +53,7 @@ class Held:
                 raise SwapError(f"{version} was not loaded: {error}") from error
         return cls.of(checkpoint, version, probe)
 
-    def fits(self, new: "Held") -> bool:
+    def fits(self, new: "LoadedVersion") -> bool:
         """Whether `new` can take its place in a running process. Raises SwapError."""
         try:
             return same_shape(self.checkpoint, new.checkpoint)

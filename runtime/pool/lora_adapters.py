@@ -22,7 +22,7 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
-from cray_agents.runtime.pool.engine_host import Host
+from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import (
     adapter_rank,
     parent_of,
@@ -32,7 +32,7 @@ from cray_agents.runtime.pool.golden_probe import (
     weights_of,
 )
 from cray_agents.runtime.pool.in_flight import News, Occupancy
-from cray_agents.runtime.pool.loaded_version import Held
+from cray_agents.runtime.pool.loaded_version import LoadedVersion
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _ROUNDING = 1e-2  # what merging into 16 bits may change of a logprob
 class Loaded:
     """A version in one process. `name` is what the engine calls it, in this load alone."""
 
-    held: Held
+    held: LoadedVersion
     name: str
     engine: Engine
     report: ProbeReport
@@ -55,7 +55,9 @@ class Loaded:
 class Adapters:
     """What the present process of a host serves beside its weights."""
 
-    def __init__(self, host: Host, tolerance: float, occupancy: Occupancy, news: News) -> None:
+    def __init__(
+        self, host: EngineHost, tolerance: float, occupancy: Occupancy, news: News
+    ) -> None:
         self._host = host
         self._tolerance = tolerance
         self._occupancy = occupancy
@@ -72,11 +74,11 @@ class Adapters:
         return list(self._loaded)
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[LoadedVersion, ...]:
         """The same, with what loads it again."""
         return tuple(loaded.held for loaded in self._loaded.values())
 
-    def fits(self, base: Held, new: Held) -> bool:
+    def fits(self, base: LoadedVersion, new: LoadedVersion) -> bool:
         """Whether `new` is an adapter over these weights that can be loaded. Raises SwapError."""
         try:
             # a probe is of the merged weights: rounded to 16 bits, they are not what 32 bits get
@@ -90,7 +92,7 @@ class Adapters:
         except (Corrupt, OSError) as error:
             raise SwapError(f"{new.version} was not loaded: {error}") from error
 
-    async def load(self, new: Held) -> ProbeReport:
+    async def load(self, new: LoadedVersion) -> ProbeReport:
         """Load and prove it, twice if need be. Raises SwapError, EngineUnavailable: it is gone."""
         failures = []
         for _ in range(_TRIES):
@@ -105,7 +107,7 @@ class Adapters:
             f"{'. Then: '.join(failures)}"
         )
 
-    async def _load(self, new: Held) -> ProbeReport:
+    async def _load(self, new: LoadedVersion) -> ProbeReport:
         # no name is used twice: the keys of vLLM's prefix cache are made of it
         name = f"{new.version} {weights_of(new.checkpoint)} {secrets.token_hex(8)}"
         started = time.monotonic()
@@ -121,7 +123,7 @@ class Adapters:
         self._news.tell()
         return report
 
-    async def make_room(self, new: Held, kept: Collection[str], seconds: float) -> None:
+    async def make_room(self, new: LoadedVersion, kept: Collection[str], seconds: float) -> None:
         """Let one more be loaded: unload all but `kept`, once no request needs them.
 
         Raises PoolBusy when there is no room after so long; Overtaken.
@@ -159,7 +161,7 @@ class Adapters:
     def _idle(self, kept: Collection[str]) -> list[str]:
         return [v for v in self._loaded if v not in kept and not self._occupancy.under(v)]
 
-    async def restore(self, wanted: Collection[Held]) -> None:
+    async def restore(self, wanted: Collection[LoadedVersion]) -> None:
         """Load again what a former process held; what cannot be proven is left out, loudly.
 
         Raises EngineUnavailable.

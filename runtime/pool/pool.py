@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cray_agents.errors import Displaces, EngineError, EngineUnavailable, NotLoaded, PoolBusy
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
-from cray_agents.runtime.pool.engine_host import Host
+from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.in_flight import News
-from cray_agents.runtime.pool.loaded_version import Held
-from cray_agents.runtime.pool.replica_slot import Seat
+from cray_agents.runtime.pool.loaded_version import LoadedVersion
+from cray_agents.runtime.pool.replica_slot import ReplicaSlot
 from cray_agents.runtime.pool.rolling_swap import roll, stage
 
 Wanted = str | Callable[[], str]  # name@N, or what to ask for it each time a replica could serve
@@ -86,19 +86,19 @@ class Pool:
 
     def __init__(
         self,
-        hosts: Sequence[Host],
+        hosts: Sequence[EngineHost],
         *,
         tolerance: float = 1e-3,
         wait_timeout: float = 120.0,
         drain_timeout: float = 600.0,
         swap_mode: SwapMode = "drain",
         silence_timeout: float = 60.0,
-        spares: Sequence[Host] = (),
+        spares: Sequence[EngineHost] = (),
         spare_seconds: float = 600.0,
     ) -> None:
         self._news = News()
-        self._seats = [Seat(host, tolerance, drain_timeout, self._news) for host in hosts]
-        self._spares = [Seat(host, tolerance, drain_timeout, self._news) for host in spares]
+        self._seats = [ReplicaSlot(host, tolerance, drain_timeout, self._news) for host in hosts]
+        self._spares = [ReplicaSlot(host, tolerance, drain_timeout, self._news) for host in spares]
         self._all = [*self._seats, *self._spares]
         self._spare_seconds = spare_seconds
         self.swap_mode: SwapMode = swap_mode
@@ -116,7 +116,7 @@ class Pool:
 
         From then on, a replica that dies is brought back with what it held, until `stop`.
         """
-        held = await Held.proven(checkpoint, version, probe)
+        held = await LoadedVersion.proven(checkpoint, version, probe)
         self._incumbent = self._candidate = version
         try:
             async with asyncio.TaskGroup() as group:
@@ -204,10 +204,10 @@ class Pool:
         `needed`: adapters that do not make room for it. Raises NotLoaded at once where that cannot
         be; SwapError, EngineError. Once begun, it goes on if the caller is cancelled.
         """
-        held = Held.of(checkpoint, version, probe)
+        held = LoadedVersion.of(checkpoint, version, probe)
         return await asyncio.shield(self._spawn(self._load_beside(held, needed)))
 
-    async def _load_beside(self, new: Held, needed: Collection[str]) -> ProbeReport:
+    async def _load_beside(self, new: LoadedVersion, needed: Collection[str]) -> ProbeReport:
         needed = {self._incumbent, self._former, self._candidate, *needed}
         over = sorted((s for s in self._seats if s.adapts(new)), key=lambda s: s.in_flight)
         if over:
@@ -227,7 +227,7 @@ class Pool:
             if seat.state != "serving":
                 await seat.cool()
 
-    async def _end_when_idle(self, seat: Seat) -> None:
+    async def _end_when_idle(self, seat: ReplicaSlot) -> None:
         busy, since = -1.0, self._now()
         while True:
             await asyncio.sleep(self._spare_seconds / 10)
@@ -236,7 +236,7 @@ class Pool:
             elif self._now() - since >= self._spare_seconds:
                 await seat.cool()
 
-    async def answer(self, version: Wanted, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """See `Engine.answer`; the exchange's version becomes that which answers.
 
         A replica that dies while nothing has been sent is waited for, or another one asked: to
@@ -288,7 +288,7 @@ class Pool:
         go back to it. Raises SwapError: then all is as before. Displaces: not to `displace`, a
         single replica that serves a `needed` version is not changed in place.
         """
-        held = await Held.proven(checkpoint, version, probe)
+        held = await LoadedVersion.proven(checkpoint, version, probe)
         return await asyncio.shield(self._spawn(self._stage(held, needed, displace)))
 
     async def swap(
@@ -306,10 +306,12 @@ class Pool:
         checkpoint that no job made. Once begun, it goes on if the caller is cancelled. Raises
         Displaces where a `needed` version would be served no more.
         """
-        held = await Held.proven(checkpoint, version, probe)
+        held = await LoadedVersion.proven(checkpoint, version, probe)
         return await asyncio.shield(self._spawn(self._swap(held, replicas, needed)))
 
-    async def _stage(self, new: Held, needed: Collection[str], displace: bool) -> ProbeReport:
+    async def _stage(
+        self, new: LoadedVersion, needed: Collection[str], displace: bool
+    ) -> ProbeReport:
         async with self._swapping:
             if len(self._seats) == 1 and not displace:
                 self._check_room(self._seats, new, needed)
@@ -325,7 +327,9 @@ class Pool:
             await self._tidy(needed)
             return report
 
-    def _check_room(self, seats: Sequence[Seat], new: Held, needed: Collection[str]) -> None:
+    def _check_room(
+        self, seats: Sequence[ReplicaSlot], new: LoadedVersion, needed: Collection[str]
+    ) -> None:
         """Raises Displaces where a needed version would be gone when these seats hold a new one."""
         change = {s for s in seats if new.version not in s.versions and not s.adapts(new)}
         stays = {v for s in self._seats if s not in change for v in s.versions}
@@ -339,7 +343,7 @@ class Pool:
             )
 
     async def _swap(
-        self, new: Held, replicas: Sequence[int] | None, others: Collection[str]
+        self, new: LoadedVersion, replicas: Sequence[int] | None, others: Collection[str]
     ) -> ProbeReport:
         async with self._swapping:
             chosen = self._seats if replicas is None else [self._seats[i] for i in replicas]
@@ -357,12 +361,14 @@ class Pool:
         await asyncio.gather(*(seat.tidy(needed) for seat in self._seats))
 
     @asynccontextmanager
-    async def _admit(self, version: Wanted, deadline: float) -> AsyncIterator[tuple[Seat, str]]:
+    async def _admit(
+        self, version: Wanted, deadline: float
+    ) -> AsyncIterator[tuple[ReplicaSlot, str]]:
         seat, found = await self._pick(version, deadline)
         with seat.occupancy.occupied(found):
             yield seat, found
 
-    async def _pick(self, version: Wanted, deadline: float) -> tuple[Seat, str]:
+    async def _pick(self, version: Wanted, deadline: float) -> tuple[ReplicaSlot, str]:
         """The least busy seat that holds the version; nothing happens between choice and return."""
         while True:
             wanted = version if isinstance(version, str) else version()

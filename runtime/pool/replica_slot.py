@@ -24,10 +24,10 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
-from cray_agents.runtime.pool.engine_host import Host
+from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import prove
 from cray_agents.runtime.pool.in_flight import News, Occupancy
-from cray_agents.runtime.pool.loaded_version import Held
+from cray_agents.runtime.pool.loaded_version import LoadedVersion
 from cray_agents.runtime.pool.lora_adapters import Adapters
 
 log = logging.getLogger(__name__)
@@ -41,15 +41,17 @@ _BACKOFF = (0.2, 30.0)  # seconds before the first and at most before any restar
 _OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
 
 
-class Seat:
+class ReplicaSlot:
     """One replica's place: it `held` weights, and adapters beside them; `news` is told of changes.
 
     `report` is the proof of the weights. `losses`: how often its process was lost; `why_lost`: the
     last time.
     """
 
-    def __init__(self, host: Host, tolerance: float, drain_timeout: float, news: News) -> None:
-        self.held: Held | None = None
+    def __init__(
+        self, host: EngineHost, tolerance: float, drain_timeout: float, news: News
+    ) -> None:
+        self.held: LoadedVersion | None = None
         self.state: State = "down"
         self.restarts = 0
         self.losses = 0
@@ -106,7 +108,7 @@ class Seat:
         loaded = self._adapters.get(version or "")
         return loaded.report if loaded is not None else self.report
 
-    def adapts(self, new: Held) -> bool:
+    def adapts(self, new: LoadedVersion) -> bool:
         """Whether it can load a version as an adapter beside what it serves. Raises SwapError."""
         held = self.held if self.state == "serving" else None
         return held is not None and self._adapters.fits(held, new)
@@ -131,7 +133,7 @@ class Seat:
             "error": self._error,
         }
 
-    async def open(self, held: Held) -> None:
+    async def open(self, held: LoadedVersion) -> None:
         """Start for the first time. Raises EngineError, SetupError, SwapError."""
         async with self._changing:
             self.held, self._given = held, held.version
@@ -142,7 +144,7 @@ class Seat:
                 self._set("down")
                 raise
 
-    async def _start(self, held: Held) -> ProbeReport:
+    async def _start(self, held: LoadedVersion) -> ProbeReport:
         """Start from scratch, again if the process dies meanwhile: it may have been killed.
 
         Not once more if it dies of the same twice.
@@ -167,7 +169,7 @@ class Seat:
 
     async def change(
         self,
-        new: Held,
+        new: LoadedVersion,
         *,
         keep: bool = False,
         go_back: bool = True,
@@ -198,7 +200,7 @@ class Seat:
                 if self.state == "swapping":  # cut off: what the replica holds is unknown
                     self._lose("a swap was cut off")
 
-    async def leave_out(self, new: Held, why: str) -> None:
+    async def leave_out(self, new: LoadedVersion, why: str) -> None:
         """Answer no more until this version is proven here, which is tried again with back-off."""
         async with self._changing:
             before = self.state
@@ -210,7 +212,9 @@ class Seat:
             else:
                 await self._put_out(new, why)
 
-    async def _add(self, base: Held, new: Held, needed: Collection[str]) -> ProbeReport:
+    async def _add(
+        self, base: LoadedVersion, new: LoadedVersion, needed: Collection[str]
+    ) -> ProbeReport:
         """Serve an adapter beside the weights."""
         try:
             await self._adapters.make_room(new, needed, self._drain_timeout)
@@ -224,7 +228,7 @@ class Seat:
         self._given = new.version
         return report
 
-    async def add(self, new: Held, needed: Collection[str]) -> ProbeReport:
+    async def add(self, new: LoadedVersion, needed: Collection[str]) -> ProbeReport:
         """Serve an adapter beside the weights, for who asks for it; it stands for the replica no
         more than before. Raises SwapError.
         """
@@ -248,7 +252,7 @@ class Seat:
             self.held, self.report, self._error = None, None, None
             self._lost.clear()
 
-    def lacks(self, new: Held) -> str:
+    def lacks(self, new: LoadedVersion) -> str:
         """See `Host.lacks`."""
         return "" if self.held is not None else self._host.lacks(new.checkpoint)
 
@@ -348,7 +352,7 @@ class Seat:
         )
 
     async def _replace(
-        self, old: Held | None, new: Held, in_place: bool, go_back: bool
+        self, old: LoadedVersion | None, new: LoadedVersion, in_place: bool, go_back: bool
     ) -> ProbeReport:
         tries = [self._reload, self._reload, self._fresh] if in_place else [self._fresh] * 2
         failures = []
@@ -369,7 +373,7 @@ class Seat:
         after = "serves on" if self.state == "serving" else "is being brought back"
         raise SwapError(f"{why}. {old.version} {after}")
 
-    async def _let_end(self, old: Held, new: Held) -> None:
+    async def _let_end(self, old: LoadedVersion, new: LoadedVersion) -> None:
         """Let requests that were kept end under the old weights: a fresh start would end them."""
         try:
             report = await self._reload(old)
@@ -380,7 +384,7 @@ class Seat:
         self._set("swapping")
         await self._drain("serving", new)
 
-    async def _put_back(self, held: Held) -> None:
+    async def _put_back(self, held: LoadedVersion) -> None:
         """Serve a version again; not, with the reason, if that fails."""
         failed: State = "out" if self.state == "out" else "down"
         self._set("starting")
@@ -390,7 +394,7 @@ class Seat:
             await self._host.stop()
             self._lose(str(error), failed)
 
-    async def _put_out(self, new: Held, why: str) -> None:
+    async def _put_out(self, new: LoadedVersion, why: str) -> None:
         self._adapters.forget()
         await self._host.stop()
         self.held, self.report = new, None
@@ -416,21 +420,21 @@ class Seat:
             for task in waits:
                 task.cancel()
 
-    async def _reload(self, new: Held) -> ProbeReport:
+    async def _reload(self, new: LoadedVersion) -> ProbeReport:
         """New weights in the place of the old ones, proven."""
         keep = self.in_flight > 0
         await self._adapters.unload()
         seconds = await self._host.engine.load(new.checkpoint, new.version, keep=keep)
         return await self._proven(new, seconds)
 
-    async def _fresh(self, new: Held) -> ProbeReport:
+    async def _fresh(self, new: LoadedVersion) -> ProbeReport:
         """A fresh process with the new weights, proven."""
         started = time.monotonic()
         self._adapters.forget()
         await self._host.start(new.checkpoint, new.version)
         return await self._proven(new, {"start": time.monotonic() - started})
 
-    async def _proven(self, new: Held, seconds: dict[str, float]) -> ProbeReport:
+    async def _proven(self, new: LoadedVersion, seconds: dict[str, float]) -> ProbeReport:
         engine = self._host.engine
         report = await prove(engine, new.version, list(new.probe), self._tolerance)
         started = time.monotonic()
@@ -439,14 +443,14 @@ class Seat:
         await self._adapters.restore(new.beside)
         return report.model_copy(update={"seconds": seconds})
 
-    def _accept(self, held: Held, report: ProbeReport) -> ProbeReport:
+    def _accept(self, held: LoadedVersion, report: ProbeReport) -> ProbeReport:
         self.held = replace(held, beside=self._adapters.held)
         self.report, self._error = report, None
         self._lost.clear()
         self._set("serving")
         return report
 
-    async def _drain(self, before: State, new: Held, kept: str | None = None) -> None:
+    async def _drain(self, before: State, new: LoadedVersion, kept: str | None = None) -> None:
         """Wait for the requests in flight, but not those under `kept`.
 
         Raises PoolBusy; then all is as it was before.
@@ -463,7 +467,7 @@ class Seat:
                 f"{self._drain_timeout:g} s; {new.version} was not loaded"
             ) from None
 
-    def _drained(self, new: Held, kept: str | None) -> bool:
+    def _drained(self, new: LoadedVersion, kept: str | None) -> bool:
         drained = self.in_flight == (self.occupancy.under(kept) if kept else 0)
         if not drained:
             self._news.give_way(new.version)

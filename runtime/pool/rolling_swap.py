@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 
 from cray_agents.errors import Overtaken, PoolBusy, SwapError
 from cray_agents.records import ProbeReport
-from cray_agents.runtime.pool.loaded_version import Held
-from cray_agents.runtime.pool.replica_slot import Seat
+from cray_agents.runtime.pool.loaded_version import LoadedVersion
+from cray_agents.runtime.pool.replica_slot import ReplicaSlot
 
 
 async def roll(
-    seats: Sequence[Seat], new: Held, *, keep: bool, needed: Collection[str] = ()
+    seats: Sequence[ReplicaSlot], new: LoadedVersion, *, keep: bool, needed: Collection[str] = ()
 ) -> ProbeReport:
     """Let all seats hold a version; those that serve it already are left alone.
 
@@ -23,7 +23,7 @@ async def roll(
     where a rollback waits: then those that had not begun serve what they served before.
     """
     reports: list[ProbeReport] = []
-    failed: list[tuple[Seat, SwapError]] = []
+    failed: list[tuple[ReplicaSlot, SwapError]] = []
     for seat in sorted(seats, key=lambda s: (new.version not in s.versions, bool(s.versions))):
         if (report := seat.turn_to(new.version)) is not None:
             reports.append(report)
@@ -44,7 +44,12 @@ async def roll(
 
 
 async def stage(
-    seats: Sequence[Seat], new: Held, needed: Collection[str], *, former: str, keep: bool
+    seats: Sequence[ReplicaSlot],
+    new: LoadedVersion,
+    needed: Collection[str],
+    *,
+    former: str,
+    keep: bool,
 ) -> ProbeReport:
     """Let one seat hold a candidate: the least busy that the needed versions can do without.
 
@@ -80,7 +85,7 @@ async def stage(
                 raise
 
 
-def spare(seats: Sequence[Seat], needed: Collection[str]) -> list[Seat]:
+def spare(seats: Sequence[ReplicaSlot], needed: Collection[str]) -> list[ReplicaSlot]:
     """The seats of which any can be taken while each needed version is served on; best first."""
     count = Counter(version for seat in seats for version in seat.versions)
     used = {seat: [v for v in seat.versions if v in needed] for seat in seats}

@@ -19,8 +19,8 @@ import aiohttp
 import orjson
 
 from cray_agents.errors import CrayError, EngineError, EngineUnavailable, SwapError
-from cray_agents.ports import Exchange, Sampled
-from cray_agents.records import Seam
+from cray_agents.ports import EngineCall, SampledSequence
+from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
 from cray_agents.runtime.pool.vllm_http import Http, refusal
 
@@ -64,11 +64,11 @@ class VllmEngine:
         """Where the server is."""
         return self._http.url
 
-    def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """See `Engine.answer`; the exchange's path is the route asked for."""
         return self._events(exchange) if exchange.streams else self._whole(exchange)
 
-    async def _whole(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def _whole(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with self._asked(exchange) as response:
             content = await response.read()
             size = int(response.headers.get(BODY, len(content)))
@@ -77,7 +77,7 @@ class VllmEngine:
             exchange.version = next((s.version for s in exchange.samples), "") or exchange.version
         yield content[:size].replace(*self._stamp(exchange))
 
-    async def _events(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def _events(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Whole server-sent events; the last one, our own, is taken out."""
         rest, told = b"", not exchange.capture
         async with self._asked(exchange) as response:
@@ -103,7 +103,7 @@ class VllmEngine:
         if not told:
             raise EngineUnavailable(f"{self.url}: the stream ended before its end")
 
-    def _asked(self, exchange: Exchange) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def _asked(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"X-Request-Id": exchange.id}
         if exchange.capture:
             headers[CAPTURE] = exchange.id
@@ -112,7 +112,7 @@ class VllmEngine:
             "POST", exchange.path, request, headers=headers, named=exchange.version
         )
 
-    def _stamp(self, exchange: Exchange) -> tuple[bytes, bytes]:
+    def _stamp(self, exchange: EngineCall) -> tuple[bytes, bytes]:
         """What to replace by what, so that an answer names its version.
 
         JSON escapes quotes within strings, so this can only be the member itself.
@@ -120,7 +120,7 @@ class VllmEngine:
         member = b'"model":'
         return member + orjson.dumps(self.model), member + orjson.dumps(exchange.version)
 
-    async def _abort(self, exchange: Exchange, response: aiohttp.ClientResponse) -> bytes:
+    async def _abort(self, exchange: EngineCall, response: aiohttp.ClientResponse) -> bytes:
         """End a stream, and read what it then still says."""
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT):
@@ -269,7 +269,7 @@ def _split(text: bytes) -> tuple[bytes, bytes]:
     return (text[:end], text[end:]) if end > 1 else (b"", text)
 
 
-def _samples(told: bytes) -> list[Sampled]:
+def _samples(told: bytes) -> list[SampledSequence]:
     """What vllm_capture.py says, in the order of the answer's choices."""
     samples = [_sample(**sample) for sample in orjson.loads(told or b"[]")]
     if len({sample.name for sample in samples}) > 1:  # several prompts, asked side by side
@@ -277,13 +277,13 @@ def _samples(told: bytes) -> list[Sampled]:
     return samples
 
 
-def _sample(*, versions: Sequence[tuple[int, str]] = (), **told: Any) -> Sampled:
-    sample = Sampled(**told)
+def _sample(*, versions: Sequence[tuple[int, str]] = (), **told: Any) -> SampledSequence:
+    sample = SampledSequence(**told)
     for at, label in versions:
         if not sample.version:
             sample.version = _version(label)
         elif at < len(sample.token_ids):  # else a stop string has cut off what came after
-            sample.seams.append(Seam(at=at, model=_version(label)))
+            sample.seams.append(WeightChange(at=at, model=_version(label)))
     return sample
 
 

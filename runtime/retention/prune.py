@@ -38,7 +38,7 @@ GRACE = 2.0  # seconds between setting aside and deleting: so long a choice may 
 
 
 @dataclass
-class Found:
+class Prunable:
     """What goes, with its bytes, and why versions of the name stay (`kept`, by `name@N`).
 
     `weights` are by version: one that is there under several names counts once, `points` by job,
@@ -64,7 +64,7 @@ def prune(
     held: Callable[[], Collection[str]] = tuple,
     dry_run: bool = False,
     grace: float = GRACE,
-) -> Found:
+) -> Prunable:
     """Delete what nobody needs: of one name, or of all. See needed.py for `keep`.
 
     `held` tells which versions replicas hold; it is asked twice. Raises NotFound when there is no
@@ -74,7 +74,9 @@ def prune(
     chosen = {version.id for version in registry.versions(name)} if name is not None else None
     versions = versions_of(registry)
     why = needed(registry, keep, held())
-    found = Found(kept={one: reason for one, reason in why.items() if not chosen or one in chosen})
+    found = Prunable(
+        kept={one: reason for one, reason in why.items() if not chosen or one in chosen}
+    )
     there = {v.id: home.checkpoint(v.checkpoint) for v in versions.values()}
     free = [one for one in versions if one not in why and (chosen is None or one in chosen)]
     stay = {there[one] for one in versions if one not in free}
@@ -117,7 +119,7 @@ def _set_aside(folder: Path) -> None:
 def _delete(
     home: Home,
     names: dict[str, str],
-    found: Found,
+    found: Prunable,
     keep: int,
     held: Callable[[], Collection[str]],
     grace: float,

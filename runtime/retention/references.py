@@ -13,7 +13,7 @@ from cray_agents.generation import Generation, onward_of, promoted_by
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.fine_tuning.job_records import Folder
+from cray_agents.runtime.fine_tuning.job_records import TuningFolder
 from cray_agents.runtime.registry.checkpoints import ADAPTER, read_manifest
 from cray_agents.runtime.registry.history import History
 from cray_agents.runtime.registry.registry import Registry
@@ -131,7 +131,7 @@ def _of_jobs(home: Home) -> Iterator[tuple[str, str]]:
         for what in ("parent", "reference"):
             if spec.get(what):
                 yield Path(spec[what]).name, f"the {what} of {name}, which has not ended"
-    tuning = Folder(home)
+    tuning = TuningFolder(home)
     for name in tuning.unfinished():
         yield tuning.asked(name).parent, f"the parent of {name}, which has not ended"
 

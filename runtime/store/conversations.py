@@ -29,7 +29,7 @@ MOST_ERRORS = 4  # places in a message where an error may have been added to it
 
 
 @dataclass(slots=True)
-class _Answer:
+class _KnownAnswer:
     run_id: str
     call_ids: tuple[str, ...]
     text: str
@@ -41,7 +41,7 @@ class Conversations:
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._answers: OrderedDict[str, list[_Answer]] = OrderedDict()
+        self._answers: OrderedDict[str, list[_KnownAnswer]] = OrderedDict()
 
     def learn(self, asked: str, run_id: str, call_ids: Sequence[str], text: str) -> None:
         """Remember an answer to the request whose `chain` ended in `asked`.
@@ -49,7 +49,7 @@ class Conversations:
         It called the tools of these ids, and its text begins with this one.
         """
         answers = self._answers.setdefault(asked, [])
-        answers.append(_Answer(run_id, tuple(call_ids), text))
+        answers.append(_KnownAnswer(run_id, tuple(call_ids), text))
         del answers[:-SAME]
         self._answers.move_to_end(asked)
         if len(self._answers) > self._most:
@@ -87,7 +87,7 @@ def chain(messages: Sequence[Message], scope: str) -> list[str]:
     return hashes
 
 
-def _recognised(answers: list[_Answer], follows: Sequence[Message]) -> str | None:
+def _recognised(answers: list[_KnownAnswer], follows: Sequence[Message]) -> str | None:
     """The run of the answer that is told in what follows."""
     named = {str(call.get("id")) for m in follows for call in _calls(m)}
     named |= {str(m["tool_call_id"]) for m in follows if m.get("tool_call_id")}
@@ -109,7 +109,7 @@ def _recognised(answers: list[_Answer], follows: Sequence[Message]) -> str | Non
     return answers[-1].run_id if alone and follows_answer and not answers[-1].call_ids else None
 
 
-def _newest(answers: list[_Answer], fits: Callable[[_Answer], bool]) -> str | None:
+def _newest(answers: list[_KnownAnswer], fits: Callable[[_KnownAnswer], bool]) -> str | None:
     """The run of the newest fitting answer that was not gone on with, or else of the newest."""
     newest = None
     for answer in reversed(answers):

@@ -28,7 +28,7 @@ from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts, ca
 from cray_agents.runtime.store.index_catchup import catch_up
 from cray_agents.runtime.store.index_thread import Indexing
 from cray_agents.runtime.store.redaction import Redactor
-from cray_agents.runtime.store.segments.line_format import Place, Placed, event_in, line_of
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed, event_in, line_of
 from cray_agents.runtime.store.segments.orphans import ORPHANED, seal_orphans
 from cray_agents.runtime.store.segments.reader import Moved, Segments
 from cray_agents.runtime.store.segments.writer import SegmentWriter
@@ -66,7 +66,9 @@ class Store:
         name = writer or new_id("segment")
         self._writer = SegmentWriter(home.segments, name, self._indexing.submit)
         self._redactor = redactor
-        self._pending: dict[str, asyncio.Future[list[Place]]] = {}  # until they are in the index
+        self._pending: dict[
+            str, asyncio.Future[list[LinePlace]]
+        ] = {}  # until they are in the index
         self._acknowledged = 0  # events, by the loop
         self._refreshing = threading.Lock()
         for asked, run_id, call_ids, text in self.index.conversations():
@@ -80,7 +82,7 @@ class Store:
         is cancelled, the writing goes on. `new`: their ids were made for them, so none is known.
         """
         fresh: dict[str, Event] = {}
-        waits: list[asyncio.Future[list[Place]]] = []
+        waits: list[asyncio.Future[list[LinePlace]]] = []
         for event in events:
             pending = self._pending.get(event.id)
             if pending is not None:
@@ -228,7 +230,7 @@ class Store:
         self.index.close()
         self.segments.close()
 
-    def _submit(self, events: list[Event]) -> "asyncio.Future[list[Place]]":
+    def _submit(self, events: list[Event]) -> "asyncio.Future[list[LinePlace]]":
         if self._redactor is not None:
             events = [self._redactor.apply(event) for event in events]
         facts = [_fact(event) for event in events]
@@ -238,7 +240,7 @@ class Store:
         written.add_done_callback(partial(self._written, facts))
         return written
 
-    def _written(self, facts: list[Fact], written: "asyncio.Future[list[Place]]") -> None:
+    def _written(self, facts: list[Fact], written: "asyncio.Future[list[LinePlace]]") -> None:
         """On the loop, before those who wait for the events go on."""
         if written.exception() is not None:
             for fact in facts:
@@ -284,7 +286,7 @@ class Store:
                 self.refresh()
         raise StoreError("the segments change faster than they can be read: try again")
 
-    def _assemble(self, wanted: list[tuple[str, list[Place]]]) -> list[Run]:
+    def _assemble(self, wanted: list[tuple[str, list[LinePlace]]]) -> list[Run]:
         try:
             lines = iter(self.segments.fetch([place for _, places in wanted for place in places]))
         except Corrupt:
@@ -300,7 +302,7 @@ class Store:
                 self._skip(places[0], f"run {run_id} is no run ({error})")
         return runs
 
-    def _skip(self, place: Place, message: str) -> list[Run]:
+    def _skip(self, place: LinePlace, message: str) -> list[Run]:
         self.index.note(place.segment, place.offset, -1, place.length, message)
         log.warning("%s at byte %d: %s", place.segment, place.offset, message)
         return []
@@ -313,7 +315,7 @@ def _fact(event: Event) -> Fact:
         raise StoreError(f"event {event.id} is no {event.kind}: {error!r}") from error
 
 
-def _places(found: Places, calls: Calls) -> list[Place]:
+def _places(found: Places, calls: Calls) -> list[LinePlace]:
     """What must be read for a run. One without a description is told by its calls."""
     described = [found.run] if found.run is not None else []
     with_calls = calls == "full" or not described

@@ -42,13 +42,13 @@ UNMET = orjson.dumps(
     }
 )
 
-_asked: ContextVar["list[Sampled] | None"] = ContextVar("asked", default=None)
+_asked: ContextVar["list[CapturedSequence] | None"] = ContextVar("asked", default=None)
 
 
 TOLD = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids", "versions")
 
 
-class Sampled:
+class CapturedSequence:
     """One sequence: `token_ids` and `logprobs` are parallel. `name` is vLLM's of the request.
 
     `versions`: from which token on which weights sampled. `constrained`: to a schema or grammar.
@@ -69,7 +69,7 @@ class Sampled:
 class Keeper(LogprobsProcessor):  # type: ignore[misc]
     """Keeps what comes for one sequence; does vLLM's own work only if the client asked for it."""
 
-    sampled: Sampled
+    sampled: CapturedSequence
     shown: bool
 
     def update_from_output(self, output: Any) -> None:
@@ -138,7 +138,7 @@ class _Processors:
         if not shown:
             keeper.logprobs = None
         keeper.shown = shown
-        keeper.sampled = Sampled(
+        keeper.sampled = CapturedSequence(
             request.external_req_id,
             request.prompt_token_ids or [],
             params.structured_outputs is not None,
@@ -174,7 +174,7 @@ class Capture:
 
     async def _captured(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         abort = self._aborts[name] = asyncio.Event()
-        answer = _Answer(send)
+        answer = _CapturedAnswer(send)
         token = _asked.set(answer.samples)
         try:
             await self.app(scope, _until(abort, receive), answer.take)
@@ -185,7 +185,7 @@ class Capture:
             self._aborts.pop(name, None)
 
 
-class _Answer:
+class _CapturedAnswer:
     """Passes an answer on, held back where its end is, and appends the samples.
 
     A stream begins with its first token: the version that sampled it stands in the head. Of what
@@ -194,7 +194,7 @@ class _Answer:
     """
 
     def __init__(self, send: Send) -> None:
-        self.samples: list[Sampled] = []
+        self.samples: list[CapturedSequence] = []
         self._send = send
         self._head: Message | None = None
         self._parts: list[bytes] = []

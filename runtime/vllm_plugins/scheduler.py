@@ -33,7 +33,7 @@ def scheduler(**parts: Any) -> Scheduler:
     """The scheduler that vLLM would have made, with what it lacks."""
     _tell_of_weights()
     config = parts["vllm_config"].scheduler_config
-    kind = AsyncSparing if config.async_scheduling else Sparing
+    kind = AsyncLeanScheduler if config.async_scheduling else LeanScheduler
     return kind(**parts)
 
 
@@ -59,7 +59,7 @@ class _Columns:
         return index, count
 
 
-class Sparing(Scheduler):  # type: ignore[misc]
+class LeanScheduler(Scheduler):  # type: ignore[misc]
     """Keeps back the logprobs of marked requests, and all but probes while weights are unproven."""
 
     waiting: Any
@@ -146,7 +146,7 @@ class Sparing(Scheduler):  # type: ignore[misc]
         return clients
 
 
-class AsyncSparing(Sparing, AsyncScheduler):  # type: ignore[misc]
+class AsyncLeanScheduler(LeanScheduler, AsyncScheduler):  # type: ignore[misc]
     """The same over vLLM's scheduler that runs a step ahead."""
 
 

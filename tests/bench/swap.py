@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, new_id
 from cray_agents.runtime.pool.pool import Pool, SwapMode
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
@@ -70,7 +70,7 @@ class Traffic:
             await self._one()
 
     async def _one(self) -> None:
-        asked = Exchange("/v1/chat/completions", dict(ASK), new_id("x")[2:])
+        asked = EngineCall("/v1/chat/completions", dict(ASK), new_id("x")[2:])
         times, seen = [time.perf_counter()], []
         async for piece in self.pool.answer(lambda: self.alias, asked):
             chunks = [orjson.loads(p[6:]) for p in piece.split(b"\n\n") if p[:7] == b"data: {"]

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.checkpointing.publish import parent_sha256
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 from tests.bench.rounds import ROUNDS, Measure, row, side_by_side
 
@@ -217,7 +217,7 @@ def start_of_a_job(home: Path, number: int) -> float:
     return seconds
 
 
-def write_job(home: Home, parent: Path) -> Journal:
+def write_job(home: Home, parent: Path) -> JobJournal:
     """A job over the same sequences, ready to be run."""
     rows = sequences("equal")
     folder = home.dataset("bench")
@@ -237,7 +237,7 @@ def write_job(home: Home, parent: Path) -> Journal:
         parent_sha256=parent_sha256(parent, "random"),
         hyperparameters=HYPER,
     )
-    journal = Journal(home, spec.id)
+    journal = JobJournal(home, spec.id)
     journal.write_spec(spec)
     return journal
 

@@ -11,7 +11,7 @@ import typer
 from cray_agents.cli import app
 from cray_agents.cli.agent.agents import load
 from cray_agents.config import load_config
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout
 
 FILE = Path(__file__).parents[2] / "cookbook" / "10_cluster.py"
@@ -29,7 +29,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert "LoRA of rank 32" in done.stdout and "all weights of a qwen3 model" in done.stdout
     assert "A job would take 16 ranks on 2 nodes of 8 x H100 (79 GiB)" in done.stdout
     [folder] = config.root.jobs.iterdir()
-    spec = Journal(config.root, folder.name).spec()
+    spec = JobJournal(config.root, folder.name).spec()
     assert spec.hyperparameters.lora is not None and spec.hyperparameters.dtype == "bfloat16"
     assert spec.layout == Layout(data=8, tensor=2, sequence_parallel=True)
     script = done.stdout.partition("#!/bin/bash")[2]

@@ -2,17 +2,17 @@
 
 from collections import Counter
 
-from cray_agents.loop.curriculum import Curriculum, Outcome
+from cray_agents.loop.curriculum import AttemptOutcome, Curriculum
 from cray_agents.records import Task
 
 TASKS = [Task(input=f"{kind} {n}", metadata={"kind": kind}) for kind in "abc" for n in range(100)]
 GROUPS = {task.id: task.metadata["kind"] for task in TASKS}
 
 
-def generation(**success: float) -> list[Outcome]:
+def generation(**success: float) -> list[AttemptOutcome]:
     """Ten runs of each kind, with that share of successes."""
     return [
-        Outcome(task.id, task.id, float(n < 10 * success[kind]))
+        AttemptOutcome(task.id, task.id, float(n < 10 * success[kind]))
         for kind in success
         for n, task in enumerate([t for t in TASKS if t.metadata["kind"] == kind][:10])
     ]
@@ -33,7 +33,7 @@ def test_most_from_where_the_outcome_is_open() -> None:
 
 def test_success_is_where_a_reward_lies_in_its_range() -> None:
     curriculum = Curriculum("kind").over(1, 5)
-    rewards = [Outcome("r", task.id, 1.0 + 4 * (n % 2)) for n, task in enumerate(TASKS[:10])]
+    rewards = [AttemptOutcome("r", task.id, 1.0 + 4 * (n % 2)) for n, task in enumerate(TASKS[:10])]
     assert curriculum.success(GROUPS, [rewards]) == {"a": 0.5}
     assert Curriculum("kind").success(GROUPS, [rewards]) == {"a": 1.0}
 
@@ -67,7 +67,7 @@ def test_of_the_tried_tasks_those_whose_outcome_is_open_come_first() -> None:
     tasks = [task for task in TASKS if task.metadata["kind"] == "a"][:90]
     rewards = {0: (1.0, 1.0, 1.0, 1.0), 1: (1.0, 0.0, 1.0, 0.0), 2: (0.0, 0.0, 0.0, 0.0)}
     seen = [
-        Outcome(f"{task.id}/{attempt}", task.id, reward)
+        AttemptOutcome(f"{task.id}/{attempt}", task.id, reward)
         for n, task in enumerate(tasks)
         for attempt, reward in enumerate(rewards[n % 3])
     ]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cray_agents import Platform, ScriptedEngine
-from cray_agents.loop.version_gate import Gate, Passing
+from cray_agents.loop.version_gate import Passing, VersionGate
 from cray_agents.records import ModelVersion
 from tests.loop_site import echo, site_loop
 from tests.scripted_platform import platform
@@ -94,7 +94,7 @@ def test_a_candidate_waits_for_a_canary_of_somebody_else(
 
         async def work() -> None:
             told = asyncio.Queue[str]()
-            gate, promoted = Gate(where, told.put_nowait), await where.promoted("m")
+            gate, promoted = VersionGate(where, told.put_nowait), await where.promoted("m")
             assert promoted is not None
             other, new = [v for v in await where.versions("m") if not v["promoted"]]
             await where.canary(ModelVersion.model_validate(other))
@@ -115,7 +115,7 @@ def test_calls_of_the_incumbent_pass_while_a_candidate_is_loaded(tmp_path: Path)
         list(site_loop(platform=where).run(1))
 
         async def work() -> None:
-            gate = Gate(where)
+            gate = VersionGate(where)
             await gate.look()
             old, new = [await where.version(f"m@{number}") for number in (1, 2)]
             gate.staying = new.id

@@ -12,7 +12,7 @@ from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.platform import transport
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.runtime.gateways import Gateway, checkpoint, echo, served, until
 
@@ -129,7 +129,7 @@ async def test_a_rollback_whose_answer_is_lost_is_not_asked_twice(tmp_path: Path
 
 
 async def test_a_canary_whose_answer_is_lost_is_not_asked_twice(tmp_path: Path) -> None:
-    other = Resident(ScriptedEngine(echo))
+    other = InProcessEngine(ScriptedEngine(echo))
     async with served(tmp_path, others=[other]) as gateway:
         await with_versions(gateway, tmp_path, 2)
         first = await Platform(gateway.url).version("calc@1")

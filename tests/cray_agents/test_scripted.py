@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError, EngineTimeout, SwapError
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]}
@@ -63,12 +63,12 @@ async def test_a_stream_adds_up_to_the_answer(reply: Any) -> None:
 async def test_a_gateways_exchange_learns_what_was_sampled(reply: Any, n: int, told: bool) -> None:
     asked = ASK | ({"n": n} if n > 1 else {})
     asked |= {"return_token_ids": True, "logprobs": True} if told else {}
-    whole = Exchange(CHAT, asked, "x1", "m@2")
+    whole = EngineCall(CHAT, asked, "x1", "m@2")
     (body,) = [piece async for piece in ScriptedEngine([reply]).answer(whole)]
     answer = ChatCompletion.model_validate_json(body)
     assert (answer.id, answer.model) == ("chatcmpl-x1", "m@2")
     assert len(answer.choices) == len(whole.samples) == n
-    stream = Exchange(CHAT, asked | {"stream": True}, "x1", "m@2")
+    stream = EngineCall(CHAT, asked | {"stream": True}, "x1", "m@2")
     events = [event async for event in ScriptedEngine([reply]).answer(stream)]
     assert events[-1] == b"data: [DONE]\n\n"
     chunks = [ChatCompletionChunk.model_validate_json(event[6:]) for event in events[:-1]]
@@ -86,7 +86,10 @@ async def test_a_gateways_exchange_learns_what_was_sampled(reply: Any, n: int, t
 
 async def test_it_speaks_chat_completions_alone() -> None:
     with pytest.raises(EngineError, match="not /v1/responses") as caught:
-        [piece async for piece in ScriptedEngine(["a"]).answer(Exchange("/v1/responses", ASK, "x"))]
+        [
+            piece
+            async for piece in ScriptedEngine(["a"]).answer(EngineCall("/v1/responses", ASK, "x"))
+        ]
     assert caught.value.status == 400
 
 

@@ -7,7 +7,7 @@ import pytest
 from cray_agents import Task, TaskSet
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
-from cray_agents.runtime.datasets.decontamination import Held, HeldText
+from cray_agents.runtime.datasets.decontamination import BlockedTexts, HeldText
 from cray_agents.tasks.leakage import key_of, leaks
 
 LONG = (
@@ -122,7 +122,7 @@ def test_the_rule_is_that_of_decontamination() -> None:
     held = [" ".join(rng.choices(WORDS, k=rng.randrange(5, 60))) for _ in range(150)]
     held += [f"{shared} {' '.join(rng.choices(WORDS, k=rng.randrange(3, 30)))}" for _ in range(100)]
     texts = [changed(rng, rng.choice(held)) for _ in range(1500)]
-    theirs = Held([HeldText(str(n), text) for n, text in enumerate(held)])
+    theirs = BlockedTexts([HeldText(str(n), text) for n, text in enumerate(held)])
     tasks = [task(text, "holdout", f"h{n}") for n, text in enumerate(held)]
     tasks += [task(text, name=f"t{n}") for n, text in enumerate(texts)]
     mine = {leak.one: leak for leak in leaks(tasks, [key_of(t.input) for t in tasks])}

@@ -19,11 +19,11 @@ import uvicorn
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError
 from cray_agents.paths import Home
-from cray_agents.ports import Engine, Exchange, Trainer
+from cray_agents.ports import Engine, EngineCall, Trainer
 from cray_agents.records import ModelCall
 from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine_host import Host, Resident
+from cray_agents.runtime.pool.engine_host import EngineHost, InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
@@ -66,7 +66,7 @@ class Paced(ScriptedEngine):
         self.active = 0
         self.cancelled = 0
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         self.active += 1
         try:
             async with aclosing(super().answer(exchange)) as pieces:
@@ -164,9 +164,9 @@ async def served(
     engine: Engine | None = None,
     *,
     trainer: Callable[[Home], Trainer] = ScriptedTrainer,
-    host: Host | None = None,
-    others: Sequence[Host] = (),
-    spares: Sequence[Host] = (),
+    host: EngineHost | None = None,
+    others: Sequence[EngineHost] = (),
+    spares: Sequence[EngineHost] = (),
     model: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
@@ -181,7 +181,7 @@ async def served(
         registry.register("calc", *registry.import_checkpoint(model))
         registry.promote("calc", 1, who="test")
     engine = engine or ScriptedEngine(echo)
-    pool = Pool([host or Resident(engine), *others], spares=spares)
+    pool = Pool([host or InProcessEngine(engine), *others], spares=spares)
     version = registry.resolve("calc")
     await pool.start(home.checkpoint(version.checkpoint), version.id, [])
     parts: dict[str, Any] = {

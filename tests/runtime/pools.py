@@ -9,9 +9,9 @@ from typing import Any
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.records import Manifest, ProbePrompt
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool, Wanted
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}]}
@@ -21,7 +21,7 @@ def says_version(request: dict[str, Any], version: str) -> str:
     return version
 
 
-class Mortal(Resident):
+class Mortal(InProcessEngine):
     """A Resident that can be made to die, as a process does."""
 
     engine: ScriptedEngine
@@ -59,7 +59,7 @@ def probe(number: int) -> list[ProbePrompt]:
 
 
 @asynccontextmanager
-async def serving(folder: Path, *hosts: Resident, **settings: Any) -> AsyncIterator[Pool]:
+async def serving(folder: Path, *hosts: InProcessEngine, **settings: Any) -> AsyncIterator[Pool]:
     pool = Pool(hosts, **settings)
     await pool.start(checkpoint(folder, 1), "m@1", probe(1))
     try:
@@ -68,8 +68,8 @@ async def serving(folder: Path, *hosts: Resident, **settings: Any) -> AsyncItera
         await pool.stop()
 
 
-def exchange(**fields: Any) -> Exchange:
-    return Exchange("/v1/chat/completions", ASK | fields, "x1")
+def exchange(**fields: Any) -> EngineCall:
+    return EngineCall("/v1/chat/completions", ASK | fields, "x1")
 
 
 async def ask(pool: Pool, version: Wanted) -> str:

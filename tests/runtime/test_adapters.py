@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cray_agents.errors import SwapError
-from cray_agents.ports import Exchange, Sampled
+from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
@@ -89,7 +89,7 @@ async def in_worker(serving: Serving) -> int:
     return len(told["results"][0])
 
 
-def said(sample: Sampled) -> tuple[list[int], Any]:
+def said(sample: SampledSequence) -> tuple[list[int], Any]:
     return sample.token_ids, pytest.approx(sample.logprobs, abs=1e-3)
 
 
@@ -99,15 +99,15 @@ async def test_a_candidate_is_staged_beside_streams_in_flight_and_answers_as_the
     begun = asyncio.Semaphore(0)
     request = {"messages": CHAT, "max_tokens": 500, "ignore_eos": True, "stream": True}
 
-    async def one(version: str, number: int) -> Sampled:
-        asked = Exchange("/v1/chat/completions", request | {"seed": number}, new_id("x")[2:])
+    async def one(version: str, number: int) -> SampledSequence:
+        asked = EngineCall("/v1/chat/completions", request | {"seed": number}, new_id("x")[2:])
         async for piece in serving.pool.answer(version, asked):
             assert piece.count(b'"model":') == piece.count(b'"model":"%s"' % version.encode())
             begun.release()
         (sample,) = asked.samples
         return sample
 
-    async def streams(version: str, count: int) -> list[asyncio.Task[Sampled]]:
+    async def streams(version: str, count: int) -> list[asyncio.Task[SampledSequence]]:
         tasks = [asyncio.create_task(one(version, number)) for number in range(count)]
         for _ in range(2 * count):
             await begun.acquire()
@@ -163,7 +163,7 @@ async def test_no_prompt_gets_anothers_prefix(serving: Serving, tmp_path: Path) 
         _, sample = await serving.chat(version, asked)
         assert (sample.token_ids, sample.logprobs) == said(right[version])
 
-    folder, exchange = tmp_path / "adapter", Exchange("/v1/chat/completions", asked, "primed")
+    folder, exchange = tmp_path / "adapter", EngineCall("/v1/chat/completions", asked, "primed")
     async with serving.engine() as engine:
 
         async def told(engine: VllmEngine) -> tuple[list[int], Any]:
@@ -262,7 +262,7 @@ async def test_every_api_is_answered_and_stamped_by_the_adapter(
 ) -> None:
     await serving.stage("m@2")
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    asked = Exchange(path, {**fields, limit: 4, "temperature": 0}, new_id("x")[2:])
+    asked = EngineCall(path, {**fields, limit: 4, "temperature": 0}, new_id("x")[2:])
     (body,) = [piece async for piece in serving.pool.answer("m@2", asked)]
     assert json.loads(body)["model"] == asked.version == "m@2"
     assert len(asked.samples) == (2 if path == "/v1/completions" else 1)

@@ -12,7 +12,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.registry.canary import Canary, Side
 from cray_agents.runtime.registry.history import ModelEvent
 from tests.runtime.gateways import Gateway, Reply, checkpoint, served, until
@@ -41,7 +41,7 @@ def script() -> Script:
 @asynccontextmanager
 async def two(tmp_path: Path, script: Script) -> AsyncIterator[Gateway]:
     """A gateway with two replicas, which knows calc@2."""
-    other = Resident(ScriptedEngine(script))
+    other = InProcessEngine(ScriptedEngine(script))
     async with served(tmp_path, ScriptedEngine(script), others=[other]) as gateway:
         if not (tmp_path / "new").exists():
             new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}

@@ -15,9 +15,9 @@ from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.files.files import Files
-from cray_agents.runtime.pool.loaded_version import Held
+from cray_agents.runtime.pool.loaded_version import LoadedVersion
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Hyperparameters, JobSpec
 from tests import flipped_root
 from tests.scripted_platform import bare_model
@@ -69,7 +69,7 @@ def test_the_line_of_a_journal_that_is_damaged_is_named(tmp_path: Path) -> None:
     spec = JobSpec(
         dataset="d", parent="p", parent_sha256="0" * 64, hyperparameters=Hyperparameters(steps=3)
     )
-    journal = Journal(Home(tmp_path), spec.id)
+    journal = JobJournal(Home(tmp_path), spec.id)
     journal.write_spec(spec)
     for step in (1, 2, 3):
         journal.event("step", step=step, loss=1.0)
@@ -152,7 +152,7 @@ async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     weights = home.checkpoint(name) / "model.safetensors"
     flip(weights, 0)
     with pytest.raises(SwapError, match=r"m@1 was not loaded: .*model\.safetensors is damaged"):
-        await Held.proven(home.checkpoint(name), "m@1", [])
+        await LoadedVersion.proven(home.checkpoint(name), "m@1", [])
 
 
 def test_a_damaged_claim_on_the_root_lets_no_second_platform_in(tmp_path: Path) -> None:

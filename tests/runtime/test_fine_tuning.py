@@ -22,11 +22,11 @@ import pytest
 from cray_agents.errors import NotFound
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.files.files import Files
-from cray_agents.runtime.fine_tuning.job_records import Asked, Folder
+from cray_agents.runtime.fine_tuning.job_records import TuningFolder, TuningRequest
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
 from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.runtime.tuning_site import LINES, Site
 
@@ -132,7 +132,7 @@ def test_the_same_weights_with_another_template_are_another_parent(
     assert site.create(model=same.id).id == first.id
     job = site.submitted(model=other.id)
     assert job.id != first.id and job.metadata["job"] != first.metadata["job"]
-    specs = [Journal(site.home, each.metadata["job"]).spec() for each in (first, job)]
+    specs = [JobJournal(site.home, each.metadata["job"]).spec() for each in (first, job)]
     assert [spec.parent_settings_sha256 for spec in specs] == [
         settings_sha256(settings_in(folder)) for folder in (model, mended)
     ]
@@ -140,7 +140,7 @@ def test_the_same_weights_with_another_template_are_another_parent(
 
 def test_what_was_asked_before_settings_counted_keeps_its_id() -> None:
     words = dict.fromkeys(("model", "name", "parent", "training_file"), "x")
-    asked = Asked(**words, parent_sha256="p", training_sha256="t", created=1.0)
+    asked = TuningRequest(**words, parent_sha256="p", training_sha256="t", created=1.0)
     assert asked.id == "ftjob-2ebd93476a9dac0c469f1d3a"
 
 
@@ -329,7 +329,7 @@ def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Pa
         file = site.upload(LINES)
         sha256 = json.loads((site.home.files / f"{file}.json").read_bytes())["sha256"]
         parent = asyncio.run(site.platform.versions("m"))[0]
-    asked = Asked(  # as of a gateway that died when it had written this, and no more
+    asked = TuningRequest(  # as of a gateway that died when it had written this, and no more
         model="m",
         name="m",
         parent=parent["checkpoint"],
@@ -338,7 +338,7 @@ def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Pa
         training_file=file,
         training_sha256=sha256,
     )
-    Folder(site.home).ask(asked)
+    TuningFolder(site.home).ask(asked)
     with site.served():
         created = site.client.fine_tuning.jobs.create(model="m", training_file=file)
         assert created.id == asked.id
@@ -392,9 +392,9 @@ def test_a_job_that_the_trainer_does_not_take_fails(tmp_path: Path, model: Path)
     with site.served():
         job = site.submitted()
     shutil.rmtree(site.home.job(job.metadata["job"]))
-    shutil.rmtree(site.home.checkpoint(Folder(site.home).asked(job.id).parent))
+    shutil.rmtree(site.home.checkpoint(TuningFolder(site.home).asked(job.id).parent))
     with pytest.raises(NotFound) as refused:
-        site.trainer.submit(Folder(site.home).validated(job.id).spec)  # type: ignore[union-attr]
+        site.trainer.submit(TuningFolder(site.home).validated(job.id).spec)  # type: ignore[union-attr]
     tuning = untended(site)
     assert tuning.advance(job.id)
     ended = tuning.look(job.id).ended

@@ -12,9 +12,9 @@ import pytest
 
 from cray_agents.runtime.datasets import shards
 from cray_agents.runtime.fine_tuning.job_inputs import auto_epochs, base_rate
-from cray_agents.runtime.fine_tuning.job_records import Asked, Folder
+from cray_agents.runtime.fine_tuning.job_records import TuningFolder, TuningRequest
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.cluster_resources import Resources
@@ -127,7 +127,7 @@ def test_a_batch_is_at_most_an_epoch(site: Site) -> None:
     asked = {"n_epochs": 2, "batch_size": 256}
     job = site.submitted(hyperparameters=asked)
     assert job.method.supervised.hyperparameters.batch_size == len(LINES)
-    hyper = Journal(site.home, job.metadata["job"]).spec().hyperparameters
+    hyper = JobJournal(site.home, job.metadata["job"]).spec().hyperparameters
     assert (hyper.steps, hyper.batch_size) == (2, len(LINES))
     other = site.submitted(hyperparameters=asked | {"batch_size": len(LINES)})
     assert other.metadata["job"] == job.metadata["job"]
@@ -182,7 +182,7 @@ def test_from_pairs_to_a_dpo_job(site: Site) -> None:
     assert (queued.method.type, shown.beta, shown.n_epochs, shown.batch_size) == ("dpo", 0.1, 17, 6)
     job = site.submitted(PAIRS, method=DPO, validation_file=site.upload([PAIR, *NEW_PAIRS]))
     assert job.id == created.id != queued.id
-    spec = Journal(site.home, job.metadata["job"]).spec()
+    spec = JobJournal(site.home, job.metadata["job"]).spec()
     hyper = spec.hyperparameters
     assert (spec.method, hyper.preference.beta, spec.evaluate_every) == ("dpo", 0.5, 1)
     assert (hyper.steps, hyper.batch_size) == (2, 6)  # of pairs
@@ -254,7 +254,7 @@ def test_a_validation_file_s_loss_is_told_everywhere(site: Site) -> None:
     job = site.submitted(validation_file=file, hyperparameters={"n_epochs": 3, "batch_size": 6})
     assert job.validation_file == file and job.id != site.create().id
     training = job.metadata["job"]
-    journal = Journal(site.home, training)
+    journal = JobJournal(site.home, training)
     assert journal.spec().evaluate_every == 2
     for step, loss in ((2, 0.75), (4, None), (6, 0.5)):  # as trainers/rank.py tells it
         site.trainer.advance(training, min(step, 5))
@@ -362,12 +362,12 @@ def test_a_model_that_cannot_be_trained_fails_its_jobs(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_deleted_before_it_is_read_fails_the_job(site: Site) -> None:
-    asked = Asked(
+    asked = TuningRequest(
         **dict.fromkeys(("model", "name", "parent", "parent_sha256"), "x"),
         training_file="file-gone",
         training_sha256="0" * 64,
     )
-    Folder(site.home).ask(asked)
+    TuningFolder(site.home).ask(asked)
     failed = site.until(asked.id, "failed")
     assert failed.error.code == "invalid_training_file" and "deleted" in failed.error.message
 

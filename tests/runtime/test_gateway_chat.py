@@ -12,7 +12,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError, EngineUnavailable
-from cray_agents.ports import Exchange, Sampled
+from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import canonical
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.runtime.gateways import (
@@ -107,8 +107,8 @@ async def test_exact_samples_are_given_to_who_asks(gateway: Gateway) -> None:
 class Completing(ScriptedEngine):
     """Answers completions, with as many logprobs as are asked for."""
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
-        exchange.samples = [Sampled([1], [7], [-0.5], "stop")]
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        exchange.samples = [SampledSequence([1], [7], [-0.5], "stop")]
         logprobs = {"top_logprobs": [{"b": -0.5}] * (exchange.request.get("logprobs") or 0)}
         yield json.dumps({"choices": [{"index": 0, "text": "b", "logprobs": logprobs}]}).encode()
 

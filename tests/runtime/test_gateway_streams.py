@@ -14,7 +14,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError
-from cray_agents.ports import Exchange, Sampled
+from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.runtime.gateways import (
     CHAT,
@@ -134,7 +134,7 @@ async def test_an_error_in_mid_stream(tmp_path: Path) -> None:
 class Unfinished(ScriptedEngine):
     """Tells of an error in its own words, as vLLM does in the APIs that are not chat's."""
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with aclosing(super().answer(exchange)) as pieces:
             async for piece in pieces:
                 yield b'event: error\ndata: {"type":"error"}\n\n' if piece == DONE else piece
@@ -143,8 +143,12 @@ class Unfinished(ScriptedEngine):
 class Uneven(ScriptedEngine):
     """Breaks off when the second of three choices alone has said something."""
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
-        exchange.samples = [Sampled([1], [], []), Sampled([1], [7], [-0.5]), Sampled([1], [], [])]
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        exchange.samples = [
+            SampledSequence([1], [], []),
+            SampledSequence([1], [7], [-0.5]),
+            SampledSequence([1], [], []),
+        ]
         said = {"text": "b"} if exchange.path == "/v1/completions" else {"delta": {"content": "b"}}
         yield b"data: " + orjson.dumps({"choices": [{"index": 1, **said}]}) + b"\n\n"
         raise EngineError("the engine died", status=500)

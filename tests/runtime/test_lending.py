@@ -10,7 +10,7 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import AccessDenied, Displaces, PoolBusy
 from cray_agents.platform.client import Platform
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from tests.runtime.gateways import Gateway, served, until
 from tests.runtime.test_promoting import MODELS, change, held, register, says_version
 
@@ -139,7 +139,7 @@ async def test_a_client_stages_for_as_long_as_it_works(tmp_path: Path) -> None:
 
 
 async def test_a_promoted_name_is_not_displaced_by_another(tmp_path: Path) -> None:
-    async with served(tmp_path, engine(), others=[Resident(engine())]) as gateway:
+    async with served(tmp_path, engine(), others=[InProcessEngine(engine())]) as gateway:
         await register(gateway, tmp_path, b"second")
         made = {"checkpoint": gateway.services.registry.resolve("calc@2").checkpoint}
         assert (await gateway.call("POST", "/v1/models/tuned/versions", json=made))[0] == 200

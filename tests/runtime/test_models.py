@@ -14,7 +14,7 @@ import pytest
 
 from cray_agents.cli import main
 from cray_agents.engines.scripted import ScriptedEngine
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.runtime.gateways import Gateway, checkpoint, served
 from tests.scripted_platform import PROBE
@@ -32,7 +32,7 @@ class Done(NamedTuple):
 async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     """calc@1 is promoted on two replicas; calc@2 and calc@3 were trained from it, in a row."""
     engines = [ScriptedEngine(lambda request, version: version) for _ in range(2)]
-    trainer, others = partial(ScriptedTrainer, probe=PROBE), [Resident(engines[1])]
+    trainer, others = partial(ScriptedTrainer, probe=PROBE), [InProcessEngine(engines[1])]
     async with served(tmp_path, engines[0], others=others, trainer=trainer) as gateway:
         for n in (1, 2):
             dataset = gateway.services.home.dataset(f"ds-{n}")

@@ -9,7 +9,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from tests.runtime.gateways import Gateway, says, served, until
 from tests.runtime.pools import Mortal, checkpoint, probe
 from tests.runtime.pools import serving as pool_serving
@@ -61,7 +61,7 @@ async def test_it_is_loaded_by_a_spare_replica_that_displaces_nothing(tmp_path: 
 
 
 async def test_a_stage_takes_it_where_the_last_replica_may_not_be_taken(tmp_path: Path) -> None:
-    async with served(tmp_path, engine(), spares=[Resident(engine())]) as gateway:
+    async with served(tmp_path, engine(), spares=[InProcessEngine(engine())]) as gateway:
         await register(gateway, tmp_path, b"second")
         assert (await change(gateway, "versions/2/stage"))["passed"]
         assert held(gateway) == ["calc@1"] and await spares(gateway) == ["calc@2"]
@@ -100,7 +100,7 @@ async def test_what_gave_way_is_waited_for(tmp_path: Path) -> None:
 async def test_a_spare_nobody_asks_is_ended(tmp_path: Path) -> None:
     spare = Mortal(engine())
     settings: Any = {"spares": [spare], "spare_seconds": 0.3}
-    async with pool_serving(tmp_path, Resident(engine()), **settings) as pool:
+    async with pool_serving(tmp_path, InProcessEngine(engine()), **settings) as pool:
         await pool.load_beside(checkpoint(tmp_path, 2), "m@2", probe(2), [])
         assert pool.serves("m@2") and [s["version"] for s in pool.spares()] == ["m@2"]
         await until(lambda: not pool.spares())

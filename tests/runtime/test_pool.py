@@ -11,9 +11,9 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError, EngineUnavailable, SwapError
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from tests.runtime.pools import (
     Mortal,
     ask,
@@ -34,7 +34,7 @@ async def test_a_swap_waits_for_requests_in_flight_and_makes_new_ones_wait(tmp_p
         return version
 
     engine = ScriptedEngine(slow)
-    async with serving(tmp_path, Resident(engine)) as pool:
+    async with serving(tmp_path, InProcessEngine(engine)) as pool:
         old = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         swap = asyncio.create_task(pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2)))
@@ -55,7 +55,7 @@ async def test_an_alias_is_asked_for_again_after_a_swap(tmp_path: Path) -> None:
         await gate.wait()
         return version
 
-    async with serving(tmp_path, Resident(ScriptedEngine(slow))) as pool:
+    async with serving(tmp_path, InProcessEngine(ScriptedEngine(slow))) as pool:
         first = asyncio.create_task(ask(pool, lambda: alias))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         swap = asyncio.create_task(pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2)))
@@ -70,7 +70,7 @@ async def test_an_alias_is_asked_for_again_after_a_swap(tmp_path: Path) -> None:
 
 async def test_requests_go_to_the_least_busy_replica_that_holds_the_version(tmp_path: Path) -> None:
     engines = [ScriptedEngine(says_version, delay=0.05) for _ in range(2)]
-    async with serving(tmp_path, *map(Resident, engines)) as pool:
+    async with serving(tmp_path, *map(InProcessEngine, engines)) as pool:
         await asyncio.gather(*(ask(pool, "m@1") for _ in range(6)))
         assert [len(engine.requests) for engine in engines] == [3, 3]
         await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2), replicas=[1])
@@ -81,7 +81,7 @@ async def test_requests_go_to_the_least_busy_replica_that_holds_the_version(tmp_
 
 async def test_a_version_nobody_holds_is_waited_for_then_unavailable(tmp_path: Path) -> None:
     engine = ScriptedEngine(says_version)
-    async with serving(tmp_path, Resident(engine), wait_timeout=0.1) as pool:
+    async with serving(tmp_path, InProcessEngine(engine), wait_timeout=0.1) as pool:
         with pytest.raises(EngineUnavailable, match=r"no replica served m@7.*m@1 \(serving\)"):
             await ask(pool, "m@7")
         assert engine.requests == []
@@ -115,7 +115,7 @@ async def test_a_mismatch_in_place_is_mended_by_a_fresh_start(tmp_path: Path) ->
 
 
 async def test_an_unproven_version_of_a_job_is_refused(tmp_path: Path) -> None:
-    async with serving(tmp_path, Resident(ScriptedEngine(says_version))) as pool:
+    async with serving(tmp_path, InProcessEngine(ScriptedEngine(says_version))) as pool:
         with pytest.raises(SwapError, match="no golden probe"):
             await pool.swap(checkpoint(tmp_path, 2), "m@2", [])
         report = await pool.swap(checkpoint(tmp_path, 3, job=None), "m@3", [])
@@ -124,7 +124,7 @@ async def test_an_unproven_version_of_a_job_is_refused(tmp_path: Path) -> None:
 
 async def test_draining_has_a_limit_and_then_nothing_changes(tmp_path: Path) -> None:
     engine = ScriptedEngine(says_version, delay=0.3)
-    async with serving(tmp_path, Resident(engine), drain_timeout=0.05) as pool:
+    async with serving(tmp_path, InProcessEngine(engine), drain_timeout=0.05) as pool:
         slow = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         with pytest.raises(SwapError, match="1 requests were still running"):
@@ -152,7 +152,7 @@ class Breaking(ScriptedEngine):
 
     left: int | None = None
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with aclosing(super().answer(exchange)) as pieces:
             async for piece in pieces:
                 if self.left == 0:
@@ -168,7 +168,7 @@ async def test_a_stream_is_asked_for_again_only_before_its_first_event(
 ) -> None:
     engine = Breaking(["first", "back again"])
     engine.left = left
-    async with serving(tmp_path, Resident(engine)) as pool:
+    async with serving(tmp_path, InProcessEngine(engine)) as pool:
         stream, pieces = exchange(stream=True), []
         try:
             async for piece in pool.answer("m@1", stream):
@@ -183,7 +183,7 @@ async def test_a_stream_is_asked_for_again_only_before_its_first_event(
 
 
 async def test_who_stops_reading_ends_the_request_and_gives_the_place_back(tmp_path: Path) -> None:
-    async with serving(tmp_path, Resident(ScriptedEngine(["one two three four"]))) as pool:
+    async with serving(tmp_path, InProcessEngine(ScriptedEngine(["one two three four"]))) as pool:
         stream = exchange(stream=True)
         async with aclosing(pool.answer("m@1", stream)) as pieces:
             async for _ in pieces:
@@ -196,7 +196,7 @@ async def test_who_stops_reading_ends_the_request_and_gives_the_place_back(tmp_p
 
 async def test_an_engine_error_goes_through_as_it_is(tmp_path: Path) -> None:
     engine = ScriptedEngine([EngineError("too hot", status=400, param="temperature")])
-    async with serving(tmp_path, Resident(engine)) as pool:
+    async with serving(tmp_path, InProcessEngine(engine)) as pool:
         with pytest.raises(EngineError, match="too hot") as caught:
             await ask(pool, "m@1")
         assert (caught.value.status, caught.value.param) == (400, "temperature")
@@ -210,7 +210,7 @@ async def test_a_swap_outlives_its_caller(tmp_path: Path) -> None:
         await go.wait()
         return version
 
-    async with serving(tmp_path, Resident(ScriptedEngine(when_told))) as pool:
+    async with serving(tmp_path, InProcessEngine(ScriptedEngine(when_told))) as pool:
         busy = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         swap = asyncio.create_task(pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2)))
@@ -222,7 +222,7 @@ async def test_a_swap_outlives_its_caller(tmp_path: Path) -> None:
 
 
 async def test_status_is_json(tmp_path: Path) -> None:
-    async with serving(tmp_path, Resident(ScriptedEngine(says_version))) as pool:
+    async with serving(tmp_path, InProcessEngine(ScriptedEngine(says_version))) as pool:
         status = json.loads(json.dumps(pool.status()))[0]
         assert set(status) == {
             *(
@@ -288,7 +288,7 @@ class Fatal(Mortal):
         return "RuntimeError: no kernel" if self._ended.is_set() else ""
 
 
-def says(text: str) -> Exchange:
+def says(text: str) -> EngineCall:
     return exchange(messages=[{"role": "user", "content": text}])
 
 

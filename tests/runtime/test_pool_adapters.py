@@ -9,7 +9,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import SwapError
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from tests.runtime.pools import Mortal, ask, checkpoint, probe, says_version, serving, until
@@ -25,8 +25,8 @@ def adapter(folder: Path, number: int, *, parent: int = 1, rank: int = 4) -> Pat
     return directory
 
 
-def host(script: Any = says_version) -> Resident:
-    return Resident(ScriptedEngine(script), lora_rank=8)
+def host(script: Any = says_version) -> InProcessEngine:
+    return InProcessEngine(ScriptedEngine(script), lora_rank=8)
 
 
 def held(pool: Pool) -> list[list[str]]:

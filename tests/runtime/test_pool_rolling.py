@@ -12,10 +12,10 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import SwapError
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.pool import replica_slot
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool, SwapMode
 from tests.runtime.gateways import Paced, echo, served
 from tests.runtime.pools import (
@@ -32,8 +32,8 @@ from tests.runtime.pools import (
 WRONG = [ProbePrompt(token_ids=[1, 2, 5], logprobs=[-1.0, -2.5])]  # of no checkpoint
 
 
-def residents(count: int, **engine: Any) -> list[Resident]:
-    return [Resident(ScriptedEngine(says_version, **engine)) for _ in range(count)]
+def residents(count: int, **engine: Any) -> list[InProcessEngine]:
+    return [InProcessEngine(ScriptedEngine(says_version, **engine)) for _ in range(count)]
 
 
 class Broken(Mortal):
@@ -78,7 +78,7 @@ async def test_staging_leaves_the_others_serving_and_takes_the_least_busy(tmp_pa
         await gate.wait()
         return version
 
-    hosts = [Resident(ScriptedEngine(slow)) for _ in range(2)]
+    hosts = [InProcessEngine(ScriptedEngine(slow)) for _ in range(2)]
     async with serving(tmp_path, *hosts) as pool:
         busy = [asyncio.create_task(ask(pool, "m@1")) for _ in range(3)]
         await until(lambda: [s["in_flight"] for s in pool.status()] == [2, 1])
@@ -161,7 +161,7 @@ async def test_one_replica_serves_at_any_time_of_a_roll(tmp_path: Path) -> None:
 async def test_a_replica_that_cannot_prove_it_is_left_out(
     tmp_path: Path, first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken, good = Broken(), Resident(ScriptedEngine(says_version))
+    broken, good = Broken(), InProcessEngine(ScriptedEngine(says_version))
     async with serving(tmp_path, *([broken, good] if first else [good, broken])) as pool:
         await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert sorted(held(pool)) == [("m@2", "out"), ("m@2", "serving")]
@@ -216,7 +216,7 @@ class Spoken(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(lambda request: str(request["messages"][0]["content"]))
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with aclosing(super().answer(exchange)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -234,10 +234,10 @@ def said(pieces: list[bytes]) -> tuple[str, set[str]]:
 async def test_a_swap_under_32_streams_loses_and_doubles_nothing(
     tmp_path: Path, replicas: int, mode: SwapMode
 ) -> None:
-    hosts = [Resident(Spoken()) for _ in range(replicas)]
+    hosts = [InProcessEngine(Spoken()) for _ in range(replicas)]
     async with serving(tmp_path, *hosts, swap_mode=mode) as pool:
         alias, swapped, number = "m@1", False, iter(range(10**6))
-        answered: list[Exchange] = []
+        answered: list[EngineCall] = []
 
         async def client() -> None:
             last = False
@@ -277,7 +277,7 @@ async def test_kept_requests_go_on_under_the_old_weights_if_the_new_are_not_prov
     async with serving(tmp_path, host, swap_mode="keep") as pool:
         texts = [f"{number} " * 60 for number in range(8)]
 
-        async def one(text: str) -> Exchange:
+        async def one(text: str) -> EngineCall:
             asked = exchange(messages=[{"role": "user", "content": text}], stream=True)
             assert said([piece async for piece in pool.answer("m@1", asked)])[0] == text
             return asked

@@ -18,8 +18,8 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.paths import Home
-from cray_agents.ports import Exchange
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.ports import EngineCall
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from tests.runtime.gateways import Gateway, checkpoint, served, until
 from tests.scripted_gateway import gateway as gateway_process
 from tests.scripted_platform import platform
@@ -70,7 +70,7 @@ def held(gateway: Gateway) -> list[str]:
 
 async def test_the_name_is_answered_while_each_replica_changes(tmp_path: Path) -> None:
     engines = [Slow(), Slow()]
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         await register(gateway, tmp_path, b"new")
         for act, old, new in (("promote", "calc@1", "calc@2"), ("rollback", "calc@2", "calc@1")):
             for engine in engines:
@@ -91,7 +91,7 @@ async def test_the_name_is_answered_while_each_replica_changes(tmp_path: Path) -
 
 async def test_a_canary_makes_room_and_comes_back_if_nothing_is_promoted(tmp_path: Path) -> None:
     engines = [Slow(), Slow()]
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         await register(gateway, tmp_path, b"second", b"third")
         await change(gateway, "canary", version=2, share=0.5)
         sessions = [f"s-{n}" for n in range(40)]
@@ -124,7 +124,7 @@ async def test_a_canary_makes_room_and_comes_back_if_nothing_is_promoted(tmp_pat
 
 async def test_what_has_no_checkpoint_any_more_is_not_promoted(tmp_path: Path) -> None:
     engines = [ScriptedEngine(says_version) for _ in range(2)]
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         await register(gateway, tmp_path, b"new")
         gone = gateway.services.registry.resolve("calc@2").checkpoint
         shutil.rmtree(gateway.services.home.checkpoint(gone))
@@ -143,7 +143,7 @@ async def test_what_has_no_checkpoint_any_more_is_not_promoted(tmp_path: Path) -
 
 async def test_changes_at_once_are_done_one_after_the_other(tmp_path: Path) -> None:
     engines = [ScriptedEngine(says_version) for _ in range(3)]
-    others = [Resident(engine) for engine in engines[1:]]
+    others = [InProcessEngine(engine) for engine in engines[1:]]
     async with served(tmp_path, engines[0], others=others) as gateway:
         await register(gateway, tmp_path, b"second", b"third")
         changes = [("promote", {"version": n}) for n in (2, 3, 2, 3)] + [("rollback", {})] * 2
@@ -167,7 +167,7 @@ class Holding(Slow):
         super().__init__()
         self.end = asyncio.Event()
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with aclosing(super().answer(exchange)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -196,7 +196,7 @@ def states(gateway: Gateway) -> set[str]:
 
 async def test_a_rollback_does_not_wait_for_a_promotion_that_drains(tmp_path: Path) -> None:
     engines = [Holding(), Holding()]
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         await register(gateway, tmp_path, b"second")
         async with streaming(gateway, *engines):
             promoting = asyncio.create_task(change(gateway, "promote", version=2))
@@ -232,7 +232,7 @@ async def test_a_rollback_takes_a_promotion_back_that_has_not_come_so_far(tmp_pa
 
 async def test_a_candidate_is_staged_after_the_rollback_that_overtook_it(tmp_path: Path) -> None:
     engines = [Holding(), Holding()]
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         await register(gateway, tmp_path, b"second", b"third")
         await change(gateway, "promote", version=2)
         async with streaming(gateway, *engines, streams=2):
@@ -251,7 +251,7 @@ async def test_a_candidate_is_staged_after_the_rollback_that_overtook_it(tmp_pat
 @pytest.mark.parametrize("to", [99, 3])
 async def test_a_rollback_that_comes_to_nothing_stops_no_promotion(tmp_path: Path, to: int) -> None:
     engines = [Holding(), Holding()]
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         await register(gateway, tmp_path, b"second", b"third")
         async with streaming(gateway, *engines):
             promoting = asyncio.create_task(change(gateway, "promote", version=2))
@@ -289,7 +289,7 @@ async def almost_promoted(
 
 async def test_a_canary_that_was_stopped_is_not_promoted(tmp_path: Path) -> None:
     engines = [Holding(), Holding()]
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         await register(gateway, tmp_path, b"second")
         async with almost_promoted(gateway, 2, engines):
             stopping = asyncio.create_task(gateway.call("DELETE", f"{MODELS}/canary"))
@@ -302,7 +302,7 @@ async def test_a_canary_that_was_stopped_is_not_promoted(tmp_path: Path) -> None
 
 async def test_a_canary_does_not_undo_a_rollback_that_was_first(tmp_path: Path) -> None:
     engines = [Holding(), Holding()]
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         await register(gateway, tmp_path, b"second", b"third")
         await change(gateway, "promote", version=2)
         async with almost_promoted(gateway, 3, engines):

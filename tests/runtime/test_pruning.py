@@ -22,11 +22,11 @@ from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.retention.prune import Found, prune, set_aside
+from cray_agents.runtime.retention.prune import Prunable, prune, set_aside
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.cray_agents.command_line import cli
@@ -91,7 +91,7 @@ class Site:
     def folder(self, number: int) -> Path:
         return self.home.checkpoint(self.registry.resolve(f"calc@{number}").checkpoint)
 
-    def prune(self, **options: Any) -> Found:
+    def prune(self, **options: Any) -> Prunable:
         return prune(self.home, **{"keep": 1, "grace": 0.0} | options)
 
     @property
@@ -334,8 +334,8 @@ def test_a_loop_beside_which_it_is_pruned_all_the_while_ends_the_same(
 ) -> None:
     """Its versions, its optimizers and, in the asynchronous one, what it still samples from."""
 
-    def run(root: Path, *, pruned: bool) -> tuple[list[Any], list[Found]]:
-        over, found = threading.Event(), list[Found]()
+    def run(root: Path, *, pruned: bool) -> tuple[list[Any], list[Prunable]]:
+        over, found = threading.Event(), list[Prunable]()
 
         def work(url: str) -> None:
             def held() -> list[str]:
@@ -388,7 +388,7 @@ async def test_the_command_beside_a_platform(
         home = str(site.home.root)
         return await asyncio.to_thread(partial(cli, "models", *words, "--home", home, cwd=tmp_path))
 
-    async with served(tmp_path, engines[0], others=[Resident(engines[1])]) as gateway:
+    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         claimed(gateway.url)
         assert (await gateway.call("POST", "/v1/models/calc/versions/3/stage"))[0] == 200
         dry = json.loads((await models("prune", "calc", "--dry-run", "--json")).stdout)

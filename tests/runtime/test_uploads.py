@@ -21,7 +21,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.files.blobs import Blobs
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.garbage import sweep
-from cray_agents.runtime.files.uploads import PART_BYTES, End, UploadRequest, Uploads
+from cray_agents.runtime.files.uploads import PART_BYTES, UploadEnd, UploadRequest, Uploads
 from tests.scripted_gateway import gateway
 
 ABC = [b"aaaa", b"bb", b"cccccc"]
@@ -290,7 +290,7 @@ def test_a_crash_between_the_end_and_the_file(tmp_path: Path) -> None:
         content = draft.publish()
     request = UploadRequest(bytes=len(WHOLE), filename="a", mime_type="text/plain", purpose="batch")
     upload = uploads.create(request)
-    end = End(status="completed", file_id="file-1", sha256=content.sha256)
+    end = UploadEnd(status="completed", file_id="file-1", sha256=content.sha256)
     (tmp_path / "uploads" / upload["id"] / "end.json").write_text(end.model_dump_json())
     os.utime(blobs.path(content.sha256), (0, 0))
     assert sweep(Files(Home(tmp_path)), uploads) == 0

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from cray_agents.errors import EngineError, SwapError
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.processes import alive
 from cray_agents.records import new_id
 from cray_agents.runtime.pool.pool import Pool
@@ -108,7 +108,7 @@ async def test_a_tool_call_is_parsed_and_the_next_turn_extends_its_tokens(servin
 async def test_a_stream_samples_the_same_tokens_and_parses_the_same_call(serving: Serving) -> None:
     request = GREEDY | {"tools": [TOOL]}
     _, whole = await serving.chat("m@1", request)
-    exchange = Exchange("/v1/chat/completions", request | {"stream": True}, new_id("x")[2:])
+    exchange = EngineCall("/v1/chat/completions", request | {"stream": True}, new_id("x")[2:])
     events = b"".join([piece async for piece in serving.pool.answer("m@1", exchange)])
     *chunks, done = [line[6:] for line in events.decode().split("\n") if line]
     parts = [json.loads(chunk)["choices"][0] for chunk in chunks]
@@ -170,7 +170,7 @@ async def test_no_block_of_the_prefix_cache_outlives_its_weights(serving: Servin
     await serving.swap("m@1")
     old, new = serving.models["m@1"], serving.models["m@2"]
     long = {"messages": [{"role": "user", "content": "4 3 2 1 " * 40}], "temperature": 0}
-    exchange = Exchange("/v1/chat/completions", long | {"max_tokens": 8}, "primed")
+    exchange = EngineCall("/v1/chat/completions", long | {"max_tokens": 8}, "primed")
     async with serving.engine() as engine:
 
         async def say() -> tuple[list[int], Any]:
@@ -204,8 +204,8 @@ async def test_kept_streams_go_on_under_new_weights_and_tell_from_where(serving:
     begun = asyncio.Semaphore(0)
     request = {"messages": CHAT, "max_tokens": 300, "ignore_eos": True, "stream": True}
 
-    async def one(number: int) -> Exchange:
-        asked = Exchange("/v1/chat/completions", request | {"seed": number}, new_id("x")[2:])
+    async def one(number: int) -> EngineCall:
+        asked = EngineCall("/v1/chat/completions", request | {"seed": number}, new_id("x")[2:])
         async for piece in serving.pool.answer("m@1", asked):
             assert piece.count(b'"model":') == piece.count(b'"model":"m@1"')
             begun.release()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import refusal
 
@@ -87,9 +87,9 @@ async def wired(**wire: Any) -> AsyncIterator[tuple[VllmEngine, Wire]]:
         server.close()
 
 
-def streaming(**fields: Any) -> Exchange:
+def streaming(**fields: Any) -> EngineCall:
     request = {"model": "m@7", "messages": [], "stream": True, **fields}
-    return Exchange("/v1/chat/completions", request, "x1", "m@7")
+    return EngineCall("/v1/chat/completions", request, "x1", "m@7")
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
@@ -114,7 +114,7 @@ async def test_samples_of_several_prompts_are_in_the_order_of_the_prompts() -> N
     body = b'{"model":"m"}' + json.dumps(samples).encode()
     head = b"content-type: application/json\r\nx-cray-body: 13"
     async with wired(head=head, pieces=[body]) as (engine, _):
-        exchange = Exchange("/v1/completions", {"prompt": ["a"] * 11}, "x1", "m@7")
+        exchange = EngineCall("/v1/completions", {"prompt": ["a"] * 11}, "x1", "m@7")
         assert [piece async for piece in engine.answer(exchange)] == [b'{"model":"m@7"}']
         assert [sample.token_ids for sample in exchange.samples] == [[3], [1], [2], [0]]
 

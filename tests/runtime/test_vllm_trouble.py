@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from cray_agents.errors import EngineError, EngineUnavailable
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
@@ -75,7 +75,7 @@ async def test_a_request_that_kills_its_engine_is_failed_and_others_are_answered
 
     killer = asyncio.create_task(killing())
     with pytest.raises(EngineError, match="the engine died 2 times") as caught:
-        async for _ in serving.pool.answer("m@1", Exchange("/v1/chat/completions", LONG, "x1")):
+        async for _ in serving.pool.answer("m@1", EngineCall("/v1/chat/completions", LONG, "x1")):
             pass
     await killer
     assert caught.value.code == "engine_died"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cray_agents.ports import Exchange, Sampled
+from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport, new_id
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
@@ -40,10 +40,12 @@ class Serving:
         model = self.models[name]
         return await self.pool.stage(model, name, checkpoints.read_manifest(model).probe)
 
-    async def chat(self, version: str, request: dict[str, Any]) -> tuple[dict[str, Any], Sampled]:
+    async def chat(
+        self, version: str, request: dict[str, Any]
+    ) -> tuple[dict[str, Any], SampledSequence]:
         """The answer, with vLLM's own word on what was sampled, and what was captured."""
         told = {"return_token_ids": True, "logprobs": True}
-        exchange = Exchange("/v1/chat/completions", request | told, new_id("x")[2:])
+        exchange = EngineCall("/v1/chat/completions", request | told, new_id("x")[2:])
         (body,) = [piece async for piece in self.pool.answer(version, exchange)]
         answer, (sample,) = json.loads(body), exchange.samples
         assert answer["model"] == exchange.version == version
@@ -158,13 +160,13 @@ def best_two(answer: dict[str, Any]) -> list[float]:
     return sorted((entry["logprob"] for entry in top), reverse=True)[:2]
 
 
-def greedy(checkpoint: Path, prompt: list[int], count: int) -> Sampled:
+def greedy(checkpoint: Path, prompt: list[int], count: int) -> SampledSequence:
     """What transformers says greedily after a prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    said = Sampled(prompt, [], [])
+    said = SampledSequence(prompt, [], [])
     for _ in range(count):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + said.token_ids])).logits[0, -1].log_softmax(-1)
@@ -183,6 +185,6 @@ def true_logprob(checkpoint: Path, before: list[int], token: int) -> float:
         return float(model(torch.tensor([before])).logits[0, -1].log_softmax(-1)[token])
 
 
-def true_next_logprob(checkpoint: Path, sample: Sampled) -> float:
+def true_next_logprob(checkpoint: Path, sample: SampledSequence) -> float:
     """What transformers gives for the first sampled token after the same prompt."""
     return true_logprob(checkpoint, sample.prompt_token_ids, sample.token_ids[0])

@@ -11,7 +11,7 @@ from cray_agents import Agent, ScriptedEngine
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
 from cray_agents.paths import host_cache
-from cray_agents.tools.documents import Documents, Found, fused
+from cray_agents.tools.documents import Documents, FoundPassage, fused
 from cray_agents.tools.documents.passages import SIZE, passages_of
 
 REFUNDS = """# Refunds
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return inner
 
 
-def paths(found: list[Found]) -> list[str]:
+def paths(found: list[FoundPassage]) -> list[str]:
     return [one.path for one in found]
 
 

@@ -15,8 +15,8 @@ import pytest
 from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, environment
 from cray_agents.tools.documents import Documents, Embeddings
-from cray_agents.tools.documents.embedding_index import Meanings
-from cray_agents.tools.documents.passage_store import Shelf, digest_of
+from cray_agents.tools.documents.embedding_index import EmbeddingIndex
+from cray_agents.tools.documents.passage_store import PassageStore, digest_of
 
 pytestmark = pytest.mark.vllm
 
@@ -94,7 +94,7 @@ def test_hybrid_search_and_what_it_keeps(embedder: str, folder: Path) -> None:
     (folder / "keys.md").write_text("The key to the attic is green.")
     assert documents.search("The key to the attic is green.")[0].path == "keys.md"
 
-    shelf = Shelf(folder.resolve(), ["*"], 2**20)
+    shelf = PassageStore(folder.resolve(), ["*"], 2**20)
     vectors = shelf.vectors("minds")
     assert len(vectors) == 4  # the one that went is kept: texts come back
     norms = [np.linalg.norm(np.frombuffer(vector, np.float32)) for vector in vectors.values()]
@@ -104,7 +104,7 @@ def test_hybrid_search_and_what_it_keeps(embedder: str, folder: Path) -> None:
     passages = list(shelf.all())
     first, second = (digest_of(one.text) for _, one in passages[:2])
     shelf.keep_vectors("minds", {first: vectors[second], second: vectors[first]})
-    meanings = Meanings(minds, shelf)
+    meanings = EmbeddingIndex(minds, shelf)
     meanings.index(passages)
     nearest = {
         one.text: dict(passages)[meanings.ranked(one.text, 1)[0]].text for _, one in passages

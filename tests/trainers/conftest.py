@@ -21,7 +21,7 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.checkpointing.publish import weights_sha256
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 VOCAB = 304
@@ -206,7 +206,7 @@ class RunningJob:
         from cray_agents.trainers.models.cpu_megatron import load_megatron
 
         load_megatron()
-        self.journal = Journal(home, spec.id)
+        self.journal = JobJournal(home, spec.id)
         self.journal.write_spec(spec)
         self.pid = os.fork()
         if self.pid == 0:

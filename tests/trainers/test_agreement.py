@@ -16,7 +16,7 @@ from cray_agents.errors import JobError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelCall
 from cray_agents.runtime.datasets.run_samples import merge_turns, turn_of
-from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.publish import weights_sha256
@@ -152,7 +152,7 @@ def publish(lab: Any, method: str, calls: Sequence[ModelCall]) -> None:
     writer = ShardWriter(folder, "train")
     for n, call in enumerate(calls):
         [sample] = merge_turns([turn_of(call)])
-        writer.add([Row(sample, call.run_id, "t", 1.0, advantage=1.0 - 2 * (n % 2))])
+        writer.add([SampleRow(sample, call.run_id, "t", 1.0, advantage=1.0 - 2 * (n % 2))])
     files = {name: {"sha256": durable.sha256_file(folder / name)} for name in writer.finish()}
     (folder / "manifest.json").write_text(json.dumps({"method": method, "files": files}))
     register(lab.home, "m", weights_sha256(lab.models("llama")))

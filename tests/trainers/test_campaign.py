@@ -24,7 +24,7 @@ from cray_agents.paths import Home
 from cray_agents.processes import alive
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk.durable import replace_file
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
 from cray_agents.training_jobs import JobSpec, Layout
 from tests.trainers.test_faults import ranks_of
@@ -105,7 +105,7 @@ class Attempt:
         self.checkpoints: Path = lab.home.checkpoint(spec.id).parent
         points = self.points
         self.newest = points[-1] if points else 0  # it has to go on from here, or later
-        self.before = Journal(lab.home, spec.id).attempts
+        self.before = JobJournal(lab.home, spec.id).attempts
         self.job = lab.start(spec)
         self.ranks: list[int] = []
         self.hit, self.went_on = "", False

@@ -16,7 +16,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.runtime.datasets.run_samples import Span, TokenSample
-from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.mismatched_pairs import mismatched
@@ -44,7 +44,7 @@ def token_sample(
     return TokenSample(array("i", ids), logprobs, spans, versions, {temperature})
 
 
-def publish(home: Home, method: str, rows: Sequence[Row], split: str = "train") -> Path:
+def publish(home: Home, method: str, rows: Sequence[SampleRow], split: str = "train") -> Path:
     """A dataset by the builder's own writer, all in one file."""
     folder = home.dataset("ds")
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,10 +55,10 @@ def publish(home: Home, method: str, rows: Sequence[Row], split: str = "train") 
     return folder
 
 
-def pair(better: TokenSample, worse: TokenSample, name: str) -> list[Row]:
+def pair(better: TokenSample, worse: TokenSample, name: str) -> list[SampleRow]:
     return [
-        Row(better, f"{name}-good", name, 1.0, pair=name, chosen=True),
-        Row(worse, f"{name}-bad", name, 0.0, pair=name, chosen=False),
+        SampleRow(better, f"{name}-good", name, 1.0, pair=name, chosen=True),
+        SampleRow(worse, f"{name}-bad", name, 0.0, pair=name, chosen=False),
     ]
 
 
@@ -183,9 +183,9 @@ def test_probe_prompts_are_starts_and_ends_by_turns_without_repeats() -> None:
 
 def test_a_dataset_is_read_as_its_builder_wrote_it(home: Home) -> None:
     rows = [
-        Row(token_sample([1, 2, 3], 2, "m@2"), "a", "t", 1.0, advantage=-0.5),
-        Row(token_sample([9, 8, 7, 6], 1, "m@1", 0.7), "b", "t", 1.0, advantage=2.0),
-        Row(token_sample([5, 6, 7], 1, "m@2", None), "c", "t", 1.0),
+        SampleRow(token_sample([1, 2, 3], 2, "m@2"), "a", "t", 1.0, advantage=-0.5),
+        SampleRow(token_sample([9, 8, 7, 6], 1, "m@1", 0.7), "b", "t", 1.0, advantage=2.0),
+        SampleRow(token_sample([5, 6, 7], 1, "m@2", None), "c", "t", 1.0),
     ]
     rows[2].sample.shaped = True
     samples = read_samples(publish(home, "grpo", rows), "grpo")
@@ -203,7 +203,7 @@ def test_a_dataset_is_read_as_its_builder_wrote_it(home: Home) -> None:
 
 def test_versions_keep_their_names_over_many_row_groups(home: Home) -> None:
     versions = [f"m@{1 + n % 7}" for n in range(2500)]
-    rows = [Row(token_sample([n % 50, 1, 2], 1, v), f"r{n}", "", 1.0)
+    rows = [SampleRow(token_sample([n % 50, 1, 2], 1, v), f"r{n}", "", 1.0)
             for n, v in enumerate(versions)]  # fmt: skip
     samples = read_samples(publish(home, "sft", rows))
     assert [samples.versions[by[-1]] for by in samples.sampled_by] == versions
@@ -236,7 +236,7 @@ def test_rows_that_are_no_pair_are_named(home: Home) -> None:
 
 
 def test_the_validation_split_may_be_missing(home: Home) -> None:
-    row = Row(token_sample([1, 2, 3], 1, "m@1"), "a", "t", 1.0)
+    row = SampleRow(token_sample([1, 2, 3], 1, "m@1"), "a", "t", 1.0)
     folder = publish(home, "sft", [row])
     assert len(read_samples(folder, split="validation")) == 0
     manifest = publish(home, "sft", [row] * 3, split="validation")
@@ -280,7 +280,7 @@ def test_what_a_method_cannot_learn_from_is_refused(
     for number, about in enumerate(rows):
         about = dict(about)
         sample = token_sample([1, 2, 3], about.pop("prompt", 1), about.pop("version", "m@1"))
-        made.append(Row(sample, f"run-{number}", "t", 1.0, **about))
+        made.append(SampleRow(sample, f"run-{number}", "t", 1.0, **about))
     with pytest.raises(BadInput, match=said):
         read_samples(publish(home, made_for, made), method)
 

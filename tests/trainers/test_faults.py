@@ -17,7 +17,7 @@ from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.checkpointing.publish import parent_sha256
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.training_jobs import JobSpec
@@ -226,7 +226,7 @@ def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> 
     with Slurm(tmp_path / "slurm", cluster) as scheduler:
         trainer = MegatronTrainer(Home(lab.home.root), scheduler, Resources(nodes=2))
         trainer.submit(spec)
-        journal = Journal(lab.home, spec.id)
+        journal = JobJournal(lab.home, spec.id)
         until(lambda: journal.step >= 12, journal.log_tail, 90)
         os.kill(rank_on_node(1, journal.folder), signal.SIGKILL)
         until(lambda: trainer.status(spec.id).state not in ("queued", "running"), journal.log_tail)

@@ -13,16 +13,21 @@ from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.trainers.planning.cluster_resources import Gpus, Host, Resources, this_host
+from cray_agents.trainers.planning.cluster_resources import (
+    Gpus,
+    HostResources,
+    Resources,
+    this_host,
+)
 from cray_agents.trainers.planning.layout_limits import hold
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.runtime.tuning_site import Site
 from tests.trainers.known_models import LLAMA_2_70B
 
-LAPTOP = Host(cores=2, gib=64)
+LAPTOP = HostResources(cores=2, gib=64)
 H100 = Gpus("H100", 79, 8)
 
 
@@ -103,7 +108,7 @@ def test_ranks_are_held_against_cores(home: Home, layout: Layout, each: int, tol
 @pytest.mark.parametrize("chosen", [True, False])
 def test_on_cpus_all_ranks_are_held_against_the_memory(home: Home, chosen: bool) -> None:
     """A layer takes 16 bytes a parameter, 14 GiB, less what data ranks share."""
-    one, two = (Resources(ranks=2, host=Host(cores=2, gib=gib)) for gib in (24, 40))
+    one, two = (Resources(ranks=2, host=HostResources(cores=2, gib=gib)) for gib in (24, 40))
     for spec in (
         of_layers(home, 1, layout=Layout(data=1)),
         of_layers(home, 1, layout=Layout(data=2)),
@@ -119,11 +124,11 @@ def test_a_small_dataset_makes_small_micro_batches(home: Home) -> None:
     """Room for more tokens than there are is no reason to refuse a job."""
     wide = {"batch_size": 1, "max_tokens_per_microbatch": 10**9}
     spec = of_layers(home, 1, layout=Layout(), hyper=wide)
-    assert refusal(spec, home, Resources(host=Host(cores=2, gib=32))) == ""
+    assert refusal(spec, home, Resources(host=HostResources(cores=2, gib=32))) == ""
 
 
 def test_gpus_are_held_to_their_number_and_memory(home: Home) -> None:
-    here = Resources(8, 1, H100, 1, None, Host(cores=64, gib=1000))
+    here = Resources(8, 1, H100, 1, None, HostResources(cores=64, gib=1000))
     assert refusal(of_layers(home, 8, layout=Layout(data=8)), home, here) == ""
     many = of_layers(home, 8, layout=Layout(data=16))
     with pytest.raises(BadInput, match="takes 16 GPUs, one a rank, and this host has 8: ask") as no:
@@ -175,4 +180,4 @@ def test_http_fine_tuning_and_loops_are_held_too(tmp_path: Path) -> None:
         answer = httpx.post(url, json=body | {"layout": {"data": 64}, "oversubscribe": True})
         assert answer.status_code == 200
         assert [command.ranks for command in queue.commands] == [64]
-        assert Journal(site.home, answer.json()["id"]).spec().oversubscribe
+        assert JobJournal(site.home, answer.json()["id"]).spec().oversubscribe

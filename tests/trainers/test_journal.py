@@ -10,30 +10,30 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.trainers.job import job
-from cray_agents.trainers.job.journal import TAIL_BYTES, Journal, measures
+from cray_agents.trainers.job.journal import TAIL_BYTES, JobJournal, measures
 from cray_agents.trainers.job.megatron_trainer import read_status
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path: Path) -> JobJournal:
     hyper = Hyperparameters(steps=100)
     spec = JobSpec(dataset="d", parent="p", parent_sha256="0" * 64, hyperparameters=hyper)
-    found = Journal(Home(tmp_path), spec.id)
+    found = JobJournal(Home(tmp_path), spec.id)
     found.write_spec(spec)
     return found
 
 
-def step(journal: Journal, number: int, **more: object) -> None:
+def step(journal: JobJournal, number: int, **more: object) -> None:
     values = {"loss": 1.0 / number, "tokens": 10, "seconds": 0.5} | more
     journal.event("step", step=number, **values)
 
 
-def kinds(journal: Journal) -> list[str]:
+def kinds(journal: JobJournal) -> list[str]:
     return [f"{e['event']} {e.get('step', '')}".strip() for e in journal.events()]
 
 
-def test_a_restart_drops_all_that_is_told_of_later_steps(journal: Journal) -> None:
+def test_a_restart_drops_all_that_is_told_of_later_steps(journal: JobJournal) -> None:
     journal.event("started", attempt=1, from_step=0)
     journal.event("agreement", tokens=5, max_difference=0.1)
     for number in range(1, 6):
@@ -41,13 +41,13 @@ def test_a_restart_drops_all_that_is_told_of_later_steps(journal: Journal) -> No
         if number in (2, 4):
             journal.event("evaluation", step=number, loss=0.5, tokens=3)
             journal.event("saved", step=number, seconds=0.1)
-    Journal(journal.home, journal.job_id).rewind(3)
+    JobJournal(journal.home, journal.job_id).rewind(3)
     step(journal, 5)  # the superseded attempt's file is nobody's any more
     expected = ["started", "agreement", "step 1", "step 2", "evaluation 2", "saved 2", "step 3"]
     assert kinds(journal) == expected and journal.step == 3
 
 
-def test_numbers_that_are_not_finite_are_null_and_named(journal: Journal) -> None:
+def test_numbers_that_are_not_finite_are_null_and_named(journal: JobJournal) -> None:
     step(journal, 1, kl=math.nan, ratio=-math.inf, entropy=np.float64(0.5))
     journal.rewind(1)
     [event] = [json.loads(line, parse_constant=pytest.fail)
@@ -59,7 +59,7 @@ def test_numbers_that_are_not_finite_are_null_and_named(journal: Journal) -> Non
 
 
 @pytest.mark.parametrize("padding", [0, 100, TAIL_BYTES - 40, TAIL_BYTES, 5 * TAIL_BYTES])
-def test_the_newest_step_is_found_behind_anything(journal: Journal, padding: int) -> None:
+def test_the_newest_step_is_found_behind_anything(journal: JobJournal, padding: int) -> None:
     assert (journal.step, journal.last_step) == (0, None)
     for number in (1, 2):
         step(journal, number, note="x" * padding)
@@ -72,15 +72,15 @@ def test_the_newest_step_is_found_behind_anything(journal: Journal, padding: int
     assert journal.step == 2
 
 
-def test_a_line_that_a_kill_tore_is_not_gone_on_with(journal: Journal) -> None:
+def test_a_line_that_a_kill_tore_is_not_gone_on_with(journal: JobJournal) -> None:
     step(journal, 1)
     with journal.events_file.open("ab") as file:
         file.write(b'{"event":"st')
-    Journal(journal.home, journal.job_id).event("failed", message="no memory")
+    JobJournal(journal.home, journal.job_id).event("failed", message="no memory")
     assert kinds(journal) == ["step 1", "failed"]
 
 
-def test_the_status_has_the_newest_steps_measures(journal: Journal) -> None:
+def test_the_status_has_the_newest_steps_measures(journal: JobJournal) -> None:
     home, name = journal.home, journal.job_id
     assert (read_status(home, name).metrics, read_status(home, name).loss_last) == ({}, None)
     for number in (1, 2):
@@ -93,7 +93,7 @@ def test_the_status_has_the_newest_steps_measures(journal: Journal) -> None:
     assert read_status(home, name).metrics == expected
 
 
-def test_a_job_that_succeeds_keeps_its_newest_resume_point(journal: Journal) -> None:
+def test_a_job_that_succeeds_keeps_its_newest_resume_point(journal: JobJournal) -> None:
     for name in ("step-00000050", "step-00000100"):
         (journal.folder / "megatron" / name).mkdir(parents=True)
         (journal.folder / "megatron" / name / "rank-00000.bin").write_bytes(b"moments")

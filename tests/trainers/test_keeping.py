@@ -15,7 +15,7 @@ from cray_agents.errors import SchedulerError
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Trainer
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, handover, read_status
 from cray_agents.trainers.job.restarter import going, keep_going
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
@@ -92,7 +92,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_a_job_that_no_client_asks_after_goes_on(tmp_path: Path, why: str) -> None:
     """Out of time; paused and resumed before it had stopped; left by a platform that ended."""
     home, spec = Home(tmp_path / "home"), some_spec(parent=seeded(tmp_path))
-    journal = Journal(home, spec.id)
+    journal = JobJournal(home, spec.id)
     with Tiny(home.slurm, why) as scheduler:
         trainer = MegatronTrainer(home, scheduler)
         trainer.submit(spec)
@@ -192,4 +192,4 @@ def test_several_who_ask_at_once_start_a_dead_job_once(tmp_path: Path) -> None:
     for asker in askers:
         asker.join()
     assert scheduler.submitted == 2
-    assert handover(Journal(home, spec.id)).restarts == 1
+    assert handover(JobJournal(home, spec.id)).restarts == 1

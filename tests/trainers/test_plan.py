@@ -14,7 +14,7 @@ from cray_agents.cli import app
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets.counts import Counts
+from cray_agents.runtime.datasets.counts import BuildCounts
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.arithmetic import (
     adapter_weights,
@@ -244,7 +244,7 @@ def test_the_command_plans_a_size(tmp_path: Path) -> None:
 
 def test_the_command_reads_a_dataset(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
-    counts = Counts(DatasetRecipe(loop="l"))
+    counts = BuildCounts(DatasetRecipe(loop="l"))
     counts.splits["train"] = Counter(samples=10, tokens=5000)
     counts.splits["validation"] = Counter(samples=90, tokens=9000)
     home.dataset("ds").mkdir(parents=True)

@@ -19,7 +19,7 @@ from cray_agents.records import Manifest
 from cray_agents.trainers.checkpointing.publish import parent_sha256, weights_sha256
 from cray_agents.trainers.data.packer import step_units, trained_on
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.totals import RECENT, Progress
+from cray_agents.trainers.job.totals import RECENT, JobTotals
 from cray_agents.trainers.training.train_step import StepReport
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
@@ -362,7 +362,7 @@ def test_an_exploding_gradient_ends_the_job(lab: Any) -> None:
 @pytest.mark.parametrize("every", [5, 13, RECENT + 10])
 def test_rare_signals_are_no_explosion(every: int) -> None:
     """Also where most steps, or all that are remembered, had nothing left to learn."""
-    progress = Progress()
+    progress = JobTotals()
 
     def add(norm: float) -> None:
         progress.add(StepReport(1.0, 1e-3, norm, 1, 1, 1.0, False), 1.0, 0)

@@ -13,7 +13,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import (
@@ -173,7 +173,7 @@ def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_p
     trainer = MegatronTrainer(home, scheduler, given)
     asked = open_spec(llama70, hyper={"lora": Lora()})
     assert trainer.submit(asked).id == asked.id
-    journal = Journal(home, asked.id)
+    journal = JobJournal(home, asked.id)
     spec = journal.spec()
     assert spec.layout == Layout(data=4, tensor=4, sequence_parallel=True)
     assert spec.recompute == "none"
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path)
     trainer = MegatronTrainer(home, scheduler, Resources(16, 2, Gpus("H100", 79, 8)))
     asked = open_spec(llama70)
     trainer.submit(asked)
-    journal = Journal(home, asked.id)
+    journal = JobJournal(home, asked.id)
     spec, (event,) = journal.spec(), journal.events()
     assert (spec.layout.tensor, spec.layout.pipeline, spec.recompute) == (8, 2, "full")
     assert event["reasons"][0] == LOUD and "nothing fits" in event["reasons"][2]
@@ -209,10 +209,10 @@ def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path)
 
     kept = open_spec(llama70, hyper={"seed": 1}, recompute="none")
     trainer.submit(kept)
-    assert Journal(home, kept.id).spec().recompute == "none"
+    assert JobJournal(home, kept.id).spec().recompute == "none"
     named = open_spec(llama70, hyper={"seed": 2}, layout=Layout(tensor=8), oversubscribe=True)
     trainer.submit(named)
-    journal = Journal(home, named.id)
+    journal = JobJournal(home, named.id)
     assert (journal.spec(), journal.events()) == (named, [])
     assert (scheduler.commands[-1].nodes, scheduler.commands[-1].ranks) == (1, 8)
 
@@ -225,9 +225,9 @@ def test_ranks_without_gpus_share_the_batch(home: Home, tmp_path: Path) -> None:
     wide, narrow = (open_spec(model, hyper={"batch_size": size}) for size in (16, 3))
     trainer.submit(wide)
     trainer.submit(narrow)
-    assert Journal(home, wide.id).spec().layout == Layout(data=4)
-    assert Journal(home, narrow.id).spec().layout == Layout(data=3)
-    (event,) = Journal(home, narrow.id).events()
+    assert JobJournal(home, wide.id).spec().layout == Layout(data=4)
+    assert JobJournal(home, narrow.id).spec().layout == Layout(data=3)
+    (event,) = JobJournal(home, narrow.id).events()
     (reason,) = event["reasons"]
     assert reason.startswith("data=3 of 4 ranks: a batch has no more; on CPUs")
     assert [command.ranks for command in scheduler.commands] == [4, 3]

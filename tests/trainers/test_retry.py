@@ -21,7 +21,7 @@ from cray_agents.ports import Command, CommandStatus
 from cray_agents.records import Manifest
 from cray_agents.runtime.registry.checkpoints import Pruned, pruned_file
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, handover, read_status
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
@@ -87,7 +87,7 @@ def ended(trainer: MegatronTrainer, spec: JobSpec) -> JobStatus:
 
 def test_a_failed_job_is_tried_again_only_if_it_is_to_be_run_otherwise(tmp_path: Path) -> None:
     home, first = Home(tmp_path / "home"), some_spec()
-    journal = Journal(home, first.id)
+    journal = JobJournal(home, first.id)
     with Tiny(home.slurm) as scheduler:
         trainer = MegatronTrainer(home, scheduler)
         assert ended(trainer, first).error == "raise logprob_limit"
@@ -116,7 +116,7 @@ def test_a_failed_job_is_tried_again_only_if_it_is_to_be_run_otherwise(tmp_path:
 
 def test_what_was_cancelled_stays_so(tmp_path: Path) -> None:
     home, first = Home(tmp_path / "home"), some_spec()
-    journal = Journal(home, first.id)
+    journal = JobJournal(home, first.id)
     journal.write_spec(first)
     journal.write_status(JobStatus(id=first.id, state="failed", error="why"))
     journal.cancel()
@@ -127,7 +127,7 @@ def test_what_was_cancelled_stays_so(tmp_path: Path) -> None:
 
 def test_one_whose_weights_were_pruned_is_trained_again(tmp_path: Path) -> None:
     home, spec = Home(tmp_path / "home"), some_spec()
-    journal, paper = Journal(home, spec.id), OnPaper(tmp_path)
+    journal, paper = JobJournal(home, spec.id), OnPaper(tmp_path)
     trainer, checkpoint = MegatronTrainer(home, paper), home.checkpoint(spec.id)
     done = JobStatus(id=spec.id, state="succeeded", checkpoint=spec.id)
     trainer.submit(spec)
@@ -208,7 +208,7 @@ def test_a_kill_at_any_moment_neither_loses_the_try_nor_repeats_the_old_one(
         folder = tmp_path / str(changes)
         folder.mkdir()
         home, paper, first = Home(folder / "home"), OnPaper(folder), some_spec()
-        journal = Journal(home, first.id)
+        journal = JobJournal(home, first.id)
         MegatronTrainer(home, paper).submit(first)
         paper.tell("died")
         # as after restarts in vain

@@ -17,7 +17,7 @@ from cray_agents.runtime.scheduler.choose import (
 )
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.checkpointing.publish import weights_sha256
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import JobStatus
@@ -45,7 +45,7 @@ def test_submitted_twice_it_is_trained_once_and_survives_a_kill(lab: Any) -> Non
         wait(trainer, spec.id, lambda status: status.step >= 25)
         middle = trainer.submit(spec)
         assert (middle.state, middle.attempts, middle.steps) == ("running", 1, 120)
-        journal = Journal(lab.home, spec.id)
+        journal = JobJournal(lab.home, spec.id)
         _kill_training(journal)
         status = wait(MegatronTrainer(lab.home, scheduler), spec.id, ended)
         assert (status.state, status.step, status.attempts) == ("succeeded", 120, 2), status
@@ -55,7 +55,7 @@ def test_submitted_twice_it_is_trained_once_and_survives_a_kill(lab: Any) -> Non
         assert trainer.submit(spec) == trainer.cancel(spec.id) == status
 
 
-def _kill_training(journal: Journal) -> None:
+def _kill_training(journal: JobJournal) -> None:
     """SIGKILL for the launcher of the newest attempt; its rank dies with it."""
     import json
     import os
@@ -142,7 +142,7 @@ def test_a_scripted_job_publishes_its_parent_under_a_new_name(lab: Any) -> None:
     assert not lab.home.checkpoint(other.id).exists()
 
 
-def starts(journal: Journal) -> list[int]:
+def starts(journal: JobJournal) -> list[int]:
     return [e["from_step"] for e in journal.events() if e["event"] == "started"]
 
 
@@ -161,7 +161,7 @@ def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
     other = type(lab)(Home(tmp_path / "undisturbed"), lab.models)
     other.dataset()
     undisturbed = other.run(spec)
-    journal = Journal(lab.home, spec.id)
+    journal = JobJournal(lab.home, spec.id)
     with open_scheduler(kind, lab.home.slurm) as scheduler:
         trainer = MegatronTrainer(lab.home, scheduler)
         trainer.submit(spec)
@@ -228,7 +228,7 @@ def test_a_queued_job_is_paused_out_of_the_queue_and_resumed_as_often_as_one_lik
         assert scheduler.states == ["cancelled"] * times
         assert trainer.status(spec.id).state == "paused"
         assert trainer.resume(spec.id).state == "queued"
-    again = Journal(lab.home, spec.id)
+    again = JobJournal(lab.home, spec.id)
     assert not again.paused and not again.cancelled
     trainer.pause(spec.id)
     assert trainer.cancel(spec.id).state == "cancelled"
@@ -242,7 +242,7 @@ def test_a_start_that_finds_its_job_paused_does_nothing(lab: Any) -> None:
     from cray_agents.trainers.job import job
 
     spec = lab.spec("qwen3")
-    journal = Journal(lab.home, spec.id)
+    journal = JobJournal(lab.home, spec.id)
     journal.write_spec(spec)
     journal.pause()
     assert job.run(journal) == 75
@@ -259,7 +259,7 @@ def test_a_held_scripted_job_can_be_paused_resumed_and_cancelled(lab: Any) -> No
     assert trainer.resume(spec.id).state == "running"
     done = trainer.advance(spec.id)
     assert (done.state, done.step, done.attempts) == ("succeeded", 8, 2)
-    assert starts(Journal(lab.home, spec.id)) == [0, 3]
+    assert starts(JobJournal(lab.home, spec.id)) == [0, 3]
     with pytest.raises(BadInput, match="nothing left to pause"):
         trainer.pause(spec.id)
     other = lab.spec("qwen3", hyper={"seed": 3})

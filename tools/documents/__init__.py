@@ -14,9 +14,9 @@ from pathlib import Path
 
 from cray_agents.agent.tool import Tool, as_tool, tool
 from cray_agents.errors import BadInput, ToolError
-from cray_agents.tools.documents.bm25_index import Words
-from cray_agents.tools.documents.embedding_index import Embeddings, Meanings
-from cray_agents.tools.documents.passage_store import Shelf
+from cray_agents.tools.documents.bm25_index import Bm25Index
+from cray_agents.tools.documents.embedding_index import EmbeddingIndex, Embeddings
+from cray_agents.tools.documents.passage_store import PassageStore
 from cray_agents.tools.html_text import check_installed
 
 __all__ = ["Documents", "Embeddings", "Found", "fused"]
@@ -28,7 +28,7 @@ DEPTH = 100  # of each ranking that is joined
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPassage:
     """A passage that was found. `lines` are the first and the last, from 1, in its file."""
 
     path: str
@@ -69,9 +69,9 @@ class Documents:
         if isinstance(include, str):
             raise BadInput(f"include={include!r}: give a list of patterns", param="include")
         check_installed()
-        self._shelf = Shelf(self.folder, include, MAX_BYTES)
-        self._words = Words()
-        self._meanings = Meanings(embeddings, self._shelf) if embeddings else None
+        self._shelf = PassageStore(self.folder, include, MAX_BYTES)
+        self._words = Bm25Index()
+        self._meanings = EmbeddingIndex(embeddings, self._shelf) if embeddings else None
         self._one_searches = threading.Lock()
         self._indexed = False
         self.tool: Tool = as_tool(tool(name=name, timeout=timeout)(self._search_tool()))
@@ -92,7 +92,7 @@ class Documents:
                 self._meanings.prepare()
             return len(self._words)
 
-    def search(self, query: str, limit: int = 5) -> list[Found]:
+    def search(self, query: str, limit: int = 5) -> list[FoundPassage]:
         """The best passages for a query, best first.
 
         `score` is BM25's, or with embeddings that of reciprocal rank fusion. Raises as `refresh`.
@@ -104,7 +104,7 @@ class Documents:
                 nearest = self._meanings.ranked(query, DEPTH)
                 ranked = fused([number for number, _ in ranked], nearest)
             return [
-                Found(one.path, (one.first, one.last), round(score, 4), one.text)
+                FoundPassage(one.path, (one.first, one.last), round(score, 4), one.text)
                 for one, score in self._shelf.passages(ranked[:limit])
             ]
 
@@ -117,8 +117,8 @@ class Documents:
                 self._meanings.index(passages)
             self._indexed = True
 
-    def _search_tool(self) -> Callable[..., list[Found]]:
-        def search_documents(query: str, limit: int = 5) -> list[Found]:
+    def _search_tool(self) -> Callable[..., list[FoundPassage]]:
+        def search_documents(query: str, limit: int = 5) -> list[FoundPassage]:
             """Search the documents; gives passages with their file and lines, the best first.
 
             Args:

@@ -14,7 +14,7 @@ from cray_agents.tools.documents.passages import Passage
 WORD = r"(?u)\b\w+\b"
 
 
-class Words:
+class Bm25Index:
     """An index in memory. Raises SetupError where bm25s is missing."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cray_agents.agent import user_code
 from cray_agents.errors import EngineError
-from cray_agents.tools.documents.passage_store import Shelf, digest_of
+from cray_agents.tools.documents.passage_store import PassageStore, digest_of
 from cray_agents.tools.documents.passages import Passage
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ class Embeddings:
     batch: int = 64
 
 
-class Meanings:
+class EmbeddingIndex:
     """The vectors of the passages that were indexed, asked for when they are first needed."""
 
-    def __init__(self, embeddings: Embeddings, shelf: Shelf) -> None:
+    def __init__(self, embeddings: Embeddings, shelf: PassageStore) -> None:
         from cray_agents.engines.openai_engine import (
             OpenAIEngine,  # late: it imports the openai client
         )

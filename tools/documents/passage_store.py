@@ -40,7 +40,7 @@ create table if not exists vectors(
 """
 
 
-class Shelf:
+class PassageStore:
     """The passages of a folder's files that fit `include`. No number is given twice."""
 
     def __init__(self, folder: Path, include: Sequence[str], max_bytes: int) -> None:

@@ -54,7 +54,7 @@ _FACTS = ("/proc/cpuinfo", "/proc/meminfo")
 
 
 @dataclass(frozen=True)
-class Cell:
+class SandboxSpec:
     """What one program gets: its folders, and its limits. `work` and `temp` are its own."""
 
     work: Path
@@ -108,7 +108,7 @@ def problem(layer: Layer) -> str | None:
         work.mkdir()
         for each in (Path(folder), work):
             each.chmod(0o755)
-        cell = Cell(work, Path(folder), (), (), False, 1 << 29, 1 << 20, 4, False)
+        cell = SandboxSpec(work, Path(folder), (), (), False, 1 << 29, 1 << 20, 4, False)
         program = seccomp_file(layer, cell)
         try:
             done = subprocess.run(
@@ -135,13 +135,13 @@ def landlock_abi() -> int:
     return max(found, 0)
 
 
-def seccomp(layer: Layer, cell: Cell) -> bytes:
+def seccomp(layer: Layer, cell: SandboxSpec) -> bytes:
     """The filter of a layer: see seccomp.py."""
     owner = os.getuid() != 0 or cell.shared
     return filter_program(namespaces=layer == "bubblewrap", network=cell.network, owner=owner)
 
 
-def seccomp_file(layer: Layer, cell: Cell) -> int:
+def seccomp_file(layer: Layer, cell: SandboxSpec) -> int:
     """That filter as an open file: a pipe, which has room for it. The caller closes it."""
     reading, writing = os.pipe()
     os.write(writing, seccomp(layer, cell))
@@ -149,7 +149,7 @@ def seccomp_file(layer: Layer, cell: Cell) -> int:
     return reading
 
 
-def command(layer: Layer, cell: Cell, argv: Sequence[str], program: int) -> list[str]:
+def command(layer: Layer, cell: SandboxSpec, argv: Sequence[str], program: int) -> list[str]:
     """The command that runs `argv` in a cell; `program` is an open file with the filter."""
     if layer == "bubblewrap":
         return [*_bubblewrap(cell, program), *_begin(cell, layer), *argv]
@@ -165,7 +165,7 @@ def command(layer: Layer, cell: Cell, argv: Sequence[str], program: int) -> list
     return [*keeper, *_begin(cell, layer), *argv]
 
 
-def _bubblewrap(cell: Cell, program: int) -> list[str]:
+def _bubblewrap(cell: SandboxSpec, program: int) -> list[str]:
     made = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     made += ["--unshare-cgroup-try"]
     if not cell.network:
@@ -198,7 +198,7 @@ def _bubblewrap(cell: Cell, program: int) -> list[str]:
     return [*made, "--seccomp", str(program), "--"]
 
 
-def _begin(cell: Cell, layer: Layer) -> list[str]:
+def _begin(cell: SandboxSpec, layer: Layer) -> list[str]:
     """Become an unprivileged user, take on the limits, say that all is ready."""
     made: list[str] = []
     processes = cell.processes
@@ -223,7 +223,7 @@ def _begin(cell: Cell, layer: Layer) -> list[str]:
     return [*made, "sh", "-c", 'cd "$0" && echo started && exec "$@"', str(cell.work)]
 
 
-def _capability(cell: Cell, layer: Layer) -> str | None:
+def _capability(cell: SandboxSpec, layer: Layer) -> str | None:
     """As root, what the program's user cannot do without; None: nothing.
 
     What is given may be root's own, and lie where nobody else gets. What may be opened is then the

@@ -36,7 +36,7 @@ class SandboxLost(SetupError):
     """The sandbox failed after its program had begun: by chance, or by what the program did."""
 
 
-class Confined:
+class SandboxedProcess:
     """A program that runs. `limit` says which limit ended it, if one did."""
 
     def __init__(self, process: asyncio.subprocess.Process, layer: backends.Layer) -> None:
@@ -128,12 +128,12 @@ class Confined:
 @contextlib.asynccontextmanager
 async def start(
     layer: backends.Layer,
-    cell: backends.Cell,
+    cell: backends.SandboxSpec,
     argv: Sequence[str],
     env: Mapping[str, str],
     base: Path,
     disk: int,
-) -> AsyncIterator[Confined]:
+) -> AsyncIterator[SandboxedProcess]:
     """A program that has begun; watched while the block lasts, gone after it."""
     program = backends.seccomp_file(layer, cell)
     try:
@@ -145,7 +145,7 @@ async def start(
         )  # fmt: skip
     finally:
         os.close(program)
-    confined = Confined(process, layer)
+    confined = SandboxedProcess(process, layer)
     watch = asyncio.create_task(_watch(confined, cell, base, disk))
     try:
         await confined.begin()
@@ -157,7 +157,9 @@ async def start(
             await watch
 
 
-async def _watch(confined: Confined, cell: backends.Cell, base: Path, disk: int) -> None:
+async def _watch(
+    confined: SandboxedProcess, cell: backends.SandboxSpec, base: Path, disk: int
+) -> None:
     look = 0
     while True:
         await asyncio.sleep(PERIOD)
@@ -187,7 +189,9 @@ async def feed(stream: asyncio.StreamWriter, data: bytes) -> None:
         stream.close()
 
 
-async def collect(stream: asyncio.StreamReader, chars: int, confined: Confined) -> tuple[str, bool]:
+async def collect(
+    stream: asyncio.StreamReader, chars: int, confined: SandboxedProcess
+) -> tuple[str, bool]:
     """What a program writes until it ends, cut to about `chars`; whether it was cut.
 
     Memory stays flat: of what comes, the beginning and the end are kept.

@@ -18,8 +18,8 @@ from cray_agents.tools.sandbox import backends
 from cray_agents.tools.sandbox.folders import remove, write_files
 from cray_agents.tools.sandbox.process import (
     TOO_MUCH,
-    Confined,
     Limit,
+    SandboxedProcess,
     SandboxLost,
     collect,
     feed,
@@ -180,7 +180,7 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         workdir: str | Path | None = None,
         env: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[Confined]:
+    ) -> AsyncIterator[SandboxedProcess]:
         """A program that has begun, for as long as the block lasts: for talking to it.
 
         `seconds`, `cpu_seconds` (Confined.allow) and `output_chars` are the caller's to hold; the
@@ -208,12 +208,12 @@ class Sandbox:
             (name, at) for name, paths in given.items() for at in paths if not Path(at).exists()
         ]
 
-    def _cell(self, base: Path, workdir: str | Path | None) -> backends.Cell:
+    def _cell(self, base: Path, workdir: str | Path | None) -> backends.SandboxSpec:
         temp = base / "temp"
         work = base / "work" if workdir is None else Path(workdir).resolve()
         if workdir is not None and not work.is_dir():
             raise BadInput(f"workdir={str(workdir)!r} is no folder", param="workdir")
-        cell = backends.Cell(
+        cell = backends.SandboxSpec(
             work=work,
             temp=temp,
             readable=tuple(Path(path).resolve() for path in self.readable),

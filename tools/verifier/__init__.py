@@ -26,7 +26,7 @@ from cray_agents.tools.verifier.cases import Case, Tests, cases_of
 from cray_agents.tools.verifier.judge import (
     Accepts,
     Files,
-    Rules,
+    JudgeRules,
     Suspect,
     check_program,
     fair,
@@ -100,7 +100,7 @@ def verifier(
         raise BadInput(f"tolerance={tolerance!r}: must be a number from 0", param="tolerance")
     if isinstance(command, str) or not command:
         raise BadInput(f"command={command!r}: give the program and its arguments", param="command")
-    rules = Rules(partial, tolerance, accepts)
+    rules = JudgeRules(partial, tolerance, accepts)
     known = None if tests is None or callable(tests) else cases_of(tests)
     cell = fair(sandbox)
     found: set[str] = set()  # programs that are in the sandbox

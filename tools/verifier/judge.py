@@ -21,7 +21,7 @@ from cray_agents.agent import user_code
 from cray_agents.errors import SetupError
 from cray_agents.rewards.reward import TIMEOUT, Verdict
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.sandbox.process import BLOCK, START, TOO_MUCH, Confined, SandboxLost
+from cray_agents.tools.sandbox.process import BLOCK, START, TOO_MUCH, SandboxedProcess, SandboxLost
 from cray_agents.tools.verifier import plain_answers
 from cray_agents.tools.verifier.cases import Case
 
@@ -38,7 +38,7 @@ class Suspect(Exception):
 
 
 @dataclass
-class Tally:
+class AnswerTally:
     """How many of the answers were right, and of what the first other one was."""
 
     cases: int
@@ -55,7 +55,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Rules:
+class JudgeRules:
     """What counts as right, and whether the questions go on after a wrong answer."""
 
     partial: bool
@@ -99,12 +99,14 @@ async def judged(asking: Callable[[], Awaitable[Verdict]]) -> Verdict:
         return Verdict(0.0, str(error), suspect=True)
 
 
-async def judge_calls(cell: Sandbox, files: Files, cases: Sequence[Case], rules: Rules) -> Verdict:
+async def judge_calls(
+    cell: Sandbox, files: Files, cases: Sequence[Case], rules: JudgeRules
+) -> Verdict:
     """Ask one process all the calls, in their order. What ends the process ends the questions.
 
     Raises SetupError if it could not be started, Suspect, and SandboxLost.
     """
-    tally = Tally(len(cases))
+    tally = AnswerTally(len(cases))
     argv = [sys.executable, "-I", "-c", WORKER.read_text()]
     async with cell.start(argv, files=files) as confined:
         code = _Code(confined, cell)
@@ -122,13 +124,13 @@ async def judge_calls(cell: Sandbox, files: Files, cases: Sequence[Case], rules:
 
 
 async def judge_programs(
-    cell: Sandbox, command: Sequence[str], files: Files, cases: Sequence[Case], rules: Rules
+    cell: Sandbox, command: Sequence[str], files: Files, cases: Sequence[Case], rules: JudgeRules
 ) -> Verdict:
     """Run the program once for each case, in their order; a limit ends the questions.
 
     Raises as `judge_calls` does.
     """
-    tally = Tally(len(cases))
+    tally = AnswerTally(len(cases))
     for number, case in enumerate(cases, 1):
         outcome = await cell.run(command, files=files, stdin=case.stdin or "")
         problem = None
@@ -162,7 +164,7 @@ async def check_program(cell: Sandbox, program: str) -> None:
         raise SetupError(f"there is no program {program!r} in the sandbox")
 
 
-async def _problem(found: dict[str, Any], case: Case, rules: Rules) -> str | None:
+async def _problem(found: dict[str, Any], case: Case, rules: JudgeRules) -> str | None:
     """What is wrong with an answer, without a word of what is expected; None: it is right."""
     if "limit" in found:
         return str(found["limit"])
@@ -179,7 +181,7 @@ async def _problem(found: dict[str, Any], case: Case, rules: Rules) -> str | Non
 class _Code:
     """The code's process, as the judge talks to it."""
 
-    def __init__(self, confined: Confined, cell: Sandbox) -> None:
+    def __init__(self, confined: SandboxedProcess, cell: Sandbox) -> None:
         self._confined = confined
         self._cell = cell
         self._read = bytearray()
@@ -219,7 +221,7 @@ class _Code:
             found = plain_answers.read(line)
         except plain_answers.Malformed as error:
             raise Suspect("it wrote what is no answer") from error
-        if not isinstance(found, plain_answers.Line) or found.words.pop("id", None) != mark:
+        if not isinstance(found, plain_answers.AnswerLine) or found.words.pop("id", None) != mark:
             raise Suspect("it wrote an answer that it was not asked for")
         ((kind, of),) = found.words.items() if len(found.words) == 1 else [("", None)]
         if kind != "returned" and not (kind in ("raised", "broken") and isinstance(of, str)):

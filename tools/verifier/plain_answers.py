@@ -46,7 +46,7 @@ class Other:
 
 
 @dataclass(frozen=True)
-class Line:
+class AnswerLine:
     """A line of worker.py: the id of what was asked (or ready), and what came of it."""
 
     words: dict[str, Any]
@@ -58,7 +58,7 @@ def read(text: str | bytes) -> Any:
         value = json.loads(
             text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite
         )
-        check_depth(value.words.get("returned") if isinstance(value, Line) else value)
+        check_depth(value.words.get("returned") if isinstance(value, AnswerLine) else value)
     except (ValueError, RecursionError) as error:
         raise Malformed(str(error)[:200]) from error
     return value
@@ -145,7 +145,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
     if len(words) != len(pairs):
         raise Malformed("a key stands twice")
     if "id" in words or "ready" in words:
-        return Line(words)
+        return AnswerLine(words)
     if len(pairs) != 1:
         raise Malformed("an object of several keys")
     ((kind, of),) = pairs

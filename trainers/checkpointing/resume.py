@@ -25,8 +25,8 @@ from cray_agents.runtime.disk.removal import resume_points
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
-    Box,
-    Part,
+    TensorRange,
+    TensorSlice,
     allocate_moments,
     owned,
     parts_of,
@@ -144,7 +144,7 @@ class _Saved:
         self.step: int = told["step"]
         self.common: dict[str, Any] = told["common"]
         self.adam_steps = 0
-        self._weights: dict[str, dict[Box, list[_Stretch]]] = {}
+        self._weights: dict[str, dict[TensorSlice, list[_Stretch]]] = {}
         for path in sorted(point.glob("rank-*.json")):
             index = json.loads(path.read_bytes())
             self.adam_steps = max(self.adam_steps, index["adam_steps"])
@@ -155,12 +155,12 @@ class _Saved:
         for piece in pieces:
             sizes = (tuple(piece[name]) for name in ("whole", "offset", "shape"))
             boxes = self._weights.setdefault(piece["key"], {})
-            boxes.setdefault(Box(piece["key"], *sizes), []).append(
+            boxes.setdefault(TensorSlice(piece["key"], *sizes), []).append(
                 _Stretch(piece["first"], piece["count"], path, position, total)
             )
             position += piece["count"]
 
-    def read(self, part: Part, number: int) -> torch.Tensor:
+    def read(self, part: TensorRange, number: int) -> torch.Tensor:
         """One of NUMBERS for a box, flattened: [box.size] float32.
 
         Shorter, where a vocabulary was filled up less when it was saved than it is now: of the rows
@@ -191,7 +191,7 @@ class _Saved:
 
 
 def _overlap(
-    offset: tuple[int, ...], shape: tuple[int, ...], other: Box
+    offset: tuple[int, ...], shape: tuple[int, ...], other: TensorSlice
 ) -> tuple[Slices, Slices] | None:
     """Where a block and a box share elements, in the coordinates of each."""
     here, there = [], []

@@ -35,7 +35,13 @@ from cray_agents.errors import JobError, StoreError
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.removal import keep_newest
-from cray_agents.trainers.checkpointing.state import NUMBERS, Piece, adam_steps, owned, parts_of
+from cray_agents.trainers.checkpointing.state import (
+    NUMBERS,
+    OwnedRange,
+    adam_steps,
+    owned,
+    parts_of,
+)
 from cray_agents.trainers.training.train_step import Training
 
 SEAL = "SEALED.json"
@@ -74,7 +80,7 @@ class Saver:
         store: Any = distributed_c10d._get_default_store()
         self._store = store.clone()  # on which a thread may wait
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
-        self._pieces: list[Piece] = []
+        self._pieces: list[OwnedRange] = []
         self._buffer = torch.empty(len(NUMBERS), 0)
         self._flight: Future[bool] | None = None
         self._step, self._begun = -1, 0.0
@@ -175,7 +181,7 @@ class Saver:
         return f"resume-point/{self._attempt}/{step}/{rank}"
 
 
-def _describe(piece: Piece) -> dict[str, Any]:
+def _describe(piece: OwnedRange) -> dict[str, Any]:
     box = piece.part.box
     return {
         "key": box.key,

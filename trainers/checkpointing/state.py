@@ -20,7 +20,7 @@ NUMBERS = ("param", "exp_avg", "exp_avg_sq")  # of each element, in float32: wei
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """A block of a weight: `shape` at `offset` in a whole tensor, whatever the layout calls it."""
 
     key: str
@@ -35,23 +35,23 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorRange:
     """A box that is the elements `begin` .. `begin + box.size` of a flattened local parameter."""
 
-    box: Box
+    box: TensorSlice
     begin: int
     padded: bool  # whole[0] depends on the layout: a vocabulary, filled up for tensor ranks
     copy: bool  # another tensor or pipeline rank has the same
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedRange:
     """What this rank's optimizer owns of a box: its elements `first` .. `first + count`.
 
     `tensors`: a view for each of NUMBERS, [n] float32, which training goes on changing.
     """
 
-    part: Part
+    part: TensorRange
     first: int
     tensors: tuple[torch.Tensor, ...]
 
@@ -61,7 +61,7 @@ class Piece:
         return len(self.tensors[0])
 
 
-def parts_of(training: Training) -> dict[torch.Tensor, list[Part]]:
+def parts_of(training: Training) -> dict[torch.Tensor, list[TensorRange]]:
     """Where each trainable parameter of this rank lies; SwiGLU's two halves lie apart."""
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -70,7 +70,7 @@ def parts_of(training: Training) -> dict[torch.Tensor, list[Part]]:
         "singleton_local_shards": True,  # each layer and expert under its own name
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
     }
-    found: dict[torch.Tensor, list[Part]] = {}
+    found: dict[torch.Tensor, list[TensorRange]] = {}
     for chunk in training.inner:
         for place in chunk.sharded_state_dict(metadata=metadata).values():
             parameter = getattr(place, "data", None)
@@ -83,18 +83,18 @@ def parts_of(training: Training) -> dict[torch.Tensor, list[Part]]:
     return found
 
 
-def _part(parameter: torch.Tensor, place: Any) -> Part:
-    box = Box(
+def _part(parameter: torch.Tensor, place: Any) -> TensorRange:
+    box = TensorSlice(
         key=place.key,
         whole=tuple(place.global_shape),
         offset=tuple(place.global_offset),
         shape=(1,) * place.prepend_axis_num + tuple(place.local_shape),
     )
     begin = (place.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
-    return Part(box, begin, place.allow_shape_mismatch, copy=any(place.replica_id[:-1]))
+    return TensorRange(box, begin, place.allow_shape_mismatch, copy=any(place.replica_id[:-1]))
 
 
-def owned(training: Training, parts: dict[torch.Tensor, list[Part]]) -> Iterator[Piece]:
+def owned(training: Training, parts: dict[torch.Tensor, list[TensorRange]]) -> Iterator[OwnedRange]:
     """What this rank's optimizer owns, of which no other data rank has anything."""
     for optimizer in optimizers(training):
         for parameter, start, stop in _stretches(optimizer):
@@ -107,7 +107,7 @@ def owned(training: Training, parts: dict[torch.Tensor, list[Part]]) -> Iterator
                         state[name].detach().view(-1)[low - start : high - start]
                         for name in NUMBERS
                     )
-                    yield Piece(part, low - part.begin, views)
+                    yield OwnedRange(part, low - part.begin, views)
 
 
 def optimizers(training: Training) -> list[Any]:

@@ -19,7 +19,7 @@ Number = TypeVar("Number", np.int64, np.float32)
 
 
 @dataclass(frozen=True)
-class Share:
+class ContextShard:
     """What a context rank has of a micro-batch, all [its tokens] but what is said otherwise.
 
     `bounds` and `chosen` are of the whole micro-batch and the same on all ranks. Sequences are
@@ -43,7 +43,7 @@ class Share:
         return int(np.diff(self.bounds).max())
 
 
-def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> Share:
+def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextShard:
     """The part of a micro-batch that belongs to one of `ranks` context ranks.
 
     `multiple`: every rank gets a multiple of it in tokens (tensor ranks share those evenly under
@@ -62,7 +62,7 @@ def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> Share:
         taken[~real] = 0
         return taken
 
-    return Share(
+    return ContextShard(
         tokens=mine(packed.tokens),
         labels=mine(packed.labels),
         positions=positions,

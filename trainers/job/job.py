@@ -27,9 +27,15 @@ from cray_agents.trainers.checkpointing.publish import parent_sha256
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.engine_agreement import sampled_by_parent
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
-from cray_agents.trainers.job.job_inputs import Work
-from cray_agents.trainers.job.journal import Journal
-from cray_agents.trainers.job.launch import EX_TEMPFAIL, Outcome, Place, find_place, run_ranks
+from cray_agents.trainers.job.job_inputs import JobInputs
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.launch import (
+    EX_TEMPFAIL,
+    RankPlacement,
+    RanksOutcome,
+    find_place,
+    run_ranks,
+)
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import check_layout
@@ -45,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: python -m cray_agents.trainers.job.job <home>/jobs/<id>/spec.json")
         return 2
     path = Path(arguments[0]).resolve()
-    journal = Journal(Home(path.parents[2]), path.parent.name)
+    journal = JobJournal(Home(path.parents[2]), path.parent.name)
     try:
         return run(journal)
     except JobError as death:  # a rank died: no status.json, so that it may be started again
@@ -59,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(journal, str(reason))
 
 
-def run(journal: Journal) -> int:
+def run(journal: JobJournal) -> int:
     """Take the job from where it stands to its end, or to where it is asked to stop."""
     spec = journal.spec()
     if (ended := _already_ended(journal, spec)) is not None:
@@ -82,7 +88,7 @@ def run(journal: Journal) -> int:
     return outcome.code
 
 
-def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
+def prepare(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
     """Read and check all inputs; nothing is written. Raises BadInput, NotFound, Corrupt."""
     from cray_agents.trainers.models.lora import adapted
 
@@ -103,7 +109,7 @@ def prepare(journal: Journal, spec: JobSpec, attempt: int) -> Work:
     reference = _reference(spec, home, parent, model)
     samples, validation = _samples(spec, home, parent, model)
     comparable = sampled_by_parent(samples, home, spec.parent_sha256, hyper.policy.temperature)
-    return Work(
+    return JobInputs(
         journal,
         spec,
         attempt,
@@ -166,7 +172,7 @@ def _check_weights(folder: Path, expected: str, init: str, param: str) -> None:
         )
 
 
-def _train(work: Work, place: Place) -> Outcome:
+def _train(work: JobInputs, place: RankPlacement) -> RanksOutcome:
     """Import Megatron, settle where to start from, run this node's ranks."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
     import torch
@@ -207,7 +213,7 @@ def _train(work: Work, place: Place) -> Outcome:
     return run_ranks(place, work.journal.folder / "logs", partial(rank.run, work, on_cpu))
 
 
-def _already_ended(journal: Journal, spec: JobSpec) -> int | None:
+def _already_ended(journal: JobJournal, spec: JobSpec) -> int | None:
     """The exit code when there is nothing to do; None when there is."""
     if journal.cancelled:
         print(f"{spec.id} was cancelled: nothing to do", flush=True)
@@ -227,7 +233,7 @@ def _already_ended(journal: Journal, spec: JobSpec) -> int | None:
     return None
 
 
-def _succeed(journal: Journal, spec: JobSpec) -> None:
+def _succeed(journal: JobJournal, spec: JobSpec) -> None:
     """Record success from the published manifest, whichever attempt published it."""
     path = journal.home.checkpoint(spec.id) / "manifest.json"
     if not path.exists():
@@ -252,7 +258,7 @@ def _succeed(journal: Journal, spec: JobSpec) -> None:
     print(f"finished: checkpoint {spec.id}", flush=True)
 
 
-def _fail(journal: Journal, reason: str) -> int:
+def _fail(journal: JobJournal, reason: str) -> int:
     """Record a failure that starting again would not mend."""
     print(f"failed: {reason}", flush=True)
     if not journal.exists:

@@ -4,16 +4,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cray_agents.trainers.data.samples import Samples
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.training_jobs import JobSpec
 
 
 @dataclass(frozen=True)
-class Work:
+class JobInputs:
     """A job's inputs. `at` sets at most one of the two resume points."""
 
-    journal: Journal
+    journal: JobJournal
     spec: JobSpec
     attempt: int
     parent: Path
@@ -30,6 +30,6 @@ class Work:
         """Where this job's resume points are."""
         return self.journal.folder / "megatron"
 
-    def at(self, resume_from: Path | None, optimizer_from: Path | None) -> "Work":
+    def at(self, resume_from: Path | None, optimizer_from: Path | None) -> "JobInputs":
         """The same work, starting there."""
         return replace(self, resume_from=resume_from, optimizer_from=optimizer_from)

@@ -53,7 +53,7 @@ TAIL_BYTES = 8192
 _NO_MEASURE = {"event", "time", "step", "not_finite"}
 
 
-class Journal:
+class JobJournal:
     """The folder of one job. Cheap to make; holds no state but an open events file."""
 
     def __init__(self, home: Home, job_id: str) -> None:

@@ -35,7 +35,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Which ranks this node runs, and where all ranks meet."""
 
     node: int
@@ -58,11 +58,11 @@ class Place:
         return here if self.nodes > 1 else ""
 
 
-def find_place(world: int, job_id: str) -> Place:
+def find_place(world: int, job_id: str) -> RankPlacement:
     """This node's place, from Slurm's variables if there are several nodes. Raises BadInput."""
     nodes = int(os.environ.get("SLURM_NNODES", "1"))
     if nodes == 1:
-        return Place(0, 1, world, "127.0.0.1", 0)
+        return RankPlacement(0, 1, world, "127.0.0.1", 0)
     if world % nodes:
         raise BadInput(f"{world} ranks cannot be spread evenly over {nodes} nodes", param="layout")
     listed = subprocess.run(
@@ -77,11 +77,11 @@ def find_place(world: int, job_id: str) -> Place:
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     start = "-".join(["end", *(os.environ.get(name, "0") for name in names)])
     node = int(os.environ["SLURM_NODEID"])
-    return Place(node, nodes, world, listed.stdout.split()[0], port, start)
+    return RankPlacement(node, nodes, world, listed.stdout.split()[0], port, start)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RanksOutcome:
     """How a job's ranks on this node ended, when all of them ended as they meant to.
 
     `refusal` is a reason that no restart would mend.
@@ -109,7 +109,7 @@ class StopFlag:
 RankMain = Callable[[int, Any, StopFlag], int]
 
 
-def meeting_point(place: Place) -> socket.socket:
+def meeting_point(place: RankPlacement) -> socket.socket:
     """Where the ranks of all nodes find each other: on loopback if all nodes are this host.
 
     A host can have another address under its own name than others know it by, so what others are
@@ -118,7 +118,7 @@ def meeting_point(place: Place) -> socket.socket:
     return socket.create_server((place.host if place.host.startswith("127.") else "", place.port))
 
 
-def run_ranks(place: Place, logs: Path, main: RankMain) -> Outcome:
+def run_ranks(place: RankPlacement, logs: Path, main: RankMain) -> RanksOutcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
     Raises JobError, naming the rank and with its log's tail, when one dies or no longer responds.
@@ -138,14 +138,14 @@ def run_ranks(place: Place, logs: Path, main: RankMain) -> Outcome:
         bad = watch(ranks)
         _end(ranks)
         if bad is None:
-            return Outcome(max(process.code or 0 for process in ranks))
+            return RanksOutcome(max(process.code or 0 for process in ranks))
         process, how = bad
         ended = first_end(
             logs / f"{place.start}.json" if place.nodes > 1 else None,
             describe(process, how, place.where, _log(logs, process.rank)),
         )
         if ended.refusal is not None:
-            return Outcome(1, ended.refusal)
+            return RanksOutcome(1, ended.refusal)
         raise JobError(str(ended), log_tail=ended.log_tail)
     finally:
         _end(ranks)
@@ -186,7 +186,7 @@ def _end(ranks: list[RankProcess]) -> None:
 
 
 def _fork(
-    rank: int, place: Place, listener: socket.socket | None, log: Path, main: RankMain
+    rank: int, place: RankPlacement, listener: socket.socket | None, log: Path, main: RankMain
 ) -> RankProcess:
     launcher = os.getpid()
     read_end, write_end = os.pipe()
@@ -201,7 +201,7 @@ def _fork(
 def _be_rank(
     rank: int,
     launcher: int,
-    place: Place,
+    place: RankPlacement,
     listener: socket.socket | None,
     log: Path,
     main: RankMain,
@@ -239,7 +239,7 @@ def _mended_by_a_restart(problem: CrayError) -> bool:
     return isinstance(problem, SetupError | StoreError) and not isinstance(problem, Corrupt)
 
 
-def _store(rank: int, place: Place, listener: socket.socket | None) -> Any:
+def _store(rank: int, place: RankPlacement, listener: socket.socket | None) -> Any:
     """Where ranks find each other; its port was opened before the fork, so nobody can take it."""
     from torch._C._distributed_c10d import HashStore, TCPStore
 

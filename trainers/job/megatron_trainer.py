@@ -19,7 +19,7 @@ from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.job.journal import Journal, changes, measures
+from cray_agents.trainers.job.journal import JobJournal, changes, measures
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import spread
@@ -72,7 +72,7 @@ class MegatronTrainer:
         SchedulerError, Corrupt; BadInput and NotFound if its parent can never be trained, if no
         layout can be chosen for it, or it does not fit into what is there.
         """
-        journal = Journal(self.home, spec.id)
+        journal = JobJournal(self.home, spec.id)
         with self._starting:
             if not journal.exists:
                 self._check(spec)
@@ -95,7 +95,7 @@ class MegatronTrainer:
             except (BadInput, NotFound) as error:
                 raise type(error)(str(error), param=param) from error
 
-    def _settled(self, journal: Journal, spec: JobSpec) -> JobSpec:
+    def _settled(self, journal: JobJournal, spec: JobSpec) -> JobSpec:
         """The spec with a layout; where it had none, why that one is told before."""
         settled, reasons = spread(spec, self.home, self.resources)
         hold(settled, self.home, self.resources, chosen=bool(reasons))
@@ -111,7 +111,7 @@ class MegatronTrainer:
 
     def status(self, job_id: str) -> JobStatus:
         """Where it stands; starts it again if its process died. Raises NotFound."""
-        journal = Journal(self.home, job_id)
+        journal = JobJournal(self.home, job_id)
         spec = journal.spec()
         found = self._look(journal, spec)
         if isinstance(found, JobStatus):
@@ -122,7 +122,7 @@ class MegatronTrainer:
                 return found
             return self._go_on(journal, journal.adopt(), found)
 
-    def _look(self, journal: Journal, spec: JobSpec) -> JobStatus | CommandStatus:
+    def _look(self, journal: JobJournal, spec: JobSpec) -> JobStatus | CommandStatus:
         """Where a job stands, or how its command ended when the job itself has not."""
         if journal.cancelled:
             return self._describe(journal, spec, "cancelled")
@@ -138,7 +138,7 @@ class MegatronTrainer:
             return ended
         return self._describe(journal, spec, "paused") if journal.paused else command
 
-    def _go_on(self, journal: Journal, spec: JobSpec, command: CommandStatus) -> JobStatus:
+    def _go_on(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
         """Start a job again whose command ended before its time."""
         if handover(journal).resumed:
             self._hand_over(journal, Handover(step=journal.step))
@@ -150,7 +150,7 @@ class MegatronTrainer:
 
     def cancel(self, job_id: str) -> JobStatus:
         """End it for good. A job that has ended before stays what it is. Raises NotFound."""
-        journal = Journal(self.home, job_id)
+        journal = JobJournal(self.home, job_id)
         journal.spec()
         if (ended := self._ended(journal)) is not None:
             return ended
@@ -164,7 +164,7 @@ class MegatronTrainer:
         The ranks see the pause themselves: a signal would leave a big model only the scheduler's
         grace period to save in.
         """
-        journal = Journal(self.home, job_id)
+        journal = JobJournal(self.home, job_id)
         journal.spec()
         if journal.cancelled or self._ended(journal) is not None:
             state = self.status(job_id).state
@@ -175,7 +175,7 @@ class MegatronTrainer:
 
     def resume(self, job_id: str) -> JobStatus:
         """Start a paused job again, from its newest resume point. Raises NotFound, BadInput."""
-        journal = Journal(self.home, job_id)
+        journal = JobJournal(self.home, job_id)
         journal.spec()
         if not journal.paused or journal.cancelled or self._ended(journal) is not None:
             message = f"{job_id} is {self.status(job_id).state}, not paused"
@@ -185,11 +185,11 @@ class MegatronTrainer:
             journal.resume()
         return self.status(job_id)
 
-    def _note_resumed(self, journal: Journal) -> None:
+    def _note_resumed(self, journal: JobJournal) -> None:
         _note(journal, handover(journal).model_copy(update={"resumed": True}))
 
     # ---- restarts
-    def _restart(self, journal: Journal, spec: JobSpec, command: CommandStatus) -> JobStatus:
+    def _restart(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
         last, step = handover(journal), journal.step
         restarts = 1 if step > last.step else last.restarts + 1
         if restarts <= MAX_RESTARTS:
@@ -204,7 +204,7 @@ class MegatronTrainer:
         journal.write_status(failed)
         return failed
 
-    def _hand_over(self, journal: Journal, what: Handover) -> None:
+    def _hand_over(self, journal: JobJournal, what: Handover) -> None:
         spec = journal.spec()
         world, gpus = spec.layout.world, self.resources.gpus is not None
         environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
@@ -232,7 +232,7 @@ class MegatronTrainer:
         _note(journal, what.model_copy(update={"id": given}))
 
     # ---- what to say
-    def _ended(self, journal: Journal) -> JobStatus | None:
+    def _ended(self, journal: JobJournal) -> JobStatus | None:
         status = journal.status()
         if status is None:
             return None
@@ -241,12 +241,12 @@ class MegatronTrainer:
         told = {"scheduler": self.scheduler.name, "scheduler_job_id": given}
         return status.model_copy(update={**told, "metrics": newest_measures(journal)})
 
-    def _describe(self, journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:
+    def _describe(self, journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         described = describe(journal, spec, state)
         return described.model_copy(update={"scheduler": self.scheduler.name})
 
 
-def to_try_again(journal: Journal, spec: JobSpec) -> bool:
+def to_try_again(journal: JobJournal, spec: JobSpec) -> bool:
     """Whether the job failed and this spec asks for another way to run it, or its weights are gone.
 
     Raises Corrupt.
@@ -259,7 +259,7 @@ def to_try_again(journal: Journal, spec: JobSpec) -> bool:
 
 def read_status(home: Home, job_id: str) -> JobStatus:
     """What a job's folder alone says of it; nothing is asked or started. Raises NotFound."""
-    journal = Journal(home, job_id)
+    journal = JobJournal(home, job_id)
     spec = journal.spec()
     if (ended := journal.status()) is not None:
         told = {"scheduler_job_id": handover(journal).id, "metrics": newest_measures(journal)}
@@ -269,7 +269,7 @@ def read_status(home: Home, job_id: str) -> JobStatus:
     return describe(journal, spec, "cancelled" if journal.cancelled else state)
 
 
-def describe(journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:
+def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
     """The status of a job that has not ended by itself, from its events."""
     steps = [e for e in journal.events() if e.get("event") == "step"]
     return JobStatus(
@@ -287,18 +287,18 @@ def describe(journal: Journal, spec: JobSpec, state: JobState) -> JobStatus:
     )
 
 
-def newest_measures(journal: Journal) -> dict[str, Any]:
+def newest_measures(journal: JobJournal) -> dict[str, Any]:
     """`JobStatus.metrics`, of a job that has ended too."""
     newest = journal.last_step
     return measures(newest) if newest is not None else {}
 
 
-def handover(journal: Journal) -> Handover:
+def handover(journal: JobJournal) -> Handover:
     """What was last given to the scheduler for a job."""
     path = journal.folder / "scheduler.json"
     return checksums.read_record(Handover, path) if path.exists() else Handover()
 
 
-def _note(journal: Journal, what: Handover) -> None:
+def _note(journal: JobJournal, what: Handover) -> None:
     text = checksums.with_crc(what.model_dump_json().encode())
     durable.replace_file(journal.folder / "scheduler.json", text)

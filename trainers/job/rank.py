@@ -18,9 +18,9 @@ from cray_agents.trainers.data.baseline_logprobs import Known
 from cray_agents.trainers.data.probe_prompts import probe_prompts
 from cray_agents.trainers.job import engine_agreement
 from cray_agents.trainers.job.baselines import Baselines
-from cray_agents.trainers.job.job_inputs import Work
+from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
-from cray_agents.trainers.job.totals import Progress
+from cray_agents.trainers.job.totals import JobTotals
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
 from cray_agents.trainers.training.broadcast import agree, is_main
@@ -28,7 +28,7 @@ from cray_agents.trainers.training.parallel_groups import join_ranks
 from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
 
 
-def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
+def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
     """Do one rank's part of a job; returns its exit code. Raises CrayError on bad inputs.
 
     Asked to stop, or superseded, it ends within a step, or between two parts of what takes longer.
@@ -79,7 +79,7 @@ def run(work: Work, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
     return code
 
 
-def look_back(training: Training, work: Work) -> tuple[Known, Known | None]:
+def look_back(training: Training, work: JobInputs) -> tuple[Known, Known | None]:
     """What the weights before training say of the samples; proves that the engine agrees."""
     comparable = agree(work.comparable)  # nodes may have looked at different times
     found = engine_agreement.compare(comparable, training.score(comparable))
@@ -95,23 +95,23 @@ def look_back(training: Training, work: Work) -> tuple[Known, Known | None]:
     return known, baselines.of_validation(work.validation)
 
 
-def restore(training: Training, point: Any, optimizer_from: Any) -> Progress:
+def restore(training: Training, point: Any, optimizer_from: Any) -> JobTotals:
     """Go on from a resume point of this job, or with the optimizer of another, or from nothing."""
     if point is not None:
-        return Progress(**resume.load(training, point))
+        return JobTotals(**resume.load(training, point))
     if optimizer_from is not None:
         resume.load(training, optimizer_from)
         training.restart()
-    return Progress()
+    return JobTotals()
 
 
 def train(
     training: Training,
-    work: Work,
+    work: JobInputs,
     known: Known,
     validation: Known | None,
     attempt: int,
-    progress: Progress,
+    progress: JobTotals,
 ) -> bool:
     """Train to the last step, saving on the way; False when asked to stop, or paused, before."""
     spec, steps = work.spec, work.spec.hyperparameters.steps
@@ -148,7 +148,7 @@ def train(
     return training.done == steps and not to_evaluate()
 
 
-def step(training: Training, work: Work, known: Known, progress: Progress) -> bool:
+def step(training: Training, work: JobInputs, known: Known, progress: JobTotals) -> bool:
     """Train one step and tell of it; returns whether to stop."""
     begun, before = time.perf_counter(), training.done
     report = training.step(known)
@@ -159,7 +159,7 @@ def step(training: Training, work: Work, known: Known, progress: Progress) -> bo
     return report.stop
 
 
-def tell(training: Training, work: Work, report: StepReport, seconds: float) -> None:
+def tell(training: Training, work: JobInputs, report: StepReport, seconds: float) -> None:
     """Write a step's line into the job's events."""
     rate = report.processed / seconds
     values: dict[str, Any] = {
@@ -186,7 +186,7 @@ def memory_gib(on_cpu: bool) -> float:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def evaluate(training: Training, work: Work, validation: Known, progress: Progress) -> None:
+def evaluate(training: Training, work: JobInputs, validation: Known, progress: JobTotals) -> None:
     """The loss on the validation split, as an event and for the manifest."""
     loss, measures = training.evaluate(validation)
     progress.validation_loss, progress.evaluated = loss, training.done
@@ -195,6 +195,6 @@ def evaluate(training: Training, work: Work, validation: Known, progress: Progre
         work.journal.event("evaluation", step=training.done, loss=loss, tokens=tokens, **measures)
 
 
-def may_publish(work: Work, attempt: int) -> bool:
+def may_publish(work: JobInputs, attempt: int) -> bool:
     """Whether this attempt is still the one; rank 0 looks, all ranks do as it says."""
     return agree(work.journal.fenced(attempt) if is_main() else None) is None

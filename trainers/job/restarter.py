@@ -12,7 +12,7 @@ import os
 from cray_agents.errors import CrayError
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 
 EVERY = 5.0  # seconds between two rounds
 AFRESH = 12  # rounds after which the ended ones are looked at, too: a failed one is tried again
@@ -57,7 +57,7 @@ def going(home: Home, ended: set[str]) -> list[str]:
     ended &= names
     found = []
     for name in sorted(names - ended):
-        journal = Journal(home, name)
+        journal = JobJournal(home, name)
         if journal.ended:
             ended.add(name)
         elif journal.exists:

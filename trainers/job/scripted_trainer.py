@@ -16,7 +16,7 @@ from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.publish import hash_files, publish_folder
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import read_status
 from cray_agents.training_jobs import JobSpec, JobStatus
 
@@ -52,7 +52,7 @@ class ScriptedTrainer:
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Do the job, or find it done. Raises NotFound when there is no such parent."""
-        journal = Journal(self.home, spec.id)
+        journal = JobJournal(self.home, spec.id)
         if not journal.exists:
             self._parent(spec)
             self.submitted.append(spec)
@@ -63,7 +63,7 @@ class ScriptedTrainer:
 
     def advance(self, job_id: str, step: int | None = None) -> JobStatus:
         """Train a job up to `step`, or to its end, unless it is paused or over. Raises NotFound."""
-        journal = Journal(self.home, job_id)
+        journal = JobJournal(self.home, job_id)
         spec = journal.spec()
         if self.status(job_id).state in ("queued", "running"):
             self._train(journal, spec, spec.hyperparameters.steps if step is None else step)
@@ -76,7 +76,7 @@ class ScriptedTrainer:
     def cancel(self, job_id: str) -> JobStatus:
         """End it, unless it has ended: a job that is not held has when `submit` returns."""
         if self.status(job_id).state in ("queued", "running", "paused"):
-            Journal(self.home, job_id).cancel()
+            JobJournal(self.home, job_id).cancel()
         return self.status(job_id)
 
     def pause(self, job_id: str) -> JobStatus:
@@ -84,7 +84,7 @@ class ScriptedTrainer:
         if (state := self.status(job_id).state) not in ("queued", "running", "paused"):
             message = f"{job_id} has ended ({state}): there is nothing left to pause"
             raise BadInput(message, param="job_id", code="job_ended")
-        Journal(self.home, job_id).pause()
+        JobJournal(self.home, job_id).pause()
         return self.status(job_id)
 
     def resume(self, job_id: str) -> JobStatus:
@@ -92,10 +92,10 @@ class ScriptedTrainer:
         if (state := self.status(job_id).state) != "paused":
             message = f"{job_id} is {state}, not paused"
             raise BadInput(message, param="job_id", code="job_not_paused")
-        Journal(self.home, job_id).resume()
+        JobJournal(self.home, job_id).resume()
         return self.status(job_id)
 
-    def _train(self, journal: Journal, spec: JobSpec, until: int) -> None:
+    def _train(self, journal: JobJournal, spec: JobSpec, until: int) -> None:
         """The events of the steps up to `until`, and the end if that is the last one."""
         steps, done = spec.hyperparameters.steps, journal.step
         journal.event("started", attempt=journal.claim_attempt(), from_step=done, left_out=0)
@@ -128,7 +128,7 @@ class ScriptedTrainer:
         ids = [submitted.id for submitted in self.submitted]
         return self.failures.get(ids.index(spec.id)) if spec.id in ids else None
 
-    def _end(self, journal: Journal, spec: JobSpec, error: str | None) -> JobStatus:
+    def _end(self, journal: JobJournal, spec: JobSpec, error: str | None) -> JobStatus:
         steps, attempts = spec.hyperparameters.steps, journal.attempts
         if error is not None:
             return JobStatus(

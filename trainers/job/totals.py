@@ -13,7 +13,7 @@ SMALL = 1.0  # the least that it counts as: a gradient below is not even clipped
 
 
 @dataclass
-class Progress:
+class JobTotals:
     """Kept in every resume point, so that a restarted job counts on."""
 
     loss_first: float | None = None

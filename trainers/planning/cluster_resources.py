@@ -34,20 +34,20 @@ class Gpus:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostResources:
     """What this process may use of the host that it runs on: cores, and GiB of memory."""
 
     cores: int
     gib: float
 
 
-def this_host() -> Host:
+def this_host() -> HostResources:
     """This host's cores and memory, less where a container's limit says so."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     limit = Path("/sys/fs/cgroup/memory.max")
     with suppress(OSError, ValueError):  # no cgroup, or "max"
         gib = min(gib, int(limit.read_text()) / 2**30)
-    return Host(len(os.sched_getaffinity(0)), gib)
+    return HostResources(len(os.sched_getaffinity(0)), gib)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Resources:
     gpus: Gpus | None = None
     cpus_per_rank: int = 1
     minutes: int | None = None
-    host: Host | None = None
+    host: HostResources | None = None
 
     @property
     def ranks_per_node(self) -> int:

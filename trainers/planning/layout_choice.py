@@ -29,7 +29,7 @@ SPLIT_ACROSS = 1.25  # the same between nodes: a guess
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout, what it needs, and by how much it is slower than ranks that are always busy."""
 
     layout: Layout
@@ -49,7 +49,7 @@ class Choice:
     slowdown: float
     fits: bool
     reasons: list[str]
-    ranking: Sequence[Candidate]
+    ranking: Sequence[LayoutCandidate]
 
 
 def choose_layout(
@@ -93,7 +93,7 @@ def rank_layouts(
     hyper: Hyperparameters,
     sequence_length: int,
     ways: Sequence[Recompute] = ("none", "full"),
-) -> list[Candidate]:
+) -> list[LayoutCandidate]:
     """Every layout that is worth a thought, the best first. `room`: GiB of a rank to be used."""
     found = []
     for layout in _sensible(model, ranks, ranks_per_node, hyper):
@@ -103,7 +103,7 @@ def rank_layouts(
                 model, layout, hyper, sequence_length=sequence_length, recompute=way
             )
             again = RECOMPUTED if way == "full" else 1.0
-            found.append(Candidate(layout, way, memory, slower * again, memory.gib <= room))
+            found.append(LayoutCandidate(layout, way, memory, slower * again, memory.gib <= room))
     return sorted(found, key=_order)
 
 
@@ -142,7 +142,7 @@ def _sensible(
             yield layout
 
 
-def _order(candidate: Candidate) -> tuple[float, ...]:
+def _order(candidate: LayoutCandidate) -> tuple[float, ...]:
     """What fits, then what is quick, then what splits least, tensor first."""
     layout = candidate.layout
     return (
@@ -165,7 +165,7 @@ def _about(model: Architecture, ranks: int, gib: float, hyper: Hyperparameters) 
     )
 
 
-def _why(best: Candidate, ranking: Sequence[Candidate]) -> Iterator[str]:
+def _why(best: LayoutCandidate, ranking: Sequence[LayoutCandidate]) -> Iterator[str]:
     """A sentence for each thing that was decided."""
     layout, whole = best.layout, Layout(data=best.layout.world)
     other = next(c for c in ranking if c.layout == whole and c.recompute == best.recompute)

@@ -11,7 +11,7 @@ from math import ceil
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.trainers.models.architecture import read_architecture
-from cray_agents.trainers.planning.cluster_resources import Gpus, Host, Resources
+from cray_agents.trainers.planning.cluster_resources import Gpus, HostResources, Resources
 from cray_agents.trainers.planning.default_layout import usual_length
 from cray_agents.trainers.planning.layouts import described
 from cray_agents.trainers.planning.memory import estimate_memory
@@ -38,7 +38,7 @@ def hold(spec: JobSpec, home: Home, resources: Resources, *, chosen: bool) -> No
         _hold_memory(spec, home, host)
 
 
-def _hold_ranks(spec: JobSpec, host: Host, resources: Resources) -> None:
+def _hold_ranks(spec: JobSpec, host: HostResources, resources: Resources) -> None:
     """Each rank has its cores, and its GPU, on the one host."""
     world, each = spec.layout.world, resources.cpus_per_rank
     if resources.gpus is not None and world > resources.gpus.per_node:
@@ -76,7 +76,7 @@ def _hold_gpu_memory(spec: JobSpec, home: Home, gpus: Gpus) -> None:
         )
 
 
-def _hold_memory(spec: JobSpec, home: Home, host: Host) -> None:
+def _hold_memory(spec: JobSpec, home: Home, host: HostResources) -> None:
     """All ranks are processes of this host.
 
     A machine whose memory is full takes all else on it along, but a job that would have run is not

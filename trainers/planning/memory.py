@@ -43,7 +43,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Share:
+class WeightShare:
     """Weights of one rank: those that every data rank has, and its experts'."""
 
     dense: int
@@ -88,7 +88,7 @@ def in_flight(layout: Layout, count: int) -> float:
     return min(stages * more, float(count))
 
 
-def share(model: Architecture, layout: Layout, stage: int) -> Share:
+def share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
     """The weights of a rank in a pipeline stage, the vocabulary padded to divide evenly."""
     layers, tensor = model.layers // layout.pipeline, layout.tensor
     whole = 2 * model.hidden + (2 * model.head_size if model.qk_norm else 0)  # norms
@@ -107,7 +107,7 @@ def share(model: Architecture, layout: Layout, stage: int) -> Share:
     if last and not (model.tied and stage == 0):
         dense += table
     experts = layers * (model.experts or 0) // layout.expert * (expert_weights(model) // tensor)
-    return Share(dense, experts)
+    return WeightShare(dense, experts)
 
 
 def _stage(

@@ -21,7 +21,7 @@ from cray_agents.trainers.planning.arithmetic import (
     multiplied,
 )
 from cray_agents.trainers.planning.hardware import Gpu
-from cray_agents.trainers.planning.layout_choice import Candidate, Choice, choose_layout
+from cray_agents.trainers.planning.layout_choice import Choice, LayoutCandidate, choose_layout
 from cray_agents.trainers.planning.memory import GIB, Memory, Recompute
 from cray_agents.training_jobs import Hyperparameters, MethodName
 
@@ -115,7 +115,7 @@ class Plan:
             "layouts": self.rows(choice.ranking) if choice else [],
         }
 
-    def rows(self, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    def rows(self, candidates: Sequence[LayoutCandidate]) -> list[dict[str, Any]]:
         """A line for each layout: what it needs and how long it would take."""
         return [
             candidate.layout.model_dump()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cray_agents.trainers.data.context_parallel import Share, share
+from cray_agents.trainers.data.context_parallel import ContextShard, share
 from cray_agents.trainers.data.packer import Packed
 from cray_agents.trainers.data.samples import Floats, Ints
 from cray_agents.trainers.methods.loss import Marked
@@ -68,12 +68,12 @@ class Ranks:
         tensor_parallel.model_parallel_cuda_manual_seed(zlib.crc32(text.encode()) % 2**30)
 
     # ---- this rank's share of a micro-batch
-    def share(self, packed: Packed) -> Share:
+    def share(self, packed: Packed) -> ContextShard:
         """What this context rank has of it."""
         multiple = self.layout.tensor if self.layout.sequence_parallel else 1
         return share(packed, self.context_rank, self.layout.context, multiple)
 
-    def packed_layout(self, share: Share) -> Any:
+    def packed_layout(self, share: ContextShard) -> Any:
         """Where the sequences of a share lie, as Megatron's attention is told."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -88,7 +88,7 @@ class Ranks:
 
     def marked(
         self,
-        share: Share,
+        share: ContextShard,
         rows: Ints,
         logprobs: torch.Tensor,
         drift: float,

@@ -17,7 +17,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.data.baseline_logprobs import Known
-from cray_agents.trainers.data.context_parallel import Share
+from cray_agents.trainers.data.context_parallel import ContextShard
 from cray_agents.trainers.data.packer import Packed, microbatches, step_units
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods import METHODS
@@ -280,7 +280,7 @@ class Training:
         return out, partial(report, share, rows)
 
     def _logprobs(
-        self, share: Share, rows: Ints, per_token: torch.Tensor
+        self, share: ContextShard, rows: Ints, per_token: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """In place of a loss: the log-probabilities themselves."""
         found = -per_token[0, : len(rows)].float().cpu().numpy()
@@ -291,7 +291,7 @@ class Training:
         self,
         drift: float,
         scale: float,
-        share: Share,
+        share: ContextShard,
         rows: Ints,
         per_token: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -20,7 +20,7 @@ import typer
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.sessions import FileSession, MemorySession, Session
-from cray_agents.cli.agent.conversation_view import Chat, answer, answered, as_text, report
+from cray_agents.cli.agent.conversation_view import TerminalChat, answer, answered, as_text, report
 from cray_agents.cli.platform.platform_process import client, serving
 from cray_agents.cli.screen import HomeOption
 from cray_agents.config import load_config
@@ -125,7 +125,7 @@ def chat(
     module = load(_parted(file)[0])
     given = asked_task(module, task, metadata)
     with engaged(agent_in(module, file), home, url) as agent:
-        Chat(agent, memory, task=given, forget=forget).run()
+        TerminalChat(agent, memory, task=given, forget=forget).run()
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def report(run: Run) -> None:
     errors.print(Text.assemble((str(run.stop_reason), "red"), reason.translate(_PICTURES)))
 
 
-class Chat:
+class TerminalChat:
     """A conversation on the terminal. Ctrl-C stops the present answer, which is then forgotten.
 
     With a `task` each question is asked as that one with another input: an environment finds the

@@ -32,7 +32,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.datasets.considered_runs import Line
+    from cray_agents.runtime.datasets.considered_runs import ConsideredRun
     from cray_agents.runtime.datasets.draft import OnProgress
 
 COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "considered_runs", "when"]
@@ -247,9 +247,9 @@ class _Examples:
 
     def __init__(self) -> None:
         self._counts: Counter[str | None] = Counter()
-        self._lines: list[Line] = []
+        self._lines: list[ConsideredRun] = []
 
-    def add(self, line: "Line") -> None:
+    def add(self, line: "ConsideredRun") -> None:
         self._counts[line.reason] += 1
         if self._counts[line.reason] <= EXAMPLES:
             self._lines.append(line)

@@ -41,7 +41,7 @@ from cray_agents.errors import BadInput
 from cray_agents.permissions import make_private
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.exports.counts import OnProgress, Progress, Summary
+    from cray_agents.runtime.exports.counts import ExportProgress, OnProgress, Summary
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -150,12 +150,12 @@ def export(
         ages = {n: str(v) for n, v in given.items() if n in ("since", "until") and _is_age(v)}
         wanted = filter_of(split=split, **given)  # type: ignore[arg-type]  # as they were given
         source = exporter.of_runs(where, wanted, ages, skip_missing)
-    rules = exporter.Rules(strict, frozenset(allow or ()), skip_unsupported)
+    rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _shown(quiet) as on_progress:
         if output is None:
             summary = _to_stdout(source, chosen, rules, on_progress)
         else:
-            options = exporter.Options(rules, shard_size or exporter.SHARD_SIZE, restart)
+            options = exporter.ExportOptions(rules, shard_size or exporter.SHARD_SIZE, restart)
             summary = exporter.export(
                 source, chosen, output, options=options, on_progress=on_progress
             )
@@ -189,7 +189,7 @@ def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    tally, size = exporter.Tally(), 0
+    tally, size = exporter.ExportCounts(), 0
     for data in exporter.stream(source, form, tally, rules, on_progress):
         sys.stdout.buffer.write(data)
         size += len(data)
@@ -222,7 +222,7 @@ class _Lines:
     def __init__(self) -> None:
         self._said = time.monotonic()
 
-    def __call__(self, now: "Progress") -> None:
+    def __call__(self, now: "ExportProgress") -> None:
         if time.monotonic() - self._said > SAY_EVERY:
             self._said = time.monotonic()
             total = f" of {now.total:,}" if now.total is not None else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cray_agents.runtime.disk import checksums
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 
 POLL = 0.3  # seconds between two looks
 
@@ -74,7 +74,7 @@ class NewEvents:
 
 
 def told(
-    journal: Journal, log: Path, tail: int, *, events: bool = True, follow: bool = False
+    journal: JobJournal, log: Path, tail: int, *, events: bool = True, follow: bool = False
 ) -> Iterator[dict[str, Any] | str]:
     """The last `tail` events of a job and lines of a log; with `follow`, then what comes.
 
@@ -95,6 +95,6 @@ def told(
         time.sleep(POLL)
 
 
-def has_ended(journal: Journal) -> bool:
+def has_ended(journal: JobJournal) -> bool:
     """Whether a job succeeded, failed or was cancelled."""
     return journal.cancelled or journal.status() is not None

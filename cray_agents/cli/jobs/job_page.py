@@ -8,7 +8,7 @@ from cray_agents.cli.loop.generation_table import clock
 from cray_agents.cli.screen import line, when
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import read_status
 from cray_agents.training_jobs import JobSpec
 
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 def about(home: Home, job_id: str) -> Json:
     """Everything known of a job. Raises NotFound."""
-    journal = Journal(home, job_id)
+    journal = JobJournal(home, job_id)
     spec, status, events = journal.spec(), read_status(home, job_id), journal.events()
     failed = status.state == "failed"
     agreements = [e for e in events if e["event"] == "agreement"]
@@ -42,7 +42,7 @@ def about(home: Home, job_id: str) -> Json:
     }
 
 
-def _attempts(journal: Journal) -> list[Json]:
+def _attempts(journal: JobJournal) -> list[Json]:
     """Who worked on it, and since when."""
     numbers = range(1, journal.attempts + 1)
     return [
@@ -64,7 +64,7 @@ def _progress(events: list[Json], done: int, steps: int, state: str) -> Json:
     }
 
 
-def _resume_points(journal: Journal) -> Iterator[Json]:
+def _resume_points(journal: JobJournal) -> Iterator[Json]:
     """Where it could go on from, newest first."""
     for path in journal.resume_points:
         try:

@@ -29,7 +29,7 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.transport import typed
 from cray_agents.runtime.disk import durable
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _alone(home: Home) -> Iterator[None]:
 class Following:
     """What a job tells from now on, printed as `jobs logs -f` does."""
 
-    def __init__(self, journal: Journal, steps: int) -> None:
+    def __init__(self, journal: JobJournal, steps: int) -> None:
         self.job_id, self._steps = journal.job_id, steps
         self._events, self._log = NewEvents(journal.events_file), Growing(journal.log)
 
@@ -237,11 +237,11 @@ class Following:
 
 def _begin(home: Home, trainer: Trains, spec: JobSpec) -> tuple[Following, JobStatus]:
     """Submit the job; one that was paused goes on."""
-    following = Following(Journal(home, spec.id), spec.hyperparameters.steps)
+    following = Following(JobJournal(home, spec.id), spec.hyperparameters.steps)
     following.pass_over()
     status = trainer.submit(spec)
     if status.id != spec.id:  # the platform runs other code than this command
-        following = Following(Journal(home, status.id), spec.hyperparameters.steps)
+        following = Following(JobJournal(home, status.id), spec.hyperparameters.steps)
     if status.state == "paused":
         status = trainer.resume(status.id)
     say(f"{status.id} is {status.state}")

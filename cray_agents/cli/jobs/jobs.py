@@ -69,10 +69,10 @@ def job_logs(
     """Print what a job tells: its steps and other events, and (behind a bar) its log."""
     from cray_agents.cli.jobs.event_stream import has_ended, told
     from cray_agents.cli.jobs.event_text import sentence
-    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.journal import JobJournal
 
     where = root(home)
-    journal = Journal(where, named_job(where, job_id))
+    journal = JobJournal(where, named_job(where, job_id))
     spec = journal.spec()
     log = journal.log if rank is None else journal.folder / "logs" / f"rank-{rank}.txt"
     if rank is not None and as_json:
@@ -114,12 +114,12 @@ def plot_jobs(
     """Draw a job's curves: loss, evaluation loss, learning rate, whatever its steps measure."""
     from cray_agents.cli.jobs.curves import panels
     from cray_agents.cli.jobs.plots import drawn, write_png
-    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.journal import JobJournal
 
     where = root(home)
     named = [named_job(where, job_id) for job_id in job_ids]
     wanted = [name.strip() for name in what.split(",")] if what is not None else []
-    events = {name: Journal(where, name).events() for name in named}
+    events = {name: JobJournal(where, name).events() for name in named}
     found = panels(events, wanted, join=join)
     if png is not None:
         write_png(found, png)
@@ -165,7 +165,7 @@ async def ask(
 def _without_platform(home: Home, job_id: str) -> str:
     """What a job does while no platform runs, and what works to pause, resume or end it."""
     from cray_agents.runtime.scheduler.choose import site_cluster
-    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import handover, read_status
 
     status = read_status(home, job_id)
@@ -177,7 +177,7 @@ def _without_platform(home: Home, job_id: str) -> str:
             f"`jobs submit` (pid {pid}) trains there. Ctrl-C in it, or kill -INT {pid}, saves the "
             "job and ends it; the same command goes on from there"
         )
-    if site_cluster() is not None and (scheduled := handover(Journal(home, job_id)).id):
+    if site_cluster() is not None and (scheduled := handover(JobJournal(home, job_id)).id):
         return (
             f"{job_id} is Slurm's job {scheduled}, which goes on without one: scancel {scheduled} "
             "ends it for now; start `cray-agents up` to pause, resume or cancel it for good"
@@ -218,13 +218,13 @@ def named_job(home: Home, given: str) -> str:
 
     Raises NotFound, BadInput when several are meant.
     """
-    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import handover
 
     ids = job_ids(home)
     if given in ids:
         return given
-    if same := [job for job in ids if handover(Journal(home, job)).id == given]:
+    if same := [job for job in ids if handover(JobJournal(home, job)).id == given]:
         return same[-1]  # a scheduler may count from 1 again
     found = [job for job in ids if given and job.startswith((given, f"job-{given}"))]
     if len(found) == 1:
@@ -243,12 +243,12 @@ def job_ids(home: Home) -> list[str]:
 
 def job_rows(home: Home) -> list[dict[str, Any]]:
     """One row for each job: its status, what it is of, and when it was submitted."""
-    from cray_agents.trainers.job.journal import Journal
+    from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import read_status
 
     rows = []
     for name in job_ids(home):
-        status, journal = read_status(home, name), Journal(home, name)
+        status, journal = read_status(home, name), JobJournal(home, name)
         spec = journal.spec()
         known = {
             "method": spec.method,

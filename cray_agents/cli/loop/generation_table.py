@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli.screen import errors
-from cray_agents.generation import Generation, Progress
+from cray_agents.generation import Generation, LoopProgress
 
 #: The columns of a generation, and what each means; the report shows all of them.
 COLUMNS = {
@@ -57,7 +57,7 @@ class LoopScreen:
         self.generations = generations
         self._enabled = enabled
         self._done: list[Generation] = []
-        self._now = Progress(0, "starting")
+        self._now = LoopProgress(0, "starting")
         self._begun = self._phase_begun = time.monotonic()
         self._live = Live(
             get_renderable=self.draw, console=errors, refresh_per_second=4, transient=True
@@ -85,9 +85,9 @@ class LoopScreen:
 
     def say(self, what: str) -> None:
         """Something outside the loop goes on."""
-        self.progress(Progress(0, what))
+        self.progress(LoopProgress(0, what))
 
-    def progress(self, now: Progress) -> None:
+    def progress(self, now: LoopProgress) -> None:
         """Something moved."""
         before, self._now = self._now, now
         if (before.phase, before.generation) != (now.phase, now.generation):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cray_agents.errors import NotFound
-from cray_agents.loop.evaluator import Verdict
+from cray_agents.loop.evaluator import CandidateVerdict
 from cray_agents.loop.live.schedule import Watch
-from cray_agents.loop.phase_timer import Clock
-from cray_agents.loop.version_gate import Gate
+from cray_agents.loop.phase_timer import PhaseTimer
+from cray_agents.loop.version_gate import VersionGate
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import Decision, PromotionTest
 from cray_agents.records import ModelVersion
@@ -26,13 +26,15 @@ class Canarying:
     """Judges one loop's candidates; `test` gives the range of rewards and the error level."""
 
     platform: Platform
-    gate: Gate
-    clock: Clock
+    gate: VersionGate
+    clock: PhaseTimer
     loop: str
     watch: Watch
     test: PromotionTest
 
-    async def judge(self, candidate: ModelVersion, incumbent: ModelVersion, number: int) -> Verdict:
+    async def judge(
+        self, candidate: ModelVersion, incumbent: ModelVersion, number: int
+    ) -> CandidateVerdict:
         """Prove a candidate, and wait until its canary has ended. Raises SwapError, BadInput."""
         who = f"loop {self.loop}"
         with self.clock.phase("canary", candidate.id):
@@ -49,7 +51,7 @@ class Canarying:
             await self.platform.reject(candidate, **told)
         elif ended["kind"] != "promoted":  # the platform is about to, or died before it did
             await self.gate.promote(candidate, **told)
-        return Verdict(proof, decision, [])
+        return CandidateVerdict(proof, decision, [])
 
     async def _ended(self, candidate: ModelVersion) -> dict[str, Any] | None:
         """The event that ended its canary, or promoted it; None: it goes on, or never began."""

@@ -28,7 +28,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.generation import Generation, promoted_by
 from cray_agents.loop.collector import Collected
 from cray_agents.loop.live.schedule import Update, Watch, held_back, is_due
-from cray_agents.loop.phase_timer import Clock
+from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import Rollouts
 from cray_agents.records import UNSCORED, Record, Run, Task, reward_by
 
@@ -37,7 +37,7 @@ AT_ONCE = 8  # runs that are described at a time
 SLOWER = 10  # the looks take at most one part in so many of the time
 
 
-class Take(Record):
+class UpdateBatch(Record):
     """The journal's word for an update: its runs, and the version they are trained onto.
 
     `givers`: whose rewards count in it; None: anybody's.
@@ -50,7 +50,7 @@ class Take(Record):
 
 
 @dataclass
-class Live:
+class LiveTraffic:
     """Finds and takes the live runs of one loop.
 
     `judged`: whether it has held-out tasks. `both_sides_of`: a reward that an update's runs must
@@ -58,11 +58,11 @@ class Live:
     """
 
     rollouts: Rollouts  # for where they are and whose; nothing is run
-    clock: Clock
+    clock: PhaseTimer
     watch: Watch
     judged: bool
     both_sides_of: Callable[[int], float | None]
-    _takes: dict[int, Take] = field(default_factory=dict)
+    _takes: dict[int, UpdateBatch] = field(default_factory=dict)
     _unnamed: Counter[str] = field(default_factory=Counter)  # whose rewards were left, at a look
 
     async def take(self, done: Sequence[Generation]) -> list[Generation]:
@@ -123,7 +123,7 @@ class Live:
             return False
         version = await self.rollouts.platform.promoted(self.rollouts.agent.model)
         onto = promoted_by(done) if version is None else version.id
-        take = Take(runs=chosen, onto=onto, time=now, givers=givers)
+        take = UpdateBatch(runs=chosen, onto=onto, time=now, givers=givers)
         await self._remember(f"take-{number}", take.model_dump(mode="json"))
         return True
 
@@ -172,7 +172,7 @@ class Live:
                     found.append((row["id"], reward))
         return found
 
-    async def _adopt(self, number: int, take: Take) -> None:
+    async def _adopt(self, number: int, take: UpdateBatch) -> None:
         """Make the runs of an update the loop's: those that are not yet."""
         platform, loop = self.rollouts.platform, self.rollouts.loop
         there = {row["id"] async for row in platform.summaries(loop=loop, generation=number)}
@@ -208,12 +208,12 @@ class Live:
             await self._remember("watching", {"since": now})
         return float(found["since"]) if found else now
 
-    async def _recorded(self, number: int) -> Take | None:
+    async def _recorded(self, number: int) -> UpdateBatch | None:
         if number not in self._takes:
             found = await self.rollouts.platform.recall(self.rollouts.loop, f"take-{number}")
             if found is None:
                 return None
-            self._takes[number] = Take.model_validate(found)
+            self._takes[number] = UpdateBatch.model_validate(found)
         return self._takes[number]
 
     async def _remember(self, entry: str, record: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from cray_agents.runtime.gateway import openapi
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import Access, guarded
 from cray_agents.runtime.gateway.http.error_envelope import HANDLERS
-from cray_agents.runtime.gateway.http.middleware import Edge
+from cray_agents.runtime.gateway.http.middleware import Middleware
 from cray_agents.runtime.gateway.model_calls import answer, passthrough
 from cray_agents.runtime.gateway.routes import (
     batches,
@@ -59,7 +59,7 @@ def create_app(services: Services) -> Starlette:
         False  # a redirect is no envelope, and clients drop the body on it
     )
     # the layers that a request needs, and none of Starlette's own: each costs on every call
-    app.middleware_stack = Edge(ExceptionMiddleware(app.router, HANDLERS), services)
+    app.middleware_stack = Middleware(ExceptionMiddleware(app.router, HANDLERS), services)
     return app
 
 

@@ -160,7 +160,7 @@ class Access:
         return Caller(record.id, record.name, record.role) if record else None
 
 
-class Gate:
+class RoleCheck:
     """The ASGI application of a route: its handler, for whom Access lets through."""
 
     def __init__(self, handler: Handler, template: str, access: Access) -> None:
@@ -180,7 +180,7 @@ class Gate:
 
 def guarded(route: Route, access: Access) -> Route:
     """The route, with a Gate before its handler."""
-    route.app = Gate(route.endpoint, route.path_format, access)
+    route.app = RoleCheck(route.endpoint, route.path_format, access)
     return route
 
 

@@ -33,7 +33,7 @@ Headers = list[tuple[bytes, bytes]]
 log = logging.getLogger(__name__)
 
 
-class Edge:
+class Middleware:
     """ASGI middleware around all routes."""
 
     def __init__(self, app: ASGIApp, services: Services) -> None:

@@ -18,7 +18,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.files.blobs import PIECE, Draft
+from cray_agents.runtime.files.blobs import PIECE, BlobDraft
 from cray_agents.runtime.gateway.http.error_envelope import BodyTooLarge
 
 if TYPE_CHECKING:  # it exists for type checkers alone
@@ -37,13 +37,13 @@ class Form:
     """A form as it came in. `file` is not published yet, and is removed unless the caller does."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    file: Draft | None = None
+    file: BlobDraft | None = None
     filename: str | None = None
 
 
 @asynccontextmanager
 async def receive_form(
-    request: Request, name: str, open_draft: Callable[[], Draft], limit: int
+    request: Request, name: str, open_draft: Callable[[], BlobDraft], limit: int
 ) -> AsyncIterator[Form]:
     """The form in a request's body, whose file is in the field `name`, of at most `limit` bytes.
 
@@ -61,7 +61,7 @@ class FormReader:
     """Takes a body in pieces, from one thread at a time."""
 
     def __init__(
-        self, content_type: str, name: str, open_draft: Callable[[], Draft], limit: int
+        self, content_type: str, name: str, open_draft: Callable[[], BlobDraft], limit: int
     ) -> None:
         self._name = name
         self._open_draft = open_draft

@@ -16,22 +16,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput, StoreError
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.records import Event, new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import ID, check_unmarked, read_json
 from cray_agents.runtime.gateway.model_calls.admission import Ticket
-from cray_agents.runtime.gateway.model_calls.apis import Body, Door
+from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.model_calls.idempotency import (
-    Repeated,
-    Repeats,
-    Turn,
+    IdempotencyKeys,
+    InFlightKey,
+    ReplayedAnswer,
     fingerprint,
     key_of,
 )
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 def routes(services: Services) -> list[Route]:
     """A route for each API, and the same under a run's own base URL."""
-    repeats = Repeats(services.store)
+    repeats = IdempotencyKeys(services.store)
     found = []
     for door in DOORS:
         handler = _handler(services, repeats, door)
@@ -62,7 +62,7 @@ def routes(services: Services) -> list[Route]:
 
 
 def _handler(
-    services: Services, repeats: Repeats, door: Door
+    services: Services, repeats: IdempotencyKeys, door: SamplingApi
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def handle(request: Request) -> Response:
         body = await read_json(request, services.max_body)
@@ -72,7 +72,7 @@ def _handler(
         if call.key is None:
             return await _ask(services, request, call, None)
         turn = await repeats.enter(door.prefix, call.exchange.id, call.fingerprint)
-        if isinstance(turn, Repeated):
+        if isinstance(turn, ReplayedAnswer):
             return _again(call, turn)
         call.exchange.id = turn.name
         response: Response | None = None
@@ -86,7 +86,9 @@ def _handler(
     return handle
 
 
-async def _ask(services: Services, request: Request, call: Call, turn: Turn | None) -> Response:
+async def _ask(
+    services: Services, request: Request, call: Call, turn: InFlightKey | None
+) -> Response:
     model, live = call.exchange.request["model"], services.promoting.live
     if call.door is RESPONSES:
         call.exchange.request["request_id"] = call.id
@@ -177,7 +179,7 @@ async def _record(services: Services, call: Call, events: list[Event]) -> None:
     services.metrics.recorded(prompt, sampled, len(events))
 
 
-def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
+def _call(services: Services, door: SamplingApi, request: Request, body: Body) -> Call:
     """The request as a call. Checks only what recording needs; the engine judges the rest."""
     if not isinstance(body.get("model"), str):
         raise BadInput("model must be given as a string", param="model")
@@ -202,7 +204,7 @@ def _call(services: Services, door: Door, request: Request, body: Body) -> Call:
         body.pop("return_token_ids", None)
         if body.get("logprobs") is True:  # a number is how many a completion is to tell
             del body["logprobs"]
-    exchange = Exchange(door.path, body, key or new_id("x")[2:])
+    exchange = EngineCall(door.path, body, key or new_id("x")[2:])
     run_id, asked = _run(services, request, door, messages, caller)
     session = _session(request, body) or run_id
     return Call(door, exchange, messages, run_id, session, asked, key, mark, tells, _tags(request),
@@ -215,7 +217,7 @@ def _named(request: Request) -> str | None:
 
 
 def _run(
-    services: Services, request: Request, door: Door, messages: list[Any], caller: str
+    services: Services, request: Request, door: SamplingApi, messages: list[Any], caller: str
 ) -> tuple[str, str | None]:
     """The run that a request belongs to, and the hash by which its successor will find it."""
     run_id = _named(request)
@@ -251,7 +253,7 @@ def _tags(request: Request) -> list[str]:
     return tags
 
 
-def _key(request: Request, caller: str, door: Door, body: Body) -> tuple[str | None, str]:
+def _key(request: Request, caller: str, door: SamplingApi, body: Body) -> tuple[str | None, str]:
     given = request.headers.get("idempotency-key")
     if given is None:
         return None, ""
@@ -263,7 +265,7 @@ def _key(request: Request, caller: str, door: Door, body: Body) -> tuple[str | N
     return key_of(caller, door.path, given), fingerprint(body)
 
 
-def resolved(services: Services, exchange: Exchange, session: str | None = None) -> Wanted:
+def resolved(services: Services, exchange: EngineCall, session: str | None = None) -> Wanted:
     """The version that a request's model means now, and how to ask again. Raises NotFound.
 
     In a live session that may be a canary's; what has no session gets the promoted one.
@@ -286,7 +288,7 @@ def enter(services: Services, request: Request, model: str) -> Ticket:
     return services.admission.enter(caller.key_id, batch, model)
 
 
-def _again(call: Call, before: Repeated) -> Response:
+def _again(call: Call, before: ReplayedAnswer) -> Response:
     media_type = "text/event-stream" if call.exchange.streams else "application/json"
     headers = {"x-run-id": before.run_id, "x-idempotent-replayed": "true"}
     return Response(before.body, headers=headers, media_type=media_type)
@@ -300,7 +302,7 @@ async def unless_gone(request: Request, ticket: Ticket, work: Coroutine[Any, Any
     """
     task = asyncio.current_task()
     assert task is not None
-    watch = Watch(request, task)
+    watch = DisconnectWatcher(request, task)
     timer = asyncio.get_running_loop().call_later(PATIENCE, watch.begin)
     try:
         return await work
@@ -314,7 +316,7 @@ async def unless_gone(request: Request, ticket: Ticket, work: Coroutine[Any, Any
         ticket.release()  # also where the work never came to its turn
 
 
-class Watch:
+class DisconnectWatcher:
     """Cancels a task when its client leaves."""
 
     def __init__(self, request: Request, task: "asyncio.Task[Any]") -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
-from cray_agents.ports import Exchange, Sampled
+from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
-from cray_agents.runtime.gateway.model_calls.apis import Body, Door
+from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 
 LEAST_LOGPROB = -9999.0  # what vLLM itself writes for minus infinity
 NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
@@ -28,8 +28,8 @@ class Call:
     see conversations.py. `owner`: see ownership.py.
     """
 
-    door: Door
-    exchange: Exchange
+    door: SamplingApi
+    exchange: EngineCall
     messages: list[Message]
     run_id: str
     session: str
@@ -77,7 +77,7 @@ class Call:
         self, messages: Sequence[Message], cut: str | None, reply: bytes | None
     ) -> list[Event]:
         """An event per sampled sequence; the last ones are those that the messages tell of."""
-        samples = self.exchange.samples or [Sampled([], [], [])]
+        samples = self.exchange.samples or [SampledSequence([], [], [])]
         untold = [{"role": "assistant", "content": None}] * (len(samples) - len(messages))
         base = self.id
         if cut is not None and self.key is not None:  # the id is the repeat's to use
@@ -91,7 +91,9 @@ class Call:
             events[0] = events[0].model_copy(update={"body": events[0].body | kept})
         return events
 
-    def _event(self, call_id: str, sample: Sampled, message: Message, cut: str | None) -> Event:
+    def _event(
+        self, call_id: str, sample: SampledSequence, message: Message, cut: str | None
+    ) -> Event:
         request = self.exchange.request
         finish = sample.finish_reason
         if finish == "stop" and message.get("tool_calls"):

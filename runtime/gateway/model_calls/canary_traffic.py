@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from cray_agents.errors import EngineError, NotFound
 from cray_agents.paths import Home
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.records import ModelVersion, reward_by
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.canary import Canary, Side, Verdict
@@ -25,7 +25,7 @@ SAVED = 1.0  # seconds between two times that what was seen is written down
 Pieces = AsyncGenerator[bytes, None]
 
 
-class Live:
+class CanaryTraffic:
     """The canaries that run, by name.
 
     `missing` is told of one that no replica was given since this process began, `decided` of one
@@ -74,7 +74,7 @@ class Live:
         return self._registry.resolve(canary.version) if canary.draws(session) else version
 
     def watched(
-        self, model: str, session: str, exchange: Exchange, pieces: Pieces, last: bytes | None
+        self, model: str, session: str, exchange: EngineCall, pieces: Pieces, last: bytes | None
     ) -> Pieces:
         """The same pieces; how they end is counted, if a canary runs.
 
@@ -85,7 +85,7 @@ class Live:
         return self._watched(self._canaries[model], session, exchange, pieces, last)
 
     async def _watched(
-        self, canary: Canary, session: str, exchange: Exchange, pieces: Pieces, last: bytes | None
+        self, canary: Canary, session: str, exchange: EngineCall, pieces: Pieces, last: bytes | None
     ) -> Pieces:
         whole = last is None
         try:

@@ -17,7 +17,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.store import Store
 
 
-class Repeated(NamedTuple):
+class ReplayedAnswer(NamedTuple):
     """An answer that was given before."""
 
     run_id: str
@@ -40,10 +40,10 @@ def _next(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
-class Turn:
+class InFlightKey:
     """A keyed request that runs, as `name`; those that repeat it wait until it leaves."""
 
-    def __init__(self, running: "dict[str, Turn]", call_id: str, name: str) -> None:
+    def __init__(self, running: "dict[str, InFlightKey]", call_id: str, name: str) -> None:
         self.ended = asyncio.Event()
         self.name = name
         self._running = running
@@ -56,14 +56,14 @@ class Turn:
             del self._running[self._call_id]
 
 
-class Repeats:
+class IdempotencyKeys:
     """The keyed requests that run now, and those that the store knows. One event loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._running: dict[str, Turn] = {}
+        self._running: dict[str, InFlightKey] = {}
 
-    async def enter(self, prefix: str, name: str, request: str) -> "Repeated | Turn":
+    async def enter(self, prefix: str, name: str, request: str) -> "ReplayedAnswer | InFlightKey":
         """What was answered in the keyed call `prefix` + `name`; or the caller's turn to ask.
 
         `request` is its fingerprint. Raises BadInput where it is another than the first time.
@@ -71,7 +71,7 @@ class Repeats:
         call_id = prefix + name
         while (running := self._running.get(call_id)) is not None:
             await running.ended.wait()
-        turn = self._running[call_id] = Turn(self._running, call_id, name)
+        turn = self._running[call_id] = InFlightKey(self._running, call_id, name)
         try:
             found = await self._found(prefix, turn)
             if found is None:
@@ -87,9 +87,9 @@ class Repeats:
             turn.leave()
             raise
         turn.leave()
-        return Repeated(found["run_id"], found["reply"].encode())
+        return ReplayedAnswer(found["run_id"], found["reply"].encode())
 
-    async def _found(self, prefix: str, turn: Turn) -> dict[str, Any] | None:
+    async def _found(self, prefix: str, turn: InFlightKey) -> dict[str, Any] | None:
         """What is recorded; where that is nothing, the turn has the name of a call to be made."""
         while self._store.known(prefix + turn.name):
             try:

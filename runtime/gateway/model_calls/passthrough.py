@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput, EngineError
-from cray_agents.ports import Exchange
+from cray_agents.ports import EngineCall
 from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.bodies import check_unmarked, path_id, read_json
 from cray_agents.runtime.gateway.model_calls.answer import enter, resolved, unless_gone, whole
@@ -43,7 +43,7 @@ def _handler(services: Services, path: str) -> Callable[[Request], Coroutine[Any
             raise BadInput("model must be given as a string", param="model")
         check_unmarked(body)
         body.pop("stream", None)
-        exchange = Exchange(path, body, new_id("x")[2:], capture=False)
+        exchange = EngineCall(path, body, new_id("x")[2:], capture=False)
         wanted = resolved(services, exchange)
         ticket = enter(services, request, model)
         try:

@@ -10,7 +10,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.files.blobs import PIECE, Draft
+from cray_agents.runtime.files.blobs import PIECE, BlobDraft
 from cray_agents.runtime.files.files import (
     CLIENT_PURPOSES,
     MOST,
@@ -100,7 +100,7 @@ def check_filename(filename: str) -> str:
     return filename
 
 
-def _checked(form: Form) -> tuple[Draft, dict[str, Any]]:
+def _checked(form: Form) -> tuple[BlobDraft, dict[str, Any]]:
     """The file, and how to publish it. Raises BadInput."""
     if form.file is None or form.filename is None:
         raise BadInput(
@@ -119,7 +119,7 @@ def _checked(form: Form) -> tuple[Draft, dict[str, Any]]:
     }
 
 
-def _publish(files: Files, draft: Draft, how: dict[str, Any]) -> FileObject:
+def _publish(files: Files, draft: BlobDraft, how: dict[str, Any]) -> FileObject:
     return files.publish(draft.publish(), **how)
 
 

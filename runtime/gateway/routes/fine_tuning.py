@@ -27,7 +27,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import digest
 from cray_agents.runtime.fine_tuning.job_events import events
 from cray_agents.runtime.fine_tuning.request import CreateJob, as_asked
-from cray_agents.runtime.fine_tuning.tuning_jobs import Standing
+from cray_agents.runtime.fine_tuning.tuning_jobs import JobState
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     answer,
@@ -76,7 +76,7 @@ def routes(services: Services) -> list[Route]:
     async def resume(request: Request) -> Response:
         return await shown(tuning.resume, _job_id(request))
 
-    async def shown(act: Callable[[str], Standing], job_id: str) -> Response:
+    async def shown(act: Callable[[str], JobState], job_id: str) -> Response:
         standing = await asyncio.to_thread(act, job_id)
         if standing.ended is None:
             tuning.follow(job_id)
@@ -130,7 +130,7 @@ def _list(services: Services, given: dict[str, str]) -> dict[str, Any]:
     return page
 
 
-def _shown(standing: Standing) -> dict[str, Any]:
+def _shown(standing: JobState) -> dict[str, Any]:
     asked, validated, ended = standing.asked, standing.validated, standing.ended
     hyperparameters: dict[str, float | str] = {
         "n_epochs": validated.n_epochs if validated else asked.n_epochs,
@@ -172,7 +172,7 @@ def _told(error: dict[str, Any]) -> dict[str, Any]:
     return {**error, "message": without_paths(str(error["message"]))}
 
 
-def _added(standing: Standing) -> dict[str, str]:
+def _added(standing: JobState) -> dict[str, str]:
     """What we add to the metadata."""
     added = {"paused": "true"} if standing.paused else {}
     if standing.validated is not None:
@@ -184,7 +184,7 @@ def _added(standing: Standing) -> dict[str, str]:
     return {name: value for name, value in added.items() if value}
 
 
-def _estimate(standing: Standing) -> int | None:
+def _estimate(standing: JobState) -> int | None:
     """When it will have trained its last step, at the pace of its steps so far."""
     job = standing.job
     if standing.status != "running" or job is None or not job.step:
@@ -192,7 +192,7 @@ def _estimate(standing: Standing) -> int | None:
     return int(time.time() + (job.steps - job.step) * job.seconds / job.step)
 
 
-def _checkpoints(standing: Standing) -> list[dict[str, Any]]:
+def _checkpoints(standing: JobState) -> list[dict[str, Any]]:
     """The final one: what a job saves on its way can be resumed from, and by no engine served."""
     ended = standing.ended
     if ended is None or ended.model is None:

@@ -15,7 +15,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.files.blobs import Blob
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.garbage import Sweeper
-from cray_agents.runtime.files.uploads import PART_BYTES, Part, UploadRequest, Uploads
+from cray_agents.runtime.files.uploads import PART_BYTES, UploadPart, UploadRequest, Uploads
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import answer, field, parse, path_id, read_json
 from cray_agents.runtime.gateway.http.multipart import Form, receive_form, too_large
@@ -90,7 +90,7 @@ def _id(request: Request) -> str:
     return path_id(request, "upload_id", "upload")
 
 
-def _add(uploads: Uploads, upload_id: str, form: Form) -> Part:
+def _add(uploads: Uploads, upload_id: str, form: Form) -> UploadPart:
     """A part that was sent, or named. Raises BadInput, NotFound."""
     named = form.fields.get("sha256")
     if form.file is None and named is None:

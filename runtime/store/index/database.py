@@ -20,7 +20,7 @@ from cray_agents.errors import CrayError, DiskFull, StoreError
 from cray_agents.runtime.store.index import schema
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.store.index.key_filter import Seen
+    from cray_agents.runtime.store.index.key_filter import KeyFilter
 
 READERS = 8  # idle connections kept
 FRESH = 0.05  # seconds for which a reader does not look whether the file is another
@@ -39,7 +39,7 @@ class Database:
         self._looked = 0.0
         self._draft: sqlite3.Connection | None = None
         self._filler = 0  # the thread that fills it
-        self.seen: Seen | None = None  # the keys in the draft
+        self.seen: KeyFilter | None = None  # the keys in the draft
         self.undone = 0  # transactions
         with self._told():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,11 +153,11 @@ class Database:
             self._draft = schema.draft(self._beside("draft"), self._identity)
             self._filler = threading.get_ident()
             try:
-                from cray_agents.runtime.store.index.key_filter import Seen
+                from cray_agents.runtime.store.index.key_filter import KeyFilter
             except ModuleNotFoundError:  # a light install: keys are sorted as they come
                 self._draft.execute(schema.KEYS)
             else:
-                self.seen = Seen()
+                self.seen = KeyFilter()
         return True
 
     def _publish_draft(self) -> None:

@@ -23,7 +23,7 @@ _SORTED = {
 _LARGEST = 2**62
 
 
-class Where(NamedTuple):
+class SqlCondition(NamedTuple):
     """A condition and its parameters."""
 
     sql: str
@@ -42,7 +42,9 @@ def unranked(number: int) -> int | None:
     return None if number == 0 else number - (number > 0)
 
 
-def where(connection: sqlite3.Connection, query: RunFilter, order: str | None) -> Where | None:
+def where(
+    connection: sqlite3.Connection, query: RunFilter, order: str | None
+) -> SqlCondition | None:
     """The runs that match; None if none can. Without an `order` any index may serve."""
     parts = ["shown = 1"]
     values: list[Any] = []
@@ -85,7 +87,7 @@ def where(connection: sqlite3.Connection, query: RunFilter, order: str | None) -
             add(_one_of(f"+{column}", sets))
     if None in values:
         return None  # a name that nothing has
-    return Where(" AND ".join(parts), values)
+    return SqlCondition(" AND ".join(parts), values)
 
 
 def ordered(query: RunQuery) -> str:
@@ -95,12 +97,12 @@ def ordered(query: RunQuery) -> str:
     return ", ".join(f"{plus}{column}{way}" for column in _SORTED[query.order])
 
 
-def beyond(order: str, key: Sequence[Any]) -> Where:
+def beyond(order: str, key: Sequence[Any]) -> SqlCondition:
     """The runs that come after the one with this key."""
     columns = _SORTED[order]
     sign = "<" if order == "newest" else ">"
     marks = ", ".join("?" * len(columns))
-    return Where(f"({', '.join(columns)}) {sign} ({marks})", list(key))
+    return SqlCondition(f"({', '.join(columns)}) {sign} ({marks})", list(key))
 
 
 def key_of(order: str, facts: RunFacts) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from cray_agents.runtime.store.index.run_merge import RunFacts
 from cray_agents.runtime.store.index.run_rows import rows_in
 from cray_agents.runtime.store.index.schema import CALL, FORGET, REWARD
 from cray_agents.runtime.store.index.statistics import statistics
-from cray_agents.runtime.store.segments.line_format import Place, Placed
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 PAGE = 1000  # runs, or conversations, read at once
 CONVERSATIONS = 100_000  # calls kept that a conversation may go on from
@@ -48,9 +48,9 @@ class Problem(NamedTuple):
 class Places(NamedTuple):
     """Where the live events of a run lie: its newest description, calls and rewards."""
 
-    run: Place | None
-    calls: tuple[Place, ...]
-    rewards: tuple[Place, ...]
+    run: LinePlace | None
+    calls: tuple[LinePlace, ...]
+    rewards: tuple[LinePlace, ...]
 
 
 class Index:
@@ -188,7 +188,7 @@ class Index:
         with self._database.reading(often=True) as connection:
             return connection.execute(ask, (event_key(event_id),)).fetchone() is not None
 
-    def place(self, event_id: str) -> Place | None:
+    def place(self, event_id: str) -> LinePlace | None:
         """Where a live event lies."""
         ask = (
             "SELECT name, offset, length FROM events JOIN segments USING (segment)"
@@ -196,7 +196,7 @@ class Index:
         )
         with self._database.reading() as connection:
             row = connection.execute(ask, (event_key(event_id),)).fetchone()
-        return None if row is None else Place(*row)
+        return None if row is None else LinePlace(*row)
 
     def places(self, run_ids: Sequence[str]) -> dict[str, Places]:
         """Where the live events of these runs lie; runs without any are left out.
@@ -205,15 +205,15 @@ class Index:
         """
         with self._database.reading() as connection:
             rows = set(rows_in(connection, _PLACES, run_ids, _PLACES_LIVE))
-        found: dict[str, tuple[list[Place], list[Place], list[Place]]] = {}
+        found: dict[str, tuple[list[LinePlace], list[LinePlace], list[LinePlace]]] = {}
         for _, _, run_id, kind, newest, *place in sorted(rows):
             run, calls, rewards = found.setdefault(run_id, ([], [], []))
             if kind == CALL:
-                calls.append(Place(*place))
+                calls.append(LinePlace(*place))
             elif kind == REWARD:
-                rewards.append(Place(*place))
+                rewards.append(LinePlace(*place))
             elif newest:
-                run.append(Place(*place))
+                run.append(LinePlace(*place))
         return {
             run_id: Places(run[0] if run else None, tuple(calls), tuple(rewards))
             for run_id, (run, calls, rewards) in found.items()
@@ -224,14 +224,14 @@ class Index:
         with self._database.reading() as connection:
             return dict(rows_in(connection, _NEWEST, run_ids, f"{_PLACES_LIVE} GROUP BY id"))
 
-    def live(self, run_id: str) -> list[Place]:
+    def live(self, run_id: str) -> list[LinePlace]:
         """Where all live events of a run lie, older descriptions too: what `retell` needs."""
         ask = (
             "SELECT name, offset, length FROM runs JOIN events USING (run)"
             f" JOIN segments USING (segment) WHERE id = ? AND dead = 0 AND kind != {FORGET}"
             " ORDER BY segment, offset"
         )
-        return [Place(*row) for row in self._all(ask, (run_id,))]
+        return [LinePlace(*row) for row in self._all(ask, (run_id,))]
 
     def run(self, run_id: str) -> RunFacts | None:
         """What is known of a run. One that has only rewards is none."""

@@ -14,13 +14,13 @@ import orjson
 from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import run_rows
 from cray_agents.runtime.store.index.codes import Codes
-from cray_agents.runtime.store.index.run_merge import Told
-from cray_agents.runtime.store.index.run_rows import Row, rows_in
+from cray_agents.runtime.store.index.run_merge import MergedRun
+from cray_agents.runtime.store.index.run_rows import RunRow, rows_in
 from cray_agents.runtime.store.index.schema import BY_RUN, FORGET, KEYS, KINDS
 from cray_agents.runtime.store.segments.line_format import Placed
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.store.index.key_filter import Seen
+    from cray_agents.runtime.store.index.key_filter import KeyFilter
 
 _LIVE = f"run = ? AND dead = 0 AND kind != {FORGET}"
 
@@ -54,7 +54,7 @@ class Intake:
         codes: Codes,
         segment: int,
         replaces: Collection[int] = (),
-        seen: "Seen | None" = None,
+        seen: "KeyFilter | None" = None,
     ) -> None:
         self._connection = connection
         self._codes = codes
@@ -121,7 +121,7 @@ class Intake:
         run_rows.put(connection, "INSERT INTO events", self._events)
         run_rows.put(connection, "INSERT INTO asked", self._asked)
 
-    def _take_event(self, row: Row, event: int, key: bytes, fact: Fact, place: Any) -> None:
+    def _take_event(self, row: RunRow, event: int, key: bytes, fact: Fact, place: Any) -> None:
         until = row.told.forgotten
         kind = KINDS[fact.kind]
         dead = until is not None and kind != FORGET and fact.time <= until
@@ -184,7 +184,7 @@ def drop(connection: sqlite3.Connection, codes: Codes, segments: Collection[int]
     return deleted > 0
 
 
-def _forget(connection: sqlite3.Connection, row: Row, until: float) -> None:
+def _forget(connection: sqlite3.Connection, row: RunRow, until: float) -> None:
     """Events up to this time no longer count."""
     if row.told.forgotten is not None and row.told.forgotten >= until:
         return
@@ -200,7 +200,7 @@ def _forget(connection: sqlite3.Connection, row: Row, until: float) -> None:
         _hide(connection, row, until)
 
 
-def _hide(connection: sqlite3.Connection, row: Row, until: float | None) -> None:
+def _hide(connection: sqlite3.Connection, row: RunRow, until: float | None) -> None:
     """Nothing is known of the run; where events of it are left, it is to be told anew."""
     row.told, row.description = _empty(until), None
     ask = f"SELECT EXISTS (SELECT 1 FROM events WHERE {_LIVE})"
@@ -211,12 +211,12 @@ def _hide(connection: sqlite3.Connection, row: Row, until: float | None) -> None
         connection.execute("DELETE FROM stale WHERE run = ?", (row.run,))
 
 
-def _asked(row: Row, event: int, fact: Fact) -> tuple[Any, ...]:
+def _asked(row: RunRow, event: int, fact: Fact) -> tuple[Any, ...]:
     """What a conversation may go on from, as a row."""
     return fact.time, event, row.run, fact.about["asked"], orjson.dumps(fact.about["said"])
 
 
-def _empty(forgotten: float | None) -> Told:
-    told = Told()
+def _empty(forgotten: float | None) -> MergedRun:
+    told = MergedRun()
     told.forgotten = forgotten
     return told

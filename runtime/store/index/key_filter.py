@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Seen:
+class KeyFilter:
     """Sorted runs of halves of keys, each at least twice as long as the next."""
 
     def __init__(self) -> None:

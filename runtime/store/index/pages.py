@@ -7,13 +7,13 @@ from typing import Any
 from cray_agents.errors import NotFound
 from cray_agents.queries import RunQuery
 from cray_agents.runtime.store.index import filters
-from cray_agents.runtime.store.index.run_merge import RunFacts, Told
+from cray_agents.runtime.store.index.run_merge import MergedRun, RunFacts
 
 
 def facts_in(row: tuple[str, bytes]) -> RunFacts:
     """A run from its id and what was told of it; it must be shown."""
     run_id, told = row
-    facts = Told(told).facts(run_id)
+    facts = MergedRun(told).facts(run_id)
     assert facts is not None, run_id  # it is shown
     return facts
 

@@ -62,7 +62,7 @@ _ABOUT = (  # what a description tells, in this order
 )
 
 
-class Told:
+class MergedRun:
     """What the live events of one run said. `dumps` and `Told(data)` keep it as JSON."""
 
     __slots__ = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from cray_agents.runtime.store.index.codes import MODELS, TAGS, Codes
 from cray_agents.runtime.store.index.filters import ranked
-from cray_agents.runtime.store.index.run_merge import Told
+from cray_agents.runtime.store.index.run_merge import MergedRun
 
 PUT = (256, 64, 16, 4, 1)  # rows inserted by one statement
 SIZES = (1, 16, 128, 1024)  # values asked for in one statement; few sizes, so that few are prepared
@@ -32,7 +32,7 @@ _UPDATE_MORE = f"UPDATE runs SET {', '.join(f'{name} = ?' for name in _MORE)} WH
 _NOWHERE = (0, None, 0, None, None, None, None, 0, 0, None, 0.0, "", 0)
 
 
-class Row:
+class RunRow:
     """A run as it stands in the table (`columns`: the sorted ones), or is to."""
 
     __slots__ = ("columns", "description", "new", "run", "run_id", "stale", "told")
@@ -43,30 +43,30 @@ class Row:
         self.new = True
         self.stale = False
         self.description: int | None = None
-        self.told = Told()
+        self.told = MergedRun()
         self.columns: tuple[Any, ...] = _NOWHERE
 
 
-def find(connection: sqlite3.Connection, run_ids: Sequence[str]) -> dict[str, Row]:
+def find(connection: sqlite3.Connection, run_ids: Sequence[str]) -> dict[str, RunRow]:
     """The rows of these runs, new ones for those that have none."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, RunRow] = {}
     for run_id, run, description, told, stale, *columns in rows_in(connection, _FIND, run_ids):
-        row = rows[run_id] = Row(run_id, run)
+        row = rows[run_id] = RunRow(run_id, run)
         row.new = False
         row.stale = bool(stale)
         row.description = description
-        row.told = Told(told)
+        row.told = MergedRun(told)
         row.columns = tuple(columns)
     if len(rows) < len(run_ids):
         last = connection.execute("SELECT coalesce(max(run), 0) FROM runs").fetchone()[0]
         for run_id in run_ids:
             if run_id not in rows:
                 last += 1
-                rows[run_id] = Row(run_id, last)
+                rows[run_id] = RunRow(run_id, last)
     return rows
 
 
-def write(connection: sqlite3.Connection, codes: Codes, rows: Iterable[Row]) -> None:
+def write(connection: sqlite3.Connection, codes: Codes, rows: Iterable[RunRow]) -> None:
     """Put the rows into the table as they are now."""
     inserted, updated, changed = [], [], []
     for row in rows:
@@ -113,7 +113,7 @@ def rows_in(
 
 
 def _values(
-    connection: sqlite3.Connection, codes: Codes, row: Row
+    connection: sqlite3.Connection, codes: Codes, row: RunRow
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The sorted columns and the others. What is not shown keeps its place in the orders."""
     facts = row.told.facts(row.run_id)

@@ -27,7 +27,7 @@ import orjson
 
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.store.facts import Fact
-from cray_agents.runtime.store.segments.line_format import Place, Placed
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 # the 16 magic numbers of skippable frames start at 0x184D2A50
 MARK, FACTS_CHUNK, FOOTER, TRAILER = 0x184D2A53, 0x184D2A54, 0x184D2A55, 0x184D2A56
@@ -172,7 +172,7 @@ def facts_in(stem: str, chunk: bytes) -> list[Placed]:
     found = []
     for length, fact in zip(told["lengths"], told["facts"], strict=True):
         if fact is not None:
-            found.append(Placed(Fact(*fact), Place(stem, offset, length)))
+            found.append(Placed(Fact(*fact), LinePlace(stem, offset, length)))
         offset += length + 1
     return found
 

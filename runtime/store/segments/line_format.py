@@ -18,7 +18,7 @@ from cray_agents.runtime.store.facts import Fact
 SHOWN = 60  # bytes of a bad line that a message tells
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Where a line lies: `length` bytes (its newline not counted) from `offset` in the segment.
 
     The offset counts the bytes of the lines, not those of a compressed file: a place is the same
@@ -34,7 +34,7 @@ class Placed(NamedTuple):
     """What is told of an event, and where its line lies."""
 
     fact: Fact
-    place: Place
+    place: LinePlace
 
 
 def line_of(event: Event) -> bytes:

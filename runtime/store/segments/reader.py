@@ -17,7 +17,7 @@ from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.facts import FACTS
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.handles import Handle, Handles, Moved, open_segment
-from cray_agents.runtime.store.segments.line_format import Place, Placed
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 from cray_agents.runtime.store.segments.names import COMPACTED, FORMS, OPEN, SEALED, name_of
 
 BLOCK = 2**20  # bytes of an open segment read at a time
@@ -25,7 +25,7 @@ LOOKS = 8  # at a directory whose names change, before the last look has to do
 BAD_MARK = "the mark before a frame is damaged"
 BAD_LINE = "a line is not what its checksum says"
 
-__all__ = ["BAD_LINE", "BAD_MARK", "Damage", "Line", "Moved", "Segment", "Segments"]
+__all__ = ["BAD_LINE", "BAD_MARK", "Damage", "Moved", "Segment", "SegmentLine", "Segments"]
 
 
 class Segment(NamedTuple):
@@ -37,10 +37,10 @@ class Segment(NamedTuple):
     size: int
 
 
-class Line(NamedTuple):
+class SegmentLine(NamedTuple):
     """A whole line that its checksum proves; `data` is without the newline."""
 
-    place: Place
+    place: LinePlace
     data: bytes
 
 
@@ -63,7 +63,7 @@ Found = list[Segment]
 Lines = list[bytes]
 Batch = list[Placed]
 Stems = list[str]
-Wanted = list[tuple[int, Place]]  # with an index into what is found
+Wanted = list[tuple[int, LinePlace]]  # with an index into what is found
 Known = tuple[int, list[str]]  # of a sealed segment: its size, and what it replaces
 
 
@@ -129,7 +129,7 @@ class Segments:
         footer = self.footer(stem)
         return footer.lines if footer else None
 
-    def fetch(self, places: Sequence[Place]) -> Lines:
+    def fetch(self, places: Sequence[LinePlace]) -> Lines:
         """The lines at some places, in their order, each proven by its checksum.
 
         Raises Moved where a segment is gone, Corrupt where a line is not what it was, StoreError.
@@ -151,7 +151,7 @@ class Segments:
                     raise _unread(self.directory / stem, error) from error
         return found
 
-    def read(self, stem: str, offset: int = 0) -> Iterator[Line | Damage]:
+    def read(self, stem: str, offset: int = 0) -> Iterator[SegmentLine | Damage]:
         """The lines of a segment from an offset (the start of a line) on, and what is damaged.
 
         An open segment ends before its torn last line, and before a line with bytes that are zero:
@@ -254,7 +254,7 @@ class Segments:
             raise _unread(self.directory / stem, error) from error
 
 
-def _proven(line: bytes, place: Place, handle: Handle) -> bytes:
+def _proven(line: bytes, place: LinePlace, handle: Handle) -> bytes:
     if len(line) != place.length or not is_whole(line):
         raise Corrupt(f"{handle.path}: the line at {place.offset} is not what its checksum says")
     return line
@@ -266,7 +266,7 @@ def _unread(path: Path, error: OSError) -> StoreError:
     return StoreError(f"cannot read {path}: {error.strerror or error}")
 
 
-def _lines_of_open(stem: str, handle: Handle, offset: int) -> Iterator[Line | Damage]:
+def _lines_of_open(stem: str, handle: Handle, offset: int) -> Iterator[SegmentLine | Damage]:
     with os.fdopen(os.dup(handle.file), "rb", buffering=BLOCK) as file:
         file.seek(offset)
         for data in file:
@@ -274,7 +274,7 @@ def _lines_of_open(stem: str, handle: Handle, offset: int) -> Iterator[Line | Da
                 return
             line = data[:-1]
             if is_whole(line):
-                yield Line(Place(stem, offset, len(line)), line)
+                yield SegmentLine(LinePlace(stem, offset, len(line)), line)
             elif handle.form == OPEN and b"\0" in line:
                 return
             else:
@@ -282,7 +282,7 @@ def _lines_of_open(stem: str, handle: Handle, offset: int) -> Iterator[Line | Da
             offset += len(data)
 
 
-def _lines_of_sealed(stem: str, handle: Handle, offset: int) -> Iterator[Line | Damage]:
+def _lines_of_sealed(stem: str, handle: Handle, offset: int) -> Iterator[SegmentLine | Damage]:
     table, unpacker = handle.table, frames.Unpacker()
     if table.gap and offset == 0:
         yield Damage(stem, table.gap.offset, table.gap.at, table.gap.length, table.gap.message)
@@ -300,13 +300,15 @@ def _lines_of_sealed(stem: str, handle: Handle, offset: int) -> Iterator[Line | 
         yield from _lines_in(stem, frame, data, offset)
 
 
-def _lines_in(stem: str, frame: frames.Frame, data: bytes, start: int) -> Iterator[Line | Damage]:
+def _lines_in(
+    stem: str, frame: frames.Frame, data: bytes, start: int
+) -> Iterator[SegmentLine | Damage]:
     offset = frame.offset
     for line in data[:-1].split(b"\n"):
         if offset < start:
             pass
         elif is_whole(line):
-            yield Line(Place(stem, offset, len(line)), line)
+            yield SegmentLine(LinePlace(stem, offset, len(line)), line)
         else:
             yield _bad_line(stem, offset, frame.at, len(line) + 1)
         offset += len(line) + 1

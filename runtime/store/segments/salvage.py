@@ -33,7 +33,13 @@ from cray_agents.runtime.store.segments.orphans import (
     remove_replaced,
     seal_orphans,
 )
-from cray_agents.runtime.store.segments.reader import BAD_LINE, BAD_MARK, Damage, Line, Segments
+from cray_agents.runtime.store.segments.reader import (
+    BAD_LINE,
+    BAD_MARK,
+    Damage,
+    SegmentLine,
+    Segments,
+)
 from cray_agents.runtime.store.segments.sealed import write_sealed
 
 DAMAGED = "damaged"  # the folder beside the segments for what was damaged
@@ -155,7 +161,7 @@ def _rewrite(segments: Segments, stem: str) -> str | None:
         keep = keep if not keep.exists() else keep.with_name(f"{stem}.{new_id('again')}{SEALED}")
         os.link(path, keep)
         durable.sync(keep.parent)
-    lines = (item.data for item in segments.read(stem) if isinstance(item, Line))
+    lines = (item.data for item in segments.read(stem) if isinstance(item, SegmentLine))
     replaces = [stem, *filter(segments.find, segments.replaced(stem))]
     into = write_sealed(directory, COMPACTED + new_id("segment"), lines, replaces)
     path.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from cray_agents.errors import StoreError
 from cray_agents.runtime.disk.group_commit import GroupCommit, LineFile
 from cray_agents.runtime.store.facts import Fact
-from cray_agents.runtime.store.segments.line_format import Place, Placed
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 from cray_agents.runtime.store.segments.names import FORMS, OPEN
 from cray_agents.runtime.store.segments.sealed import seal
 
@@ -78,7 +78,7 @@ class SegmentWriter:
 
     def submit(
         self, lines: Sequence[bytes], facts: Sequence[Fact]
-    ) -> "asyncio.Future[list[Place]]":
+    ) -> "asyncio.Future[list[LinePlace]]":
         """Queue lines (without newlines), and what is told of them, one fact a line.
 
         The future is done when they are on the disk; it fails with StoreError if they could not
@@ -92,11 +92,11 @@ class SegmentWriter:
         self._leave()
         await asyncio.to_thread(self._sealing.shutdown)
 
-    def _write(self, group: list[Payload]) -> list[list[Place]]:
+    def _write(self, group: list[Payload]) -> list[list[LinePlace]]:
         """In the thread of the commits, as all below."""
         lines = [line for payload in group for line in payload.lines]
         spans = iter(self._append(lines))
-        return [[Place(self._stem, *next(spans)) for _ in payload.lines] for payload in group]
+        return [[LinePlace(self._stem, *next(spans)) for _ in payload.lines] for payload in group]
 
     def _append(self, lines: list[bytes]) -> list[tuple[int, int]]:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -117,7 +117,7 @@ class SegmentWriter:
         self._leave()
         return StoreError.of(f"cannot write to {where}", error)
 
-    def _then(self, group: list[Payload], places: list[list[Place]]) -> None:
+    def _then(self, group: list[Payload], places: list[list[LinePlace]]) -> None:
         facts = chain.from_iterable(payload.facts for payload in group)
         placed = [Placed(*both) for both in zip(facts, chain.from_iterable(places), strict=True)]
         if self._indexed is not None and placed:

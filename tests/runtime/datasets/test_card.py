@@ -13,7 +13,7 @@ import yaml
 
 from cray_agents.queries import DatasetRecipe, Decontamination
 from cray_agents.runtime.datasets.card import CardFacts, Removed, card, write_card
-from cray_agents.runtime.datasets.considered_runs import Line, LineWriter
+from cray_agents.runtime.datasets.considered_runs import ConsideredRun, LineWriter
 
 SCHEMA = pyarrow.schema(
     [
@@ -62,8 +62,8 @@ def facts_of(directory: Path, **more: Any) -> CardFacts:
         pyarrow.parquet.write_table(table, directory / f"{name}.parquet")
     lines = LineWriter(directory)
     for number in range(4):
-        lines.add(Line(run=f"run_{number}", accepted=True, samples=1, reward=1.0))
-    lines.add(Line(run="run_4", reason="low_reward", reward=0.0))
+        lines.add(ConsideredRun(run=f"run_{number}", accepted=True, samples=1, reward=1.0))
+    lines.add(ConsideredRun(run="run_4", reason="low_reward", reward=0.0))
     lines.finish()
     files = {
         path.name: {

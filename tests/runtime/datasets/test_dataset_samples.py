@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from cray_agents.records import ModelCall, Seam
+from cray_agents.records import ModelCall, WeightChange
 from cray_agents.runtime.datasets.run_samples import TokenTurn, merge_turns, turn_of
 from cray_agents.runtime.datasets.sampling_settings import is_shaped, temperature_of
-from cray_agents.runtime.datasets.token_shards import Row, ShardWriter, table_of
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter, table_of
 
 
 def turn(prompt: list[int], sampled: list[int], version: str = "m@1") -> TokenTurn:
@@ -57,7 +57,7 @@ def test_a_swap_in_mid_answer_is_told_token_by_token() -> None:
         prompt_token_ids=[1, 2],
         token_ids=[3, 4, 5, 6],
         logprobs=[-1.0] * 4,
-        seams=[Seam(at=1, model="m@2"), Seam(at=3, model="m@3")],
+        seams=[WeightChange(at=1, model="m@2"), WeightChange(at=3, model="m@3")],
     )
     (sample,) = merge_turns([turn_of(call), turn([1, 2, 3, 4, 5, 6, 7], [8], "m@2")])
     assert sample.versions == ["m@1", "m@2", "m@3"]
@@ -94,7 +94,7 @@ def test_how_a_sample_was_sampled() -> None:
         (0.0, True),
         (None, False),
     ]
-    found = table_of([Row(sample, "r", "t", 1.0) for sample in samples]).to_pylist()
+    found = table_of([SampleRow(sample, "r", "t", 1.0) for sample in samples]).to_pylist()
     assert [(row["temperature"], row["shaped"]) for row in found] == [
         (sample.temperature, sample.shaped) for sample in samples
     ]
@@ -128,7 +128,9 @@ def test_temperatures_that_are_none() -> None:
 
 def test_a_table_says_the_same_as_the_samples() -> None:
     samples = merge_turns([turn([1, 2], [3]), turn([9], [8, 7], "m@2"), turn([9, 8, 7], [6])])
-    made = [Row(sample, f"r{n}", "t", 1.0, advantage=-0.5) for n, sample in enumerate(samples)]
+    made = [
+        SampleRow(sample, f"r{n}", "t", 1.0, advantage=-0.5) for n, sample in enumerate(samples)
+    ]
     found = table_of(made).to_pylist()
     assert [row["run_id"] for row in found] == ["r0", "r1"]
     for row, sample in zip(found, samples, strict=True):
@@ -146,7 +148,7 @@ def test_shards_are_bounded_and_keep_together_what_belongs_together(tmp_path: Pa
     writer = ShardWriter(tmp_path, "train", shard_rows=10, batch_rows=3)
     sizes = [4, 4, 4, 1, 12, 9]
     for number, size in enumerate(sizes):
-        writer.add([Row(sample, f"r{number}", "t", 1.0, group=str(number))] * size)
+        writer.add([SampleRow(sample, f"r{number}", "t", 1.0, group=str(number))] * size)
     files = writer.finish()
     assert files == {f"train-0000{n}.parquet": size for n, size in enumerate([8, 5, 10, 2, 9])}
     tables = [pyarrow.parquet.read_table(tmp_path / name) for name in files]

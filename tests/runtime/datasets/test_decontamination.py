@@ -15,7 +15,7 @@ from cray_agents.queries import DatasetRecipe, Decontamination
 from cray_agents.records import Event, Run
 from cray_agents.runtime.datasets.blocked_files import text_in
 from cray_agents.runtime.datasets.decontamination import (
-    Held,
+    BlockedTexts,
     HeldText,
     input_of,
     input_of_messages,
@@ -33,8 +33,10 @@ LONG = (
 VOCABULARY = [a + b for a in ("ba", "ko", "mi", "ne", "ru", "ta") for b in ("lan", "tor", "ken")]
 
 
-def held(*texts: str, threshold: float = 0.8) -> Held:
-    return Held([HeldText(f"f.txt:{n}", text) for n, text in enumerate(texts, 1)], threshold)
+def held(*texts: str, threshold: float = 0.8) -> BlockedTexts:
+    return BlockedTexts(
+        [HeldText(f"f.txt:{n}", text) for n, text in enumerate(texts, 1)], threshold
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,15 +223,15 @@ async def test_the_inputs_of_held_out_tasks_are_held(tmp_path: Path) -> None:
     other = {"id": "o", "input": "9 + 9", "split": "holdout"}
     await ended(store, "run_other", other, loop="other")
 
-    texts = Held.of(store, home, recipe_of())
+    texts = BlockedTexts.of(store, home, recipe_of())
     assert len(texts) == 2
     match = texts.match(body.upper())
     assert match is not None and match.source == "holdout task h"
     assert texts.match(f"{body} end") is not None and texts.match(body[:150]) is None
     assert texts.match("7+8") == ("test task t", "7 + 8", 1.0, "equal")
     assert [texts.match(text) for text in ("1 + 1", "free", "9 + 9")] == [None] * 3
-    assert Held.of(store, home, recipe_of(loop=None)).match("9+9") is not None
-    assert len(Held.of(store, home, recipe_of(holdout=False))) == 0
+    assert BlockedTexts.of(store, home, recipe_of(loop=None)).match("9+9") is not None
+    assert len(BlockedTexts.of(store, home, recipe_of(holdout=False))) == 0
     await store.close()
 
 
@@ -255,7 +257,7 @@ async def test_a_world_is_held_and_not_its_input(tmp_path: Path) -> None:
     await ended(store, "run_3", maze(3, "test").model_dump(mode="json"))
     for number, split in ((1, "train"), (2, "train"), (3, "train")):
         await ended(store, f"run_t{number}", maze(number, split).model_dump(mode="json"))
-    held = Held.of(store, home, recipe_of())
+    held = BlockedTexts.of(store, home, recipe_of())
     found = [held.match_run(store.run(f"run_t{number}")) for number in (1, 2, 3)]
     assert [match and match.source for match in found] == [
         None,
@@ -275,14 +277,19 @@ async def test_what_a_loop_wrote_down_is_held(tmp_path: Path) -> None:
         (journal / "settings-1.json").write_text("{}")
         entry = {"inputs": [["test task t", text]]}
         (journal / "held-0123.json").write_text(json.dumps(entry))
-    assert Held.of(store, home, recipe_of()).match("7+8") == ("test task t", "7 + 8", 1.0, "equal")
-    assert Held.of(store, home, recipe_of()).match("9+9") is None
-    assert Held.of(store, home, recipe_of(loop=None)).match("9+9") is not None
-    assert len(Held.of(store, home, recipe_of(holdout=False))) == 0
-    assert len(Held.of(store, home, recipe_of(loop="../loops/calc"))) == 0
+    assert BlockedTexts.of(store, home, recipe_of()).match("7+8") == (
+        "test task t",
+        "7 + 8",
+        1.0,
+        "equal",
+    )
+    assert BlockedTexts.of(store, home, recipe_of()).match("9+9") is None
+    assert BlockedTexts.of(store, home, recipe_of(loop=None)).match("9+9") is not None
+    assert len(BlockedTexts.of(store, home, recipe_of(holdout=False))) == 0
+    assert len(BlockedTexts.of(store, home, recipe_of(loop="../loops/calc"))) == 0
     (home.loop("calc") / "journal" / "held-4567.json").write_text('{"inputs": [["lost"')
     with pytest.raises(Corrupt, match="held-4567"):
-        Held.of(store, home, recipe_of())
+        BlockedTexts.of(store, home, recipe_of())
     await store.close()
 
 
@@ -296,7 +303,7 @@ async def test_files_are_held_by_id_and_by_path(tmp_path: Path) -> None:
         draft.write(b"Three")
         blob = draft.publish()
     uploaded = files.publish(blob, filename="mine.txt", purpose="user_data")
-    texts = Held.of(store, home, recipe_of(files=[str(path), uploaded.id]))
+    texts = BlockedTexts.of(store, home, recipe_of(files=[str(path), uploaded.id]))
     found = [texts.match(text) for text in ("one", "two", "three")]
     assert [match and match.source for match in found] == [
         "bench.jsonl:1",
@@ -316,7 +323,7 @@ async def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, what: str) ->
     elif what == "bytes":
         path.write_bytes(b"good\n\xff\xfe\n")
     with pytest.raises(BadInput, match=r"given\.txt|xxx") as raised:
-        Held.of(store, home, recipe_of(files=[str(path)]))
+        BlockedTexts.of(store, home, recipe_of(files=[str(path)]))
     assert raised.value.param == "decontamination.files"
     await store.close()
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cray_agents.runtime.datasets.histogram import Histograms
-from cray_agents.runtime.datasets.tallies import BARS, EXACT, Tally
+from cray_agents.runtime.datasets.tallies import BARS, EXACT, ValueCounts
 
 
 def filled() -> Histograms:
@@ -94,7 +94,7 @@ def test_a_tally_stays_flat_counts_all_and_ignores_the_order(kind: str) -> None:
         "wide": [10 ** rng.uniform(-6, 9) for _ in range(20_000)],
         "whole": [float(rng.randrange(1_000_000)) for _ in range(20_000)],
     }[kind]
-    one, two = Tally(), Tally()
+    one, two = ValueCounts(), ValueCounts()
     for value in values:
         one.add(value)
     for value in reversed(values):
@@ -106,12 +106,12 @@ def test_a_tally_stays_flat_counts_all_and_ignores_the_order(kind: str) -> None:
 
 
 def test_a_bar_holds_what_its_label_says() -> None:
-    tally = Tally()
+    tally = ValueCounts()
     for value in range(1, 1001):
         tally.add(value)
     assert tally.rows()[:2] == [("0 – 50", 49), ("50 – 100", 50)]
     assert tally.about() == "1,000 values, 1 to 1,000, mean 500.5"
-    few = Tally()
+    few = ValueCounts()
     for number in (0.1, 0.1, 0.30000000000000004, -2.0):
         few.add(number)
     assert few.rows() == [("-2", 1), ("0.1", 2), ("0.3", 1)]

@@ -20,20 +20,20 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.runtime.datasets.run_samples import Span, TokenSample
-from cray_agents.runtime.datasets.token_shards import Row, ShardWriter
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.exports import exporter, jsonl_files, parquet_files
-from cray_agents.runtime.exports.counts import Progress
+from cray_agents.runtime.exports.counts import ExportProgress
 from cray_agents.runtime.exports.exporter import (
-    Options,
-    Rules,
+    ExportOptions,
+    LossRules,
     export,
     format_named,
     of_dataset,
     of_runs,
 )
 from cray_agents.runtime.exports.line_formats import LineFormat
-from cray_agents.runtime.exports.resume_journal import Journal
+from cray_agents.runtime.exports.resume_journal import ResumeJournal
 from cray_agents.runtime.exports.store_source import StoredRuns
 from tests.runtime.exports.stored_runs import filled, name_of
 
@@ -78,8 +78,8 @@ def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def throwing(chance: random.Random, often: float) -> Callable[[Progress], None]:
-    def on_progress(progress: Progress) -> None:
+def throwing(chance: random.Random, often: float) -> Callable[[ExportProgress], None]:
+    def on_progress(progress: ExportProgress) -> None:
         if chance.random() < often:
             raise Interrupted
 
@@ -91,7 +91,7 @@ def test_interrupted_anywhere_it_ends_with_the_same_bytes(
     home: Home, tmp_path: Path, name: str
 ) -> None:
     source, form = of_runs(home, RunFilter(), {}, False), format_named(name)
-    options = Options(shard_size=70)
+    options = ExportOptions(shard_size=70)
     whole = export(source, form, tmp_path / "whole" / TARGETS[name], options=options)
     target = tmp_path / "broken" / TARGETS[name]
     chance, breaks = random.Random(name), 0
@@ -159,7 +159,7 @@ def test_lines_are_what_the_store_holds(home: Home, tmp_path: Path) -> None:
 def test_another_export_is_not_touched(home: Home, tmp_path: Path) -> None:
     source, target = of_runs(home, RunFilter(), {}, False), tmp_path / "out"
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: ExportProgress) -> None:
         raise Interrupted
 
     with pytest.raises(Interrupted):
@@ -171,7 +171,7 @@ def test_another_export_is_not_touched(home: Home, tmp_path: Path) -> None:
             export(asked, format_named(form), target)
         assert caught.value.code == "other_export"
         assert bytes_of(tmp_path) == before
-    done = export(other, format_named("jsonl"), target, options=Options(restart=True))
+    done = export(other, format_named("jsonl"), target, options=ExportOptions(restart=True))
     assert not done.resumed and left_in(tmp_path) == ["out"]
 
 
@@ -189,14 +189,17 @@ def test_two_at_once(home: Home, tmp_path: Path) -> None:
     stat = Path(f"/proc/{os.getppid()}/stat").read_text()
     started = stat.rpartition(")")[2].split()[19]
     writer = {"host": os.uname().nodename, "pid": os.getppid(), "started": started}
-    journal = Journal("x", "y", {}, writer=writer)
+    journal = ResumeJournal("x", "y", {}, writer=writer)
     (tmp_path / ".out.export.json").write_bytes(orjson.dumps(vars(journal)))
     (tmp_path / ".out.part").write_bytes(b"")
     source = of_runs(home, RunFilter(), {}, False)
     for restart in (False, True):
         with pytest.raises(BadInput, match=f"process {os.getppid()}") as caught:
             export(
-                source, format_named("jsonl"), tmp_path / "out", options=Options(restart=restart)
+                source,
+                format_named("jsonl"),
+                tmp_path / "out",
+                options=ExportOptions(restart=restart),
             )
         assert caught.value.code == "export_running"
 
@@ -233,7 +236,7 @@ def test_a_dataset_in_its_order_with_demonstrations(home: Home, tmp_path: Path) 
     folder = home.dataset("ds-hand")
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, "train")
-    writer.add([Row(sample, name, "", 1.0) for name in names])
+    writer.add([SampleRow(sample, name, "", 1.0) for name in names])
     rows_of = writer.finish()
     recipe = DatasetRecipe(demonstrations=[shown, [*shown, *shown]])
     (folder / "recipe.json").write_text(recipe.model_dump_json())
@@ -268,10 +271,10 @@ def test_an_age_means_what_it_meant_at_first(home: Home, tmp_path: Path) -> None
 def test_strict_and_what_it_allows(home: Home, tmp_path: Path) -> None:
     source, form = of_runs(home, RunFilter(), {}, False), format_named("openai")
     with pytest.raises(BadInput, match=f"{name_of(0)}: .*conversation_only") as caught:
-        export(source, form, tmp_path / "out", options=Options(Rules(strict=True)))
+        export(source, form, tmp_path / "out", options=ExportOptions(LossRules(strict=True)))
     assert caught.value.code == "export_loss"
-    allowed = Rules(strict=True, allow=frozenset({"conversation_only"}))
-    done = export(source, form, tmp_path / "out", options=Options(allowed))
+    allowed = LossRules(strict=True, allow=frozenset({"conversation_only"}))
+    done = export(source, form, tmp_path / "out", options=ExportOptions(allowed))
     assert done.losses["conversation_only"].count == RUNS
 
 
@@ -316,7 +319,9 @@ def test_killed_it_goes_on(
     monkeypatch.undo()  # the processes know nothing of small steps, nor does what they are held to
     target, chance = tmp_path / name, random.Random(form)
     source = of_runs(large, RunFilter(), {}, False)
-    export(source, format_named(form), tmp_path / "whole" / name, options=Options(shard_size=300))
+    export(
+        source, format_named(form), tmp_path / "whole" / name, options=ExportOptions(shard_size=300)
+    )
     argv = command(large, form, target, "--shard-size", 300)
     whole, kills, ends = bytes_of(tmp_path / "whole" / name), 0, 0
     while kills < KILLS:

@@ -17,7 +17,7 @@ from datasets import load_dataset
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
 from cray_agents.records import Run
-from cray_agents.runtime.exports.exporter import Options, export, format_named, of_runs
+from cray_agents.runtime.exports.exporter import ExportOptions, export, format_named, of_runs
 from cray_agents.runtime.exports.huggingface import ABOUT, rows_of, schema
 from tests.runtime.exports.stored_runs import filled
 
@@ -34,7 +34,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture(scope="module")
 def folder(home: Home) -> Path:
     target = home.root.parent / "folder"
-    options = Options(shard_size=50)
+    options = ExportOptions(shard_size=50)
     source = of_runs(home, RunFilter(loop="l"), {}, False)
     export(source, format_named("huggingface"), target, options=options)
     return target

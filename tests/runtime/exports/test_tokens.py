@@ -14,9 +14,15 @@ from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import build_dataset, shards
 from cray_agents.runtime.datasets.run_samples import Span, TokenSample
-from cray_agents.runtime.datasets.token_shards import Row, table_of
+from cray_agents.runtime.datasets.token_shards import SampleRow, table_of
 from cray_agents.runtime.exports import tokens
-from cray_agents.runtime.exports.exporter import Options, export, format_named, of_dataset, of_runs
+from cray_agents.runtime.exports.exporter import (
+    ExportOptions,
+    export,
+    format_named,
+    of_dataset,
+    of_runs,
+)
 from cray_agents.runtime.exports.tokens import IGNORED, rewritten, rows_of, schema
 from tests.runtime.exports.example_runs import called, of_calls
 from tests.runtime.exports.stored_runs import filled
@@ -47,9 +53,9 @@ def sample(sampled: list[int], *context: int) -> TokenSample:
 def test_of_a_dataset_by_hand() -> None:
     unsampled = TokenSample(array("i", [5, 6]), array("f", [0.0] * 2), [Span(1, 0), Span(1, 1)])
     rows = [
-        Row(sample([7, 8], 1, 2), "run-1", "task", 1.0, 0.25, "group", "pair", True),
-        Row(unsampled, "demonstration/0", "", 0.0),
-        Row(sample([3], 4), "run-2", "task", 0.0, -0.25, "group", "pair", False),
+        SampleRow(sample([7, 8], 1, 2), "run-1", "task", 1.0, 0.25, "group", "pair", True),
+        SampleRow(unsampled, "demonstration/0", "", 0.0),
+        SampleRow(sample([3], 4), "run-2", "task", 0.0, -0.25, "group", "pair", False),
     ]
     [batch] = table_of(rows).to_batches()
     expected: list[dict[str, Any]] = [
@@ -127,7 +133,7 @@ def test_of_runs_is_what_the_builder_makes_of_them(home: Home, tmp_path: Path) -
 
 def test_datasets_loads_it(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    options = Options(shard_size=50)
+    options = ExportOptions(shard_size=50)
     export(of_runs(home, RunFilter(), {}, False), TOKENS, tmp_path / "out", options=options)
     rows = load_dataset(
         "parquet", data_files=str(tmp_path / "out" / "*.parquet"), cache_dir=str(tmp_path / "cache")

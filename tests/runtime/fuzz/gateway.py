@@ -21,12 +21,12 @@ import uvloop
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
 from cray_agents.paths import Home
-from cray_agents.ports import Exchange, Sampled
+from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.http.protocol import Protocol
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine_host import Resident
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
@@ -59,7 +59,7 @@ LAST = {
 class Obliging(ScriptedEngine):
     """Says "hi" to everything that can be sampled."""
 
-    async def answer(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         many = exchange.request.get("n")
         if not isinstance(many, int | None) or not 1 <= (many or 1) <= 8:
             raise EngineError("n must be from 1 to 8", status=400, param="n", code="invalid_value")
@@ -71,7 +71,7 @@ class Obliging(ScriptedEngine):
             return
         name = PREFIX.get(exchange.path, "chatcmpl-") + exchange.id
         said = {"id": name, "model": exchange.version, "usage": {}, **SAID[exchange.path]}
-        exchange.samples = [Sampled([1], [104, 105], [-0.5, -0.5], "stop")]
+        exchange.samples = [SampledSequence([1], [104, 105], [-0.5, -0.5], "stop")]
         if exchange.streams:
             yield b"event: said\ndata: " + orjson.dumps(said) + b"\n\n" + LAST[exchange.path]
         else:
@@ -83,7 +83,7 @@ async def serve(home: Home) -> None:
     registry = first_version(home)
     candidate = bare_model(home.root / "candidate", b"other weights")
     registry.register(NAME, *registry.import_checkpoint(candidate))
-    pool = Pool([Resident(Obliging(lambda request: "hi")) for _ in range(2)])
+    pool = Pool([InProcessEngine(Obliging(lambda request: "hi")) for _ in range(2)])
     services = Services(
         home=home,
         store=Store(home),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cray_agents.records import Event
 from cray_agents.runtime.store.facts import Fact, facts_of
-from cray_agents.runtime.store.segments.line_format import Place, line_of
-from cray_agents.runtime.store.segments.reader import Damage, Line, Segments
+from cray_agents.runtime.store.segments.line_format import LinePlace, line_of
+from cray_agents.runtime.store.segments.reader import Damage, SegmentLine, Segments
 
 
 def event(number: int, size: int = 100) -> Event:
@@ -25,11 +25,11 @@ def fact(number: int, size: int = 100) -> Fact:
     return facts_of(event(number, size).model_dump())
 
 
-def placed(stem: str, lines: Sequence[bytes]) -> list[Line]:
+def placed(stem: str, lines: Sequence[bytes]) -> list[SegmentLine]:
     """Where the lines lie that are the whole of a segment."""
     found, offset = [], 0
     for each in lines:
-        found.append(Line(Place(stem, offset, len(each)), each))
+        found.append(SegmentLine(LinePlace(stem, offset, len(each)), each))
         offset += len(each) + 1
     return found
 
@@ -42,12 +42,12 @@ def write_open(directory: Path, stem: str, lines: Sequence[bytes], torn: bytes =
     return path
 
 
-def read_all(segments: Segments, stem: str) -> tuple[list[Line], list[Damage]]:
+def read_all(segments: Segments, stem: str) -> tuple[list[SegmentLine], list[Damage]]:
     """The lines that can be read, and the damage."""
-    lines: list[Line] = []
+    lines: list[SegmentLine] = []
     damage: list[Damage] = []
     for item in segments.read(stem):
-        if isinstance(item, Line):
+        if isinstance(item, SegmentLine):
             lines.append(item)
         else:
             damage.append(item)

@@ -5,7 +5,7 @@ from typing import Any
 
 from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import RunFacts
-from cray_agents.runtime.store.segments.line_format import Place, Placed
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 
 def call(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fact:
@@ -67,7 +67,7 @@ def forget(event_id: str, run_id: str, time: float) -> Fact:
 
 def placed(facts: Iterable[Fact], segment: str = "segment_a", start: int = 0) -> list[Placed]:
     """The facts in a segment, one after another, 100 bytes each with the newline."""
-    return [Placed(fact, Place(segment, start + i * 100, 99)) for i, fact in enumerate(facts)]
+    return [Placed(fact, LinePlace(segment, start + i * 100, 99)) for i, fact in enumerate(facts)]
 
 
 def live(facts: Iterable[Fact]) -> list[Fact]:

@@ -11,7 +11,7 @@ from cray_agents.errors import BadInput, NotFound, StoreError
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts
-from cray_agents.runtime.store.segments.line_format import Place
+from cray_agents.runtime.store.segments.line_format import LinePlace
 from tests.runtime.store.telling import call, described, forget, placed, reward, told
 
 ORDERS = ("id", "newest", "oldest", "task")
@@ -217,7 +217,7 @@ def test_rewards_alone_are_no_run(index: Index) -> None:
     fill(index, [reward("r1", "run_a", 0.5)])
     assert index.run("run_a") is None
     assert index.select(RunQuery()) == []
-    assert index.places(["run_a"])["run_a"].rewards == (Place("segment_a", 0, 99),)
+    assert index.places(["run_a"])["run_a"].rewards == (LinePlace("segment_a", 0, 99),)
     fill(index, [described("d1", "run_a")])
     facts = index.run("run_a")
     assert facts is not None and facts.reward == 0.5
@@ -257,8 +257,8 @@ def test_compaction_moves_events_and_leaves_out_the_forgotten(index: Index) -> N
     index.drop(old)
     assert index.progress() == {"segment_c": 300}
     assert index.places(["run_a", "run_b", "run_c"]) == {
-        "run_a": Places(Place("segment_c", 0, 99), (Place("segment_c", 100, 99),), ()),
-        "run_c": Places(None, (Place("segment_c", 200, 99),), ()),
+        "run_a": Places(LinePlace("segment_c", 0, 99), (LinePlace("segment_c", 100, 99),), ()),
+        "run_c": Places(None, (LinePlace("segment_c", 200, 99),), ()),
     }
     assert index.stale() == [] and not index.known("d2")
 
@@ -271,7 +271,7 @@ def test_what_lay_twice_is_read_again_when_one_of_them_is_gone(index: Index) -> 
     assert index.run("run_a") is None
     assert index.progress() == {"segment_b": 0}
     assert index.add("segment_b", 0, 100, placed([event], "segment_b")) == 1
-    assert index.place("d1") == Place("segment_b", 0, 99)
+    assert index.place("d1") == LinePlace("segment_b", 0, 99)
 
 
 def test_when_the_forgetting_itself_is_gone_all_is_as_before(index: Index) -> None:

@@ -15,7 +15,7 @@ from cray_agents.errors import StoreError
 from cray_agents.paths import CACHE, Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import Index, cache_of, identity_of, sweep_caches
-from cray_agents.runtime.store.segments.line_format import Place, Placed
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 from tests.runtime.store.telling import call, described, placed, reward
 
 WRITER = """
@@ -232,7 +232,9 @@ def test_a_broken_fact_undoes_its_transaction(tmp_path: Path) -> None:
     good = call("new", "run_new", model="other@7", tags=["unheard-of"])
     with pytest.raises(KeyError):
         index.add("segment_b", 0, 200, placed([good, call("bad", "run_1")._replace(about={})]))
-    far = Placed(good, Place("segment_b", 2**70, 99))  # found too late: names have their numbers
+    far = Placed(
+        good, LinePlace("segment_b", 2**70, 99)
+    )  # found too late: names have their numbers
     with pytest.raises(OverflowError):
         index.add("segment_b", 0, 200, [far])
     assert not index.known("new") and index.run("run_new") is None

@@ -6,12 +6,12 @@ from pathlib import Path
 from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.index_thread import Indexing
-from cray_agents.runtime.store.segments.line_format import Place, Placed
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 
 def reward(number: int, segment: str, about: dict[str, object]) -> Placed:
     fact = Fact(f"e{number}", "r", "reward", float(number), about)
-    return Placed(fact, Place(segment, 0, 99))
+    return Placed(fact, LinePlace(segment, 0, 99))
 
 
 async def test_what_cannot_be_indexed_holds_up_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.store.segments import drafts, frames
 from cray_agents.runtime.store.segments.line_format import Placed
-from cray_agents.runtime.store.segments.reader import Line, Segments
+from cray_agents.runtime.store.segments.reader import SegmentLine, Segments
 from cray_agents.runtime.store.segments.salvage import Finding, check, repair
 from cray_agents.runtime.store.segments.sealed import seal
 from tests.runtime.store.some_lines import fact, line, placed, read_all, write_open
@@ -23,7 +23,7 @@ class Sealed(NamedTuple):
     """A sealed segment of several frames and chunks of facts, and what is in it."""
 
     data: bytes
-    lines: list[Line]
+    lines: list[SegmentLine]
     facts: list[Placed]
     frames: list[frames.Frame]
     end: int  # of the last frame
@@ -53,7 +53,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> tuple[Path
     return directory, Segments(directory)
 
 
-def in_frames(lines: list[Line], broken: list[frames.Frame]) -> list[Line]:
+def in_frames(lines: list[SegmentLine], broken: list[frames.Frame]) -> list[SegmentLine]:
     """The lines that do not stand in one of these frames."""
     return [
         each
@@ -212,7 +212,7 @@ def test_what_is_not_written_yet_is_no_damage(tmp_path: Path) -> None:
     assert (damage.offset, damage.length) == (len(lines[0]) + 1, len(lines[1]) + 1)
 
 
-def _fetched(segments: Segments, intact: Sealed, readable: list[Line]) -> None:
+def _fetched(segments: Segments, intact: Sealed, readable: list[SegmentLine]) -> None:
     """By place, exactly the lines that are read in order."""
     assert segments.fetch([each.place for each in readable]) == [each.data for each in readable]
     for each in intact.lines:
@@ -242,7 +242,7 @@ def _kinds(intact: Sealed, at: int, lost: bool) -> set[str]:
     return {"bad_facts", "changed"} if at < footer else {"bad_footer"}
 
 
-def _repaired(directory: Path, findings: list[Finding], lines: list[Line]) -> None:
+def _repaired(directory: Path, findings: list[Finding], lines: list[SegmentLine]) -> None:
     """All that was readable is there, nothing is wrong any more, and the damaged file is kept."""
     before = {path.read_bytes() for path in directory.iterdir()}
     for finding in findings:

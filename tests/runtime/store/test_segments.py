@@ -17,8 +17,8 @@ from cray_agents.records import Event
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments import drafts, handles, sealed
-from cray_agents.runtime.store.segments.line_format import Place, event_in, line_of
-from cray_agents.runtime.store.segments.reader import Line, Moved, Segments
+from cray_agents.runtime.store.segments.line_format import LinePlace, event_in, line_of
+from cray_agents.runtime.store.segments.reader import Moved, SegmentLine, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
 from tests.runtime.store.some_lines import event, fact, line, placed, read_all, write_open
 
@@ -79,7 +79,9 @@ def test_round_trip(
     assert [(s.stem, s.path, s.sealed) for s in segments.list()] == [("s", target, True)]
     assert read_all(segments, "s") == (wanted, [])
     for start in wanted:
-        rest = [item for item in segments.read("s", start.place.offset) if isinstance(item, Line)]
+        rest = [
+            item for item in segments.read("s", start.place.offset) if isinstance(item, SegmentLine)
+        ]
         assert rest == wanted[wanted.index(start) :]
     told = [each for batch in segments.facts("s") or () for each in batch]
     assert told == [
@@ -114,7 +116,7 @@ def test_the_zstd_program_reads_a_sealed_segment(tmp_path: Path) -> None:
 
 
 def test_places_are_fetched_in_their_order(tmp_path: Path) -> None:
-    by_place: dict[Place, bytes] = {}
+    by_place: dict[LinePlace, bytes] = {}
     for stem in "abcd":
         lines = [line(number, 3000) for number in range(200)]
         path = write_open(tmp_path, stem, lines)
@@ -142,7 +144,7 @@ def test_files_are_closed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for number in range(20):
         stem = f"s{number}"
         path = write_open(tmp_path, stem, [line(number)])
-        places.append(Place(stem, 0, len(line(number))))
+        places.append(LinePlace(stem, 0, len(line(number))))
         if number % 2:
             seal(path)
     before = open_files()
@@ -173,7 +175,7 @@ def test_a_wrong_place_is_no_line(tmp_path: Path) -> None:
 
 def test_a_segment_that_is_gone_has_moved(tmp_path: Path) -> None:
     path = write_open(tmp_path, "s", [line(1)])
-    place = Place("s", 0, len(line(1)))
+    place = LinePlace("s", 0, len(line(1)))
     segments = Segments(tmp_path / "none")
     assert segments.list() == []
     with pytest.raises(Moved):
@@ -217,7 +219,7 @@ def test_one_segment_takes_the_place_of_others(tmp_path: Path) -> None:
     assert [s.stem for s in segments.list()] == ["c", new]
     assert segments.replaced(new) == ["a", "b"]
     assert read_all(segments, new) == (placed(new, both), [])
-    assert segments.fetch([Place("a", 0, len(both[0]))]) == both[:1]  # as long as it is there
+    assert segments.fetch([LinePlace("a", 0, len(both[0]))]) == both[:1]  # as long as it is there
     with pytest.raises(StoreError, match="cannot write"):
         write_sealed(tmp_path, new, both, ["c"])
     assert [s.stem for s in segments.list()] == ["c", new]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents.errors import StoreError
-from cray_agents.runtime.store.segments.line_format import Place, Placed
+from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 from cray_agents.runtime.store.segments.orphans import seal_orphans
 from cray_agents.runtime.store.segments.reader import Segments
 from cray_agents.runtime.store.segments.sealed import seal
@@ -16,7 +16,7 @@ from cray_agents.runtime.store.segments.writer import SegmentWriter
 from tests.runtime.store.some_lines import fact, line, placed, read_all, write_open
 
 
-async def put(writer: SegmentWriter, *numbers: int, size: int = 100) -> list[Place]:
+async def put(writer: SegmentWriter, *numbers: int, size: int = 100) -> list[LinePlace]:
     lines = [line(number, size) for number in numbers]
     return await writer.submit(lines, [fact(number, size) for number in numbers])
 
@@ -52,8 +52,8 @@ async def test_files_are_left_when_they_are_large_or_old(tmp_path: Path) -> None
 
     writer = SegmentWriter(tmp_path, "idle", idle=0.0)
     assert [(await put(writer, n))[0] for n in range(2)] == [
-        Place("idle-0000", 0, len(line(0))),
-        Place("idle-0001", 0, len(line(1))),
+        LinePlace("idle-0000", 0, len(line(0))),
+        LinePlace("idle-0001", 0, len(line(1))),
     ]
     await writer.close()
 

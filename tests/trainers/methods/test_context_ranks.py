@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cray_agents.trainers.job.launch import Place, run_ranks
+from cray_agents.trainers.job.launch import RankPlacement, run_ranks
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.loss import Marked
 from tests.trainers.methods.batches import VARIANTS, answers, gradient, marked
@@ -50,7 +50,7 @@ def measure(out: Path, rank: int, store: Any, stop: Any) -> int:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     out = tmp_path_factory.mktemp("ranks")
-    place = Place(0, 1, RANKS, "127.0.0.1", 0)
+    place = RankPlacement(0, 1, RANKS, "127.0.0.1", 0)
     assert run_ranks(place, out / "logs", partial(measure, out)).code == 0
     return [np.load(out / f"{rank}.npz") for rank in range(RANKS)]
 

@@ -14,7 +14,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Door:
+class SamplingApi:
     """One API. `prefix` begins its answers' ids, `last` the event that ends a stream.
 
     `asked` gives a request's conversation, and raises BadInput where there is none. `said` gives

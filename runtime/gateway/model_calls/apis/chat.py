@@ -4,7 +4,7 @@ from typing import Any
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Message
-from cray_agents.runtime.gateway.model_calls.apis import Body, Door, assistant
+from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant
 
 
 def _asked(request: Body) -> list[Message]:
@@ -59,7 +59,7 @@ def _grow(call: dict[str, Any], part: dict[str, Any]) -> None:
     call["type"] = part.get("type") or call.get("type", "function")
 
 
-CHAT = Door(
+CHAT = SamplingApi(
     path="/v1/chat/completions",
     prefix="chatcmpl-",
     last=b"data: [DONE]\n\n",

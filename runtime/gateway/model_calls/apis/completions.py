@@ -2,7 +2,7 @@
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Message
-from cray_agents.runtime.gateway.model_calls.apis import Body, Door, assistant
+from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant
 
 
 def _asked(request: Body) -> list[Message]:
@@ -27,7 +27,7 @@ def _streamed(chunks: list[Body], samples: int) -> list[Message]:
     return [assistant(texts.get(place), []) for place in range(samples)]
 
 
-COMPLETIONS = Door(
+COMPLETIONS = SamplingApi(
     path="/v1/completions",
     prefix="cmpl-",
     last=b"data: [DONE]\n\n",

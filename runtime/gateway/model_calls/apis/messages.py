@@ -6,7 +6,7 @@ import orjson
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Message
-from cray_agents.runtime.gateway.model_calls.apis import Body, Door, assistant, tool_call
+from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant, tool_call
 
 
 def _asked(request: Body) -> list[Message]:
@@ -85,7 +85,7 @@ def _streamed(events: list[Body], samples: int) -> list[Message]:
 
 _GROWS = {"text": "text", "thinking": "thinking", "partial_json": "input"}
 
-MESSAGES = Door(
+MESSAGES = SamplingApi(
     path="/v1/messages",
     prefix="chatcmpl-",  # vLLM answers through its chat completions
     last=b"event: message_stop\n",

@@ -4,7 +4,7 @@ from typing import Any
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Message
-from cray_agents.runtime.gateway.model_calls.apis import Body, Door, assistant, tool_call
+from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant, tool_call
 
 
 def _asked(request: Body) -> list[Message]:
@@ -79,7 +79,7 @@ def _streamed(events: list[Body], samples: int) -> list[Message]:
     return [_turn(done)]
 
 
-RESPONSES = Door(
+RESPONSES = SamplingApi(
     path="/v1/responses",
     prefix="resp_",
     last=b"event: response.completed\n",
