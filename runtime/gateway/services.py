@@ -1,14 +1,11 @@
 """What the gateway stands on; `cray-agents up` builds it, tests build it with a scripted engine."""
 
-from collections.abc import AsyncGenerator, Callable, Collection
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cray_agents.paths import Home
-from cray_agents.ports import EngineCall, Trainer
-from cray_agents.records import ProbePrompt, ProbeReport
+from cray_agents.ports import Trainer
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
@@ -17,90 +14,10 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.ownership import RunOwners
 from cray_agents.runtime.gateway.version_switch import Promoting
+from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
-
-Wanted = str | Callable[[], str]  # a name@N, or what to ask for it each time one could serve
-
-
-class Pool(Protocol):
-    """The replicas, as the gateway sees them. Answers and chunks are stamped: `model` is `name@N`.
-
-    A request for a bare name gives a function, so that one that waits through a promotion is
-    served by the version which the name means then.
-    """
-
-    def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """See `Engine.answer`; the exchange's version becomes that which answers."""
-        ...
-
-    async def stage(
-        self,
-        checkpoint: Path,
-        version: str,
-        probe: list[ProbePrompt],
-        *,
-        needed: Collection[str] = (),
-        displace: bool = True,
-    ) -> ProbeReport:
-        """Let a replica hold a candidate, and the others serve on. Raises SwapError."""
-        ...
-
-    async def swap(
-        self,
-        checkpoint: Path,
-        version: str,
-        probe: list[ProbePrompt],
-        *,
-        needed: Collection[str] = (),
-    ) -> ProbeReport:
-        """Let all replicas hold the version, proven by its probe. Raises SwapError."""
-        ...
-
-    def serves(self, version: str) -> bool:
-        """Whether a replica can answer with that version now."""
-        ...
-
-    async def load_beside(
-        self, checkpoint: Path, version: str, probe: list[ProbePrompt], needed: Collection[str]
-    ) -> ProbeReport:
-        """Serve a version where that displaces nothing. Raises NotLoaded, SwapError."""
-        ...
-
-    def expects(self, version: str) -> bool:
-        """Whether a replica will answer with that version, when it has changed or come back."""
-        ...
-
-    def spares(self) -> list[dict[str, Any]]:
-        """A dict per spare replica that was started."""
-        ...
-
-    def holds(self, version: str) -> bool:
-        """The same, of the replicas that are no spares."""
-        ...
-
-    @property
-    def incumbent(self) -> str:
-        """The version that all replicas were last given."""
-        ...
-
-    def overtaking(self) -> AbstractContextManager[None]:
-        """Meanwhile a change that waits for requests to end gives way, with Overtaken."""
-        ...
-
-    def wake(self) -> None:
-        """A name's meaning has changed: let waiting requests ask for it again."""
-        ...
-
-    def status(self) -> list[dict[str, Any]]:
-        """A dict per replica; `version` is what it holds."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """Whether a replica can answer now."""
-        ...
 
 
 @dataclass

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cray_agents.errors import (
     BadInput,
@@ -33,14 +33,12 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import CanaryTraffic
 from cray_agents.runtime.gateway.replica_lease import Lease, Lending
+from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary, CanaryTest, Verdict
 from cray_agents.runtime.registry.history import ModelEvent
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-
-if TYPE_CHECKING:  # services.py makes this
-    from cray_agents.runtime.gateway.services import Pool
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class Promoting:
         home: Home,
         store: Store,
         registry: Registry,
-        pool: "Pool",
+        pool: Pool,
         admission: Admission,
         metrics: Metrics,
     ) -> None:

@@ -37,7 +37,8 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 )
 from cray_agents.runtime.gateway.model_calls.relay import EventStream, Relay
 from cray_agents.runtime.gateway.ownership import owner_of
-from cray_agents.runtime.gateway.services import Services, Wanted
+from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool.pool import Wanted
 from cray_agents.runtime.store.conversations import chain
 
 DOORS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
