@@ -18,6 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cray_agents.config import load_config
+from cray_agents.paths import Home
+
 LOG_WIDTH = 120  # columns, where there is no terminal to ask
 _PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
@@ -82,3 +85,23 @@ def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
             rest = hanging if part and not number else 0
             piece.rstrip()
             console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True, highlight=False)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def root(home: Path | None) -> Home:
+    """The shared root a command looks at."""
+    return load_config({"home": home}).root

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cray_agents.cli.jobs.event_text import USUAL, layout_text, sentence
-from cray_agents.cli.loop.generation_table import clock
-from cray_agents.cli.screen import line, when
+from cray_agents.cli.screen import clock, line, when
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.job.journal import JobJournal

@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from cray_agents.cli.jobs.submit import submit
-from cray_agents.cli.models.models import root
 from cray_agents.cli.platform.platform_process import client, owner, running, submitter
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, show, when
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, root, show, when
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform

@@ -19,10 +19,10 @@ import typer
 from rich.markup import escape
 
 from cray_agents.cli.agent.agents import load
-from cray_agents.cli.loop.generation_table import LEGEND, LoopScreen, clock, generations_table
+from cray_agents.cli.loop.generation_table import LEGEND, LoopScreen, generations_table
 from cray_agents.cli.loop.report import write_report
 from cray_agents.cli.platform.platform_process import client, serving
-from cray_agents.cli.screen import console
+from cray_agents.cli.screen import clock, console
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError, StoreError
 from cray_agents.generation import Generation

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cray_agents.cli.screen import errors
+from cray_agents.cli.screen import clock, errors
 from cray_agents.generation import Generation, LoopProgress
 
 #: The columns of a generation, and what each means; the report shows all of them.
@@ -42,11 +42,6 @@ LEGEND = (
     "held-out: mean reward on tasks that no training sees, which decides promotion; "
     "kept: the share of runs that were trained on"
 )
-
-
-def clock(seconds: float) -> str:
-    """Seconds as m:ss."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 class LoopScreen:

@@ -19,8 +19,7 @@ from rich.tree import Tree
 
 from cray_agents.cli.models.prune import prune
 from cray_agents.cli.platform.platform_process import client, fetch, owner, running
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
-from cray_agents.config import load_config
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, when
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
@@ -308,11 +307,6 @@ def label(one: dict[str, Any]) -> str:
     if last is not None and last["reason"]:
         words.append(f"[dim]{escape(last['reason'])}[/]")
     return "  ".join(words)
-
-
-def root(home: Path | None) -> Home:
-    """The shared root a command looks at."""
-    return load_config({"home": home}).root
 
 
 def version_rows(registry: Any, name: str) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def prune(
     What stays: what is promoted, was promoted lately or is newest, canaries, what replicas hold,
     what jobs and loops go on from; and every record: a deleted version stays in the history.
     """
-    from cray_agents.cli.runs.maintenance import size
+    from cray_agents.cli.screen import size
     from cray_agents.runtime.retention import prune
 
     where = load_config({"home": home}).root

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cray_agents.cli.data.datasets import dataset
-from cray_agents.cli.models.models import root
 from cray_agents.cli.platform.root_access import opened
 from cray_agents.cli.runs import filter_options
 from cray_agents.cli.runs.runs import runs
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter, RunQuery
@@ -178,13 +177,3 @@ def tell(told: dict[str, Any]) -> None:
         console.print(f"  {loop}: {count}", markup=False)
     if told["first"]:
         console.print(f"  the oldest: {', '.join(told['first'])}", markup=False)
-
-
-def size(count: int) -> str:
-    """Bytes for people."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
