@@ -6,18 +6,20 @@ imported when first used: it takes longer to import than all of ours. Called by 
 transport.py.
 """
 
+import asyncio
 import functools
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 import orjson
 
-from cray_agents.engines.client_pool import ClientPool
 from cray_agents.engines.no_real_models import check_real_model
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.records import Run, digest
@@ -25,6 +27,52 @@ from cray_agents.records import Run, digest
 if TYPE_CHECKING:
     import openai
     from openai import AsyncOpenAI
+
+WIDTH = 16  # requests at a time, before there is another client
+MOST = 64  # clients
+
+
+@dataclass
+class _Client:
+    """A client, and how many requests it has now."""
+
+    client: "AsyncOpenAI"
+    busy: int = 0
+
+
+class ClientPool:
+    """Clients, made when they are needed. Requests one after the other share a connection."""
+
+    def __init__(self, make: Callable[[], "AsyncOpenAI"]) -> None:
+        self._make = make
+        # connections belong to the event loop that opened them
+        self._open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Client]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @contextmanager
+    def one(self) -> Iterator["AsyncOpenAI"]:
+        """A client for one request, until that has ended."""
+        chosen = self._chosen(self._open.setdefault(asyncio.get_running_loop(), []))
+        chosen.busy += 1
+        try:
+            yield chosen.client
+        finally:
+            chosen.busy -= 1
+
+    def _chosen(self, here: list[_Client]) -> _Client:
+        """The first that has room; a new one; the least busy."""
+        free = next((one for one in here if one.busy < WIDTH), None)
+        if free is None and len(here) < MOST:
+            free = _Client(self._make())
+            here.append(free)
+        return free or min(here, key=lambda one: one.busy)
+
+    async def close(self) -> None:
+        """Close this event loop's clients; the next request opens new ones."""
+        for one in self._open.pop(asyncio.get_running_loop(), []):
+            await one.client.close()
+
 
 URL = "http://127.0.0.1:8000/v1"
 RETRIES = 4  # after waits of about 0.5, 1, 2 and 4 s: a replica that restarts is back by then

@@ -14,8 +14,7 @@ from typing import Any
 
 from cray_agents.engines.openai_engine import OpenAIEngine, run_event
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound
-from cray_agents.platform.run_recorder import Recording
-from cray_agents.platform.transport import Transport
+from cray_agents.platform.transport import Recording, Transport
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
 from cray_agents.training_jobs import Hyperparameters, JobStatus, Layout, MethodName

@@ -167,3 +167,40 @@ def typed(error: "openai.APIStatusError") -> CrayError:
     if error.status_code < 500:
         return BadInput(message, param=body.get("param"), code=code)
     return EngineError(message, status=error.status_code)
+
+
+MOST = 16  # runs a request: the platform, which reads them at once, keeps nobody waiting for long
+
+Event = dict[str, Any]
+
+
+class Recording:
+    """Sends events in groups, one request after the other. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[list[Event]], Awaitable[None]]) -> None:
+        self._send = send
+        self._group: list[Event] = []  # the one that gathers
+        self._newest: asyncio.Task[None] | None = None  # ... and its request, once it has events
+
+    async def put(self, event: Event) -> None:
+        """Return when the event is stored. Raises what `send` raises of it."""
+        sent = self._newest
+        if sent is None or not self._group or len(self._group) == MOST:
+            self._group = []
+            sent = self._newest = asyncio.create_task(self._in_turn(self._group, sent))
+        group = self._group
+        group.append(event)
+        try:
+            await asyncio.shield(sent)
+        except BadInput:
+            if len(group) == 1:
+                raise
+            await self._send([event])  # it was for another one, or for their size together
+
+    async def _in_turn(self, group: list[Event], before: asyncio.Task[None] | None) -> None:
+        """Send a group after the one before, however that ended; it gathers until then."""
+        if before is not None:
+            await asyncio.wait({before})
+        if self._group is group:
+            self._group = []
+        await self._send(group)

@@ -18,9 +18,16 @@ from pydantic import ValidationError
 from cray_agents.errors import BadInput
 from cray_agents.records import Split, Task, task_id
 from cray_agents.tasks import huggingface_folder
-from cray_agents.tasks.columns import Columns, Given, task_of
 from cray_agents.tasks.leakage import Dropped, apart, task_key
-from cray_agents.tasks.readers import Row, rows_of_csv, rows_of_jsonl, rows_of_parquet
+from cray_agents.tasks.readers import (
+    Columns,
+    Given,
+    Row,
+    rows_of_csv,
+    rows_of_jsonl,
+    rows_of_parquet,
+    task_of,
+)
 
 OnLeak = Literal["error", "drop"]
 DRAWS = 20  # of a generator, for each task that is wanted, before it is taken for exhausted

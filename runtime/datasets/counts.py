@@ -14,8 +14,8 @@ from cray_agents.runtime.datasets.card import CardFacts, Removed, write_card
 from cray_agents.runtime.datasets.considered_runs import ConsideredRun
 from cray_agents.runtime.datasets.content_name import brief
 from cray_agents.runtime.datasets.decontamination import Match, head
-from cray_agents.runtime.datasets.duplicates import Repeat
 from cray_agents.runtime.datasets.histogram import Histograms
+from cray_agents.runtime.datasets.near_duplicates import Repeat
 from cray_agents.runtime.datasets.selection import CandidateRun
 from cray_agents.runtime.datasets.token_shards import SampleRow
 

@@ -18,8 +18,8 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.records import Message, Run
 from cray_agents.runtime.datasets.blocked_files import texts_of_file
+from cray_agents.runtime.datasets.near_duplicates import Shingles, shared, shingles
 from cray_agents.runtime.datasets.recipe_checks import LOOP
-from cray_agents.runtime.datasets.shingles import Shingles, shared, shingles
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.store import Store

@@ -25,8 +25,8 @@ from cray_agents.runtime.datasets.decontamination import (
     inputs_of_messages,
 )
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
-from cray_agents.runtime.datasets.duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.methods import settled
+from cray_agents.runtime.datasets.near_duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.reader import MANIFEST, RECIPE
 from cray_agents.runtime.datasets.recipe_checks import query_of
 from cray_agents.runtime.datasets.run_samples import TokenSample

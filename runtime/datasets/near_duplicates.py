@@ -14,12 +14,45 @@ import hashlib
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import rensa
+from numpy.typing import NDArray
 
-from cray_agents.runtime.datasets.shingles import Shingles, shared, shingles
+from cray_agents.runtime.datasets.run_samples import TokenSample
+from cray_agents.text_words import GRAM
+
+Shingles = NDArray[np.uint64]
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, odd
+_SHIFT = np.uint64(29)
+
+
+def shingles(ids: Sequence[int] | NDArray[np.uint64]) -> Shingles:
+    """The distinct hashes of a sequence's 5-grams, sorted; none for less than five ids."""
+    each = np.asarray(ids, dtype=np.uint64)
+    count = len(each) - GRAM + 1
+    if count <= 0:
+        return np.empty(0, np.uint64)
+    hashes = np.zeros(count, np.uint64)
+    for place in range(GRAM):
+        hashes ^= each[place : place + count]
+        hashes *= _MIX
+        hashes ^= hashes >> _SHIFT
+    hashes.sort()
+    distinct: Shingles = hashes[np.concatenate(([True], hashes[1:] != hashes[:-1]))]
+    return distinct
+
+
+def shared(few: Shingles, many: Shingles) -> int:
+    """How many of the first are in the second; both sorted and distinct."""
+    places = np.searchsorted(many, few)
+    places[places == len(many)] = 0
+    return int(np.count_nonzero(many[places] == few)) if len(many) else 0
+
 
 HASHES = 128  # at most, in a signature
 RECALL = 0.999  # of pairs just as similar as the threshold, by the banding alone
@@ -140,3 +173,67 @@ def banding(threshold: float) -> tuple[int, int]:
         if 1 - (1 - threshold**rows) ** bands >= RECALL:
             return rows, bands
     return 1, HASHES
+
+
+class Repeat(NamedTuple):
+    """The earlier run (or demonstration) whose sample this repeats; `exact`: to the token."""
+
+    run: str
+    similarity: float
+    exact: bool = False
+
+    @property
+    def reason(self) -> str:
+        """As considered.py lists them."""
+        return "duplicate" if self.exact else "near_duplicate"
+
+    @property
+    def detail(self) -> str:
+        """With what."""
+        return self.run if self.exact else f"{self.run} ({self.similarity:.3f})"
+
+
+class KeptSamples:
+    """The samples that were kept: about 200 bytes each, and what NearDuplicates needs."""
+
+    def __init__(self, threshold: float | None) -> None:
+        self._near = None if threshold is None else NearDuplicates(threshold)
+        self._places: dict[bytes, int] = {}  # in the names below
+        self._names = bytearray()
+        self._ends = array("Q", [0])
+
+    def repeat(self, run: str, tokens: "array[int]") -> Repeat | None:
+        """What these tokens repeat; None: nothing, and now they are kept."""
+        key = blake2b(tokens.tobytes(), digest_size=16).digest()
+        place = self._places.get(key)
+        if place is not None:
+            return Repeat(self._name(place), 1.0, exact=True)
+        if self._near is not None:
+            found = self._near.add(run, tokens)
+            if found is not None:
+                return Repeat(*found)
+        self._places[key] = len(self._ends) - 1
+        self._names += run.encode()
+        self._ends.append(len(self._names))
+        return None
+
+    def fresh(
+        self, run: str, samples: Iterable[TokenSample]
+    ) -> tuple[list[TokenSample], Repeat | None]:
+        """The samples that repeat nothing, now kept; and what the last of the others repeats."""
+        found, last = [], None
+        for sample in samples:
+            repeat = self.repeat(run, sample.input_ids)
+            if repeat is None:
+                found.append(sample)
+            else:
+                last = repeat
+        return found, last
+
+    def close(self) -> None:
+        """Give temporary files back."""
+        if self._near is not None:
+            self._near.close()
+
+    def _name(self, place: int) -> str:
+        return self._names[self._ends[place] : self._ends[place + 1]].decode()

@@ -4,14 +4,65 @@ Called by selection.py for recorded runs and by demonstrations.py for conversati
 token_shards.py writes what comes of it.
 """
 
+import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cray_agents.records import ModelCall
-from cray_agents.runtime.datasets.sampling_settings import is_held, is_shaped, temperature_of
+
+GREEDY = 1e-5  # temperatures below it are 0 to vLLM
+
+#: Options that change the distribution beyond its temperature -> values that do not; nor does null
+SHAPING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "thinking_token_budget": (),
+    "watermarking": (False,),
+    "use_beam_search": (False,),
+    "structured_outputs": (),
+    "response_format": ({"type": "text"},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "output_format": (),
+    "output_config": ({},),
+    "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
+    "vllm_xargs": ({},),
+}
+
+
+def temperature_of(sampling: Mapping[str, Any]) -> float | None:
+    """The temperature of a request: 1 where it says none, 0 where it is greedy, None if no number.
+
+    What was imported may say anything.
+    """
+    given = sampling.get("temperature")
+    if given is None:
+        return 1.0
+    if not isinstance(given, int | float) or not math.isfinite(given):
+        return None
+    return 0.0 if given < GREEDY else float(given)
+
+
+def is_shaped(sampling: Mapping[str, Any]) -> bool:
+    """Whether more than the temperature decided what could be sampled."""
+    given = ((name, sampling.get(name)) for name in SHAPING)
+    return any(value is not None and value not in SHAPING[name] for name, value in given)
+
+
+def is_held(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a tool is `strict`: the server then holds its arguments to a grammar."""
+    return any(tool.get("strict") or (tool.get("function") or {}).get("strict") for tool in tools)
+
 
 CONTEXT = -1  # the version of a token that no version sampled
 

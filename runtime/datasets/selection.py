@@ -18,7 +18,7 @@ from cray_agents.runtime.datasets.advantages import turn_beyond
 from cray_agents.runtime.datasets.considered_runs import ConsideredRun
 from cray_agents.runtime.datasets.decontamination import BlockedTexts, Match
 from cray_agents.runtime.datasets.demonstrations import Renderer
-from cray_agents.runtime.datasets.duplicates import KeptSamples, Repeat
+from cray_agents.runtime.datasets.near_duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.run_samples import TokenSample, merge_turns, turn_of
 from cray_agents.runtime.datasets.sample_weights import Balance
 from cray_agents.runtime.datasets.token_shards import SampleRow

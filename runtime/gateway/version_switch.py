@@ -36,8 +36,7 @@ from cray_agents.runtime.gateway.replica_lease import Lease, Lending
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary, CanaryTest, Verdict
-from cray_agents.runtime.registry.history import ModelEvent
-from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.store import Store
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import (
+    LoadedVersion,
     adapter_rank,
     parent_of,
     prove,
@@ -32,7 +33,6 @@ from cray_agents.runtime.pool.golden_probe import (
     weights_of,
 )
 from cray_agents.runtime.pool.in_flight import News, Occupancy
-from cray_agents.runtime.pool.loaded_version import LoadedVersion
 
 log = logging.getLogger(__name__)
 

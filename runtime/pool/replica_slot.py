@@ -25,9 +25,8 @@ from cray_agents.errors import (
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.pool.engine_host import EngineHost
-from cray_agents.runtime.pool.golden_probe import prove
+from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
 from cray_agents.runtime.pool.in_flight import News, Occupancy
-from cray_agents.runtime.pool.loaded_version import LoadedVersion
 from cray_agents.runtime.pool.lora_adapters import Adapters
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from cray_agents.paths import Home
 from cray_agents.promotion.e_process import Stream
 from cray_agents.records import StrictRecord
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.registry.history import ModelEvent
+from cray_agents.runtime.registry.registry import ModelEvent
 
 Side = Literal["canary", "control"]
 Verdict = Literal["continue", "roll back", "promote"]

@@ -27,7 +27,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, Record, digest
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.disk.removal import OLD, remove
+from cray_agents.runtime.disk.durable import OLD, remove
 from cray_agents.runtime.registry import model_files
 from cray_agents.runtime.registry.model_config import TIED, is_tied, read_config
 from cray_agents.runtime.registry.model_files import CONFIG, WEIGHTS

@@ -13,8 +13,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.runtime.registry.history import ModelEvent
-from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.registry.registry import ModelEvent, Registry
 
 OF_DATASET = ("method", "samples", "accepted_runs", "loop", "step", "versions")
 

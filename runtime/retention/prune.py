@@ -23,7 +23,7 @@ from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.disk.removal import remove, resume_points, size_of
+from cray_agents.runtime.disk.durable import remove, resume_points, size_of
 from cray_agents.runtime.registry.checkpoints import (
     ASIDE,
     Pruned,

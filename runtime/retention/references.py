@@ -15,8 +15,7 @@ from cray_agents.records import ModelVersion
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
 from cray_agents.runtime.registry.checkpoints import ADAPTER, read_manifest
-from cray_agents.runtime.registry.history import History
-from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.registry.registry import History, Registry
 
 
 def versions_of(registry: Registry) -> dict[str, ModelVersion]:

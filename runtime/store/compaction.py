@@ -6,14 +6,16 @@ compactors at once cost space, never events: what is dropped is dropped for what
 new segment. Called by the platform now and then (upkeep.py) and by `cray-agents runs compact`.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import durable
+from cray_agents.runtime.store.index import sweep_caches
 from cray_agents.runtime.store.segments.line_format import event_in
 from cray_agents.runtime.store.segments.reader import Damage, Segment
 from cray_agents.runtime.store.segments.sealed import COMPACTED, write_sealed
@@ -120,3 +122,26 @@ class _Merging:
     def _is_forgotten(self, event_id: str) -> bool:
         index = self._store.index
         return index.known(event_id) and not index.has(event_id)
+
+
+EVERY = 600.0  # seconds
+
+
+async def keep_up(store: Store, every: float = EVERY) -> None:
+    """Look after a store until cancelled; what cannot be done is logged and tried again."""
+    while True:
+        try:
+            await asyncio.to_thread(tidy, store)
+        except (StoreError, OSError) as error:
+            log.warning("the store's upkeep failed: %s", error)
+        await asyncio.sleep(every)
+
+
+def tidy(store: Store) -> None:
+    """One round. Raises StoreError, OSError."""
+    store.seal_orphans()
+    sweep_caches()
+    for group in plan(store):
+        done = compact(store, group)
+        if done is not None:
+            log.info("%d segments became %s", len(done.segments), done.into)

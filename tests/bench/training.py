@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
-from cray_agents.trainers.checkpointing.publish import parent_sha256
+from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 from tests.bench.rounds import ROUNDS, Measure, row, side_by_side
@@ -155,8 +155,7 @@ def trainer_rank(
     from cray_agents.trainers.data.baseline_logprobs import Known
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.broadcast import agree
-    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.parallel_groups import agree, join_ranks
     from cray_agents.trainers.training.train_step import Training
 
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cray_agents import Agent, OpenAIEngine
 from cray_agents.agent.stream_events import RunEnded, TextDelta
-from cray_agents.engines.client_pool import WIDTH
+from cray_agents.engines.openai_engine import WIDTH
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.records import digest
 from cray_agents.tools.calculator import calculator

@@ -7,7 +7,7 @@ import pytest
 
 from cray_agents import Platform, Run, StopReason
 from cray_agents.errors import BadInput, StoreError
-from cray_agents.platform.run_recorder import MOST, Event, Recording
+from cray_agents.platform.transport import MOST, Event, Recording
 from tests.runtime.gateways import served
 
 

@@ -14,7 +14,7 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.registry.canary import Canary, Side
-from cray_agents.runtime.registry.history import ModelEvent
+from cray_agents.runtime.registry.registry import ModelEvent
 from tests.runtime.gateways import Gateway, Reply, checkpoint, served, until
 
 CANARY = "/v1/models/calc/canary"

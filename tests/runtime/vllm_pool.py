@@ -14,8 +14,8 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE
+from cray_agents.trainers.checkpointing.hf_export import hash_files
 from cray_agents.trainers.checkpointing.peft_adapter import CONFIG, WEIGHTS, peft_config
-from cray_agents.trainers.checkpointing.publish import hash_files
 from cray_agents.training_jobs import Lora
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [300, 20, 21, 22, 4]]

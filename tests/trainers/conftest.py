@@ -20,7 +20,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
-from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 

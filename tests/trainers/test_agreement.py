@@ -19,7 +19,7 @@ from cray_agents.runtime.datasets.run_samples import merge_turns, turn_of
 from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.job.engine_agreement import compare, limit_of, sampled_by_parent
 

@@ -19,10 +19,10 @@ from cray_agents.runtime.datasets.run_samples import Span, TokenSample
 from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.trainers.data.mismatched_pairs import mismatched
+from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.data.packer import microbatches, pack, spread, step_units
-from cray_agents.trainers.data.probe_prompts import probe_prompts
 from cray_agents.trainers.data.samples import Samples, read_samples
+from cray_agents.trainers.job.baselines import mismatched
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import read_architecture

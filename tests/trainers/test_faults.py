@@ -16,7 +16,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
-from cray_agents.trainers.checkpointing.publish import parent_sha256
+from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.planning.cluster_resources import Resources

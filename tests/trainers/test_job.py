@@ -12,7 +12,7 @@ import pytest
 
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk.durable import sha256_file
-from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import Layout
 
 pytestmark = pytest.mark.megatron

@@ -16,10 +16,10 @@ import pytest
 
 from cray_agents.errors import JobError
 from cray_agents.records import Manifest
-from cray_agents.trainers.checkpointing.publish import parent_sha256, weights_sha256
+from cray_agents.trainers.checkpointing.hf_export import parent_sha256, weights_sha256
 from cray_agents.trainers.data.packer import step_units, trained_on
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.totals import RECENT, JobTotals
+from cray_agents.trainers.job.rank import RECENT, JobTotals
 from cray_agents.trainers.training.train_step import StepReport
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import Corrupt, JobError
-from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
 
 pytestmark = pytest.mark.megatron

@@ -16,7 +16,7 @@ from cray_agents.runtime.scheduler.choose import (
     open_scheduler,
 )
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.checkpointing.publish import weights_sha256
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer

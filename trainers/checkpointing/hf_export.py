@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from cray_agents.errors import NotFound
 from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints, model_files
 from cray_agents.runtime.registry.model_config import TIED, read_config
 from cray_agents.runtime.registry.model_files import CONFIG
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
-from cray_agents.trainers.checkpointing.publish import hash_files, publish_folder
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.models.lora import fold
 from cray_agents.trainers.models.tensors import shapes
@@ -36,6 +36,37 @@ from cray_agents.trainers.models.weights import (
 )
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
+
+
+def publish_folder(draft: Path, final: Path) -> bool:
+    """Rename a finished folder into place; False if the name is taken (published folders stay)."""
+    for path in draft.rglob("*"):
+        durable.sync(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    return durable.publish_directory(draft, final)
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """Name within a folder -> SHA-256, for all plain files there and below but its manifest."""
+    files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {n: durable.sha256_file(p) for n, p in files.items() if n != checkpoints.MANIFEST}
+
+
+def weights_sha256(checkpoint: Path) -> str:
+    """The hash that names a checkpoint directory's weights (`JobSpec.parent_sha256`).
+
+    Computed from the files, whatever a manifest says. Raises NotFound without safetensors.
+    """
+    files = {p.name: checksums.sha256_of(p) for p in sorted(checkpoint.glob("*.safetensors"))}
+    if not files:
+        raise NotFound(f"{checkpoint} holds no *.safetensors: give a Hugging Face checkpoint")
+    return checkpoints.weights_sha256(files)
+
+
+def parent_sha256(checkpoint: Path, init: str) -> str:
+    """`JobSpec.parent_sha256`: of the weights, or of the config where they start at random."""
+    return checkpoints.config_sha256(checkpoint) if init == "random" else weights_sha256(checkpoint)
+
 
 FILE_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
@@ -145,3 +176,23 @@ def publish(
         if not publish_folder(draft, final):
             shutil.rmtree(draft)
     torch.distributed.barrier()
+
+
+PROBE_PROMPTS = 8
+PROBE_TOKENS = 64
+
+
+def probe_prompts(samples: Samples) -> list[list[int]]:
+    """The golden prompts of a dataset: starts and ends, by turns, of its first samples.
+
+    The first samples often start alike (a system prompt); their ends differ.
+    """
+    found: list[list[int]] = []
+    for number, ids in enumerate(samples.tokens):
+        window = ids[-PROBE_TOKENS:] if number % 2 else ids[:PROBE_TOKENS]
+        prompt = [int(token) for token in window]
+        if prompt not in found:
+            found.append(prompt)
+        if len(found) == PROBE_PROMPTS:
+            break
+    return found

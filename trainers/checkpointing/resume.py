@@ -21,7 +21,7 @@ import torch
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.disk.removal import resume_points
+from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,

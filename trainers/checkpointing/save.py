@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 from cray_agents.errors import JobError, StoreError
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.disk.removal import keep_newest
+from cray_agents.runtime.disk.durable import keep_newest
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
     OwnedRange,

@@ -21,9 +21,9 @@ from cray_agents.errors import BadInput, CrayError, JobError, NotFound, SetupErr
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.disk.removal import keep_newest
+from cray_agents.runtime.disk.durable import keep_newest
 from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
-from cray_agents.trainers.checkpointing.publish import parent_sha256
+from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.engine_agreement import sampled_by_parent
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer

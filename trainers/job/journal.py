@@ -46,7 +46,7 @@ from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.disk.removal import resume_points
+from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 TAIL_BYTES = 8192

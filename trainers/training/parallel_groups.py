@@ -180,3 +180,17 @@ class Ranks:
             whole = whole.cpu()
         numbers = whole.numpy()
         return [numbers[ends[i] : ends[i + 1]] for i in range(len(sizes))]
+
+
+def is_main() -> bool:
+    """Whether this is rank 0: the one that writes."""
+    return torch.distributed.get_rank() == 0
+
+
+def agree(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    if torch.distributed.get_world_size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, 0)
+    return box[0]

@@ -6,9 +6,14 @@ job_plots.py, which draws them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
-from cray_agents.cli.jobs.event_text import USUAL
+from rich.text import Text
+
+from cray_agents.cli.jobs.job_page import USUAL
 from cray_agents.errors import BadInput
 from cray_agents.trainers.job.journal import measures
 
@@ -86,3 +91,89 @@ def _curves(known: Mapping[str, dict[str, list[Point]]], name: str) -> Iterator[
             yield Curve(label, series[name])
         if name == "loss" and EVALUATION + name in series:
             yield Curve(f"{label}, validation", series[EVALUATION + name])
+
+
+COLORS = ("cyan", "magenta", "yellow", "green", "red", "blue")
+HEIGHT = 10  # characters
+LABEL = 10  # columns for the numbers on the left
+WIDE, HIGH, DPI = 9.0, 3.0, 100  # inches of a panel in a PNG, and its resolution
+FEW = 40  # points of a curve that are each marked in a PNG
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a character
+
+
+def drawn(panel: Panel, width: int) -> Text:
+    """A panel for the terminal: its curves between the axes, and a line on each curve."""
+    wide = max(10, width - LABEL - 2)
+    low, high = _range([value for curve in panel.curves for _, value in curve.points])
+    first, last = _range([step for curve in panel.curves for step, _ in curve.points])
+    cells: dict[tuple[int, int], tuple[int, int]] = {}  # (row, column) -> (dots, curve)
+    for number, curve in enumerate(panel.curves):
+        across = [_place(step, first, last, 2 * wide) for step, _ in curve.points]
+        down = [_place(-value, -high, -low, 4 * HEIGHT) for _, value in curve.points]
+        for x, y in _line(across, down):
+            dots = cells.get((y // 4, x // 2), (0, 0))[0]
+            cells[y // 4, x // 2] = (dots | _DOTS[y % 4][x % 2], number)
+    margin, numbers = " " * LABEL, {0: high, HEIGHT // 2: (low + high) / 2, HEIGHT - 1: low}
+    picture = Text(overflow="fold")
+    picture.append(f"{panel.name}\n", style="bold")
+    for row in range(HEIGHT):
+        picture.append(f"{_shown(numbers.get(row)):>{LABEL}} │")
+        line = [cells.get((row, column), (0, -1)) for column in range(wide)]
+        for number, same in groupby(line, key=itemgetter(1)):
+            text = "".join(chr(0x2800 + dots) if dots else " " for dots, _ in same)
+            picture.append(text, style=_color(number) if number >= 0 else "")
+        picture.append("\n")
+    picture.append(f"{margin} └{'─' * wide}\n{margin}  {first:<{wide - len(str(last))}}{last}\n")
+    for number, curve in enumerate(panel.curves):
+        picture.append(f"{margin}  {_told(curve)}\n", style=_color(number))
+    return picture
+
+
+def _range(numbers: list[Any]) -> tuple[Any, Any]:
+    return min(numbers), max(numbers)
+
+
+def _place(value: float, low: float, high: float, dots: int) -> int:
+    """Which dot of so many a value between the two is."""
+    return round((value - low) / (high - low) * (dots - 1)) if high > low else dots // 2
+
+
+def _line(across: list[int], down: list[int]) -> Iterator[tuple[int, int]]:
+    """The dots from each point to the next."""
+    places = list(zip(across, down, strict=True))
+    yield places[0]
+    for (x, y), (to_x, to_y) in pairwise(places):
+        far = max(abs(to_x - x), abs(to_y - y))
+        for part in range(1, far + 1):
+            yield x + round((to_x - x) * part / far), y + round((to_y - y) * part / far)
+
+
+def _told(curve: Curve) -> str:
+    step, lowest = min(curve.points, key=lambda point: point[1])
+    first, last = _shown(curve.points[0][1]), _shown(curve.points[-1][1])
+    return f"{curve.label}: {first} → {last}, lowest {_shown(lowest)} at step {step}"
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
+
+
+def write_png(shown: Sequence[Panel], path: Path) -> None:
+    """Write the panels below each other. Raises BadInput."""
+    from matplotlib.figure import Figure
+
+    if not path.parent.is_dir():
+        raise BadInput(f"there is no directory {path.parent} to write {path.name} to", param="png")
+    picture = Figure(figsize=(WIDE, HIGH * len(shown)), layout="constrained")
+    for axes, panel in zip(picture.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True):
+        for curve in panel.curves:
+            few = len(curve.points) <= FEW
+            axes.plot(*zip(*curve.points, strict=True), "o-" if few else "-", label=curve.label)
+        axes.set(title=panel.name.replace("_", " "), xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    picture.savefig(path, dpi=DPI, format="png")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cray_agents.cli.jobs.event_stream import Growing, NewEvents
-from cray_agents.cli.jobs.event_text import sentence
+from cray_agents.cli.jobs.job_page import sentence
 from cray_agents.cli.platform.platform_process import (
     SUBMITTER,
     client,

@@ -67,7 +67,7 @@ def job_logs(
 ) -> None:
     """Print what a job tells: its steps and other events, and (behind a bar) its log."""
     from cray_agents.cli.jobs.event_stream import has_ended, told
-    from cray_agents.cli.jobs.event_text import sentence
+    from cray_agents.cli.jobs.job_page import sentence
     from cray_agents.trainers.job.journal import JobJournal
 
     where = root(home)
@@ -111,8 +111,7 @@ def plot_jobs(
     home: HomeOption = None,
 ) -> None:
     """Draw a job's curves: loss, evaluation loss, learning rate, whatever its steps measure."""
-    from cray_agents.cli.jobs.curves import panels
-    from cray_agents.cli.jobs.plots import drawn, write_png
+    from cray_agents.cli.jobs.curves import drawn, panels, write_png
     from cray_agents.trainers.job.journal import JobJournal
 
     where = root(home)

@@ -10,6 +10,7 @@ import getpass
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,17 +18,81 @@ import typer
 from rich.markup import escape
 from rich.tree import Tree
 
-from cray_agents.cli.models.prune import prune
 from cray_agents.cli.platform.platform_process import client, fetch, owner, running
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, when
+from cray_agents.config import load_config
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.registry.history import ModelEvent
-    from cray_agents.runtime.registry.registry import Registry
+    from cray_agents.runtime.registry.registry import ModelEvent, Registry
+
+
+def prune(
+    name: Annotated[str | None, typer.Argument(help="Of this name alone.")] = None,
+    keep: Annotated[
+        int, typer.Option(min=1, help="How many versions that were promoted before stay, too.")
+    ] = 2,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")
+    ] = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the weights of versions that nobody needs, and resume points of jobs that ended.
+
+    What stays: what is promoted, was promoted lately or is newest, canaries, what replicas hold,
+    what jobs and loops go on from; and every record: a deleted version stays in the history.
+    """
+    from cray_agents.cli.screen import size
+    from cray_agents.runtime.retention import prune
+
+    where = load_config({"home": home}).root
+    with errors.status("looking for what nobody needs"):
+        found = prune.prune(where, name, keep=keep, held=lambda: held_on(where), dry_run=dry_run)
+    if as_json:
+        print(json.dumps(asdict(found) | {"bytes": found.bytes, "dry_run": dry_run}, indent=2))
+        return
+    parts = {"weights": found.weights, "resume points": found.points, "left over": found.drafts}
+    rows = [
+        {"what": what, "of": of, "size": size(count)}
+        for what, part in parts.items()
+        for of, count in part.items()
+    ]
+    if rows:
+        show(rows, ["what", "of", "size"], as_json=False)
+    for version, why in found.kept.items():
+        console.print(f"{version} stays: {why}", highlight=False, markup=False)
+    console.print(f"{size(found.bytes)} {'would be ' if dry_run else ''}given back")
+
+
+def held_on(home: Home) -> set[str]:
+    """The versions that the replicas of a root's platform hold. Raises SetupError."""
+    info = running(home)
+    if info is None:
+        if (other := owner(home)) is None:
+            return set()
+        raise SetupError(
+            f"the platform on {home.root} (pid {other['pid']}) does not say what its replicas hold:"
+            " it is starting or ending; try again in a moment"
+        )
+
+    async def ask() -> list[dict[str, object]]:
+        platform = client(info)
+        try:
+            return await platform.pool(spares=True)
+        finally:
+            await platform.close()
+
+    found: set[str] = set()
+    for replica in asyncio.run(ask()):
+        versions = replica.get("versions")
+        named = [replica.get("version"), *(versions if isinstance(versions, list) else [])]
+        found.update(one for one in named if isinstance(one, str))
+    return found
+
 
 models = typer.Typer(
     no_args_is_help=True,

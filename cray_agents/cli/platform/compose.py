@@ -47,7 +47,7 @@ from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.maintenance import keep_up
+from cray_agents.runtime.store.compaction import keep_up
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.job.restarter import keep_going

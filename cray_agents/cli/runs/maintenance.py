@@ -13,7 +13,7 @@ from cray_agents.cli.data.datasets import dataset
 from cray_agents.cli.platform.root_access import opened
 from cray_agents.cli.runs import filter_options
 from cray_agents.cli.runs.runs import runs
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, size
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter, RunQuery

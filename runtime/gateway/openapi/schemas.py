@@ -17,8 +17,8 @@ from cray_agents.runtime.files.uploads import UploadRequest
 from cray_agents.runtime.fine_tuning.request import CreateJob
 from cray_agents.runtime.gateway.openapi.operation import Schema, ref
 from cray_agents.runtime.registry.canary import CanaryTest
-from cray_agents.runtime.registry.history import ModelEvent
 from cray_agents.runtime.registry.lineage import Ancestry
+from cray_agents.runtime.registry.registry import ModelEvent
 from cray_agents.runtime.store.feedback import Feedback
 from cray_agents.training_jobs import JobSpec, JobStatus
 

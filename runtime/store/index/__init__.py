@@ -6,7 +6,7 @@ and statistics.py answer questions.
 """
 
 from cray_agents.runtime.store.index.index import Index, Places, Problem
-from cray_agents.runtime.store.index.location import cache_of, identity_of, sweep_caches
 from cray_agents.runtime.store.index.run_merge import RunFacts
+from cray_agents.runtime.store.index.schema import cache_of, identity_of, sweep_caches
 
 __all__ = ["Index", "Places", "Problem", "RunFacts", "cache_of", "identity_of", "sweep_caches"]

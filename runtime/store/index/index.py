@@ -23,12 +23,12 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import filters, intake
 from cray_agents.runtime.store.index.codes import Codes
 from cray_agents.runtime.store.index.database import Database
+from cray_agents.runtime.store.index.filters import statistics
 from cray_agents.runtime.store.index.intake import Intake, event_key
 from cray_agents.runtime.store.index.pages import facts_in, page, start_of
 from cray_agents.runtime.store.index.run_merge import RunFacts
 from cray_agents.runtime.store.index.run_rows import rows_in
 from cray_agents.runtime.store.index.schema import CALL, FORGET, REWARD
-from cray_agents.runtime.store.index.statistics import statistics
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 PAGE = 1000  # runs, or conversations, read at once

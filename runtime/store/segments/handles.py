@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.store.segments import frames
-from cray_agents.runtime.store.segments.names import LEFT, OPEN, SEALED
+from cray_agents.runtime.store.segments.line_format import LEFT, OPEN, SEALED
 
 KEPT = 64  # files kept open
 UNPACKED = 16 * 2**20  # bytes of unpacked frames that are kept

@@ -6,12 +6,13 @@
 wherever it lies, and is still plain JSON. Made by store.py, read by reading.py and sealed.py.
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
 from cray_agents.errors import Corrupt, StoreError
-from cray_agents.records import Event
+from cray_agents.records import Event, new_id
 from cray_agents.runtime.disk.checksums import is_whole, with_crc
 from cray_agents.runtime.store.facts import Fact
 
@@ -62,3 +63,35 @@ def event_in(line: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise Corrupt(f"not an event ({error}): {line[:SHOWN]!r}") from error
     return event
+
+
+OPEN, LEFT, SEALED = ".jsonl", ".left.jsonl", ".jsonl.zst"
+FORMS = (SEALED, LEFT, OPEN)  # LEFT before OPEN, whose ending it has
+COMPACTED = "compacted_"  # how the stem of a segment begins that replaces others
+
+
+class Name(NamedTuple):
+    """A segment, and which of its forms (OPEN, LEFT, SEALED) a file is."""
+
+    stem: str
+    form: str
+
+
+def name_of(name: str) -> Name | None:
+    """What a file's name says; None for drafts and what is no segment."""
+    if name.startswith("."):
+        return None
+    for form in FORMS:
+        if name.endswith(form) and len(name) > len(form):
+            return Name(name.removesuffix(form), form)
+    return None
+
+
+def draft_of(target: Path) -> Path:
+    """A new name for a draft of a file."""
+    return target.with_name(f".{target.name}.{new_id('draft')}")
+
+
+def is_draft(name: str) -> bool:
+    """Whether a file is one that is not finished yet, or never was."""
+    return name.startswith(".") and ".draft_" in name

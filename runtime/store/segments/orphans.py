@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cray_agents.errors import StoreError
 from cray_agents.runtime.store.segments.drafts import verify
-from cray_agents.runtime.store.segments.names import (
+from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     LEFT,
     SEALED,

@@ -17,8 +17,15 @@ from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.facts import FACTS
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.handles import Handle, Handles, Moved, open_segment
-from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
-from cray_agents.runtime.store.segments.names import COMPACTED, FORMS, OPEN, SEALED, name_of
+from cray_agents.runtime.store.segments.line_format import (
+    COMPACTED,
+    FORMS,
+    OPEN,
+    SEALED,
+    LinePlace,
+    Placed,
+    name_of,
+)
 
 BLOCK = 2**20  # bytes of an open segment read at a time
 LOOKS = 8  # at a directory whose names change, before the last look has to do

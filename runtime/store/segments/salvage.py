@@ -19,7 +19,7 @@ from cray_agents.records import new_id
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.handles import Handle, Moved, open_segment
-from cray_agents.runtime.store.segments.names import (
+from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     LEFT,
     SEALED,

@@ -18,7 +18,7 @@ from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.segments import drafts
 from cray_agents.runtime.store.segments.frames import Footer
-from cray_agents.runtime.store.segments.names import (
+from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     LEFT,
     OPEN,

@@ -24,8 +24,7 @@ from typing import NamedTuple
 from cray_agents.errors import StoreError
 from cray_agents.runtime.disk.group_commit import GroupCommit, LineFile
 from cray_agents.runtime.store.facts import Fact
-from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
-from cray_agents.runtime.store.segments.names import FORMS, OPEN
+from cray_agents.runtime.store.segments.line_format import FORMS, OPEN, LinePlace, Placed
 from cray_agents.runtime.store.segments.sealed import seal
 
 ROLL_BYTES = 64 * 2**20  # a file is left for a new one once it is larger

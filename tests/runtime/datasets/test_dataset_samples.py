@@ -9,8 +9,13 @@ import pyarrow.parquet
 import pytest
 
 from cray_agents.records import ModelCall, WeightChange
-from cray_agents.runtime.datasets.run_samples import TokenTurn, merge_turns, turn_of
-from cray_agents.runtime.datasets.sampling_settings import is_shaped, temperature_of
+from cray_agents.runtime.datasets.run_samples import (
+    TokenTurn,
+    is_shaped,
+    merge_turns,
+    temperature_of,
+    turn_of,
+)
 from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter, table_of
 
 

@@ -11,8 +11,14 @@ import pytest
 import rensa
 
 from cray_agents.runtime.datasets import near_duplicates as near_module
-from cray_agents.runtime.datasets.near_duplicates import MOST, SEED, NearDuplicates, banding
-from cray_agents.runtime.datasets.shingles import shared, shingles
+from cray_agents.runtime.datasets.near_duplicates import (
+    MOST,
+    SEED,
+    NearDuplicates,
+    banding,
+    shared,
+    shingles,
+)
 
 TOKENS = 32_000
 

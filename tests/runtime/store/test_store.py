@@ -18,9 +18,8 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Event, Run, StopReason
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.compaction import compact, plan
+from cray_agents.runtime.store.compaction import compact, plan, tidy
 from cray_agents.runtime.store.index import cache_of
-from cray_agents.runtime.store.maintenance import tidy
 from cray_agents.runtime.store.redaction import Redactor
 from tests.stored_lines import events_of, lines_of
 
@@ -339,7 +338,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import compact, plan
 from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.store.redaction import Redactor
-from cray_agents.runtime.store.maintenance import tidy
+from cray_agents.runtime.store.compaction import tidy
 
 async def one(store, number):
     body = {"name": "n", "value": number, "time": number}
