@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from cray_agents.agent.agent import Agent
-from cray_agents.agent.handoffs import described, named
+from cray_agents.agent.handoffs import purpose, tool_name
 from cray_agents.agent.stream_events import (
     AgentEvent,
     ModelStarted,
@@ -26,7 +26,7 @@ from cray_agents.agent.stream_events import (
     ToolFinished,
     ToolStarted,
 )
-from cray_agents.agent.tool import told
+from cray_agents.agent.tool import model_text
 from cray_agents.errors import SetupError
 from cray_agents.records import Run
 
@@ -82,7 +82,11 @@ def agent_server(agent: Agent) -> "MCPServer[Any]":
         )
 
     server: MCPServer[Any] = MCPServer(agent.name, log_level="WARNING")
-    server.add_tool(ask, name=f"ask_{named(agent)}"[:64], description=described(agent, None))
+    server.add_tool(
+        ask,
+        name=f"ask_{tool_name(agent.name)}"[:64],
+        description=purpose(agent.name, agent.description),
+    )
     return server
 
 
@@ -137,7 +141,7 @@ def _news(event: AgentEvent) -> str:
         case ToolStarted():
             return f"{event.name}({event.arguments[:SHOWN]})"
         case ToolFinished():
-            return f"{event.call.name}: {told(event.call)[:SHOWN]}"
+            return f"{event.call.name}: {model_text(event.call)[:SHOWN]}"
     return ""
 
 

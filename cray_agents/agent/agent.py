@@ -1,54 +1,55 @@
-"""Agent: a model, instructions and tools, in a loop of model calls and tool calls.
+"""Agent: a model with instructions and tools, in a loop of model calls and tool calls.
 
-The loop is `_converse`: ask the model; carry out the tool calls it asks for; stop at the first
-answer without any. Whatever ends a run, it ends with its trajectory and a reason. Speaks to a model
-through ports.ChatEngine. Read next: turns.py (ask and act), progress.py (a run so far), toolbox.py.
+`Agent.run` begins a RunState and hands it to `conversation.execute`. Read next: conversation.py,
+run_state.py.
 """
 
 import asyncio
-import logging
 import os
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, Unpack, cast
 
 from cray_agents.agent import user_code
-from cray_agents.agent.active_agent import ActiveAgent, Instructions
 from cray_agents.agent.arguments import check_arguments, check_kinds
-from cray_agents.agent.environment import Environment, begin, declared_tools, reply, tear_down
-from cray_agents.agent.handoffs import asking_tool, beside, handoff_tool
-from cray_agents.agent.hooks import Hooks, observed
-from cray_agents.agent.output_types import OutputError, OutputReader
-from cray_agents.agent.run_state import RunOptions, RunState, begun
-from cray_agents.agent.sessions import is_answered, spoken
-from cray_agents.agent.stream_events import AgentEvent, Handoff, RunEnded
+from cray_agents.agent.conversation import execute
+from cray_agents.agent.environment import Environment, declared_tools
+from cray_agents.agent.handoffs import agent_tool, handoff_tool, tool_name
+from cray_agents.agent.hooks import Hooks
+from cray_agents.agent.output_types import OutputReader
+from cray_agents.agent.run_context import RunContext
+from cray_agents.agent.run_state import (
+    ActiveAgent,
+    Instructions,
+    Recorder,
+    RunOptions,
+    RunSettings,
+    RunState,
+    pinned,
+    start_run,
+)
+from cray_agents.agent.stream_events import AgentEvent, RunEnded
 from cray_agents.agent.tool import Tool, as_tool
-from cray_agents.agent.turns import act, ask
 from cray_agents.engines.missed_tool_calls import (
     ParserCounts,
     ServerCapabilities,
     ToolCalls,
     with_tool_calls,
 )
-from cray_agents.errors import BadInput, CrayError, HookError, StoreError
+from cray_agents.errors import BadInput
 from cray_agents.ports import ChatEngine
-from cray_agents.records import Output, Run, RunError, StopReason, Task, ToolCall
+from cray_agents.records import Output, Run, Task
 
 if TYPE_CHECKING:
     from typing import _SpecialForm  # as which mypy sees Literal[...] and Annotated[...]
 
-Recorder = Callable[[Run], Awaitable[None]]
-Emit = Callable[[AgentEvent], None]
 _TEXT: Any = str  # so that checkers take an agent without an output type for an Agent[Any]
-
-log = logging.getLogger(__name__)
 
 
 class Changes(TypedDict, total=False):
-    """What Agent.override takes: all arguments of Agent, each by its name."""
+    """Arguments of Agent.override: all of Agent's, each by its name."""
 
     name: str
     instructions: Instructions
@@ -142,39 +143,59 @@ class Agent(Generic[Output]):
     hooks: Sequence[Hooks] = ()
     recorder: Recorder | Literal["auto"] | None = "auto"
     _output: OutputReader = field(init=False, repr=False)
-    _learned: ServerCapabilities = field(init=False, repr=False)
+    _server: ServerCapabilities = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_kinds(vars(self), Agent)
         object.__setattr__(self, "tools", tuple(as_tool(thing) for thing in self.tools))
         names = [schema["function"]["name"] for schema in self.tool_schemas]
         if twice := [name for name in names if names.count(name) > 1]:
             raise BadInput(
                 f"agent {self.name!r} has two tools of one name: {twice[0]}", param="tools"
             )
-        check_arguments(self)
+        check_arguments(vars(self))
         object.__setattr__(self, "_output", OutputReader(self.output_type, self.json_schema))
-        object.__setattr__(self, "_learned", ServerCapabilities())
+        object.__setattr__(self, "_server", ServerCapabilities())
 
     def override(self, **changes: Unpack[Changes]) -> "Agent[Output]":
         """A copy with other arguments: `agent.override(model="calc@3", temperature=0.0)`.
-        What was found out about the model's server (`parser`, what it takes) is shared with it,
+
+        The copy shares what was found out about the model's server (`parser`, the fields it takes),
         unless it has another engine, base_url or name of model.
         """
         copy = replace(self, **changes)
-        if copy._asked == self._asked:
-            object.__setattr__(copy, "_learned", self._learned)
+        if copy._address == self._address:
+            object.__setattr__(copy, "_server", self._server)
         return copy
 
     def through(self, engine: ChatEngine) -> "Agent[Output]":
         """A copy that asks by way of this engine; `override`, where the server may be the same."""
         copy = replace(self, engine=engine)
-        object.__setattr__(copy, "_learned", self._learned.at(engine))
+        object.__setattr__(copy, "_server", self._server.for_engine(engine))
         return copy
 
     def as_tool(self, name: str | None = None, description: str | None = None) -> Tool:
-        """This agent as another's tool: each call is a run of its own, tagged `parent:<run id>`."""
-        return asking_tool(self, name, description)
+        """This agent as another's tool: each call is a run of its own, tagged `parent:<run id>`.
+
+        It asks the engine of the run that calls it unless it has its own, and the version which
+        that run is pinned to if both ask the same model. Where the infrastructure fails it, the
+        calling run ends too, with a SubagentError.
+        """
+
+        async def ask(input: str, context: RunContext) -> Run:  # noqa: A002
+            return await self._beside(context.engine).run(
+                input,
+                model=pinned(self.model, context.model),
+                context=context.given,
+                tags=[f"parent:{context.run_id}"],
+                **context.child(),
+            )
+
+        made = agent_tool(
+            ask, name or tool_name(self.name), description or self.description, self.name
+        )
+        made.function.__dict__["agent"] = self  # for the record of a loop's settings
+        return made
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -184,10 +205,10 @@ class Agent(Generic[Output]):
     @property
     def parser(self) -> ParserCounts | None:
         """How many tool calls the server understood, and how many not; with `auto` alone."""
-        return self._learned.parser if self.tool_calls == "auto" else None
+        return self._server.parser if self.tool_calls == "auto" else None
 
     @property
-    def _asked(self) -> tuple[int, str | None, str]:
+    def _address(self) -> tuple[int, str | None, str]:
         return id(self.engine), self.base_url, self.model.partition("@")[0]
 
     async def run(
@@ -200,7 +221,7 @@ class Agent(Generic[Output]):
         Raises StoreError when the finished run could not be recorded, or taken into its session,
         and CancelledError, after recording, when it was cancelled.
         """
-        return await self._execute(self._begun(input, options))
+        return await execute(self._start(input, options), self._active)
 
     def run_sync(
         self,
@@ -220,9 +241,9 @@ class Agent(Generic[Output]):
         Raises as `run` does. Closing the iterator early cancels the run.
         """
         events: asyncio.Queue[AgentEvent | None] = asyncio.Queue()
-        progress = self._begun(input, options)
-        progress.emit = events.put_nowait
-        task = asyncio.create_task(self._execute(progress))
+        state = self._start(input, options)
+        state.emit = events.put_nowait
+        task = asyncio.create_task(execute(state, self._active))
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
@@ -238,117 +259,27 @@ class Agent(Generic[Output]):
         **options: Unpack[RunOptions],
     ) -> Generator[AgentEvent, None, None]:
         """`stream` for code that is not async; it also works where an event loop is running."""
-        return user_code.each_of(self.stream(input, **options))
+        return user_code.iterate_sync(self.stream(input, **options))
 
-    async def _execute(self, progress: RunState) -> Run:
-        """The conversation within its limits; then the record of it, whatever happened."""
-        try:
-            output, error = await self._limited(progress)
-        except BaseException as failure:
-            await self._give_up(progress, failure)
-            raise
-        else:
-            return await user_code.unbroken(self._finish(progress, output, error))
-        finally:
-            await user_code.unbroken(tear_down(progress.context))
+    def _start(self, given: str | Task, options: RunOptions) -> RunState:
+        settings = RunSettings(
+            engine=self._engine,
+            hooks=self.hooks,
+            environment=self.environment,
+            max_turns=self.max_turns,
+            max_total_tokens=self.max_total_tokens,
+            timeout=self.timeout,
+            on_limit=self.on_limit,
+            retries=self.retries,
+            output_retries=self.output_retries,
+            record=self._record,
+        )
+        return start_run(given, options, self.name, settings)
 
-    async def _limited(self, progress: RunState) -> tuple[Any, RunError | None]:
-        """What the conversation came to, and what ended it; raises what no run may swallow."""
-        begun = time.monotonic()
-        try:
-            async with asyncio.timeout(self.timeout) as limit:
-                return await self._converse(progress), None
-        except CrayError as failure:
-            return None, progress.failed(failure)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            progress.stop(StopReason.timeout)
-            return None, progress.never_began() or await self._excuse(begun)
-
-    async def _converse(self, progress: RunState) -> Any:
-        """Until the model answers without asking for tools; returns its answer as output_type."""
-        await self._begin(progress)
-        mistakes = 0
-        while (limit := progress.at_limit()) is None:
-            again = mistakes > 0 and progress.persona.output.schema is not None
-            message = await ask(progress, retries=self.retries, final=again)
-            if asked := message.get("tool_calls"):
-                calls = await act(progress, asked)
-                await self._hand_over(progress, calls)
-                continue
-            answer = message.get("content") or ""
-            if (said := await reply(answer, progress.context)) is not None:
-                progress.messages.append({"role": "user", "content": said})
-                continue
-            try:
-                return progress.persona.output.read(answer)
-            except OutputError as error:
-                mistakes += 1
-                if mistakes > self.output_retries:
-                    raise
-                progress.messages.append({"role": "user", "content": f"{error} Answer again."})
-        progress.stop(limit)
-        if self.on_limit == "stop":
-            return None
-        message = await ask(progress, retries=self.retries, final=True)
-        if message.get("tool_calls"):
-            raise OutputError("The model asked for tools when it was to answer.")
-        return progress.persona.output.read(message.get("content") or "")
-
-    def _begun(self, given: str | Task, options: RunOptions) -> RunState:
-        limits = {"max_turns": self.max_turns, "max_tokens": self.max_total_tokens}
-        progress = begun(given, options, self.name, run_hooks=self.hooks, **limits)
-        progress.context.engine = self._engine
-        return progress
-
-    async def _begin(self, progress: RunState) -> None:
-        """All that a model is to know when it is first asked."""
-        if progress.session is not None:
-            progress.earlier = spoken(await progress.session.history())
-        progress.messages[:0] = progress.earlier
-        if self.environment is not None:
-            progress.environment_tools = await begin(self.environment, progress.context)
-        await progress.enter(self._persona)
-        await observed(self.hooks, "before_run", progress.context)
-
-    async def _hand_over(self, progress: RunState, calls: Sequence[ToolCall]) -> None:
-        """Let another agent speak if a tool call says so: the first that was carried out."""
-        for call in calls:
-            to = progress.persona.handoffs.get(call.name)
-            if to is not None and call.error is None:
-                await progress.enter(to)
-                progress.tell(Handoff(to.name))
-                return
-
-    async def _finish(self, progress: RunState, output: Any, error: RunError | None) -> Run:
-        """The run as it ended: shown to the hooks, recorded, remembered by its session."""
-        run = progress.ended(output, error)
-        try:
-            await observed(self.hooks, "after_run", run, progress.context)
-            run = run.model_copy(update={"rewards": progress.rewards(error)})  # hooks give some too
-        except HookError as failure:
-            run = progress.ended(None, progress.failed(failure))
-        if self._record is not None:
-            await self._record(run)
-        if progress.session is not None and is_answered(run):
-            await progress.session.extend(run, progress.said)
-        return run
-
-    async def _give_up(self, progress: RunState, failure: BaseException) -> None:
-        """The record of a run that ends by being cancelled, or by a fault: it may not take long."""
-        error = progress.failed(failure)
-        try:
-            async with asyncio.timeout(user_code.GRACE):
-                await self._finish(progress, None, error)
-        except (StoreError, TimeoutError) as unkept:
-            run = progress.context.run_id
-            log.error("run %s (%s) is not recorded: %s", run, progress.reason, unkept)
-
-    async def _excuse(self, begun: float) -> RunError | None:
-        """What the engine says took the time of a run that had too little; None: the run itself."""
-        excuse = getattr(self._engine, "excuse", None)
-        return None if excuse is None else await excuse(begun)
+    def _beside(self, engine: ChatEngine | None) -> "Agent[Output]":
+        """The agent, asking this engine unless it has one of its own."""
+        own = self.engine is not None or self.base_url is not None
+        return self if own or engine is None else self.through(engine)
 
     @property
     def _record(self) -> Recorder | None:
@@ -360,41 +291,40 @@ class Agent(Generic[Output]):
     def _engine(self) -> ChatEngine:
         if self.engine is not None:
             return self.engine
-        from cray_agents.engines.openai_engine import (
-            engine_at,  # late: it imports the openai client
-        )
+        from cray_agents.engines.openai_engine import engine_at  # late: the openai client is slow
 
         url = self.base_url or os.environ.get("CRAY_AGENTS_URL")
         return engine_at(url, os.environ.get("CRAY_AGENTS_API_KEY"))
 
     @cached_property
-    def _transfers(self) -> dict[str, "Agent"]:
-        """Who takes over, by the name of the tool that is called for it."""
-        return {handoff_tool(agent).name: agent for agent in self.handoffs}
+    def _successors(self) -> dict[str, "Agent"]:
+        """The agents that may take over, by the name of the tool that hands over."""
+        return {handoff_tool(agent.name, agent.description).name: agent for agent in self.handoffs}
 
     @cached_property
     def _tools(self) -> tuple[Tool, ...]:
-        return (*cast("tuple[Tool, ...]", self.tools), *map(handoff_tool, self.handoffs))
+        handoffs = (handoff_tool(agent.name, agent.description) for agent in self.handoffs)
+        return (*cast("tuple[Tool, ...]", self.tools), *handoffs)
 
     @cached_property
-    def _persona(self) -> ActiveAgent:
+    def _active(self) -> ActiveAgent:
         limits = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {key: value for key, value in limits.items() if value is not None}
         one = {} if self.parallel_tool_calls else {"parallel_tool_calls": False}
-        learned = self._learned.at(self._engine)
-        object.__setattr__(self, "_learned", learned)
+        server = self._server.for_engine(self._engine)
+        object.__setattr__(self, "_server", server)
         return ActiveAgent(
             name=self.name,
             instructions=self.instructions,
-            engine=with_tool_calls(self._engine, self.tool_calls, learned),
+            engine=with_tool_calls(self._engine, self.tool_calls, server),
             request={"model": self.model, **self.sampling, **given, **one},
             tools={tool.name: tool for tool in self._tools},
-            in_order=not self.parallel_tool_calls,
+            one_by_one=not self.parallel_tool_calls,
             hooks=self.hooks,
             output=self._output,
-            learned=learned,
+            server=server,
             handoffs={
-                name: beside(self._engine, agent)._persona
-                for name, agent in self._transfers.items()
+                name: agent._beside(self._engine)._active
+                for name, agent in self._successors.items()
             },
         )

@@ -1,20 +1,17 @@
-"""What an Agent may be made of: what cannot be meant is told when it is made, not when it runs.
+"""Checks of an Agent's arguments: nonsense is an error when the agent is made, not when it runs.
 
-Called by agent.py: kinds before it looks into the arguments, the rest when it has.
+Called by agent.py: kinds before it looks into the arguments, the rest afterwards.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cray_agents.agent.active_agent import check_text
 from cray_agents.agent.hooks import Hooks
+from cray_agents.agent.run_state import check_text
 from cray_agents.errors import BadInput
 
-if TYPE_CHECKING:
-    from cray_agents.agent.agent import Agent
-
 _NOTHING = type(None)
-#: Of each argument its types, and the words for them.
+#: The types of each argument, and words for them.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("name", "model", "description"), ((str,), "a text")),
     "base_url": ((str, _NOTHING), "a text or None"),
@@ -37,57 +34,55 @@ _CHOICES = {"on_limit": ("stop", "answer"), "tool_calls": ("auto", "native", "co
 _RESERVED = ("model", "messages", "tools", "stream", "n", "extra_headers")  # of a request
 
 
-def check_kinds(agent: "Agent") -> None:
-    """Raises BadInput for arguments of another type, with what to give."""
-    from cray_agents.agent.agent import Agent  # late: it imports this
-
+def check_kinds(arguments: Mapping[str, Any], agent_type: type) -> None:
+    """Check an agent's arguments by name. Raises BadInput for one of another type."""
     for name, (types, wanted) in _KINDS.items():
-        value = getattr(agent, name)
+        value = arguments[name]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise _wrong(name, value, wanted)
     for name, (kind, wanted) in _LISTS.items():
-        value = getattr(agent, name)
+        value = arguments[name]
         if not isinstance(value, kind) or isinstance(value, str | Mapping):
             raise _wrong(name, value, wanted)
-    for name, of in {"handoffs": Agent, "hooks": Hooks}.items():
-        if not all(isinstance(one, of) for one in getattr(agent, name)):
-            raise _wrong(name, getattr(agent, name), _LISTS[name][1])
-    if not isinstance(agent.instructions, str) and not callable(agent.instructions):
-        raise _wrong("instructions", agent.instructions, "a text or a function")
-    if not (
-        agent.engine is None or hasattr(agent.engine, "chat") or hasattr(agent.engine, "stream")
-    ):
-        raise _wrong("engine", agent.engine, "an engine, as OpenAIEngine(url) is one")
-    if agent.recorder not in (None, "auto") and not callable(agent.recorder):
-        raise _wrong("recorder", agent.recorder, "an async function of a Run, 'auto' or None")
+    for name, of in {"handoffs": agent_type, "hooks": Hooks}.items():
+        if not all(isinstance(one, of) for one in arguments[name]):
+            raise _wrong(name, arguments[name], _LISTS[name][1])
+    if not isinstance(arguments["instructions"], str) and not callable(arguments["instructions"]):
+        raise _wrong("instructions", arguments["instructions"], "a text or a function")
+    engine, recorder = arguments["engine"], arguments["recorder"]
+    if not (engine is None or hasattr(engine, "chat") or hasattr(engine, "stream")):
+        raise _wrong("engine", engine, "an engine, as OpenAIEngine(url) is one")
+    if recorder not in (None, "auto") and not callable(recorder):
+        raise _wrong("recorder", recorder, "an async function of a Run, 'auto' or None")
 
 
-def check_arguments(agent: "Agent") -> None:
-    """Raises BadInput for numbers, choices and other things that cannot be meant."""
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the values of an agent's arguments. Raises BadInput for one that makes no sense."""
     for name in _ABOVE_0:
-        if (value := getattr(agent, name)) is not None and not value > 0:
+        if (value := arguments[name]) is not None and not value > 0:
             raise BadInput(f"{name}={value!r}: must be above 0", param=name)
     for name in _FROM_0:
-        if (value := getattr(agent, name)) is not None and not value >= 0:
+        if (value := arguments[name]) is not None and not value >= 0:
             raise BadInput(f"{name}={value!r}: must not be negative", param=name)
     for name in ("name", "model"):
-        if not getattr(agent, name).strip():
-            raise BadInput(f"{name}={getattr(agent, name)!r}: must not be empty", param=name)
+        if not arguments[name].strip():
+            raise BadInput(f"{name}={arguments[name]!r}: must not be empty", param=name)
     for name, choices in _CHOICES.items():
-        if (value := getattr(agent, name)) not in choices:
+        if (value := arguments[name]) not in choices:
             known = " or ".join(map(repr, choices))
             raise BadInput(f"{name}={value!r}: must be {known}", param=name)
-    if taken := [key for key in _RESERVED if key in agent.sampling]:
+    if taken := [key for key in _RESERVED if key in arguments["sampling"]]:
         raise BadInput(f"sampling cannot hold {taken[0]!r}: the agent sets it", param=taken[0])
-    for other in agent.handoffs:
+    name = arguments["name"]
+    for other in arguments["handoffs"]:
         if other.environment is not None:
             raise BadInput(
-                f"{other.name} may take over in a run of {agent.name}, whose environment stays: "
-                f"give {agent.name} the environment of {other.name}",
+                f"{other.name} may take over in a run of {name}, whose environment stays: "
+                f"give {name} the environment of {other.name}",
                 param="handoffs",
             )
-    if isinstance(agent.instructions, str):
-        check_text(agent.instructions, "instructions")
+    if isinstance(arguments["instructions"], str):
+        check_text(arguments["instructions"], "instructions")
 
 
 def _wrong(name: str, value: Any, wanted: str) -> BadInput:

@@ -1,24 +1,28 @@
-"""A run while it goes on, and the Run it becomes, whatever ended it.
+"""RunState: one run of an agent from its input to its Run, and the agent that speaks in it.
 
-Called by agent.py and turns.py. Read next: persona.py.
+`conversation.py` changes the state step by step; `agent.py` makes it. Read next: conversation.py.
 """
 
 import asyncio
+import inspect
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
-from cray_agents.agent.active_agent import ActiveAgent, check_text, pinned
+from cray_agents.agent import hooks
+from cray_agents.agent.environment import Environment
 from cray_agents.agent.hooks import Hooks
-from cray_agents.agent.output_types import OutputError
+from cray_agents.agent.output_types import OutputError, OutputReader
 from cray_agents.agent.run_context import RunContext
-from cray_agents.agent.sessions import FileSession, Session, spoken
+from cray_agents.agent.sessions import FileSession, Session, without_system
 from cray_agents.agent.stream_events import AgentEvent, LimitReached
 from cray_agents.agent.tool import Tool
+from cray_agents.engines.missed_tool_calls import ServerCapabilities
 from cray_agents.errors import BadInput, EngineError, HookError
+from cray_agents.ports import ChatEngine
 from cray_agents.records import (
     Message,
     ModelCall,
@@ -38,7 +42,7 @@ _RUN_ID = re.compile(r"[\w.:@-]{1,200}", re.ASCII)
 
 
 class RunOptions(TypedDict, total=False):
-    """What Agent.run, run_sync and stream take beside the input, all by name.
+    """Options of Agent.run, run_sync and stream beside the input, all by name.
 
     context: anything, for tools and hooks: they find it as RunContext.given.
     session: a conversation to go on from, and to add this run to, or the path of a FileSession; or
@@ -62,27 +66,99 @@ class RunOptions(TypedDict, total=False):
     attempt: int | None
 
 
-@dataclass
-class RunState:
-    """A run that goes on: what was said and done so far. Raises BadInput for an unfit id.
+Recorder = Callable[[Run], Awaitable[None]]
+#: A text, or a function of nothing or of the run's context, sync or async, that returns one.
+Instructions = (
+    str | Callable[[], str | Awaitable[str]] | Callable[[RunContext], str | Awaitable[str]]
+)
 
-    `model` is asked in the place of the persona's, where this run says so; `earlier` is
-    what was said before it; `labels` are more fields of the Run. `request` is what the present
-    persona's requests have in common, `tools` what it may call: its own, and the environment's;
-    `hooks` are the run's and the persona's. `half_told`: a part of the present answer was streamed
-    already.
+
+@dataclass(frozen=True)
+class ActiveAgent:
+    """The agent that speaks: its model, instructions, tools and output type.
+
+    engine: answers its requests, tool calls as the agent wants them.
+    request: the fields that all its requests share, without tools and messages.
+    one_by_one: its tool calls are carried out one by one.
+    server: what is known of the engine's server.
+    handoffs: the agent that takes over, by the name of the tool that hands over.
     """
 
+    name: str
+    instructions: Instructions
+    engine: ChatEngine
+    request: Mapping[str, Any]
+    tools: Mapping[str, Tool]
+    one_by_one: bool
+    hooks: Sequence[Hooks]
+    output: OutputReader
+    server: ServerCapabilities
+    handoffs: Mapping[str, "ActiveAgent"]
+
+    async def system_message(self, context: RunContext) -> list[Message]:
+        """The system message as a list; empty if there is nothing to say. Raises HookError."""
+        texts = [await self._instructions_for(context), self.output.instructions]
+        text = "\n\n".join(filter(None, texts))
+        return [{"role": "system", "content": text}] if text else []
+
+    async def _instructions_for(self, context: RunContext) -> str:
+        if isinstance(self.instructions, str):
+            return self.instructions
+        what = f"the instructions function of {self.name}"
+        wanted = (context,)[: len(inspect.signature(self.instructions).parameters)]
+        text = await hooks.call(what, self.instructions, *wanted)
+        if not isinstance(text, str):
+            raise HookError(f"{what} returned {text!r}: give a str")
+        check_text(text, "instructions")
+        return text
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of the agent that was asked: they hold for the whole run, across handoffs.
+
+    `engine` is the agent's own, without the handling of tool calls. See Agent for the others.
+    """
+
+    engine: ChatEngine
+    hooks: Sequence[Hooks] = ()
+    environment: Callable[[], Environment] | None = None
+    max_turns: int = 1
+    max_total_tokens: int | None = None
+    timeout: float | None = None
+    on_limit: Literal["stop", "answer"] = "stop"
+    retries: int = 0
+    output_retries: int = 0
+    record: Recorder | None = None
+
+
+@dataclass
+class RunState:
+    """A run that goes on. Raises BadInput for an unfit run id.
+
+    settings: hold for the whole run.
+    context: the public half of the state; its `messages` are the conversation.
+    model: asked in place of the active agent's model, if the caller named one.
+    earlier: messages from before this run.
+    labels: further fields of the Run.
+    active: the agent that speaks; a handoff changes it by `enter`.
+    request: the fields that all requests of the active agent share.
+    tools: the active agent's tools and the environment's, by name.
+    hooks: the run's hooks and the active agent's.
+    turns: each model call, with its finished tool calls.
+    tokens: read and sampled so far.
+    half_streamed: a part of the present answer was streamed already.
+    """
+
+    settings: RunSettings
     context: RunContext
     model: str | None
     earlier: list[Message]
     labels: dict[str, Any]
     session: Session | None = None
-    run_hooks: Sequence[Hooks] = ()
-    max_turns: int = 1
-    max_tokens: int | None = None
+    active: ActiveAgent = field(init=False)
     emit: Callable[[AgentEvent], None] | None = None
-    half_told: bool = False
+    half_streamed: bool = False
     environment_tools: dict[str, Tool] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     tools: dict[str, Tool] = field(default_factory=dict)
@@ -106,37 +182,38 @@ class RunState:
         return self.context.messages
 
     @property
-    def said(self) -> list[Message]:
-        """What this run added to the conversation, its input first."""
-        return spoken(self.messages)[len(self.earlier) :]
+    def added_messages(self) -> list[Message]:
+        """The messages that this run added to the conversation, its input first."""
+        return without_system(self.messages)[len(self.earlier) :]
 
     @property
-    def in_order(self) -> bool:
+    def one_by_one(self) -> bool:
         """Whether tool calls are carried out one by one: an environment's always are."""
-        return self.context.environment is not None or self.persona.in_order
+        return self.context.environment is not None or self.active.one_by_one
 
-    async def enter(self, persona: ActiveAgent) -> None:
-        """Let this persona speak from here on. Raises HookError of its instructions."""
+    async def enter(self, agent: ActiveAgent) -> None:
+        """Let this agent speak from here on. Raises HookError from its instructions."""
         present = self.request.get("model")
-        self.persona = persona
-        others = (one for one in persona.hooks if one not in self.run_hooks)
-        self.hooks = [*self.run_hooks, *others]
-        self.context.agent = persona.name
-        self.tools = {**persona.tools, **self.environment_tools}
-        self.request = {**persona.request}
+        self.active = agent
+        added = (hook for hook in agent.hooks if hook not in self.settings.hooks)
+        self.hooks = [*self.settings.hooks, *added]
+        self.context.agent = agent.name
+        self.tools = {**agent.tools, **self.environment_tools}
+        self.request = {**agent.request}
         if self.model is not None:
             self.request["model"] = self.model
         if present is not None:  # a handoff
-            self.request["model"] = pinned(persona.request["model"], present)
+            self.request["model"] = pinned(agent.request["model"], present)
         if self.tools:
             self.request["tools"] = [tool.schema for tool in self.tools.values()]
         else:
             self.request.pop("parallel_tool_calls", None)  # servers refuse it where there are none
         self.context.model = self.request["model"]
-        self.messages[:] = [*await persona.system(self.context), *spoken(self.messages)]
+        system = await agent.system_message(self.context)
+        self.messages[:] = [*system, *without_system(self.messages)]
 
     def next_request(self, *, final: bool) -> dict[str, Any]:
-        """The next model call's request. `final`: for an answer, not for tools.
+        """The next model call's request. `final`: the model is to answer, not to call tools.
 
         An answer is held to its schema only where no tool may be called: servers would hold the
         tool calls to it too.
@@ -146,65 +223,65 @@ class RunState:
             request["seed"] = self.context.seed + len(self.turns)
         if final and self.tools:
             request["tool_choice"] = "none"
-        output = self.persona.output
-        constrain = output.constrain and self.persona.learned.schemas
+        output = self.active.output
+        constrain = output.constrain and self.active.server.schemas
         if constrain and output.schema is not None and (final or not self.tools):
             request["response_format"] = output.schema
         return request
 
     def addressed(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The request with the headers that say whose it is.
+        """The request with the headers of its run: the run id and an idempotency key.
 
-        Its key is the same when a run that was cut off is done again: a gateway then answers what
-        it answered before, instead of sampling anew.
+        The key is the same when a run that was cut off is done again: a gateway then answers as
+        it did before, instead of sampling anew.
         """
         body = {name: value for name, value in request.items() if name != "extra_headers"}
         key = digest([self.context.run_id, len(self.turns), body], 32)
         own = {"X-Run-Id": self.context.run_id, "Idempotency-Key": key}
         return {**body, "extra_headers": {**request.get("extra_headers", {}), **own}}
 
-    def tell(self, event: AgentEvent) -> None:
-        """Let whoever streams the run know."""
+    def publish(self, event: AgentEvent) -> None:
+        """Give an event to the caller of `Agent.stream`, if the run is streamed."""
         if self.emit is not None:
             self.emit(event)
 
-    def at_limit(self) -> StopReason | None:
+    def reached_limit(self) -> StopReason | None:
         """The limit that is reached, if any. Raises EngineError if tokens cannot be counted."""
-        if self.max_tokens is not None and self.turns:
+        if self.settings.max_total_tokens is not None and self.turns:
             if not self.tokens:
                 raise EngineError(
                     "the server does not say how many tokens it used, so max_total_tokens cannot "
                     "be held: leave it out, or use a server that reports `usage`"
                 )
-            if self.tokens >= self.max_tokens:
+            if self.tokens >= self.settings.max_total_tokens:
                 return StopReason.max_tokens
-        return StopReason.max_turns if len(self.turns) >= self.max_turns else None
+        return StopReason.max_turns if len(self.turns) >= self.settings.max_turns else None
 
     def stop(self, reason: StopReason) -> None:
         """Note a limit, once it is known that it ends the run."""
         self.reason = reason
-        self.tell(LimitReached(reason))
+        self.publish(LimitReached(reason))
 
-    def failed(self, failure: BaseException) -> RunError:
-        """Note what ends the run, unless a limit did before; the error as it is recorded."""
+    def fail(self, failure: BaseException) -> RunError:
+        """Note the failure that ends the run, unless a limit did before; return its record."""
         if self.reason is StopReason.completed:
             cancelled = isinstance(failure, asyncio.CancelledError)
             self.reason = StopReason.cancelled if cancelled else StopReason.error
         return run_error(failure)
 
-    def never_began(self) -> RunError | None:
+    def late_start(self) -> RunError | None:
         """The error of a run whose time was over before its model could be asked."""
         if self.request:
             return None
         late = "history, environment and instructions took all of the run's time"
-        return self.failed(HookError(f"{late}: give it a longer timeout"))
+        return self.fail(HookError(f"{late}: give it a longer timeout"))
 
     def rewards(self, error: RunError | None) -> list[Reward]:
-        """What was given so far; of a run that the infrastructure failed, nothing."""
+        """The rewards so far. A run that the infrastructure failed has none."""
         failed = error is not None and error.infrastructure
         return [] if failed else [*self.context.rewards]
 
-    def ended(self, output: Any, error: RunError | None) -> Run:
+    def to_run(self, output: Any, error: RunError | None) -> Run:
         """The run as it stands now."""
         turns = [
             Turn(call_id=call.id, call=call, tool_calls=_with_unfinished(call, done))
@@ -226,10 +303,12 @@ class RunState:
         )
 
 
-def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> RunState:
-    """An agent's run on an input; `fixed` are more fields of Progress.
+def start_run(
+    given: str | Task, options: RunOptions, agent: str, settings: RunSettings
+) -> RunState:
+    """Begin a run of the agent of this name on an input.
 
-    Raises BadInput, and TypeError for an option there is not.
+    Raises BadInput, and TypeError for an unknown option.
     """
     if unknown := options.keys() - RunOptions.__annotations__.keys():
         raise TypeError(f"run() got an unexpected keyword argument {min(unknown)!r}")
@@ -250,14 +329,15 @@ def begun(given: str | Task, options: RunOptions, agent: str, **fixed: Any) -> R
         given=options.get("context"),
         seed=options.get("seed"),
         messages=[{"role": "user", "content": text}],
+        engine=settings.engine,
     )
     return RunState(
+        settings=settings,
         context=context,
         model=options.get("model"),
-        earlier=spoken(history),
+        earlier=without_system(history),
         labels={"agent": agent, "tags": tags, **purpose},
         session=session,
-        **fixed,
     )
 
 
@@ -281,15 +361,15 @@ def _tags(given: Sequence[str]) -> Sequence[str]:
 
 
 def _with_unfinished(call: ModelCall, done: list[ToolCall]) -> list[ToolCall]:
-    """A tool call for each that the model asked for, in its order, whether it ended or not."""
-    asked = call.message.get("tool_calls") or ()
-    if len(done) == len(asked):
+    """Every tool call that the model asked for, in its order, also those that did not end."""
+    requested = call.message.get("tool_calls") or ()
+    if len(done) == len(requested):
         return done
     known = {tool_call.id: tool_call for tool_call in done}
     late = "the run ended before this call did"
     return [
         known.get(part["id"]) or ToolCall(id=part["id"], **part["function"], error=late)
-        for part in asked
+        for part in requested
     ]
 
 
@@ -300,3 +380,21 @@ def run_error(failure: BaseException) -> RunError:
     )
     name, message = type(failure).__name__, str(failure) or repr(failure)
     return RunError(type=name, message=message, infrastructure=not theirs)
+
+
+def pinned(model: str, to: str) -> str:
+    """The model to ask beside a run on `to`: the same version, if `to` is a version of this name.
+
+    An agent and the agents that it hands over to or calls are so measured, and trained, at one
+    version.
+    """
+    name, at, _ = to.rpartition("@")
+    return to if at and name == model else model
+
+
+def check_text(text: str, what: str) -> None:
+    """Raise BadInput for text with lone surrogates, which JSON cannot carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f"{what} is not valid Unicode text: {error}", param=what) from error

@@ -109,7 +109,7 @@ class PlatformSession:
         """See Session. Raises what the platform raises."""
         async for run in self._platform.runs(tag=f"session:{self.id}", order="newest", page=10):
             if is_answered(run):
-                return spoken(run.trajectory.messages)
+                return without_system(run.trajectory.messages)
         return []
 
     async def extend(self, run: Run, said: Sequence[Message]) -> None:
@@ -124,6 +124,6 @@ def is_answered(run: Run) -> bool:
     return run.error is None and last.get("role") == "assistant" and not asks
 
 
-def spoken(messages: Sequence[Message]) -> list[Message]:
+def without_system(messages: Sequence[Message]) -> list[Message]:
     """The messages without system messages: each run has its agent's own."""
     return [message for message in messages if message.get("role") != "system"]

@@ -273,7 +273,7 @@ async def perform(
     return _shortened(call, known.max_chars if known else MAX_CHARS)
 
 
-def told(call: ToolCall) -> str:
+def model_text(call: ToolCall) -> str:
     """What the model reads of a tool call: a str result as it is, any other as JSON."""
     if call.shown is not None:
         return call.shown
@@ -314,7 +314,7 @@ def _may_pass(error: BaseException) -> bool:
 
 def _shortened(call: ToolCall, max_chars: int | None) -> ToolCall:
     """The call with, if its text is too long, what the model is shown instead."""
-    text = told(call)
+    text = model_text(call)
     if max_chars is None or len(text) <= max_chars:
         return call
     head, tail = text[: -(-max_chars // 2)], text[len(text) - max_chars // 2 :]

@@ -57,7 +57,7 @@ async def call(function: Callable[[], Any], timeout: float | None) -> Any:
     return result
 
 
-async def unbroken(coroutine: Coroutine[Any, Any, T]) -> T:
+async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of work that goes on, for GRACE seconds, when its caller is cancelled."""
     work = asyncio.create_task(coroutine)
     try:
@@ -97,7 +97,7 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def each_of(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+def iterate_sync(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
     """What an async generator yields (never None), for sync callers; it is closed when this one is.
 
     Raises RuntimeError on the background loop itself, which would wait for its own work.

@@ -139,7 +139,7 @@ class ServerCapabilities:
     tools: bool = True
     schemas: bool = True
 
-    def at(self, engine: ChatEngine) -> "ServerCapabilities":
+    def for_engine(self, engine: ChatEngine) -> "ServerCapabilities":
         """This, if it is of the engine's server or of none yet; else a new one."""
         server = getattr(engine, "base_url", engine)
         if self.server is None:
@@ -148,26 +148,26 @@ class ServerCapabilities:
 
 
 def with_tool_calls(
-    engine: ChatEngine, mode: ToolCalls, learned: ServerCapabilities | None = None
+    engine: ChatEngine, mode: ToolCalls, server: ServerCapabilities | None = None
 ) -> ChatEngine:
     """The engine for an agent's `tool_calls`; see Agent."""
     if mode == "constrained":
         return ConstrainedEngine(engine)
-    return AutoEngine(engine, learned) if mode == "auto" else engine
+    return AutoEngine(engine, server) if mode == "auto" else engine
 
 
 class AutoEngine:
     """An engine whose tool calls are counted, and constrained once its server refuses tools."""
 
-    def __init__(self, engine: ChatEngine, learned: ServerCapabilities | None = None) -> None:
+    def __init__(self, engine: ChatEngine, server: ServerCapabilities | None = None) -> None:
         self.engine = engine
         self.record = getattr(engine, "record", None)
-        self.learned = learned or ServerCapabilities()
+        self.server = server or ServerCapabilities()
         self._constrained = ConstrainedEngine(engine)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """See ChatEngine."""
-        if not self.learned.tools:
+        if not self.server.tools:
             return await self._constrained.chat(request)
         try:
             completion = await self.engine.chat(request)
@@ -178,7 +178,7 @@ class AutoEngine:
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """See ChatEngine."""
-        native, assembly = self.learned.tools, Assembly()
+        native, assembly = self.server.tools, Assembly()
         engine = self.engine if native else self._constrained
         counted, begun = native and bool(request.get("tools")), False
         try:
@@ -201,9 +201,9 @@ class AutoEngine:
         refused = error.status in (400, 404, 422, 501) and "tool" in str(error).lower()
         if not refused or not request.get("tools"):
             raise error
-        if self.learned.tools:
+        if self.server.tools:
             log.warning("the model server takes no tools, so calls are constrained: %s", error)
-            self.learned.tools = False
+            self.server.tools = False
         return self._constrained
 
     def _see(self, completion: Mapping[str, Any], request: Mapping[str, Any]) -> None:
@@ -213,13 +213,13 @@ class AutoEngine:
             message = tidy(first_choice(completion)["message"])
         except (EngineError, AttributeError, KeyError, TypeError):
             return  # the agent, who reads it next, says what is wrong with it
-        learned, counts = self.learned, self.learned.parser
+        server, counts = self.server, self.server.parser
         missed = counts.see(message, request["tools"])
-        if missed is None or learned.warned or counts.failures < WARN_AFTER:
+        if missed is None or server.warned or counts.failures < WARN_AFTER:
             return
         if counts.failed < WARN_FROM:
             return
-        learned.warned = True
+        server.warned = True
         log.warning(
             "%d of %d tool calls of model %s were not understood by its server and became plain "
             "text, the last: %.200r. Serve it with its own parser (vLLM: --tool-call-parser), or "

@@ -8,7 +8,6 @@ settings are entries of the loop's journal, `settings-1` first; a later one is o
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -263,8 +262,12 @@ def _agent(agent: Agent) -> dict[str, Any]:
     Which of these there are is in `tools`. What has keys of the user's own is a text: of an object
     only the fields that an older record has are compared.
     """
-    others = {tool.name: _asked_by(tool.function) for tool in agent.tools if isinstance(tool, Tool)}
-    others |= {handoff_tool(other).name: other for other in agent.handoffs}
+    others = {
+        tool.name: getattr(tool.function, "agent", None)
+        for tool in agent.tools
+        if isinstance(tool, Tool)
+    }
+    others |= {handoff_tool(other.name).name: other for other in agent.handoffs}
     instructions = agent.instructions if isinstance(agent.instructions, str) else "a function"
     return {
         "name": agent.name,
@@ -292,15 +295,6 @@ def _output_schema(agent: Agent) -> dict[str, Any]:
     """The JSON schema of an agent's answers."""
     output_type: Any = agent.output_type
     return TypeAdapter(output_type).json_schema()
-
-
-def _asked_by(function: Any) -> Agent | None:
-    """The agent that a function made by Agent.as_tool asks."""
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # nothing is in it yet
-            if isinstance(cell.cell_contents, Agent):
-                return cell.cell_contents
-    return None
 
 
 def _hyper(hyperparameters: Any) -> dict[str, Any]:

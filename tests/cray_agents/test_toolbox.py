@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from cray_agents import Agent, RunContext, ScriptedEngine, tool
 from cray_agents.agent.signatures import read_docstring
-from cray_agents.agent.tool import Tool, as_tool, perform, told
+from cray_agents.agent.tool import Tool, as_tool, model_text, perform
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, ToolError
 from cray_agents.records import ToolCall
@@ -233,7 +233,7 @@ async def test_results(value, result, text):
         return value
 
     call = await result_of(give)
-    assert call.error is None and call.result == result and told(call) == text
+    assert call.error is None and call.result == result and model_text(call) == text
 
 
 async def test_a_result_that_is_no_data():
@@ -346,7 +346,7 @@ async def test_only_what_is_approved_is_carried_out():
 
     assert (await performed(pay, '{"amount": 1}', a_context())).result == "paid"
     refused = await performed(pay, '{"amount": 900}', a_context())
-    assert told(refused) == "Error: pay was refused: too much at once"
+    assert model_text(refused) == "Error: pay was refused: too much at once"
     assert refused.result is None and done == [1]
     assert asked[0] == ("c", "pay", '{"amount": 1}', "a")
     invalid = await performed(pay, '{"amount": "x1"}', a_context())
@@ -407,13 +407,17 @@ async def test_a_large_result_is_recorded_whole_and_shown_shortened():
 
     call = await performed(read, '{"kind": "str"}')
     assert call.result == "0123456789abcdef"
-    assert told(call) == call.shown == "012345\n[... 5 characters left out ...]\nbcdef"
+    assert model_text(call) == call.shown == "012345\n[... 5 characters left out ...]\nbcdef"
     short = await performed(read, '{"kind": "short"}')
-    assert (short.shown, told(short)) == (None, "0123456789a")
+    assert (short.shown, model_text(short)) == (None, "0123456789a")
     numbers = await performed(read, '{"kind": "list"}')
-    assert numbers.result == [1, 2, 3, 4, 5, 6, 7] and told(numbers).startswith("[1,2,3\n[...")
+    assert numbers.result == [1, 2, 3, 4, 5, 6, 7] and model_text(numbers).startswith(
+        "[1,2,3\n[..."
+    )
     failed = await performed(read, '{"kind": "bad"}')
-    assert failed.error == "abcdefghijklmnop" and told(failed).startswith("Error:\n[... 12 char")
+    assert failed.error == "abcdefghijklmnop" and model_text(failed).startswith(
+        "Error:\n[... 12 char"
+    )
 
 
 async def test_twenty_thousand_characters_unless_told_otherwise():
@@ -424,8 +428,8 @@ async def test_twenty_thousand_characters_unless_told_otherwise():
     def whole() -> str:
         return "x" * 20_001
 
-    assert "\n[... 1 characters left out ...]\n" in told(await performed(plain))
-    assert told(await performed(whole)) == "x" * 20_001
+    assert "\n[... 1 characters left out ...]\n" in model_text(await performed(plain))
+    assert model_text(await performed(whole)) == "x" * 20_001
     unknown = await perform({}, {"id": "c", "function": {"name": "y" * 30_000, "arguments": ""}})
     assert unknown.shown is not None and len(unknown.shown) < 20_100
 

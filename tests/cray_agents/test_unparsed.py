@@ -216,7 +216,7 @@ async def test_other_errors_stay_what_they_are(error, stream):
     engine = AutoEngine(ScriptedEngine([error, "x"]))
     run = await ask(Agent("a", tools=[calculator], engine=engine), stream)
     assert run.error is not None and run.error.message == str(error)
-    assert engine.learned.tools
+    assert engine.server.tools
 
 
 def test_the_modes():

@@ -26,7 +26,7 @@ from cray_agents.agent.stream_events import (
     ToolFinished,
     ToolStarted,
 )
-from cray_agents.agent.tool import told
+from cray_agents.agent.tool import model_text
 from cray_agents.cli.screen import console, errors, one_line
 from cray_agents.errors import CrayError
 from cray_agents.records import Message, Run, StopReason, Task
@@ -67,7 +67,7 @@ def _show(event: AgentEvent) -> None:
             _print(f"\n  {event.name}({_shortened(event.arguments)})", style="dim")
         case ToolFinished():
             style = "dim" if event.call.error is None else "red"
-            _print(f"\n  {event.call.name} -> {_shortened(told(event.call))}\n", style=style)
+            _print(f"\n  {event.call.name} -> {_shortened(model_text(event.call))}\n", style=style)
         case Handoff():
             _print(f"\n  to {event.agent}:\n", style="dim")
         case LimitReached():
