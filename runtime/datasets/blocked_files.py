@@ -13,7 +13,7 @@ import orjson
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.files.files import Files
-from cray_agents.runtime.store.facts import text_of
+from cray_agents.runtime.store.segments.facts import text_of
 
 PARAM = "decontamination.files"
 FIELDS = ("input", "prompt", "question", "text", "messages")

@@ -23,7 +23,7 @@ from cray_agents.runtime.datasets.recipe_checks import LOOP
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.facts import text_of
+from cray_agents.runtime.store.segments.facts import text_of
 from cray_agents.tasks.leakage import task_key
 from cray_agents.text_words import SIMILAR, is_long, words_of
 

@@ -15,7 +15,7 @@ from typing import Any
 from cray_agents.errors import BadInput
 from cray_agents.records import Message
 from cray_agents.runtime.datasets.run_samples import TokenSample, TokenTurn, merge_turns
-from cray_agents.runtime.template_time import TemplateTooSlow, limited
+from cray_agents.runtime.vllm_plugins.template_time import TemplateTooSlow, limited
 
 # what transformers raises for files that are damaged, or hold other JSON than it thinks
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)

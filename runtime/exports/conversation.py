@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cray_agents.records import Message, Run, StopReason, Task, Trajectory, Turn, digest
 from cray_agents.runtime.exports.export_format import Json, unsupported
-from cray_agents.runtime.store.facts import text_of
+from cray_agents.runtime.store.segments.facts import text_of
 
 
 class Conversation(NamedTuple):

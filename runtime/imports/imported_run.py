@@ -26,8 +26,8 @@ from cray_agents.records import (
     Turn,
     digest,
 )
-from cray_agents.runtime.store.facts import text_of
 from cray_agents.runtime.store.feedback import REWARD_LIMIT, check_rewards
+from cray_agents.runtime.store.segments.facts import text_of
 
 IMPORTED = "imported"  # who and what said it, where the file does not say
 SOURCE = "import"  # of rewards that are given with the import

@@ -10,7 +10,7 @@ from typing import Any
 
 from cray_agents.records import ModelCall, Reward, Run, Trajectory, Turn
 from cray_agents.runtime.store.branch_choice import turns_among
-from cray_agents.runtime.store.facts import ending_of, text_of
+from cray_agents.runtime.store.segments.facts import ending_of, text_of
 
 
 def assemble(

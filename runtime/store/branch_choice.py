@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from cray_agents.records import Message, ModelCall, canonical
-from cray_agents.runtime.store.facts import text_of
+from cray_agents.runtime.store.segments.facts import text_of
 
 CUT = ("cancelled", "error")  # finish reasons of calls that did not come to their end
 

@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from cray_agents.records import Message
-from cray_agents.runtime.store.facts import text_of
+from cray_agents.runtime.store.segments.facts import text_of
 
 MOST = 100_000  # requests remembered
 SAME = 4_096  # answers remembered to one request

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.store.facts import facts_of
 from cray_agents.runtime.store.index import Index
+from cray_agents.runtime.store.segments.facts import facts_of
 from cray_agents.runtime.store.segments.line_format import Placed, event_in
 from cray_agents.runtime.store.segments.reader import Damage, Moved, Segment, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED

@@ -23,11 +23,11 @@ from cray_agents.records import Event, Run, new_id
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.assembly import assemble
 from cray_agents.runtime.store.conversations import Conversations
-from cray_agents.runtime.store.facts import Fact, facts_of, text_of
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts, cache_of, identity_of
 from cray_agents.runtime.store.index_catchup import catch_up
 from cray_agents.runtime.store.index_thread import Indexing
 from cray_agents.runtime.store.redaction import Redactor
+from cray_agents.runtime.store.segments.facts import Fact, facts_of, text_of
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed, event_in, line_of
 from cray_agents.runtime.store.segments.orphans import ORPHANED, seal_orphans
 from cray_agents.runtime.store.segments.reader import Moved, Segments

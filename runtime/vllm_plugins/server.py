@@ -18,7 +18,7 @@ import sys
 from multiprocessing import parent_process
 
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.template_time import limit_all_templates
+from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
 
 
 def main() -> None:

@@ -214,8 +214,8 @@ def test_a_hanging_tool_does_not_hold_up_the_end_of_the_process():
     program = """
         import asyncio, time
         from cray_agents import Agent, tool
-        from cray_agents.toolbox import as_tool
-        from cray_agents import foreign
+        from cray_agents.agent.tool import as_tool
+        from cray_agents.agent import user_code
 
         @tool(timeout=0.1)
         def hang() -> str:

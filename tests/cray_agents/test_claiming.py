@@ -136,7 +136,7 @@ CLAIMING = """
 import sys
 import time
 from pathlib import Path
-from cray_agents.cli import claiming
+from cray_agents.cli.platform import root_claim
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
 
@@ -147,11 +147,11 @@ def meet(place):
     while len(list(folder.glob(f"{place}.*"))) < others:
         time.sleep(0)
 
-with claiming.listen("127.0.0.1", 0) as listener:
+with root_claim.listen("127.0.0.1", 0) as listener:
     for root in sorted(folder.glob("root-*")):
         meet(f"before-{root.name}")
         try:
-            claiming.claim(Home(root), listener, "m")
+            root_claim.claim(Home(root), listener, "m")
         except SetupError as error:
             assert "another platform was just started" in str(error) or "runs on" in str(error)
         else:

@@ -39,9 +39,9 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from cray_agents.paths import Home
-from cray_agents.runtime import pruning
-pruning.time.sleep = lambda seconds: os.kill(os.getpid(), 9)
-pruning.prune(Home(Path(sys.argv[1])), keep=1)
+from cray_agents.runtime.retention import prune
+prune.time.sleep = lambda seconds: os.kill(os.getpid(), 9)
+prune.prune(Home(Path(sys.argv[1])), keep=1)
 """
 
 

@@ -18,7 +18,7 @@ from cray_agents.tools.ask import Question, ask_human_tool
 
 PROGRAM = """
 import asyncio, json, sys
-from cray_agents.toolbox import perform
+from cray_agents.agent.tool import perform
 from cray_agents.tools.ask import ask_human_tool
 
 async def main():

@@ -31,7 +31,7 @@ AGENT = """
 print("a print in the file")
 from cray_agents import Agent, ScriptedEngine
 from cray_agents.errors import EngineError
-from cray_agents.scripted import tool_call
+from cray_agents.engines.scripted import tool_call
 from cray_agents.tools.calculator import calculator
 
 async def keep(run):
@@ -48,7 +48,7 @@ agent = Agent(name="calc bot", description="Knows sums.", tools=[calculator], re
 NOISY = """
 import subprocess
 from cray_agents import Agent, ScriptedEngine
-from cray_agents.scripted import tool_call
+from cray_agents.engines.scripted import tool_call
 
 def noisy() -> None:
     print("from a tool")

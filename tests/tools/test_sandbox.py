@@ -546,9 +546,9 @@ def _is_sandbox(pid: int) -> bool:
 
 LOOK = """
 import asyncio
-from cray_agents.tools.sandbox import Sandbox, layers
+from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.errors import SetupError
-print(layers.problem("bubblewrap"))
+print(backends.problem("bubblewrap"))
 try:
     print(Sandbox().check(), asyncio.run(Sandbox().run(["echo", "hi"])).stdout)
 except SetupError as error:

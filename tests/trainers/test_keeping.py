@@ -29,7 +29,7 @@ import sys, time
 from pathlib import Path
 from cray_agents.paths import Home
 from cray_agents.trainers.job.journal import Journal
-from cray_agents.training import JobStatus
+from cray_agents.training_jobs import JobStatus
 path, why = Path(sys.argv[1]), sys.argv[2]
 journal = Journal(Home(path.parents[2]), path.parent.name)
 if journal.claim_attempt() == 1:

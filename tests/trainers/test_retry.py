@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 from cray_agents.paths import Home
 from cray_agents.trainers.job.journal import Journal
-from cray_agents.training import JobStatus
+from cray_agents.training_jobs import JobStatus
 path = Path(sys.argv[1])
 journal = Journal(Home(path.parents[2]), path.parent.name)
 journal.claim_attempt()

@@ -13,7 +13,7 @@ from cray_agents.cli.runs.run_text import header, shown
 from cray_agents.cli.screen import console, line
 from cray_agents.records import Message, ModelCall, Run, canonical
 from cray_agents.runtime.exports.conversation import conversation_of
-from cray_agents.runtime.store.facts import text_of
+from cray_agents.runtime.store.segments.facts import text_of
 
 COLORS = {"-": "red", "+": "green", "@": "cyan"}
 _TOLD_ELSEWHERE = {"input", "output"}  # in the messages

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import run_rows
 from cray_agents.runtime.store.index.codes import Codes
 from cray_agents.runtime.store.index.run_merge import MergedRun
 from cray_agents.runtime.store.index.run_rows import RunRow, rows_in
 from cray_agents.runtime.store.index.schema import BY_RUN, FORGET, KEYS, KINDS
+from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import Placed
 
 if TYPE_CHECKING:

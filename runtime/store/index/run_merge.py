@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cray_agents.records import UNSCORED, Given
-from cray_agents.runtime.store.facts import Fact
+from cray_agents.runtime.store.segments.facts import Fact
 
 
 class RunFacts(NamedTuple):

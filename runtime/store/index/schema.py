@@ -19,7 +19,7 @@ from cray_agents.errors import StoreError
 from cray_agents.paths import Home, host_cache
 from cray_agents.records import new_id
 from cray_agents.runtime.disk.durable import create_file
-from cray_agents.runtime.store import facts
+from cray_agents.runtime.store.segments import facts
 
 
 def _version() -> int:

@@ -16,8 +16,8 @@ import orjson
 
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.disk.checksums import is_whole
-from cray_agents.runtime.store.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments import frames
+from cray_agents.runtime.store.segments.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments.frames import Footer, Frame
 from cray_agents.runtime.store.segments.line_format import SHOWN
 

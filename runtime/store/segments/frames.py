@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.store.facts import Fact
+from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 # the 16 magic numbers of skippable frames start at 0x184D2A50

@@ -14,7 +14,7 @@ import orjson
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import Event, new_id
 from cray_agents.runtime.disk.checksums import is_whole, with_crc
-from cray_agents.runtime.store.facts import Fact
+from cray_agents.runtime.store.segments.facts import Fact
 
 SHOWN = 60  # bytes of a bad line that a message tells
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.disk.checksums import is_whole
-from cray_agents.runtime.store.facts import FACTS
 from cray_agents.runtime.store.segments import frames
+from cray_agents.runtime.store.segments.facts import FACTS
 from cray_agents.runtime.store.segments.handles import Handle, Handles, Moved, open_segment
 from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from cray_agents.errors import StoreError
 from cray_agents.runtime.disk.group_commit import GroupCommit, LineFile
-from cray_agents.runtime.store.facts import Fact
+from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import FORMS, OPEN, LinePlace, Placed
 from cray_agents.runtime.store.segments.sealed import seal
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import RunFacts
+from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 

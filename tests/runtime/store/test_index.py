@@ -9,8 +9,8 @@ import pytest
 
 from cray_agents.errors import BadInput, NotFound, StoreError
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts
+from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import LinePlace
 from tests.runtime.store.telling import call, described, forget, placed, reward, told
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cray_agents.queries import RunQuery
-from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import Index
+from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import Placed
 from tests.runtime.store.telling import call, described, forget, live, placed, told
 

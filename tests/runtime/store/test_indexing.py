@@ -3,9 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from cray_agents.runtime.store.facts import Fact
 from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.index_thread import Indexing
+from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 

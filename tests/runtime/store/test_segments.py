@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import Event
 from cray_agents.runtime.disk.checksums import is_whole
-from cray_agents.runtime.store.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments import drafts, handles, sealed
+from cray_agents.runtime.store.segments.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments.line_format import LinePlace, event_in, line_of
 from cray_agents.runtime.store.segments.reader import Moved, SegmentLine, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
