@@ -1,10 +1,12 @@
 # make demo    set up, then watch an agent train itself
 # make test    set up, then run all tests, two files at a time; some, in turn: ARGS="-n 0 -k name"
+# make test-fast    set up, then the tests that start no vLLM, Slurm or Megatron
 # make lint    ruff and mypy
+# make docs    set up, then build the site into site/
 # make bench   set up, then measure             make soak    set up, then long fault campaigns
 PY := .venv/bin/python
 
-.PHONY: setup demo test lint bench soak format
+.PHONY: setup demo test test-fast lint docs bench soak format
 setup:
 	@requirements/setup.sh
 
@@ -14,6 +16,9 @@ demo: setup
 test: setup
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-fast: setup
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not vllm and not slurm and not megatron and not slow" $(ARGS)
+
 lint: setup
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -22,6 +27,9 @@ lint: setup
 format: setup
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 bench: setup
 	@$(PY) -m tests.bench $(ARGS)

@@ -103,7 +103,7 @@ class Shop(Environment):
         argv = [sys.executable, "-c", SQLITE]
         done = await self.sandbox.run(argv, stdin=sql, workdir=self.folder.name)
         if done.returncode != 0:
-            raise ToolError(done.stderr.strip().splitlines()[-1] if done.stderr else done.shown)
+            raise ToolError(done.stderr.strip().splitlines()[-1] if done.stderr else done.text)
         told, items = json.loads(done.stdout)
         return told, dict(items)
 

@@ -3,7 +3,7 @@
     from cray_agents import Agent, tool, Task, TaskSet, reward, Loop
 
 Names are loaded when first used, so that `import cray_agents` is quick and pulls in nothing heavy.
-Read next: agent.py, then loop.py.
+Read next: agent/agent.py, then loop/loop.py.
 """
 
 from importlib import import_module
@@ -25,17 +25,24 @@ if TYPE_CHECKING:
     from cray_agents.engines.replay import RecordingEngine as RecordingEngine
     from cray_agents.engines.replay import ReplayEngine as ReplayEngine
     from cray_agents.engines.scripted import ScriptedEngine as ScriptedEngine
+    from cray_agents.engines.scripted import tool_call as tool_call
+    from cray_agents.errors import ToolError as ToolError
     from cray_agents.generation import Generation as Generation
     from cray_agents.loop.curriculum import Curriculum as Curriculum
     from cray_agents.loop.live.schedule import Watch as Watch
     from cray_agents.loop.loop import Loop as Loop
+    from cray_agents.loop.loop import warm_up as warm_up
     from cray_agents.loop.stages import Stage as Stage
     from cray_agents.loop.stop_rules import Budget as Budget
     from cray_agents.loop.warmup import WarmUp as WarmUp
-    from cray_agents.loop.warmup import warm_up as warm_up
     from cray_agents.platform.client import Platform as Platform
     from cray_agents.promotion.sequential_test import PromotionTest as PromotionTest
+    from cray_agents.queries import DatasetRecipe as DatasetRecipe
+    from cray_agents.queries import RunFilter as RunFilter
+    from cray_agents.records import Message as Message
+    from cray_agents.records import ModelVersion as ModelVersion
     from cray_agents.records import Run as Run
+    from cray_agents.records import Split as Split
     from cray_agents.records import StopReason as StopReason
     from cray_agents.records import Task as Task
     from cray_agents.records import Trajectory as Trajectory
@@ -44,12 +51,16 @@ if TYPE_CHECKING:
     from cray_agents.tasks.task_set import TaskSet as TaskSet
     from cray_agents.trainers.models.seed_model import make_tiny_model as make_tiny_model
     from cray_agents.training_jobs import Hyperparameters as Hyperparameters
+    from cray_agents.training_jobs import Lora as Lora
+    from cray_agents.training_jobs import Policy as Policy
+    from cray_agents.training_jobs import Preference as Preference
 
-_HOME = {
+_MODULES = {
     "Agent": "agent.agent",
     "Budget": "loop.stop_rules",
     "ConstrainedEngine": "engines.json_tool_calls",
     "Curriculum": "loop.curriculum",
+    "DatasetRecipe": "queries",
     "Environment": "agent.environment",
     "FileSession": "agent.sessions",
     "Generation": "generation",
@@ -58,36 +69,45 @@ _HOME = {
     "judge": "rewards.llm_judge",
     "local_platform": "cli.platform.platform_process",
     "Loop": "loop.loop",
+    "Lora": "training_jobs",
     "make_tiny_model": "trainers.models.seed_model",
     "MemorySession": "agent.sessions",
+    "Message": "records",
+    "ModelVersion": "records",
     "no_real_models": "engines.no_real_models",
     "OpenAIEngine": "engines.openai_engine",
     "Platform": "platform.client",
     "PlatformSession": "agent.sessions",
+    "Policy": "training_jobs",
+    "Preference": "training_jobs",
     "PromotionTest": "promotion.sequential_test",
     "RecordingEngine": "engines.replay",
     "ReplayEngine": "engines.replay",
     "reward": "rewards.reward",
     "Run": "records",
     "RunContext": "agent.run_context",
+    "RunFilter": "queries",
     "ScriptedEngine": "engines.scripted",
+    "Split": "records",
     "Stage": "loop.stages",
     "StopReason": "records",
     "Task": "records",
     "TaskSet": "tasks.task_set",
     "tool": "agent.tool",
+    "tool_call": "engines.scripted",
+    "ToolError": "errors",
     "Trajectory": "records",
-    "warm_up": "loop.warmup",
+    "warm_up": "loop.loop",
     "WarmUp": "loop.warmup",
     "Watch": "loop.live.schedule",
 }
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'cray_agents' has no attribute {name!r}")
-    value = getattr(import_module(f"cray_agents.{_HOME[name]}"), name)
+    value = getattr(import_module(f"cray_agents.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,7 +1,7 @@
 """The one typed configuration: defaults < cray-agents.toml < CRAY_AGENTS_* < flags.
 
-Read by cli/ and by whoever needs the shared root or the platform's URL. An unknown key is an
-error that names the nearest valid one.
+Read by cli/ and by all code that needs the shared root or the platform's URL. An unknown key is
+an error that names the nearest valid one.
 """
 
 import difflib
@@ -18,9 +18,9 @@ from cray_agents.paths import Home
 
 FILE = "cray-agents.toml"
 PREFIX = "CRAY_AGENTS_"
-# read where they are used: where a platform is, where a host keeps its index, a test's guard
-_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS"}
-#: Of sbatch's options those that decide what a job is, and how it is found again and read.
+# Variables that other modules read: the platform's address, a host's cache, a guard of tests.
+_READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS"}
+#: The sbatch options that the platform sets itself, to define a job and to find and read it again.
 SLURM_OWN = (
     "array",
     "chdir",
@@ -54,31 +54,31 @@ class Config(BaseModel):
     home: Path = Field(Path(".cray-agents"), description="the shared root")
     group: str | None = Field(
         None,
-        description="who may use the shared root, too; default: its owner alone",
+        description="group that may use the shared root, too; default: the owner alone",
     )
-    host: str = Field("127.0.0.1", description="where the gateway listens")
+    host: str = Field("127.0.0.1", description="address that the gateway listens on")
     port: int = Field(8000, ge=0, lt=65536, description="0 picks a free one")
     scheduler: Literal["auto", "slurm", "local"] = Field(
         "auto", description="auto: a Slurm that answers, else a private one, else local processes"
     )
     train_ranks: int | None = Field(
-        None, gt=0, description="of a job with no layout; one a GPU, on CPU up to 2 a node"
+        None, gt=0, description="ranks of a job with no layout; one a GPU, on CPU up to 2 a node"
     )
-    train_nodes: int = Field(1, gt=0, description="that such a job is spread over")
+    train_nodes: int = Field(1, gt=0, description="nodes of a job with no layout")
     train_gpus: Literal["auto", "on", "off"] = Field(
         "auto", description="auto: if this host has NVIDIA GPUs, or train_gpu is named"
     )
     train_gpu: str | None = Field(
-        None, description="H100, A100, ...: what training nodes have, if this host cannot tell"
+        None, description="GPU of training nodes, as H100 or A100, if this host cannot detect it"
     )
     train_gpus_per_node: int | None = Field(
-        None, gt=0, description="default: this host's, 8 where it has none"
+        None, gt=0, description="GPUs of a node; default: this host's number, 8 if it has none"
     )
     train_cpus_per_rank: int | None = Field(
-        None, gt=0, description="cores; default 1, with GPUs up to 4"
+        None, gt=0, description="cores of a rank; default 1, with GPUs up to 4"
     )
     train_minutes: int | None = Field(
-        None, gt=0, description="after which Slurm ends a job that then goes on in a new one"
+        None, gt=0, description="minutes after which Slurm ends a job, which goes on in a new one"
     )
     slurm_options: list[str] = Field(
         default_factory=list,
@@ -87,14 +87,14 @@ class Config(BaseModel):
     spare_replicas: int = Field(
         1,
         ge=0,
-        description="vLLM servers that are started when a version is asked for that no other holds,"
-        " where memory (or a GPU) is left, and ended when nobody asks",
+        description="vLLM servers that may be started for versions that no other replica serves, "
+        "if memory (or a GPU) is left, and ended when unused",
     )
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
-    dtype: str = Field("auto", description="of the served weights; auto: float32 on CPU")
+    dtype: str = Field("auto", description="type of the served weights; auto: float32 on CPU")
     max_lora_rank: int = Field(
-        0, ge=0, le=512, description="of adapters loaded beside the served weights; 0: none are"
+        0, ge=0, le=512, description="largest rank of adapters beside the served weights; 0: none"
     )
     kv_cache_gib: int = Field(1, gt=0, description="GiB of KV cache per replica on CPU")
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
@@ -103,15 +103,15 @@ class Config(BaseModel):
     swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")
     swap_mode: Literal["drain", "keep"] = Field(
         "drain",
-        description="what requests in flight do when weights change: end first, or go on under the "
-        "new ones (keep), their seams recorded",
+        description="requests in flight when weights change end first (drain), or go on under the "
+        "new ones (keep), with their seams recorded",
     )
     load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
     silence_timeout: float = Field(
-        60.0, gt=0, description="seconds a replica may say nothing at all, then it is restarted"
+        60.0, gt=0, description="seconds without any answer after which a replica is restarted"
     )
-    body_timeout: float = Field(60.0, gt=0, description="seconds a request's body may stand still")
+    body_timeout: float = Field(60.0, gt=0, description="seconds a request's body may pause")
     head_timeout: float = Field(20.0, gt=0, description="seconds a request's head may take to come")
     idle_timeout: int = Field(75, gt=0, description="seconds a client's idle connection is kept")
     keep_alive: float = Field(2.0, gt=0, description="seconds between a stream's signs of life")
@@ -120,7 +120,7 @@ class Config(BaseModel):
         "auto", description="auto: off loopback always, else as soon as one was made"
     )
     reward_limit: float = Field(
-        1e6, gt=0, allow_inf_nan=False, description="largest size of a reward that is taken"
+        1e6, gt=0, allow_inf_nan=False, description="largest absolute value of a reward"
     )
     model_roots: list[Path] = Field(
         default_factory=list,
@@ -129,21 +129,21 @@ class Config(BaseModel):
     )
     redact: list[str] = Field(
         default_factory=list,
-        description="what is taken out of events before they are stored: email, api_key, token, "
+        description="texts to remove from events before they are stored: email, api_key, token, "
         "card, and functions of your own, package.module:function",
     )
     redact_patterns: dict[str, str] = Field(
-        default_factory=dict, description="own regular expressions for that, by name"
+        default_factory=dict, description="your own regular expressions of such texts, by name"
     )
 
     @field_validator("slurm_options")
     @classmethod
-    def _not_the_schedulers(cls, options: list[str]) -> list[str]:
+    def _check_slurm_options(cls, options: list[str]) -> list[str]:
         for option in options:
             name = option.removeprefix("--").partition("=")[0]
             if not option.startswith("--") or not name:
                 raise ValueError(f"{option!r} is no option: write it as --partition=gpu")
-            # sbatch takes the first letters of an option for it
+            # sbatch accepts an option abbreviated to its first letters
             if own := next((own for own in SLURM_OWN if own.startswith(name)), None):
                 raise ValueError(
                     f"{option!r} cannot be given, --{own} is the platform's own: what a job takes "
@@ -154,7 +154,7 @@ class Config(BaseModel):
 
     @field_validator("model_roots")
     @classmethod
-    def _absolute(cls, roots: list[Path]) -> list[Path]:
+    def _expand_model_roots(cls, roots: list[Path]) -> list[Path]:
         for root in roots:
             if not root.expanduser().is_absolute():
                 raise ValueError(f"'{root}' is not a whole path: write it from / or ~ on")
@@ -167,7 +167,7 @@ class Config(BaseModel):
 
 
 def load_config(flags: dict[str, Any] | None = None, directory: Path | None = None) -> Config:
-    """Read the file in `directory` (default: here), then the environment, then the flags given.
+    """Read the file in `directory` (default: the current one), then the environment, then `flags`.
 
     A flag of None was not given. Raises ConfigError naming the key, its source and the nearest
     valid key.
@@ -179,15 +179,15 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
             table = tomllib.loads(file.read_text())
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{file}: {error}") from error
-        values |= _checked(table, str(file))
+        values |= _check_keys(table, str(file))
     environment = {
         name.removeprefix(PREFIX).lower(): value
         for name, value in os.environ.items()
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _ELSEWHERE
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _READ_ELSEWHERE
     }
     values |= {
-        key: _from_environment(key, value)
-        for key, value in _checked(environment, "environment", PREFIX).items()
+        key: _parse_variable(key, value)
+        for key, value in _check_keys(environment, "environment", PREFIX).items()
     }
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     try:
@@ -198,8 +198,8 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
         raise ConfigError(f"{key} = {first['input']!r}: {first['msg']}", param=key) from error
 
 
-def _from_environment(key: str, value: str) -> Any:
-    """A variable's value as the file would have it: lists by spaces, paths by colons, JSON."""
+def _parse_variable(key: str, value: str) -> Any:
+    """Parse a variable: lists by spaces, paths by colons, JSON, else the text as it is."""
     if key in ("engine_args", "redact", "slurm_options"):
         return value.split()
     if key == "model_roots":
@@ -214,7 +214,8 @@ def _from_environment(key: str, value: str) -> Any:
     return value
 
 
-def _checked(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+def _check_keys(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    """Return `table`. Raises ConfigError for a key that is no setting, naming the nearest one."""
     for key in table:
         if key not in Config.model_fields:
             near = difflib.get_close_matches(key, Config.model_fields, 1)

@@ -1,4 +1,6 @@
-"""Every error this package raises on purpose. Each is also an error of the standard library.
+"""Errors: every error that this package raises on purpose.
+
+Each is also an error of the standard library.
 
     CrayError
     ├── BadInput (ValueError)            a value the caller gave cannot be used
@@ -10,14 +12,14 @@
     ├── EngineError (RuntimeError)       the model server answered with an error
     │   ├── EngineTimeout (TimeoutError)     ... or not in time
     │   └── EngineUnavailable (ConnectionError)  ... or not at all
-    │       └── NotLoaded                    ... because no replica holds the version
-    ├── ToolError (RuntimeError)         a tool failed; told to the model, never ends a run
+    │       └── NotLoaded                    ... because no replica has the version
+    ├── ToolError (RuntimeError)         a tool failed; the model gets it, the run goes on
     ├── SubagentError (RuntimeError)     the infrastructure failed a sub-agent's run
     ├── HookError (RuntimeError)         a hook, an environment or an instructions function failed
     ├── RewardError (RuntimeError)       a reward function failed; the run has no such reward
     ├── StoreError (OSError)             the shared root cannot be written or read
     │   ├── DiskFull                     ... because there is no room left on it
-    │   └── Corrupt                      a file is not what its checksum says
+    │   └── Corrupt                      a file does not match its checksum
     ├── SwapError (RuntimeError)         new weights did not come up, or could not be proven
     │   ├── Displaces                    ... because a promoted version would be served no more
     │   ├── PoolBusy                     ... because no replica could be had; later one may
@@ -25,13 +27,13 @@
     └── JobError (RuntimeError)          a training job failed; carries the log's tail
         └── SchedulerError               ... because Slurm or the launcher refused it
 
-Two are a test's, and no CrayErrors: an agent's run records those, and would hide them.
+Two belong to tests. They are not CrayErrors, as an agent's run would record and hide them.
 
     AssertionError
     ├── RealModelCall                    a real model was asked where a test forbids it
     └── ReplayMismatch                   a request is not in the recording that is replayed
 
-A message says what happened, with which value, and what to do about it.
+A message states the problem, the value and the remedy.
 Read next: records.py, the data these errors speak of.
 """
 
@@ -41,7 +43,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a user's share of 
 
 
 class CrayError(Exception):
-    """The root: `except CrayError` catches whatever this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose."""
 
     #: Machine-readable name, used as `code` in OpenAI's error envelope.
     code = "internal_error"
@@ -60,13 +62,13 @@ class BadInput(CrayError, ValueError):
 
 
 class ConfigError(BadInput):
-    """A configuration file, variable or flag holds something that cannot be used."""
+    """A configuration file, variable or flag has an unusable value."""
 
     code = "invalid_config"
 
 
 class NotFound(CrayError, LookupError):
-    """No such model, version, run, dataset or job. `param` names the field that asked."""
+    """No such model, version, run, dataset or job. `param` names the field of the request."""
 
     code = "not_found"
 
@@ -78,7 +80,7 @@ class NotFound(CrayError, LookupError):
 
 
 class AccessDenied(CrayError, PermissionError):
-    """The gateway does not let this caller in (`status` 401), or not to this (403)."""
+    """The gateway refuses the caller altogether (`status` 401) or for this request (403)."""
 
     code = "invalid_api_key"
 
@@ -146,31 +148,31 @@ class EngineUnavailable(EngineError, ConnectionError):
 
 
 class NotLoaded(EngineUnavailable):
-    """A version exists, no replica holds it, and none can without displacing what is promoted."""
+    """No replica has the version, and loading it would displace a promoted version."""
 
     code = "model_not_loaded"
 
 
 class ToolError(CrayError, RuntimeError):
-    """A tool failed. The text is told to the model, and the run goes on."""
+    """A tool failed. The model gets the text, and the run goes on."""
 
     code = "tool_error"
 
 
 class SubagentError(CrayError, RuntimeError):
-    """The infrastructure failed the run of a sub-agent: the run that asked it ends with this."""
+    """The infrastructure failed a sub-agent's run. The calling run ends with this error."""
 
     code = "subagent_error"
 
 
 class HookError(CrayError, RuntimeError):
-    """A hook, an environment or an instructions function failed: the run ends with this error."""
+    """A hook, an environment or an instructions function failed. The run ends with this error."""
 
     code = "hook_error"
 
 
 class RewardError(CrayError, RuntimeError):
-    """A reward function failed: the run carries no such reward, and is not trained on."""
+    """A reward function failed. The run has no such reward, and is not trained on."""
 
     code = "reward_error"
 
@@ -182,19 +184,19 @@ class StoreError(CrayError, OSError):
 
     @staticmethod
     def of(what: str, error: OSError) -> "StoreError":
-        """The system's error while `what` was tried: "cannot write to FILE"."""
+        """Make an error of a system error. `what` was tried, such as "cannot write to FILE"."""
         kind = DiskFull if error.errno in FULL else StoreError
         return kind(f"{what}: {error.strerror or error}")
 
 
 class DiskFull(StoreError):
-    """There is no room left on the disk of the shared root."""
+    """The disk of the shared root is full."""
 
     code = "disk_full"
 
 
 class Corrupt(StoreError):
-    """A file is not what its checksum or format says."""
+    """A file does not match its checksum or format."""
 
     code = "corrupt"
 
@@ -206,23 +208,23 @@ class SwapError(CrayError, RuntimeError):
 
 
 class PoolBusy(SwapError):
-    """No replica could be had for new weights: nothing is said of them. Ask again later."""
+    """No replica was free to try new weights, which remain unjudged. Ask again later."""
 
     code = "pool_busy"
 
 
 class Displaces(SwapError):
-    """New weights would take a promoted version off its last replica: nothing was changed."""
+    """New weights would take a promoted version off its last replica. Nothing was changed."""
 
     code = "would_displace"
 
 
 class Overtaken(SwapError):
-    """A change of weights gave way to a rollback before it touched a replica's weights."""
+    """A change of weights gave way to a rollback before it touched a replica."""
 
 
 class JobError(CrayError, RuntimeError):
-    """A training job failed. `log_tail` holds the last lines of its log."""
+    """A training job failed. `log_tail` has the last lines of its log."""
 
     code = "job_failed"
 
@@ -238,8 +240,8 @@ class SchedulerError(JobError):
 
 
 class RealModelCall(AssertionError):
-    """A real model was about to be asked although a test forbids it (guard.py)."""
+    """A test forbids real models, and one was about to be called (engines/no_real_models.py)."""
 
 
 class ReplayMismatch(AssertionError):
-    """A request is not in the recording that a test replays (replay.py)."""
+    """A request is not in the recording that a test replays (engines/replay.py)."""

@@ -1,6 +1,6 @@
-"""What a loop tells: a record per finished generation, and progress while it works.
+"""Generation records: a loop's record per finished generation, and its progress.
 
-Made by loop.py; shown by cli/progress.py and cli/report.py.
+Made by loop/loop.py; rendered by cli/loop/generation_table.py and cli/loop/report.py.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,25 @@ from cray_agents.records import Record
 
 
 class Generation(Record):
-    """One turn of the loop; generation 0 is the model it began with.
+    """One turn of the loop; generation 0 is the model that the loop began with.
 
-    - `version` is the candidate, `sampled_from` the version that the training runs are of, and
-      `onward` the one that later generations go on from (None: the promoted one).
-    - `seconds` by phase; phases of an asynchronous loop overlap. `wall`: seconds from the end of
-      the generation before to the end of this one; `idle_share`: the part of it in which the
-      replicas had no request in flight (None where the platform cannot tell).
-    - `runs` are training runs, `carried` those of the generation before that ended too late for its
-      training set; `tokens` what was sampled in them; `trainer_seconds` the job's own.
+    - `version` is the candidate. `sampled_from` is the version that made the training runs.
+      `onward` is the version that later generations go on from (None: the promoted one).
+    - `seconds` are by phase; phases of an asynchronous loop overlap. `wall` is the seconds from the
+      end of the previous generation to the end of this one. `idle_share` is the fraction of `wall`
+      in which no replica had a request in flight (None: the platform cannot tell).
+    - `runs` counts training runs, `tokens` the tokens sampled in them. `carried` counts runs of the
+      previous generation that ended too late for its training set. `trainer_seconds` is the time of
+      the job itself.
     - `holdout_success` is the mean reward over `holdout_tasks` tasks: all that decide, or those up
-      to the decision; 0 tasks: it was not evaluated, and the success is the promoted version's.
-      `evidence` against "it is not better", and `wins`, `losses`, `ties` of the pairs behind it.
-      `unscored` of these count with the worst reward, as the candidate could not be scored; beside
-      them `unpaired` and `failed_pairs` were left out (see promotion.Gaps).
-    - `zero_variance_groups`: tasks whose attempts were all rewarded alike; `resampled`: tasks drawn
-      in their place.
-    - `stopped`: why the loop ended with this generation, if it did so by itself.
+      to the decision. With 0 tasks nothing was evaluated, and the success is the promoted
+      version's. `evidence` is against "it is not better"; `wins`, `losses` and `ties` count the
+      pairs behind it. `unscored` of these count with the worst reward, as the candidate could not
+      be scored. `unpaired` and `failed_pairs` were left out (see Gaps in
+      promotion/sequential_test.py).
+    - `zero_variance_groups` counts tasks whose attempts all got the same reward, `resampled` the
+      tasks drawn in their place.
+    - `stopped` says why the loop ended itself with this generation.
     """
 
     generation: int
@@ -73,7 +75,7 @@ class Generation(Record):
 
 @dataclass(frozen=True)
 class LoopProgress:
-    """What the loop is doing: `done` of `total` units of `phase` in this generation."""
+    """The loop's progress: `done` of `total` units of `phase` in this generation."""
 
     generation: int
     phase: str
@@ -82,21 +84,21 @@ class LoopProgress:
     note: str = ""
 
 
-def promoted_by(done: Sequence[Generation]) -> str:
-    """The version that the last promotion of a loop made; not what a crash left behind it."""
+def promoted_version(done: Sequence[Generation]) -> str:
+    """Return the version of a loop's last recorded promotion. A crash may leave one unrecorded."""
     return next(generation.version for generation in reversed(done) if generation.promoted)
 
 
-def onward_of(done: Sequence[Generation]) -> str:
-    """The version that a loop goes on from: it is trained further, and sampled from."""
-    return done[-1].onward or promoted_by(done)
+def base_version(done: Sequence[Generation]) -> str:
+    """Return the version that a loop goes on from: the one to sample from and to train further."""
+    return done[-1].onward or promoted_version(done)
 
 
 def decisions_in(done: Sequence[Generation]) -> int:
-    """How many candidates were decided on, not only passed on."""
+    """Count the candidates that a promotion test decided on."""
     return sum(generation.evidence is not None for generation in done)
 
 
-def standing_of(done: Sequence[Generation]) -> float:
-    """The held-out success of what is promoted."""
-    return next(g.holdout_success for g in reversed(done) if g.promoted)
+def promoted_holdout_success(done: Sequence[Generation]) -> float:
+    """Return the held-out success of the promoted version."""
+    return next(generation.holdout_success for generation in reversed(done) if generation.promoted)

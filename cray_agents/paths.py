@@ -1,31 +1,31 @@
-"""Every path under the shared root, named once.
+"""Paths: every path under the shared root, named once.
 
     <home>/
       segments/<writer>-<n>.jsonl      the store: one writer a file, append-only
       segments/<writer>-<n>.jsonl.zst  ... sealed (see runtime/store/segments)
-      segments/damaged/                what fsck found damaged, as it was
+      segments/damaged/                damaged segments that fsck put aside, unchanged
       datasets/<id>/                   immutable: token shards, manifest.json (last)
       jobs/<id>/                       spec.json, events.jsonl, status.json, log.txt,
                                        attempts/<n>, megatron/step-<n>/ (resume points)
       checkpoints/<id>/                immutable: a Hugging Face directory, manifest.json (last)
       checkpoints/<id>.pruned          the record of one that `models prune` deleted
       models/<name>/<n>.json           versions, append-only
-      models/<name>/history/<n>.json   what happened to the name, append-only: promotions,
-                                       rollbacks, rejections, canaries; its first part may lie in
-                                       promotions/, of a root that is older
-      models/<name>/canaries/<n>.json  what the canary that event n began has seen
-      loops/<name>/                    what a loop was asked, and a record per generation;
-                                       datasets/: which training set each of its steps has
+      models/<name>/history/<n>.json   the name's history, append-only: promotions, rollbacks,
+                                       rejections, canaries; in an older root the first of them
+                                       are in promotions/
+      models/<name>/canaries/<n>.json  results of the canary that event n began
+      loops/<name>/                    a loop's settings, and a record per generation;
+                                       datasets/: the training set of each of its steps
       blobs/<aa>/<sha256>              contents of files and upload parts, each stored once
-      files/<id>.json                  OpenAI's file objects; what they hold is a blob
+      files/<id>.json                  OpenAI's file objects; their contents are blobs
       uploads/<id>/                    upload.json, parts/<part id>.json, end.json
       batches/<id>/                    batch.json, chunks, claims, results: see runtime/batches
-      fine_tuning/<id>.json            what was asked of a fine-tuning job; the job is in jobs/
-      fine_tuning/<id>.validated, .ended  the JobSpec it became, and what came of it
-      exports/<id>/                    what is being exported over HTTP, until it is sent
+      fine_tuning/<id>.json            a fine-tuning request; its job is in jobs/
+      fine_tuning/<id>.validated, .ended  the JobSpec made of it, and the outcome
+      exports/<id>/                    an export over HTTP, until it is sent
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       slurm/                           the private cluster of a laptop
-      platform.json, logs/             of the platform that runs now
+      platform.json, logs/             state and logs of the running platform
 
 Rules for NFS, Lustre, Weka and a laptop alike: one writer per file, publish by rename, the
 manifest last, claims by exclusive create.
@@ -39,7 +39,7 @@ from pathlib import Path
 
 from cray_agents.errors import StoreError
 
-CACHE = "CRAY_AGENTS_CACHE"  # names another place than /var/tmp for what a host keeps for itself
+CACHE = "CRAY_AGENTS_CACHE"  # environment variable: the folder for a host's caches, not /var/tmp
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Home:
 
     @property
     def root_id(self) -> Path:
-        """A random name: a root made anew at the same path has another."""
+        """The file with the root's random name. A root made anew at the same path has another."""
         return self.segments / ".root-id"
 
     @property
@@ -96,7 +96,7 @@ class Home:
 
     @property
     def drafts(self) -> Path:
-        """Blobs that are being written; on the same file system, for they are linked over."""
+        """Blobs being written, on the file system of `blobs` so that they can be linked there."""
         return self.blobs / "drafts"
 
     @property
@@ -137,9 +137,9 @@ class Home:
 
 
 def host_cache() -> Path:
-    """This user's own directory on this host's disk, for what can be made anew; it is made.
+    """Make and return this user's cache folder on this host's own disk.
 
-    Nobody else may read it. Raises StoreError.
+    No other user may read it, and its contents can be rebuilt. Raises StoreError.
     """
     usual = Path("/var/tmp")
     if not os.access(usual, os.W_OK | os.X_OK):
@@ -147,11 +147,11 @@ def host_cache() -> Path:
     directory = Path(os.environ.get(CACHE) or usual) / f"cray-agents-{os.getuid()}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
-        if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o700:
+        status = directory.lstat()
+        if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) != 0o700:
             directory.chmod(0o700)
     except OSError as error:
         raise StoreError(f"cannot write in {directory}: {error}: set {CACHE}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise StoreError(f"{directory} is not this user's: set {CACHE} to another place")
     return directory

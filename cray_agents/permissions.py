@@ -1,9 +1,9 @@
-"""Who may read the shared root: its owner alone, or a group that is named.
+"""Permissions of the shared root: open it to its owner alone, or also to a named group.
 
-It holds prompts, answers, logs and the hashes of API keys. `up`, and every command that writes in
-the root, makes its folder private first: nobody else gets past it, whatever the modes of what lies
-in it. What these processes and their children make from then on is private by itself as well.
-`doctor` tells what it finds by `openness`. Read next: paths.py, what lies where.
+The root contains prompts, answers, logs and the hashes of API keys. `up`, and every command that
+writes in the root, makes its folder private first. Other users then reach nothing inside, whatever
+the modes of the files. Files that these processes and their children make later are private too.
+`doctor` reports the result of `describe_access`. Read next: paths.py, the layout of the root.
 """
 
 import grp
@@ -18,17 +18,17 @@ from cray_agents.errors import ConfigError, StoreError
 
 @dataclass(frozen=True)
 class RootAccess:
-    """What holds for a root. `umask`: of who writes there; `note`: what a person should know."""
+    """Access to a root: the `umask` for its writers, and a `note` for a person."""
 
     umask: int
     note: str = ""
 
 
 def keep_private(config: Config) -> str:
-    """Make the shared root private, and all that this process writes from now on.
+    """Make the shared root private, and every file that this process writes from now on.
 
-    Returns what a person should know, mostly nothing. Raises as `make_private`. Not for a process
-    that runs a user's code or writes files that a user named: their modes are the user's choice.
+    Returns a note for a person, mostly empty. Raises as `make_private`. Do not call this in a
+    process that runs a user's code or writes files that a user named: the user chooses their modes.
     """
     access = make_private(config.root.root, config.group)
     os.umask(access.umask)
@@ -36,25 +36,25 @@ def keep_private(config: Config) -> str:
 
 
 def make_private(root: Path, group: str | None) -> RootAccess:
-    """Make the root's folder, or take away from it what others may do there.
+    """Make the root's folder, or remove the permissions of other users from it.
 
-    group: whose members may read and write. None: the owner alone, or as the folder says that was
-    shared with a group on purpose: with its setgid bit, or with nothing for all others. Raises
-    StoreError if the folder cannot be made, ConfigError for a group that it cannot be given to.
+    Members of `group` may read and write. With None, only the owner may, and the group of a folder
+    that was shared on purpose: one with the setgid bit, or closed to all other users. Raises
+    StoreError if the folder cannot be made, ConfigError if it cannot be given to the group.
     """
-    number = _number(group) if group is not None else None
+    number = _group_number(group) if group is not None else None
     try:
         if not root.is_dir():
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = root.stat()
+        status = root.stat()
     except OSError as error:
         raise _unwritable(root, error) from error
-    mode = stat.S_IMODE(found.st_mode)
-    wanted = _private(mode) if group is None else mode & 0o700 | 0o2070
-    if found.st_uid != os.geteuid():
-        return _of_another(root, found, group, number)
+    mode = stat.S_IMODE(status.st_mode)
+    wanted = _private_mode(mode) if group is None else mode & 0o700 | 0o2070
+    if status.st_uid != os.geteuid():
+        return _check_foreign_root(root, status, group, number)
     note = ""
-    if mode != wanted or (number is not None and found.st_gid != number):
+    if mode != wanted or (number is not None and status.st_gid != number):
         try:
             if number is not None:
                 os.chown(root, -1, number)
@@ -65,40 +65,40 @@ def make_private(root: Path, group: str | None) -> RootAccess:
                 "the group can do that",
                 param="group",
             ) from error
-        note = _told(root, mode, wanted, group)
-    return RootAccess(_umask(wanted), note)
+        note = _describe_change(root, mode, wanted, group)
+    return RootAccess(_umask_beside(wanted), note)
 
 
-def openness(root: Path) -> tuple[bool, str]:
-    """Whether nobody but an owner and one group may enter a root, and who may, in words."""
-    found = root.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    told = f"{root} ({mode:04o})"
+def describe_access(root: Path) -> tuple[bool, str]:
+    """Tell whether only the owner and one group may enter a root; also say who may, in words."""
+    status = root.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    text = f"{root} ({mode:04o})"
     if mode & 0o007:
-        return False, f"{told}: every user of this host, and of all that mount it, may look into it"
+        return False, f"{text}: every user of this host, and of all that mount it, may look into it"
     if mode & 0o070:
-        return True, f"{told}: its owner and group {_name(found.st_gid)}"
-    return True, f"{told}: its owner alone"
+        return True, f"{text}: its owner and group {_group_name(status.st_gid)}"
+    return True, f"{text}: its owner alone"
 
 
-def _private(mode: int) -> int:
-    """A folder's mode without what was only left open, and not shared with a group on purpose."""
+def _private_mode(mode: int) -> int:
+    """Return a folder's mode without access for others, nor for a group unless given on purpose."""
     if not mode & 0o007:
         return mode
     return mode & (0o7770 if mode & stat.S_ISGID else 0o7700)
 
 
-def _umask(mode: int) -> int:
-    """What new files lack beside a folder of this mode."""
+def _umask_beside(mode: int) -> int:
+    """Return the umask for new files in a folder of this mode."""
     return 0o007 | (0o070 & ~mode)
 
 
-def _of_another(
-    root: Path, found: os.stat_result, group: str | None, number: int | None
+def _check_foreign_root(
+    root: Path, status: os.stat_result, group: str | None, number: int | None
 ) -> RootAccess:
-    """A root whose folder is not ours to change."""
-    mode = stat.S_IMODE(found.st_mode)
-    if number is not None and (found.st_gid != number or mode & 0o070 != 0o070):
+    """Return the access to another user's root, whose mode must stay. Raises ConfigError."""
+    mode = stat.S_IMODE(status.st_mode)
+    if number is not None and (status.st_gid != number or mode & 0o070 != 0o070):
         raise ConfigError(
             f"{root} is another user's, and not open to group {group!r}: its owner has to run "
             f"chgrp {group} {root} && chmod 2770 {root}",
@@ -110,10 +110,11 @@ def _of_another(
             f"all users may look into {root}, which is another user's; its owner ends that by "
             f"chmod o= {root}"
         )
-    return RootAccess(_umask(mode), note)
+    return RootAccess(_umask_beside(mode), note)
 
 
-def _told(root: Path, mode: int, wanted: int, group: str | None) -> str:
+def _describe_change(root: Path, mode: int, wanted: int, group: str | None) -> str:
+    """Return the note for a person on a root whose mode changed from `mode` to `wanted`."""
     if group is not None:
         empty = not any(root.iterdir())
         rest = (
@@ -130,7 +131,7 @@ def _told(root: Path, mode: int, wanted: int, group: str | None) -> str:
     )
 
 
-def _number(group: str) -> int:
+def _group_number(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError as error:
@@ -139,7 +140,7 @@ def _number(group: str) -> int:
         ) from error
 
 
-def _name(number: int) -> str:
+def _group_name(number: int) -> str:
     try:
         return grp.getgrgid(number).gr_name
     except KeyError:

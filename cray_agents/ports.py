@@ -1,4 +1,4 @@
-"""The seams: small Protocols with two used implementations each.
+"""Ports: small Protocols between packages, each with two implementations in use.
 
     ChatEngine   answers chat requests          OpenAIEngine | ScriptedEngine
     Engine       answers requests of any kind
@@ -21,10 +21,10 @@ from cray_agents.training_jobs import JobSpec, JobStatus
 
 
 class ChatEngine(Protocol):
-    """What an agent needs of a model."""
+    """A model as an agent uses it."""
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a chat completion request. Raises EngineError and its kinds."""
+        """Answer a chat completion request. Raises EngineError and its subclasses."""
         ...
 
     def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -36,9 +36,9 @@ class ChatEngine(Protocol):
 class SampledSequence:
     """One sampled sequence: `token_ids` and `logprobs` are parallel, [sampled].
 
-    `logprobs` may be shorter where a request was cut off. `name` tells the sequences of one
-    request with several prompts apart: it ends in `-<place of the prompt>`. `version` sampled the
-    first token, and what `seams` tell those after it; empty: the exchange's did.
+    `logprobs` may be shorter where a request was cut off. `name` distinguishes the sequences of one
+    request with several prompts; it ends in `-<place of the prompt>`. `version` sampled the first
+    token (empty: the version of the exchange); `seams` list later changes of weights.
     """
 
     prompt_token_ids: list[int]
@@ -52,12 +52,12 @@ class SampledSequence:
 
 @dataclass(slots=True)
 class EngineCall:
-    """One request to an engine on its way, and what is learned of it.
+    """A request in flight to an engine, with its results.
 
-    `path` says which API it speaks, such as `/v1/chat/completions`; `request` is its JSON body;
-    `id` names it at the engine and in the answer. `version` is the `name@N` that answers: the pool
-    sets it, and the engine, if weights changed before the first token. `samples` are complete when
-    the answer has ended: a sequence per choice.
+    `path` is the path of its API, such as `/v1/chat/completions`. `request` is its JSON body. `id`
+    names it at the engine and in the answer. `version` is the `name@N` that answers: the pool sets
+    it, and the engine changes it if weights changed before the first token. `samples` are complete
+    when the answer has ended: one sequence per choice.
     """
 
     path: str
@@ -69,45 +69,45 @@ class EngineCall:
 
     @property
     def streams(self) -> bool:
-        """Whether the client wants server-sent events."""
+        """True if the client wants server-sent events."""
         return bool(self.request.get("stream"))
 
 
 class Engine(Protocol):
-    """What the pool needs of a replica's engine."""
+    """A replica's engine as the pool uses it."""
 
     def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """The answer's bytes: whole JSON in one piece, or whole server-sent events as they come.
+        """Yield the answer's bytes: the JSON in one piece, or whole server-sent events.
 
-        Its `model` is the exchange's version. Raises EngineError and its kinds, also in mid-stream.
-        Who is cancelled while reading it ends the request at the engine; of a stream the samples
-        are then what was sampled until then.
+        The answer's `model` is the exchange's version. Raises EngineError and its subclasses, also
+        in mid-stream. Cancelling the reader ends the request at the engine; a stream's samples are
+        then the tokens sampled until then.
         """
         ...
 
     async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
-        """Put a checkpoint's weights in the place of the present ones; no cache outlives it.
+        """Replace the present weights by a checkpoint's, and drop every cache.
 
-        From then on `score` alone is answered, until `resume`. The caller has drained all requests;
-        or, to `keep` them, they stand still and go on under the new weights. Returns seconds by
-        phase: pause, load. Raises SwapError.
+        From then on the engine answers `score` alone, until `resume`. The caller has drained all
+        requests. With `keep` requests are paused instead, and go on under the new weights. Returns
+        seconds by phase: pause, load. Raises SwapError.
         """
         ...
 
     async def resume(self) -> None:
-        """The weights last loaded are proven: answer requests under them."""
+        """Answer requests under the weights last loaded, which are proven now."""
         ...
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Logprobs of each prompt's tokens but its first, under the weights now loaded."""
+        """Return logprobs of each prompt's tokens except its first, under the loaded weights."""
         ...
 
 
 class Command(Record):
     """A command for a scheduler. `name` is unique for ever: the same name is the same job.
 
-    `ranks` processes' worth of `cpus_per_rank` cores (and a GPU each, if `gpus`) are reserved on
-    `nodes` nodes; the command itself is started once per node.
+    The scheduler reserves `ranks` times `cpus_per_rank` cores (and with `gpus` a GPU per rank) on
+    `nodes` nodes. It starts the command once per node.
     """
 
     name: str
@@ -126,7 +126,7 @@ CommandState = Literal["queued", "running", "succeeded", "failed", "cancelled", 
 
 
 class CommandStatus(Record):
-    """What a scheduler says of a command. `unknown`: it never had it, or has forgotten it."""
+    """A scheduler's report on a command. `unknown`: it never had the command, or forgot it."""
 
     state: CommandState
     id: str = ""
@@ -135,57 +135,57 @@ class CommandStatus(Record):
 
 
 class Scheduler(Protocol):
-    """Where commands run. Names make submission idempotent, also across restarts and crashes."""
+    """A runner of commands. Names make submission idempotent, also across restarts and crashes."""
 
     name: str
 
     def submit(self, command: Command) -> str:
-        """Queue a command, or find it when its name is live already; returns the scheduler's id.
+        """Queue a command, unless one of its name is live; return the scheduler's id.
 
         A name whose command ended before is queued anew. Raises SchedulerError.
         """
         ...
 
     def status(self, name: str) -> CommandStatus:
-        """Where the newest command of that name stands."""
+        """Return the status of the newest command of that name."""
         ...
 
     def cancel(self, name: str) -> None:
-        """End the command: SIGTERM, then SIGKILL after a grace period. Not an error if it ended."""
+        """End the command by SIGTERM, then SIGKILL after a grace period. It may have ended."""
         ...
 
 
 class Trainer(Protocol):
-    """Where training jobs run. A job's id is the hash of its spec: submitting twice is once."""
+    """A runner of training jobs. A job's id is the hash of its spec: submitting twice is once."""
 
     def submit(self, spec: JobSpec) -> JobStatus:
-        """Start the job, or find it; a finished job is returned as it is.
+        """Start the job, unless it is running or finished; return its status.
 
-        Raises JobError, and BadInput or NotFound for what cannot be trained.
+        Raises JobError, and BadInput or NotFound for a spec that cannot be trained.
         """
         ...
 
     def status(self, job_id: str) -> JobStatus:
-        """Where it stands; restarts a job whose process died, up to a limit. Raises NotFound."""
+        """Return a job's status; restart it if its process died, up to a limit. Raises NotFound."""
         ...
 
     def cancel(self, job_id: str) -> JobStatus:
-        """End it for good: a cancelled job is never started again."""
+        """End a job for good. A cancelled job is never started again."""
         ...
 
     def pause(self, job_id: str) -> JobStatus:
-        """Let it save where it stands and end its processes; it stays so until `resume`.
+        """Let a job save its state and end its processes, until `resume`.
 
-        It is `running` until they have ended, then `paused`. Pausing twice is once. Raises
-        BadInput, code `job_ended`, when there is nothing left to pause.
+        The job is `running` until its processes have ended, then `paused`. Pausing twice is once.
+        Raises BadInput, code `job_ended`, when there is nothing left to pause.
         """
         ...
 
     def resume(self, job_id: str) -> JobStatus:
-        """Go on from where it was paused. Raises BadInput, code `job_not_paused`."""
+        """Continue a paused job. Raises BadInput, code `job_not_paused`."""
         ...
 
 
-def golden(probe: list[ProbePrompt]) -> list[list[int]]:
-    """The token ids of a probe's prompts, as `Engine.score` takes them."""
+def probe_token_ids(probe: list[ProbePrompt]) -> list[list[int]]:
+    """Return the token ids of a probe's prompts, as `Engine.score` takes them."""
     return [prompt.token_ids for prompt in probe]

@@ -1,6 +1,6 @@
-"""Children that die with their parent, so that `kill -9` of the platform leaves nothing behind.
+"""Processes: make children die with their parent, also if that is killed with `kill -9`.
 
-Linux only (prctl): elsewhere nothing happens, and a killed parent's children must be ended by hand.
+Linux only (prctl). Elsewhere nothing happens, and a killed parent's children must be ended by hand.
 """
 
 import ctypes
@@ -13,9 +13,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel to signal this process when its parent dies; call it in the child.
+    """Ask the kernel to signal this process when its parent dies. Call this in the child.
 
-    `parent` is the pid the child was started by: if that is gone already, the child ends at once.
+    `parent` is the pid that started the child. If it is gone already, the child ends at once.
     """
     if sys.platform != "linux":
         return
@@ -25,7 +25,7 @@ def die_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> 
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+    """Return True if a process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

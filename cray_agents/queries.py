@@ -1,7 +1,7 @@
-"""What is asked of the store: which runs, and which of them make a training set.
+"""Queries: filters that choose runs of the store, and recipes of training sets.
 
-Said by people, by loops and over HTTP, so an unknown field is an error. Read by runtime/store
-(queries) and runtime/datasets (recipes). The nouns themselves are in records.py.
+People, loops and HTTP clients write these, so an unknown field is an error. Read by runtime/store
+(queries) and runtime/datasets (recipes). The records themselves are in records.py.
 """
 
 from typing import Any, Literal
@@ -13,12 +13,12 @@ from cray_agents.text_words import SIMILAR
 
 
 class RunFilter(StrictRecord):
-    """Which runs: each field that is given must match.
+    """A filter of runs: each given field must match.
 
-    `model` is a `name@N`, or a `name` in any version; `error` the type of the run's error, `*` any
-    error; `since` and `until` bound its start, in unix seconds; `tags` must all be there; `text` is
-    looked for in its input, output and messages, whatever the case. A run without a reward has none
-    in any range.
+    `model` is a `name@N`, or a `name` in any version. `error` is the type of the run's error, `*`
+    any error. `since` and `until` bound its start, in unix seconds. A run must have all `tags`.
+    `text` is searched in its input, output and messages, ignoring case. A run without a reward
+    matches no range of rewards.
     """
 
     loop: str | None = None
@@ -39,9 +39,9 @@ class RunFilter(StrictRecord):
 
 
 class RunQuery(RunFilter):
-    """A page of the runs that match: at most `limit`, those after the run `after` in this order.
+    """A page of the matching runs: at most `limit`, beginning behind the run `after` in `order`.
 
-    `id` is by run id. `newest` and `oldest` are by start. `task` is by task, generation, attempt,
+    `id` sorts by run id, `newest` and `oldest` by start. `task` sorts by task, generation, attempt,
     id: the same order on every machine, with the attempts at a task side by side.
     """
 
@@ -51,19 +51,24 @@ class RunQuery(RunFilter):
 
 
 class Decontamination(StrictRecord):
-    """What must not be in a training set. Compared are inputs: of a run that of its task and every
-    message of its user, of a demonstration every message of its user. One that is held is enough.
+    """Inputs that must stay out of a training set.
 
-    `holdout`: the inputs of the held-out and test tasks that the recipe's loop was ever given, run
-    or not, and of every run of it on a task that is not of split `train`; without a loop, of all.
-    `files`: JSONL or text, ids of uploaded files or, on the command line, paths; a line's `input`,
-    `prompt`, `question`, `text` or last user message counts, else all of it: of a conversation what
-    it was asked in the end, not its greetings (one that ends in "thanks" holds back every other in
-    which that is said). Inputs that are equal but for case, spaces and punctuation are always left
-    out; numbers and operators are none (`2+3`, `23`, `-5` and `5` differ). Of those with at least
-    ten words (numbers and signs do not count), also when the Jaccard similarity of their word
-    5-grams is at least `threshold`, or when an input holds all of a held one. In a shorter text one
-    word makes another task.
+    A run is compared by the input of its task and every message of its user, a demonstration by
+    every message of its user. One blocked input is enough to leave it out.
+
+    - `holdout` blocks the held-out and test tasks that the recipe's loop was ever given, run or
+      not. It also blocks the tasks of its runs outside the split `train`; without a loop, of all
+      runs.
+    - `files` block their lines: JSONL or text, given by ids of uploaded files or, on the command
+      line, by paths. A line counts by its `input`, `prompt`, `question`, `text` or last user
+      message, else by all of it. A conversation counts by its last question, not its greetings. One
+      that ends in "thanks" blocks every other in which a user says that.
+
+    Inputs that differ only in case, spaces and punctuation are always left out. Numbers and
+    operators are not punctuation (`2+3`, `23`, `-5` and `5` differ). Inputs of at least ten words
+    (numbers and signs do not count) are also left out in two cases: the Jaccard similarity of the
+    word 5-grams is at least `threshold`, or the input contains all of a blocked one. In a shorter
+    text one word makes another task.
     """
 
     holdout: bool = True
@@ -75,54 +80,54 @@ Deviation = Literal["sample", "population"]
 
 
 class DatasetRecipe(StrictRecord):
-    """What goes into a training set. The same recipe over the same runs gives the same dataset,
-    as long as the same is held out.
+    """A recipe of a training set. The same recipe over the same runs gives the same dataset, as
+    long as the blocked inputs are the same.
 
-    Considered are the runs of `loop` and `generations` that match `where`. `method` decides:
+    The runs of `loop` and `generations` that match `where` are considered. `method` decides:
 
-    - `sft`: runs with a reward of at least `min_reward` (1 unless given) are imitated; `best_of`
-      keeps the best so many of each task.
-    - `grpo`: all scored runs, in groups of a task's runs in a generation; advantage = reward minus
-      the group's mean, over its standard deviation unless `normalize` is false (arXiv 2402.03300).
-      `deviation` says which: the `sample`'s, over n - 1, as TRL and verl have it, or the
-      `population`'s, over n, which makes advantages of n runs sqrt(n / (n - 1)) times as large.
-      A group of equal rewards says nothing and is left out, and so is a group of one. Where turns
-      of a group's runs were rewarded, its supervision is of the process (4.1.3 there): all rewards
-      of turns are normalised together, one for a whole run is its last turn's, and the advantage of
-      a turn's tokens is the sum of what its own and the following turns got, `discount` to the
-      power of how many turns ahead times each. A turn without a reward has none to normalise. Of
-      outcomes alone nothing is discounted. A run that a reward failed on has none.
-    - `dpo`: of each task, pairs of the best and the worst run of a generation whose rewards differ
-      by at least `min_margin`; the best reaches `min_reward`, if that is given.
-    - `kto`: all scored runs, each alone: desirable with a reward of at least `min_reward` (1 unless
-      given), else undesirable.
+    - `sft`: imitate runs with a reward of at least `min_reward` (1 unless given). `best_of` bounds
+      their number per task to the best ones.
+    - `grpo`: use all scored runs, in groups of a task's runs in a generation. The advantage is the
+      reward minus the group's mean, over its standard deviation unless `normalize` is false (arXiv
+      2402.03300). `deviation` chooses the `sample`'s, over n - 1, as in TRL and verl, or the
+      `population`'s, over n, which makes advantages of n runs sqrt(n / (n - 1)) times as large. A
+      group of one or of equal rewards is left out, as it has no advantages. If turns of a group's
+      runs were rewarded, its supervision is of the process (section 4.1.3): all rewards of turns
+      are normalised together, and a reward of a whole run counts for its last turn. The advantage
+      of a turn's tokens is the sum of the rewards of this and the following turns, each times
+      `discount` to the power of its distance in turns. A turn without a reward has none to
+      normalise. Rewards of whole runs alone are not discounted. A run that a reward failed on has
+      no reward.
+    - `dpo`: pair the best and the worst run of each task in a generation, if their rewards differ
+      by at least `min_margin` and the best reaches `min_reward`, if that is given.
+    - `kto`: use all scored runs, each alone. A run is desirable with a reward of at least
+      `min_reward` (1 unless given), else undesirable.
 
-    `max_per_task` bounds the runs (pairs) of a task over all generations, the first in order of
-    generation and attempt; `max_tokens` the length of a sample. `rewards` overrides the recorded
-    rewards by run id (controls use it), for whole runs. `validation` is the fraction of tasks,
-    chosen by the hash of their ids, whose samples go to a split of their own. `near_duplicates`: of
-    samples whose token 5-grams are this similar (Jaccard), the first is kept; equal ones always are
-    one. In grpo they are draws of a group, and all stay.
+    `max_per_task` bounds the runs (pairs) of a task over all generations, to the first in order of
+    generation and attempt. `max_tokens` bounds the length of a sample. `rewards` overrides the
+    recorded rewards of whole runs by run id (controls use it). `validation` is the fraction of
+    tasks, chosen by the hash of their ids, whose samples go to a split of their own. Of samples
+    whose token 5-grams are as similar as `near_duplicates` (Jaccard), only the first is kept; equal
+    samples always become one. In grpo all stay, as they are draws of a group.
 
-    `step` makes the dataset the loop's training set number `step`: the same one when it is built
-    again, also after a crash, and no other. A run then enters at most `max_uses` of the loop's
-    steps up to this one.
+    `step` makes the dataset the loop's training set number `step`: building it again gives the same
+    dataset, also after a crash. A run then enters at most `max_uses` of the loop's steps up to this
+    one.
 
     `demonstrations` are conversations (lists of messages) to imitate, rendered with the tokenizer
-    and chat template of `tokenizer` (a checkpoint directory); `tools` are theirs, unless
-    `demonstrations_tools` gives each its own. An assistant message whose `weight` is 0 is context
-    that is not trained on. For `dpo` each is a pair: `demonstrations_rejected` holds the message
-    that its last one is preferred to, and nothing else is trained on. `demonstrations_splits` says
-    which are in the validation split, in the place of `validation`.
+    and chat template of `tokenizer` (a checkpoint directory). All have the definitions `tools`,
+    unless `demonstrations_tools` gives each its own. An assistant message whose `weight` is 0 is
+    context that is not trained on. For `dpo` each is a pair of its last message, the preferred one,
+    and a message in `demonstrations_rejected`; nothing else is trained on. `demonstrations_splits`
+    names the split of each, in the place of `validation`.
 
-    `render`: runs that have no tokens because they were imported are rendered the same way;
-    otherwise they are left out.
+    `render` renders imported runs, which have no tokens, the same way. Otherwise they are left out.
 
-    `givers`: only rewards count that were given with API keys of these names, or on the platform's
-    host itself; None: whoever gave them.
+    With `givers`, only rewards count that were given with API keys of these names or on the
+    platform's host itself. With None all count.
 
     With `balance_by` (a key of the tasks' metadata), a group of n samples weighs n**balance_power
-    in all: 0 makes all groups equal, 1 all samples.
+    in all. A power of 0 makes all groups equal, 1 all samples.
     """
 
     method: Literal["sft", "grpo", "dpo", "kto"] = "sft"

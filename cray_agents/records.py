@@ -1,9 +1,10 @@
-"""The nouns: what happened, as plain immutable data that goes to disk and over HTTP as JSON.
+"""Records: plain immutable data of runs and models that goes to disk and over HTTP as JSON.
 
     Task -> Run -> Trajectory(Turn(ModelCall, ToolCall...)...) -> Reward
-    recipes.DatasetRecipe -> dataset;  JobSpec -> TrainingJob -> Checkpoint -> ModelVersion
+    queries.DatasetRecipe -> dataset;  JobSpec -> training job -> checkpoint -> ModelVersion
 
-Everybody imports this module; it imports nobody. Times are unix seconds, durations seconds.
+All other modules import this one; it imports none of them. Times are unix seconds, durations
+seconds.
 """
 
 import hashlib
@@ -18,41 +19,41 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import TypeVar
 
 Message = dict[str, Any]  # one chat message in OpenAI's shape
-#: What an agent answers with: its `output_type`, and its runs' `output`.
+#: The type of an agent's answers: its `output_type`, and the `output` of its runs.
 Output = TypeVar("Output", default=Any)
 
 
 def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces: equal values give equal bytes, on any machine."""
+    """Return JSON with sorted keys and no spaces: equal values give equal bytes on any machine."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
 
 
 def digest(value: Any, length: int = 16) -> str:
-    """The first `length` hex digits of the SHA-256 of a value's canonical JSON."""
+    """Return the first `length` hex digits of the SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(canonical(value)).hexdigest()[:length]
 
 
 def new_id(prefix: str) -> str:
-    """A fresh name such as `run_018f...`; names made later sort later."""
+    """Return a fresh name such as `run_018f...`. Names made later sort later."""
     return f"{prefix}_{int(time.time() * 1000):011x}{os.urandom(7).hex()}"
 
 
 class Record(BaseModel):
-    """Immutable; unknown fields are kept out, so that an older reader can read a newer file."""
+    """Immutable data. Unknown fields are ignored, so that an older reader can read a newer file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class StrictRecord(Record):
-    """Immutable, and an unknown field, infinity or NaN is an error: what people write by hand."""
+    """Immutable data written by hand. An unknown field, infinity or NaN is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class StopReason(StrEnum):
-    """Why a run ended."""
+    """The reason why a run ended."""
 
     completed = "completed"
     max_turns = "max_turns"
@@ -67,7 +68,7 @@ Split = Literal["train", "holdout", "test"]
 
 
 def task_id(data: Mapping[str, Any]) -> str:
-    """The id of a task whose fields these are, where they name none."""
+    """Return the default id of a task with these fields."""
     known = [data["input"], data.get("target")]
     identity, metadata = data.get("identity"), data.get("metadata")
     if isinstance(identity, Sequence) and isinstance(metadata, Mapping) and identity:
@@ -76,17 +77,17 @@ def task_id(data: Mapping[str, Any]) -> str:
 
 
 def world_of(metadata: Mapping[str, Any], identity: Sequence[str]) -> str:
-    """A hash of these keys' values."""
+    """Return a hash of the values of the keys `identity` in a task's metadata."""
     return digest({key: metadata.get(key) for key in identity}, 32)
 
 
 class Task(StrictRecord):
     """An input to an agent. The id defaults to a hash of input and target.
 
-    `identity` names the keys of the metadata that make it another task than one with the same
-    input: `Task(input="Find the way out.", metadata={"maze": 7}, identity=["maze"])`. They enter
-    the id, and such tasks are compared by them: a held-out maze keeps that maze out of training,
-    not all of them.
+    `identity` names the keys of the metadata that distinguish tasks with the same input:
+    `Task(input="Find the way out.", metadata={"maze": 7}, identity=["maze"])`. Their values enter
+    the id, and such tasks are compared by them. A held-out maze then keeps that maze out of
+    training, not all mazes.
     """
 
     input: str
@@ -98,13 +99,13 @@ class Task(StrictRecord):
 
     @model_validator(mode="before")
     @classmethod
-    def _name(cls, data: Any) -> Any:
+    def _set_default_id(cls, data: Any) -> Any:
         if isinstance(data, dict) and not data.get("id") and "input" in data:
             return {**data, "id": task_id(data)}
         return data
 
     @model_validator(mode="after")
-    def _has_its_identity(self) -> "Task":
+    def _check_identity(self) -> "Task":
         if missing := [key for key in self.identity if key not in self.metadata]:
             have = ", ".join(map(repr, self.metadata)) or "none"
             raise ValueError(f"identity: {missing[0]!r} is no key of the metadata; there is {have}")
@@ -112,7 +113,7 @@ class Task(StrictRecord):
 
     @property
     def world(self) -> str | None:
-        """A hash of what its `identity` names; None where its input alone makes the task."""
+        """A hash of the values that `identity` names; None if the input alone makes the task."""
         return world_of(self.metadata, self.identity) if self.identity else None
 
 
@@ -125,14 +126,14 @@ class Usage(Record):
 
 
 class Redaction(Record):
-    """That something was removed from a record before it was written: what kind, how often."""
+    """A count of pieces of one kind that were removed from a record before it was written."""
 
     kind: str
     count: int
 
 
 class WeightChange(Record):
-    """From token `at` of a call's sampled tokens on, `model` (`name@version`) sampled them."""
+    """A change of weights: `model` (`name@version`) sampled a call's tokens from index `at` on."""
 
     at: int
     model: str
@@ -142,11 +143,11 @@ class ModelCall(Record):
     """One request to a model, with the exact tokens it read and sampled.
 
     `token_ids` and `logprobs` are parallel: [sampled]. `logprobs` are of the distribution that was
-    sampled from. `model` is `name@version`, `api` the path of the API it was asked through; the
-    messages are in the shape of chat completions whatever that was. `seams` tell where the weights
-    were changed while it was answered: `model` sampled what stands before the first. Where
-    something was `redacted` from its texts before they were stored, its three token lists are
-    empty: they would tell it. `owner` is the id of the API key that asked, if any did.
+    sampled from. `model` is `name@version`. `api` is the path of the API that the request came
+    through; the messages have the shape of chat completions for any API. `seams` list the changes
+    of weights during the answer; `model` sampled the tokens before the first. If something was
+    `redacted` from its texts, the three token lists are empty, as they would reveal it. `owner` is
+    the id of the request's API key, if it had one.
     """
 
     id: str
@@ -170,9 +171,9 @@ class ModelCall(Record):
 
 
 class ToolCall(Record):
-    """One tool call: what the model asked for, and what came of it.
+    """One tool call: the model's request and its result.
 
-    `shown` is what the model was told, where that is not all of the result.
+    `shown` is the text that the model read, if that is not the whole result.
     """
 
     id: str
@@ -185,7 +186,7 @@ class ToolCall(Record):
 
 
 class Turn(Record):
-    """One model call and the tool calls it asked for. `call` is joined in by the store."""
+    """One model call and the tool calls that it requested. The store joins in `call`."""
 
     call_id: str
     tool_calls: list[ToolCall] = Field(default_factory=list)
@@ -193,9 +194,10 @@ class Turn(Record):
 
 
 class Trajectory(Record):
-    """What was said and done in a run, in order.
+    """The messages and turns of a run, in order.
 
-    `tools` are the definitions an imported conversation came with; a recorded call has its own.
+    `tools` are the definitions that came with an imported conversation. Recorded calls have their
+    own.
     """
 
     messages: list[Message] = Field(default_factory=list)
@@ -204,11 +206,11 @@ class Trajectory(Record):
 
 
 class Reward(Record):
-    """A named number on a run, with who gave it; `turn` (from 0) if it is for one turn of it.
+    """A named number on a run, with its origin. `turn` (from 0) is set if it is for one turn.
 
-    Given again by the same source under the same name, for the same turn, it replaces the earlier.
-    `source` is what whoever gave it says; `giver` the name of the API key that it was given with,
-    written down by the gateway: "" is the platform's host itself, or a time without keys.
+    A reward replaces an earlier one of the same source, name and turn. The client chooses `source`.
+    The gateway sets `giver` to the name of the API key used: "" is the platform's host itself, or
+    a time without keys.
     """
 
     name: str
@@ -220,16 +222,20 @@ class Reward(Record):
     giver: str = ""
 
 
-Given = tuple[str, str, float, int | None, str, float]  # name, source, value, turn, giver, time
-Counted = tuple[str, str, float, int | None]
+# name, source, value, turn, giver, time
+GivenReward = tuple[str, str, float, int | None, str, float]
+# name, source, value, turn
+CountedReward = tuple[str, str, float, int | None]
 
 
-def by_givers(given: Iterable[Sequence[Any]], givers: Collection[str]) -> tuple[Counted, ...]:
-    """Of rewards that were `given`, those of the platform's host and of these givers.
+def rewards_of_givers(
+    given: Iterable[Sequence[Any]], givers: Collection[str]
+) -> tuple[CountedReward, ...]:
+    """Select the rewards that the platform's host and these givers gave.
 
-    The newest of each name, source and turn, sorted by these.
+    Returns the newest of each name, source and turn, sorted by these.
     """
-    kept: dict[tuple[str, str, int], tuple[Counted, tuple[float, float]]] = {}
+    kept: dict[tuple[str, str, int], tuple[CountedReward, tuple[float, float]]] = {}
     for name, source, value, turn, giver, when in given:
         key = (name, source, -1 if turn is None else turn)
         counts = giver == "" or giver in givers
@@ -238,26 +244,27 @@ def by_givers(given: Iterable[Sequence[Any]], givers: Collection[str]) -> tuple[
     return tuple(kept[key][0] for key in sorted(kept))
 
 
-def reward_by(
+def reward_of_givers(
     reward: float | None, given: Sequence[Sequence[Any]], givers: Collection[str] | None
 ) -> float | None:
-    """What is left of a run's `reward` if only these givers count (see by_givers); None: nothing.
+    """Return a run's reward if only these givers count, None if they gave none.
 
-    `given` is empty where no giver has a key. With `givers` None all count.
+    `reward` is the sum over all givers. `given` is empty where no giver has a key. With `givers`
+    None all count.
     """
     if reward is None or givers is None or not given:
         return reward
-    counted = by_givers(given, givers)
+    counted = rewards_of_givers(given, givers)
     return sum(value for _, _, value, _ in counted) if counted else None
 
 
-UNSCORED = "RewardError"  # the type of a RunError that is of a reward
+UNSCORED = "RewardError"  # the type of a RunError of a reward, not of the run
 
 
 class RunError(Record):
-    """Why a run or one of its rewards failed. Infrastructure failures never become rewards.
+    """The failure of a run or of one of its rewards. Infrastructure failures never become rewards.
 
-    Of type `RewardError` it is a reward's: the run is whole, and may be scored again.
+    Type `RewardError` is the failure of a reward. The run is then whole, and may be scored again.
     """
 
     type: str
@@ -266,12 +273,12 @@ class RunError(Record):
 
 
 class Run(Record, Generic[Output]):
-    """One execution of an agent on an input; it always ends with a trajectory and a reason.
+    """One execution of an agent on an input. It always ends with a trajectory and a reason.
 
-    For type checkers `Run[int]` is a run whose `output` is an int, or None where it came to none.
+    For type checkers `Run[int]` is a run whose `output` is an int, or None if it has no output.
 
-    `imported` names the format of a conversation that was not recorded here; `owner` is the id of
-    the API key that began the run, "" if none did.
+    `imported` names the format of a conversation that this platform did not record. `owner` is the
+    id of the API key that began the run, "" if none did.
     """
 
     id: str
@@ -303,12 +310,12 @@ class Run(Record, Generic[Output]):
 
     @property
     def target(self) -> Any:
-        """The target of its task; None where it has no task, or the task no target."""
+        """The target of the run's task; None without a task or a target."""
         return None if self.task is None else self.task.target
 
     @property
     def calls(self) -> list[ModelCall]:
-        """The model calls that are known, in order."""
+        """The known model calls, in order."""
         return [turn.call for turn in self.trajectory.turns if turn.call is not None]
 
     @property
@@ -329,7 +336,7 @@ class Event(Record):
     """One line of the store. The same id twice is the same event: appending is idempotent.
 
     `body` is a ModelCall, a Run whose turns name their calls by id only, a Reward, or for `forget`
-    {"reason"}: what the run's events up to this time said is gone from every answer, and from the
+    {"reason"}. A `forget` removes the run's events up to its time from every answer, and from the
     disk when the segments are next compacted.
     """
 
@@ -341,14 +348,14 @@ class Event(Record):
 
 
 class ProbePrompt(Record):
-    """A golden prompt: `logprobs[i]` is of `token_ids[i + 1]` given what stands before it."""
+    """A golden prompt. `logprobs[i]` is of `token_ids[i + 1]` given the tokens before it."""
 
     token_ids: list[int]
     logprobs: list[float]
 
 
 class Manifest(Record):
-    """What a checkpoint is and where it came from; published last, beside the weights."""
+    """The contents and origin of a checkpoint, published last, beside the weights."""
 
     files: dict[str, str]  # name -> sha256
     weights_sha256: str
@@ -361,7 +368,7 @@ class Manifest(Record):
 
 
 class ModelVersion(Record):
-    """`name@number`: one immutable set of weights under a name people use."""
+    """A model version `name@number`: one immutable set of weights under a name people use."""
 
     name: str
     number: int
@@ -372,12 +379,12 @@ class ModelVersion(Record):
 
     @property
     def id(self) -> str:
-        """`name@number`, the string that every token is stamped with."""
+        """The string `name@number` that is recorded with every token."""
         return f"{self.name}@{self.number}"
 
 
 class ProbeReport(Record):
-    """How far a replica's logprobs on the golden probe are from the trainer's."""
+    """The distance of a replica's logprobs on the golden probe from the trainer's."""
 
     version: str
     prompts: int
@@ -386,3 +393,17 @@ class ProbeReport(Record):
     tolerance: float
     passed: bool
     seconds: dict[str, float] = Field(default_factory=dict)  # pause, load, prove, resume
+
+
+#: Prefix of the entries of a loop's journal that name held-out inputs; see loop/holdout_journal.py.
+HELD_OUT_ENTRY = "held-"
+
+
+class HeldOut(Record):
+    """Held-out inputs, each with its origin, such as `holdout task 3f2a`, and its text.
+
+    A task with an identity has its key (tasks/leakage.py) in `worlds` instead of its text.
+    """
+
+    inputs: list[tuple[str, str]]
+    worlds: list[tuple[str, str]] = Field(default_factory=list)

@@ -1,9 +1,9 @@
-"""Training jobs as data: what is trained, by which method, how it is spread, how it went.
+"""Training jobs as data: the spec, its hyperparameters and layout, and the status of a job.
 
     JobSpec(method, dataset, parent, Hyperparameters(Lora, Preference, Policy)) -> JobStatus
 
-A spec is named by the hash of what decides what comes of it; the layout and everything else
-that only decides how the job is run stays out of its name. Read next: `trainers/job.py`.
+A spec's id is a hash of every field that decides the result. The layout and the other fields that
+only decide how the job is run stay out of the id. Read next: `trainers/job.py`.
 """
 
 from typing import Any, Literal, Self
@@ -22,8 +22,8 @@ LoraTarget = Literal["qkv", "proj", "fc1", "fc2"]
 class Lora(StrictRecord):
     """Low-rank adapters instead of all weights (arXiv 2106.09685): W + alpha / rank * B A.
 
-    `targets`: the projections that get one; those of a mixture's experts are not among them.
-    `dropout` is on the adapters' input. The checkpoint holds the merged weights, and beside them
+    `targets` are the projections with an adapter, never those of a mixture's experts. `dropout`
+    applies to the adapters' input. The checkpoint contains the merged weights, and beside them
     `adapter/` in PEFT's layout.
     """
 
@@ -34,11 +34,11 @@ class Lora(StrictRecord):
 
 
 class Preference(StrictRecord):
-    """What dpo (arXiv 2305.18290) and kto (arXiv 2402.01306) weigh.
+    """Weights of the losses of dpo (arXiv 2305.18290) and kto (arXiv 2402.01306).
 
-    `beta` is how closely the reference is kept to. `label_smoothing` (dpo) is the share of pairs
-    that are believed to be the wrong way round. `desirable` and `undesirable` (kto) are the
-    weights of the two kinds: choose them so that weight times number is about the same for both.
+    A larger `beta` keeps the policy closer to the reference. `label_smoothing` (dpo) is the assumed
+    share of pairs in the wrong order. `desirable` and `undesirable` (kto) are the weights of the
+    two kinds; choose them so that weight times number is about the same for both.
     """
 
     beta: float = Field(0.1, gt=0)
@@ -48,24 +48,24 @@ class Preference(StrictRecord):
 
 
 class Policy(StrictRecord):
-    """What grpo (arXiv 2402.03300) does with the samples' advantages.
+    """The policy loss of grpo (arXiv 2402.03300) on the samples' advantages.
 
     - `objective`: `ppo` clips each token's ratio (arXiv 1707.06347) to 1 - `clip_low` ..
       1 + `clip_high`; `cispo` clips the weight and keeps every token's gradient (arXiv 2506.13585);
       `gspo` takes the sequence's ratio, its geometric mean over tokens (arXiv 2507.18071), for
       which bounds near 3e-4 are usual. A `clip_low` of 1 or more is no lower bound.
-    - `dual_clip`, for ppo: where the advantage A is negative, a token adds at most
-      -`dual_clip` times A to the loss, however large its ratio (arXiv 1912.09729; verl's
-      `clip_ratio_c`, 3 there). None: not bounded.
+    - `dual_clip`, for ppo: a token with a negative advantage A adds at most -`dual_clip` times A
+      to the loss, however large its ratio (arXiv 1912.09729; verl's `clip_ratio_c`, 3 there).
+      None: not bounded.
     - `normalization` of the sum over tokens: `token` divides by the batch's tokens (DAPO, arXiv
       2503.14476), `sequence` averages within each sequence first (GRPO), `constant` divides by the
-      batch's sequences times `constant` (Dr. GRPO, arXiv 2503.20783). None: `token`, and for gspo
-      `sequence`, which is all it has.
+      batch's sequences times `constant` (Dr. GRPO, arXiv 2503.20783). None: `token`; for gspo
+      `sequence`, its only one.
     - `kl`: weight of the k3 estimate of the divergence from the reference, added to the loss.
-    - `importance_cap`: truncated importance sampling: each token is weighted by
-      min(p_trainer / p_engine, cap), which corrects what the engine computes differently and
-      what older versions sampled; the KL is not weighted. None: not corrected.
-    - `temperature` at which the runs were sampled; log-probabilities are of that distribution.
+    - `importance_cap`: truncated importance sampling. Each token is weighted by
+      min(p_trainer / p_engine, cap), which corrects numeric differences of the engine and tokens
+      sampled by older versions. The KL is not weighted. None: not corrected.
+    - `temperature` of the sampled runs. Log-probabilities are of that distribution.
     """
 
     objective: Literal["ppo", "cispo", "gspo"] = "ppo"
@@ -80,33 +80,36 @@ class Policy(StrictRecord):
 
     @property
     def normalized_by(self) -> Literal["token", "sequence", "constant"]:
-        """The normalization, also where it was left open."""
+        """The normalization in effect, also if none was chosen."""
         return self.normalization or ("sequence" if self.objective == "gspo" else "token")
 
     @model_validator(mode="after")
-    def _dual_clip_is_of_ppo(self) -> Self:
+    def _check_dual_clip(self) -> Self:
         if self.dual_clip is not None and self.objective != "ppo":
             raise ValueError(f"dual_clip has no effect with {self.objective}: it is of ppo")
         return self
 
     @model_validator(mode="after")
-    def _gspo_is_of_sequences(self) -> Self:
+    def _check_normalization(self) -> Self:
         if self.objective == "gspo" and self.normalized_by != "sequence":
             raise ValueError(f"gspo has no normalization {self.normalization!r}: it is 'sequence'")
         return self
 
 
 class Hyperparameters(StrictRecord):
-    """How to train. `batch_size` counts sequences per optimizer step (dpo: pairs), over all ranks.
+    """Hyperparameters of a training job.
 
-    `learning_rate`: 1e-3 suits models of a few million parameters. Billions want about 1e-5 (LoRA
-    ten times that), and dpo, kto and grpo 1e-7 to 5e-6. At 0 the weights stay what they are.
-    `init`: `parent` goes on from the parent's weights; `random` starts afresh from its config.json
-    alone, seeded. `order`: `epoch` goes through a seeded permutation of the samples per epoch;
-    `weighted` draws each step's samples with probability proportional to their weight. Both depend
-    on `seed` and the step alone, so that a resumed job sees the data an undisturbed one would.
-    `weigh_loss` multiplies a sample's loss by its weight (sft). `wsd` is warm-up, stable, decay:
-    constant until the last `decay_fraction` of the steps, then linear to the minimum.
+    `batch_size` counts sequences per optimizer step (dpo: pairs), over all ranks. A `learning_rate`
+    of 1e-3 suits models of a few million parameters. Billions want about 1e-5 (LoRA ten times
+    that), and dpo, kto and grpo 1e-7 to 5e-6. At 0 the weights do not change.
+
+    With `init` `parent`, training continues from the parent's weights. With `random` it starts with
+    seeded weights, and reads only the parent's config.json. With `order` `epoch`, each epoch is a
+    seeded permutation of the samples. With `weighted` each step draws samples with probability
+    proportional to their weight. Both orders depend on `seed` and the step alone, so that a resumed
+    job sees the same data as an undisturbed one. `weigh_loss` multiplies a sample's loss by its
+    weight (sft). The schedule `wsd` is warm-up, stable, decay: constant until the last
+    `decay_fraction` of the steps, then linear to the minimum.
     """
 
     steps: int = Field(gt=0)
@@ -133,7 +136,7 @@ class Hyperparameters(StrictRecord):
 
 
 def as_hyperparameters(given: Any) -> Hyperparameters:
-    """Hyperparameters, also from a dict of them. Raises BadInput."""
+    """Return hyperparameters, made of a dict if given one. Raises BadInput."""
     if isinstance(given, Hyperparameters):
         return given
     try:
@@ -145,10 +148,10 @@ def as_hyperparameters(given: Any) -> Hyperparameters:
 
 
 class Layout(StrictRecord):
-    """Over how many ranks a job is spread, and along which dimensions.
+    """The number of ranks of a job along each dimension of parallelism.
 
-    `interleave`: model chunks per pipeline rank (virtual pipeline stages). `context` splits each
-    sequence over ranks. `expert` parallelism lives inside the data ranks.
+    `interleave` counts model chunks per pipeline rank (virtual pipeline stages). `context` splits
+    each sequence over ranks. `expert` parallelism divides the data ranks.
     """
 
     data: int = Field(1, gt=0)
@@ -161,25 +164,30 @@ class Layout(StrictRecord):
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """The number of all ranks."""
         return self.data * self.tensor * self.pipeline * self.context
 
 
 class JobSpec(StrictRecord):
-    """A training job. Two specs with the same id are the same job, whoever submits them.
+    """A training job. Two specs with the same id are the same job, also of different users.
 
-    `dataset` is a dataset id; `parent` the directory of a Hugging Face checkpoint,
-    `parent_sha256` the hash of its weights, and `parent_settings_sha256` that of its config,
-    tokenizer and chat template (None: of a job from before that was asked). `reference` is the
-    checkpoint that dpo, kto and grpo's KL compare with; None: the parent. `optimizer_from` names
-    the job whose optimizer state goes on.
+    `dataset` is a dataset id. `parent` is the directory of a Hugging Face checkpoint,
+    `parent_sha256` the hash of its weights, `parent_settings_sha256` the hash of its config,
+    tokenizer and chat template (None in older jobs). `reference` is the checkpoint that dpo, kto
+    and grpo's KL compare with; None: the parent. `optimizer_from` names the job whose optimizer
+    state is continued.
 
-    How the job is run, and not what it is: the layout; `save_every` steps a resume point, of which
-    the last `keep` stay, and one when it has succeeded; `evaluate_every` steps the loss on the
-    dataset's validation split, if it has one (None: before the first step and at the end);
-    `recompute` activations; `oversubscribe`: also if it takes more cores, memory or GPUs than there
-    are; `logprob_limit`, by how much the trainer's log-probabilities may differ
-    from the engine's (None: 0.01 in float32, 0.5 in bfloat16).
+    These fields only decide how the job is run, and do not enter its id:
+
+    - `layout` spreads it over ranks.
+    - `save_every` is the number of steps between resume points. The last `keep` stay, and one when
+      the job has succeeded.
+    - `evaluate_every` is the number of steps between losses on the dataset's validation split, if
+      it has one (None: before the first step and at the end).
+    - `recompute` selects the activations to recompute.
+    - `oversubscribe` admits the job also if it takes more cores, memory or GPUs than there are.
+    - `logprob_limit` bounds the difference between the trainer's and the engine's
+      log-probabilities (None: 0.01 in float32, 0.5 in bfloat16).
     """
 
     method: MethodName = "sft"
@@ -201,8 +209,8 @@ class JobSpec(StrictRecord):
     oversubscribe: bool = False
 
     @model_validator(mode="after")
-    def _nothing_without_effect(self) -> Self:
-        """An option of another method is a mistake, not a no-op."""
+    def _refuse_unused_options(self) -> Self:
+        """Refuse an option of another method, which would have no effect."""
         hyper, method = self.hyperparameters, self.method
         unused = {
             "policy": method != "grpo" and hyper.policy != Policy(),
@@ -223,16 +231,16 @@ class JobSpec(StrictRecord):
 
     @property
     def id(self) -> str:
-        """`job-` and a hash of everything that decides the resulting checkpoint."""
-        what = self.model_dump(exclude=_HOW_IT_IS_RUN, mode="json")
-        if self.parent_settings_sha256 is None:  # jobs from before are found by the ids they have
-            del what["parent_settings_sha256"]
+        """The text `job-` and a hash of every field that decides the resulting checkpoint."""
+        decisive = self.model_dump(exclude=_EXECUTION_FIELDS, mode="json")
+        if self.parent_settings_sha256 is None:  # jobs older than this field keep their ids
+            del decisive["parent_settings_sha256"]
         if self.hyperparameters.policy.dual_clip is None:  # likewise
-            del what["hyperparameters"]["policy"]["dual_clip"]
-        return f"job-{digest(what)}"
+            del decisive["hyperparameters"]["policy"]["dual_clip"]
+        return f"job-{digest(decisive)}"
 
 
-_HOW_IT_IS_RUN = {
+_EXECUTION_FIELDS = {
     "layout",
     "save_every",
     "keep",
@@ -249,7 +257,7 @@ JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancel
 
 
 class JobStatus(Record):
-    """Where a training job stands. `metrics` is the newest step's, by name."""
+    """The state of a training job. `metrics` are the newest step's, by name."""
 
     id: str
     state: JobState

@@ -1,16 +1,16 @@
-"""Reads everything under the shared root, and tells what is damaged or missing, and where.
+"""File check: read everything under the platform's root and report damaged or missing files.
 
-    segments/                     every line and frame: store/segments/salvage.py, which also mends
-    datasets/, checkpoints/       every file that a manifest names, and the manifest
-    jobs/*/megatron/step-*/       every file that a resume point's seal names
-    jobs/*/baselines/             numbers behind their hash
-    blobs/                        every content by its name, which is its hash
+    segments/                     every line and frame, by store/segments/salvage.py (also repairs)
+    datasets/, checkpoints/       the manifest and every file in it
+    jobs/*/megatron/step-*/       every file in a resume point's seal
+    jobs/*/baselines/             the numbers, against the hash before them
+    blobs/                        every content, against its name, which is its hash
     batches/                      input, chunk index, results line by line, sealed chunks
-    everything else in JSON       records and lines of journals: their checksums (checked.py)
+    all other JSON                records and lines of journals, against disk/checksums.py
 
-Records from before there were checksums must be JSON, no more is known of them. Not read: logs,
-drafts, slurm/, and exports/, which holds what is half written. Called by `cray-agents runs fsck`
-and `dataset fsck`; nothing is changed.
+Records older than the checksums only have to be JSON. Not read: logs, drafts, slurm/, and exports/,
+whose files may be half written. Called by `cray-agents runs fsck` and `dataset fsck`. Changes
+nothing.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ from cray_agents.runtime.store.segments.salvage import Finding
 
 Check = Callable[[Path], None]  # of one file; raises Corrupt
 
-HASH = 32  # bytes that stand before the numbers of a baseline
-SEAL = "SEALED.json"  # of a resume point, as trainers/saving.py writes it
-#: Files with one record each, by how they end or where they lie.
+HASH = 32  # bytes of the hash before a baseline's numbers
+SEAL = "SEALED.json"  # of a resume point, written by trainers/checkpointing
+#: Files with one record each, by their ending or their place.
 RECORD = re.compile(
     r".*\.(json|deleted|revoked|validated|ended|ready|pruned|resumed)"
     r"|jobs/[^/]+/(cancelled|attempts/\d+|pauses/\d+)"
@@ -46,12 +46,12 @@ RECORD = re.compile(
 
 
 def check(home: Home) -> Iterator[Finding]:
-    """What is wrong with the root, folder by folder. Raises StoreError if it cannot be read."""
+    """Yield all findings, folder by folder. Raises StoreError if a file cannot be read."""
     yield from salvage.check(home.segments)
-    for path, look in _checks(home):
+    for path, check_path in _checks(home):
         try:
-            look(path)
-        except FileNotFoundError:  # removed in this moment
+            check_path(path)
+        except FileNotFoundError:  # removed just now
             continue
         except Corrupt as error:
             yield _finding(path, str(error))
@@ -64,103 +64,103 @@ def _finding(path: Path, message: str) -> Finding:
 
 
 def _checks(home: Home) -> Iterator[tuple[Path, Check]]:
-    """Each thing that is looked at, and how."""
-    whole: set[Path] = set()  # folders that are checked by their manifest
+    """Yield each file or folder with its check."""
+    whole: set[Path] = set()  # folders checked by their manifest
     for folder in _folders(home.datasets):
-        yield folder, _dataset
+        yield folder, _check_dataset
         whole.add(folder)
     for folder in _folders(home.checkpoint("x").parent):
-        yield folder, _checkpoint
+        yield folder, _check_checkpoint
         whole.add(folder)
     for folder in _folders(home.jobs):
         for point in _folders(folder / "megatron"):
-            yield point, _resume_point
+            yield point, _check_resume_point
             whole.add(point)
     for folder in _folders(home.batches):
         if folder.name != "workers":
-            yield folder, _batch_input
+            yield folder, _check_batch_input
     unread = {home.segments, home.slurm, home.logs, home.exports, home.drafts, *whole}
     for path in _files(home.root, unread):
-        look = _check_of(path.relative_to(home.root))
-        if look is not None:
-            yield path, look
+        check_path = _choose_check(path.relative_to(home.root))
+        if check_path is not None:
+            yield path, check_path
 
 
-def _check_of(name: Path) -> Check | None:
-    """How a file is looked at, by its path under the root; None: it is not."""
+def _choose_check(name: Path) -> Check | None:
+    """Return the check for a file, by its path under the root, or None."""
     match name.parts:
         case ("blobs", _, _):
-            return _blob
+            return _check_blob
         case ("batches", _, "done", _):
-            return _sealed_chunk
+            return _check_sealed_chunk
         case ("batches", _, "results", _):
-            return _results
+            return _check_results
         case ("batches", _, "input.jsonl" | "chunks.jsonl"):
-            return None  # looked at with the batch
+            return None  # checked with the batch
         case ("jobs", _, "events.jsonl"):
-            return _lines
+            return _check_lines
         case ("jobs", _, "baselines", _):
-            return _numbers
-    return _record if RECORD.fullmatch(name.as_posix()) else None
+            return _check_numbers
+    return _check_record if RECORD.fullmatch(name.as_posix()) else None
 
 
-def _record(path: Path) -> None:
+def _check_record(path: Path) -> None:
     checksums.read_json(path)
 
 
-def _lines(path: Path) -> None:
+def _check_lines(path: Path) -> None:
     for _ in checksums.read_lines(path):
         pass
 
 
-def _results(path: Path) -> None:
+def _check_results(path: Path) -> None:
     for place, line in read_lines(path, 0):
         checksums.parse(line, f"{path}: byte {place.offset}")
 
 
-def _sealed_chunk(path: Path) -> None:
+def _check_sealed_chunk(path: Path) -> None:
     verify_seal(path)
 
 
-def _blob(path: Path) -> None:
+def _check_blob(path: Path) -> None:
     checksums.prove(path, path.name)
 
 
-def _numbers(path: Path) -> None:
+def _check_numbers(path: Path) -> None:
     hasher = hashlib.sha256()
     with path.open("rb") as file:
-        told = file.read(HASH)
+        expected = file.read(HASH)
         while block := file.read(durable.BLOCK):
             hasher.update(block)
-    if hasher.digest() != told:
+    if hasher.digest() != expected:
         raise Corrupt(f"{path} is damaged: its numbers are not what their hash says")
 
 
-def _dataset(folder: Path) -> None:
+def _check_dataset(folder: Path) -> None:
     try:
         reader.verify(folder)
     except FileNotFoundError:
         raise Corrupt(f"{folder} has no {reader.MANIFEST}") from None
 
 
-def _checkpoint(folder: Path) -> None:
+def _check_checkpoint(folder: Path) -> None:
     try:
         checkpoints.verify(folder)
     except NotFound as error:
         raise Corrupt(str(error)) from error
 
 
-def _resume_point(folder: Path) -> None:
+def _check_resume_point(folder: Path) -> None:
     try:
-        told = checksums.read_json(folder / SEAL)
+        seal = checksums.read_json(folder / SEAL)
     except FileNotFoundError:
         raise Corrupt(f"{folder} has no {SEAL}") from None
-    for name, sha256 in told.items():
+    for name, sha256 in seal.items():
         checksums.prove(folder / name, sha256)
 
 
-def _batch_input(root: Path) -> None:
-    """The input that a batch still needs, and where its chunks begin."""
+def _check_batch_input(root: Path) -> None:
+    """Check the input and the chunk index of a batch that has not ended."""
     folder = BatchFolder(root)
     request = folder.request()
     if folder.end_file.exists():
@@ -175,16 +175,16 @@ def _batch_input(root: Path) -> None:
             raise Corrupt(f"{folder.index} is damaged: {error}") from error
 
 
-def _folders(place: Path) -> list[Path]:
-    """The folders in one that may not be there; drafts are none."""
-    return sorted(path for path in place.glob("[!.]*") if path.is_dir())
+def _folders(parent: Path) -> list[Path]:
+    """Return the folders in a folder that may not exist, without drafts."""
+    return sorted(path for path in parent.glob("[!.]*") if path.is_dir())
 
 
 def _files(root: Path, unread: set[Path]) -> Iterator[Path]:
-    """All plain files below a folder, but for drafts and what lies in those folders."""
-    for here, folders, files in os.walk(root):
-        place = Path(here)
-        folders[:] = sorted(f for f in folders if f[0] != "." and place / f not in unread)
+    """Yield all plain files below a folder, without drafts and without the unread folders."""
+    for directory, folders, files in os.walk(root):
+        parent = Path(directory)
+        folders[:] = sorted(f for f in folders if f[0] != "." and parent / f not in unread)
         for name in sorted(files):
             if name[0] != ".":
-                yield place / name
+                yield parent / name

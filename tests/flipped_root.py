@@ -14,16 +14,15 @@ import orjson
 from cray_agents.cli.loop import demo
 from cray_agents.cli.platform import platform_process
 from cray_agents.generation import Generation
-from cray_agents.loop.holdout_journal import HeldOut
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
-from cray_agents.records import canonical
+from cray_agents.records import HeldOut, canonical
 from cray_agents.runtime.batches import chunks, validation
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.results import ResultWriter, fetch
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, list_datasets, shards
-from cray_agents.runtime.datasets.decontamination import _of_journal
+from cray_agents.runtime.datasets.decontamination import _journal_texts
 from cray_agents.runtime.datasets.reader import CARD, RECIPE, file_in
 from cray_agents.runtime.datasets.uses import _read as read_commit
 from cray_agents.runtime.disk import checksums, durable
@@ -42,7 +41,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.retention.references import needed
+from cray_agents.runtime.retention.references import reasons_to_keep
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.reader import Damage, Segments
 from cray_agents.trainers.checkpointing import resume
@@ -71,7 +70,7 @@ def make(root: Path) -> Home:
     registry.register("m", *registry.import_checkpoint(_trained(home, registry)))
     registry.start_canary("m", 2, who="t", reason="", numbers={})
     [start] = [e for e in registry.history("m") if e.kind == "canary_started"]
-    durable.replace_file(home.canary("m", start.number), Canary(start).kept())
+    durable.replace_file(home.canary("m", start.number), Canary(start).to_bytes())
     _files_and_batches(home)
     _jobs(home)
     Keys(home).create("one", Role.train)
@@ -168,7 +167,7 @@ async def _answer(folder: BatchFolder, chunk: int, lines: list[chunks.RequestLin
     writer = ResultWriter(folder.results, f"{chunks.chunk_name(chunk)}.1")
     for number, _ in lines:
         said = {"choices": [{"text": f"answer {number}"}], "usage": {"total_tokens": number}}
-        line, *_ = chunks.answered(
+        line, *_ = chunks.result_line(
             folder.id, number, f"line {number}", 200, "req", orjson.dumps(said)
         )
         await writer.submit(line)
@@ -218,13 +217,13 @@ def _jobs(home: Home) -> None:
         model="m@1", name="m", parent="p", parent_sha256="0" * 64, training_file="file-1",
         training_sha256="0" * 64,
     )  # fmt: skip
-    tuning.ask(asked)
+    tuning.create(asked)
     validated = Validated(
         spec=spec, n_epochs=1, learning_rate_multiplier=1, examples=1, left_out=0, samples=1,
         validation=0,
     )  # fmt: skip
-    tuning.validate(asked.id, validated)
-    tuning.end(asked.id, Ended(state="succeeded"))
+    tuning.write_validated(asked.id, validated)
+    tuning.write_ended(asked.id, Ended(state="succeeded"))
 
 
 def readers(home: Home) -> dict[str, Reader]:
@@ -233,17 +232,17 @@ def readers(home: Home) -> dict[str, Reader]:
         "versions": lambda h: [v.model_dump() for v in Registry(h).versions("m")],
         "history": lambda h: [e.model_dump() for e in Registry(h).history("m")],
         "lineage": lambda h: lineage_of(Registry(h), "m@1"),
-        "needed": lambda h: needed(Registry(h), 2, []),
+        "needed": lambda h: reasons_to_keep(Registry(h), 2, []),
         "keys": lambda h: [(record.model_dump(), ended) for record, ended in Keys(h).list()],
         "files": lambda h: [file.model_dump() for file in Files(h).list().files],
         "contents": lambda h: [_read(Files(h).path(f.id)) for f in Files(h).list().files],
         "deleted": lambda h: [
-            Files(h)._even_if_deleted(p.stem).model_dump() for p in _in(h.files, "*.deleted")
+            Files(h)._find_even_deleted(p.stem).model_dump() for p in _in(h.files, "*.deleted")
         ],
         "datasets": lambda h: list_datasets(h).manifests,
         "platform": lambda h: platform_process.owner(h),
         "demo": lambda h: demo.claim(h.root / "demo.json", {"seed": 1}),
-        "held out": lambda h: list(_of_journal(h, "faults")),
+        "held out": lambda h: list(_journal_texts(h, "faults")),
         "generations": lambda h: loops._read(h.loop("faults") / "generations"),
         "journal": lambda h: list(map(loops._recall, _in(h.loop("faults") / "journal", "*.json"))),
         "steps": lambda h: [
@@ -266,7 +265,7 @@ def readers(home: Home) -> dict[str, Reader]:
         found[f"batch {path.name}"] = _batch(path.name)
     for event in Registry(home).history("m"):
         if home.canary("m", event.number).exists():
-            found["canary"] = lambda h, e=event: Canary.opened(h, e).kept()  # type: ignore[misc]
+            found["canary"] = lambda h, e=event: Canary.load(h, e).to_bytes()  # type: ignore[misc]
     return found
 
 
@@ -282,7 +281,7 @@ def _checkpoint(name: str) -> Reader:
     def read(home: Home) -> Any:
         folder = home.checkpoint(name)
         manifest = checkpoints.read_manifest(folder)
-        held = asyncio.run(LoadedVersion.proven(folder, "m@1", manifest.probe or PROBE))
+        held = asyncio.run(LoadedVersion.verify_and_create(folder, "m@1", manifest.probe or PROBE))
         return manifest, held.version, [_read(folder / file) for file in manifest.files]
 
     return read
@@ -343,7 +342,10 @@ def _batch(name: str) -> Reader:
 
 def _fine_tuning(home: Home) -> Any:
     tuning = TuningFolder(home)
-    return [(asked, tuning.validated(asked.id), tuning.ended(asked.id)) for asked in tuning.all()]
+    return [
+        (asked, tuning.read_validated(asked.id), tuning.read_ended(asked.id))
+        for asked in tuning.all()
+    ]
 
 
 def _segments(home: Home) -> Any:

@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.paths import Home
+from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.api_keys import Keys
-from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool

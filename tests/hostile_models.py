@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cray_agents.trainers.models.architecture import read_architecture
-from cray_agents.trainers.models.tensors import shapes
+from cray_agents.trainers.models.tensors import tensor_shapes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -35,7 +35,7 @@ def tensors_of(config: dict[str, Any], folder: Path) -> dict[str, Stored]:
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
     found = {}
-    for name, shape in shapes(read_architecture(folder)).items():
+    for name, shape in tensor_shapes(read_architecture(folder)).items():
         numbers = random.normal(0, 0.05, shape).astype("<f4")
         found[name] = ("F32", shape, numbers.tobytes())
     return found

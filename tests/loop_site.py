@@ -29,7 +29,7 @@ from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import die_with_parent
 from cray_agents.records import Run, digest
-from cray_agents.runtime.gateway.http.app import create_app
+from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool

@@ -15,7 +15,7 @@ from cray_agents import Platform, ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt
-from cray_agents.runtime.gateway.http.app import create_app
+from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool

@@ -31,7 +31,7 @@ from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.feedback import Feedback, give
+from cray_agents.runtime.store.feedback import Feedback, give_feedback
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import Hyperparameters
 from tests.runtime.gateways import checkpoint, served, until
@@ -276,7 +276,7 @@ def test_it_says_whose_rewards_do_not_count(tmp_path: Path) -> None:
 
 async def _reward_on_host(root: Path, run_id: str, who: str) -> None:
     store = Store(Home(root))
-    await give(store, run_id, Feedback(value=0.5, source=who))
+    await give_feedback(store, run_id, Feedback(value=0.5, source=who))
     await store.close()
 
 

@@ -39,8 +39,8 @@ DIES = """
 import os, sys
 from pathlib import Path
 from cray_agents.paths import Home
-from cray_agents.trainers.job.journal import Journal
-journal = Journal(Home(Path(sys.argv[1])), sys.argv[2])
+from cray_agents.trainers.job.journal import JobJournal
+journal = JobJournal(Home(Path(sys.argv[1])), sys.argv[2])
 journal.claim_attempt()
 journal.event("started", attempt=1, from_step=0, left_out=2, layout={"data": 2})
 journal.log.write_text("attempt 1 starts at step 0\\n")

@@ -1,4 +1,4 @@
-"""Who may import whom: trainers -> runtime -> tools -> cray_agents, and nobody the other way."""
+"""Order of imports: trainers -> runtime -> tools -> cray_agents, and of the rooms within them."""
 
 import ast
 import subprocess
@@ -43,6 +43,99 @@ def test_imports_point_down(file: Path) -> None:
     for module in imports(file):
         assert module.split(".")[0] not in LINKED, f"{place}: write cray_agents.{module}"
         assert folder_of(module) not in above, f"{place} must not import {module}"
+
+
+#: Rooms by what they may not import: modules that begin so.
+FORBIDDEN = {
+    "cray_agents/engines": ("cray_agents.agent", "cray_agents.loop", "cray_agents.platform"),
+    "cray_agents/agent": ("cray_agents.loop",),
+    "cray_agents/tasks": ("cray_agents.agent", "cray_agents.loop", "cray_agents.platform"),
+    "cray_agents/rewards": ("cray_agents.loop", "cray_agents.platform"),
+    "cray_agents/promotion": ("cray_agents.agent", "cray_agents.loop", "cray_agents.platform"),
+    "cray_agents/platform": ("cray_agents.loop",),
+    "tools": ("cray_agents.loop",),
+    "runtime": ("cray_agents.loop", "cray_agents.agent", "cray_agents.tools"),
+    "runtime/disk": ("cray_agents.runtime.store", "cray_agents.runtime.gateway"),
+    "runtime/store": ("cray_agents.runtime.datasets", "cray_agents.runtime.gateway"),
+    "runtime/pool": ("cray_agents.runtime.store", "cray_agents.runtime.gateway"),
+    "runtime/registry": ("cray_agents.runtime.pool", "cray_agents.runtime.gateway"),
+    "trainers": ("cray_agents.runtime.gateway", "cray_agents.runtime.pool"),
+    "trainers/models": ("cray_agents.trainers.job", "cray_agents.trainers.training"),
+    "trainers/methods": ("cray_agents.trainers.models", "cray_agents.trainers.job"),
+    "trainers/training": ("cray_agents.trainers.job", "cray_agents.trainers.checkpointing"),
+}
+ROOMS = {"cray_agents": 12, "runtime": 4, "trainers": 4}  # flat modules, at most
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_rooms_keep_their_order(room: str) -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {module}"
+        for file in modules()
+        if file.is_relative_to(ROOT / room)
+        for module in imported(file)
+        if any(module == no or module.startswith(f"{no}.") for no in FORBIDDEN[room])
+    ]
+    assert wrong == []
+
+
+def test_nothing_but_the_entry_point_imports_the_command_line() -> None:
+    outside = {Path("cray_agents/__init__.py"), Path("cray_agents/__main__.py")}
+    wrong = [
+        file.relative_to(ROOT)
+        for file in modules()
+        if not file.is_relative_to(ROOT / "cray_agents" / "cli")
+        if any(module.startswith("cray_agents.cli") for module in imports(file))
+    ]
+    assert set(wrong) <= outside
+
+
+def test_code_inside_vllm_stands_alone() -> None:
+    alone = {"cray_agents.processes", "cray_agents.runtime.vllm_plugins"}
+    for file in (ROOT / "runtime" / "vllm_plugins").glob("*.py"):
+        ours = {module for module in imports(file) if module.startswith("cray_agents")}
+        assert not [
+            m for m in ours if not any(m == one or m.startswith(f"{one}.") for one in alone)
+        ]
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_the_ground_floor_is_small(folder: str) -> None:
+    flat = [file.name for file in (ROOT / folder).glob("*.py") if not file.name.startswith("__")]
+    assert len(flat) <= ROOMS[folder], flat
+
+
+def test_no_circle_of_imports() -> None:
+    """Type checking and late imports count: a module is read with what it imports."""
+    names = {dotted(file): file for file in modules() if file.name != "__main__.py"}
+    names.pop("cray_agents")  # the facade
+    left = {name: {module for module in imported(file) if module in names} - {name}
+            for name, file in names.items()}  # fmt: skip
+    while free := {name for name, needs in left.items() if not needs & left.keys()}:
+        for name in free:
+            del left[name]
+    assert not left
+
+
+def dotted(file: Path) -> str:
+    parts = list(file.relative_to(ROOT).with_suffix("").parts)
+    parts = parts if parts[0] == "cray_agents" else ["cray_agents", *parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The modules that a file imports; of `from package import module` the module too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != "cray_agents":
+            known = [f"{node.module}.{alias.name}" for alias in node.names]
+            inner = [name for name in known if is_module(name)]
+            yield from inner or [node.module]
+
+
+def is_module(name: str) -> bool:
+    first, *rest = name.split(".")
+    folder = ROOT.joinpath(*rest) if rest and rest[0] in LINKED else ROOT.joinpath(first, *rest)
+    return folder.with_suffix(".py").exists() or (folder / "__init__.py").exists()
 
 
 def test_links_stand() -> None:

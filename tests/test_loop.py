@@ -210,10 +210,10 @@ def test_a_reward_that_fails_is_asked_again_and_never_counts(tmp_path: Path) -> 
 
 
 async def measure(loop: Loop) -> list[Run]:
-    version = await loop.where.promoted("m")
+    version = await loop.platform.promoted("m")
     assert version is not None
     runs = await loop.evaluate(version, "holdout")
-    await loop.where.close()
+    await loop.platform.close()
     return runs
 
 

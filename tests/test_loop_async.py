@@ -14,7 +14,7 @@ from cray_agents.agent.hooks import Hooks
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import SwapError
 from cray_agents.generation import Generation, LoopProgress
-from cray_agents.loop.version_gate import Passing, VersionGate
+from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
@@ -80,7 +80,7 @@ def with_two_versions(tmp_path: Path, work: Callable[[VersionGate, Any], Awaitab
 
             async def ask(number: int) -> str:
                 version = await where.version(f"m@{number}")
-                passing = Passing(where.engine(), gate, version)
+                passing = GatedEngine(where.engine(), gate, version)
                 message = {"role": "user", "content": "which?"}
                 answer = await passing.chat({"model": version.id, "messages": [message]})
                 return str(answer["choices"][0]["message"]["content"])

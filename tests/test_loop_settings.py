@@ -9,7 +9,7 @@ import pytest
 from cray_agents import Agent, Budget, ScriptedEngine, Stage, judge, reward
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
-from cray_agents.loop.settings import differences, settings_of
+from cray_agents.loop.settings_record import differences, settings_record
 from cray_agents.loop.stop_rules import why_stopped
 from cray_agents.paths import Home
 from cray_agents.records import Run
@@ -59,7 +59,7 @@ def test_a_judge_is_the_same_setting_in_every_process() -> None:
     def asked(model: str) -> Any:
         engine = ScriptedEngine(echo)
         by = judge(lambda run: f"Is {run.input} answered?", model=model, engine=engine)
-        return settings_of(site_loop(rewards=[by]))["rewards"]
+        return settings_record(site_loop(rewards=[by]).settings)["rewards"]
 
     assert asked("judge") == asked("judge") != asked("other")
 
@@ -90,22 +90,25 @@ def asks(**changes: Any) -> Agent:
     ],
 )
 def test_another_agent_is_another_setting(changes: dict[str, Any], told: str) -> None:
-    known = json.loads(json.dumps(settings_of(site_loop(agent=asks()))))
-    assert differences(known, settings_of(site_loop(agent=asks(timeout=float("inf"))))) == []
-    found = differences(known, settings_of(site_loop(agent=asks(**changes))))
+    known = json.loads(json.dumps(settings_record(site_loop(agent=asks()).settings)))
+    assert (
+        differences(known, settings_record(site_loop(agent=asks(timeout=float("inf"))).settings))
+        == []
+    )
+    found = differences(known, settings_record(site_loop(agent=asks(**changes)).settings))
     assert [name for name, _, _ in found] == [f"agent.{told}"]
     for name in (*known["agent"], "reward_weights"):  # as it was recorded once
         if name not in ("name", "model", "instructions", "tools"):
             known.pop(name, None)
             known["agent"].pop(name, None)
-    older = differences(known, settings_of(site_loop(agent=asks(**changes))))
+    older = differences(known, settings_record(site_loop(agent=asks(**changes)).settings))
     assert older == (found if told == "tools" else [])
 
 
 def test_the_weights_of_rewards_and_not_the_length_of_the_last_stage_are_settings() -> None:
     def of(weight: float, last: int | None) -> dict[str, Any]:
         half = reward(weight=weight)(lambda run: 1.0)
-        return settings_of(site_loop(rewards=[half], method=[Stage("rft", last)]))
+        return settings_record(site_loop(rewards=[half], method=[Stage("rft", last)]).settings)
 
     known = json.loads(json.dumps(of(0.5, 2)))
     assert differences(known, of(0.5, 3)) == differences(known, of(0.5, None)) == []

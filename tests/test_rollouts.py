@@ -15,7 +15,7 @@ from cray_agents.errors import EngineUnavailable, SwapError
 from cray_agents.generation import Generation, LoopProgress
 from cray_agents.loop import rollouts
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts
-from cray_agents.loop.version_gate import Passing, VersionGate
+from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import ModelVersion, Run
@@ -59,12 +59,12 @@ async def opened(where: Platform) -> AsyncIterator[tuple[VersionGate, ModelVersi
 
 
 async def carried_out(
-    where: Platform, agent: Agent, *inputs: str, settled: bool = False
+    where: Platform, agent: Agent, *inputs: str, final: bool = False
 ) -> list[Run]:
     """The runs of a loop that begins anew each time."""
     async with opened(where) as (gate, version):
         found = Rollouts(where, gate, agent, "loop", [right], concurrency=1)
-        return await found.run(wanted(*inputs), version, 1.0, lambda done: None, settled=settled)
+        return await found.run(wanted(*inputs), version, 1.0, lambda done: None, final=final)
 
 
 def slow_at(word: str) -> Callable[[dict[str, Any]], Awaitable[str]]:
@@ -136,7 +136,7 @@ async def test_a_sub_agent_that_is_held_back_is_not_at_fault(tmp_path: Path) -> 
     with platform(tmp_path, ScriptedEngine(lambda request: TARGET)) as where:
         async with opened(where) as (gate, version):
             gate._only = "m@2"  # as while a candidate is evaluated
-            passing = Passing(where.engine(), gate, version)
+            passing = GatedEngine(where.engine(), gate, version)
             child = Agent("child", model=version.id, timeout=0.2)
             held = await child.through(passing).run("go")
             gate._only = None
@@ -175,7 +175,9 @@ def test_runs_of_sub_agents_are_on_record_and_not_the_loops_own(tmp_path: Path) 
 async def test_a_sub_agents_run_that_was_cut_off_leaves_no_record(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(slow_at("hang"))) as where:
         async with opened(where) as (gate, version):
-            child = Agent("child", model=version.id).through(Passing(where.engine(), gate, version))
+            child = Agent("child", model=version.id).through(
+                GatedEngine(where.engine(), gate, version)
+            )
             work = asyncio.create_task(child.run("hang", run_id="run_c"))
             await asyncio.sleep(0.3)
             work.cancel()
@@ -211,7 +213,7 @@ async def test_what_the_infrastructure_failed_is_tried_again_when_it_is_asked_fo
         first, second = starts[1] - starts[0], starts[2] - starts[1]
         assert first >= 0.1 and second >= 0.4
         broken = False
-        bad, _ = await carried_out(where, agent, "bad", "good", settled=True)
+        bad, _ = await carried_out(where, agent, "bad", "good", final=True)
         assert (bad.reward, len(tried())) == (None, 5)
         bad, _ = await carried_out(where, agent, "bad", "good")
         assert (bad.reward, bad.id) == (1.0, tried()[-1].id) and bad.id.endswith("-retry5")

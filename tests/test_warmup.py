@@ -205,7 +205,7 @@ def test_demonstrations_grow_below_the_band_and_not_while_it_is_searched() -> No
     seen = iter([0.1, 0.1, 0.1, 0.9, 0.1, 0.45])
     found, jobs, _ = searched(plan, lambda steps: next(seen))
     assert jobs == [40, 40, 40, 40, 20, 10]
-    assert found.shown == 20  # there are no more
+    assert found.demonstrations == 20  # there are no more
 
 
 def test_a_loop_in_another_process_trains_on_what_was_shown(tmp_path: Path, model: Path) -> None:

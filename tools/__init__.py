@@ -1,4 +1,4 @@
-"""Ready-made tools for agents: give what they make to `Agent(tools=[...])`.
+"""Ready-made tools for agents, for use in `Agent(tools=[...])`.
 
     calculator    arithmetic, exact                     calculator
     workspace     files in a folder, and nowhere else   *Workspace("notes", read_only=False).tools
@@ -9,6 +9,6 @@
     mcp_client    the tools of an MCP server            *McpTools(command=[...]).open().tools
     from_schema   anything described in JSON            tool_from_schema(name, about, schema, call)
 
-The other way round, mcp_server serves an agent to MCP clients: `cray-agents mcp agent.py`. What
-needs more than the light core says so: `pip install 'cray-agents[tools]'`.
+In the other direction, mcp_server serves an agent to MCP clients: `cray-agents mcp agent.py`. Some
+tools need more than the light core: `pip install 'cray-agents[tools]'`.
 """

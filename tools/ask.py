@@ -1,4 +1,4 @@
-"""Asking a human, as a tool: on this terminal, or through whatever front end there is.
+"""Ask tool: ask a human, on this terminal or through another front end.
 
 agent = Agent(name="clerk", tools=[ask_human_tool()])
 ask_human_tool(via=my_function)       # sync or async, gets a Question, returns the answer
@@ -20,12 +20,12 @@ from cray_agents.agent.tool import Tool, as_tool, tool
 from cray_agents.errors import ToolError
 
 _PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
-TIMEOUT = 600.0  # seconds that a human has to answer
+TIMEOUT = 600.0  # seconds for a human's answer
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked. Without `choices` any answer will do."""
+    """A question to a human. Without `choices` any answer is valid."""
 
     text: str
     choices: tuple[str, ...] = ()
@@ -41,14 +41,14 @@ class Question:
         if not self.answered.done():
             self.answered.set_result(text)
 
-    def chosen(self, said: str) -> str | None:
-        """The choice that an answer means, by its text or number from 1; None: it is none."""
-        said = said.strip()
+    def choose(self, reply: str) -> str | None:
+        """Return the choice that a reply means, by its text or number from 1; None if none."""
+        reply = reply.strip()
         if not self.choices:
-            return said or None
-        if said.isdecimal() and 1 <= int(said) <= len(self.choices):
-            return self.choices[int(said) - 1]
-        return next((one for one in self.choices if one.casefold() == said.casefold()), None)
+            return reply or None
+        if reply.isdecimal() and 1 <= int(reply) <= len(self.choices):
+            return self.choices[int(reply) - 1]
+        return next((one for one in self.choices if one.casefold() == reply.casefold()), None)
 
 
 Via = Callable[[Question], str | Awaitable[str]] | asyncio.Queue[Question]
@@ -57,15 +57,15 @@ Via = Callable[[Question], str | Awaitable[str]] | asyncio.Queue[Question]
 def ask_human_tool(
     *, via: Via | None = None, timeout: float | None = TIMEOUT, name: str = "ask_human"
 ) -> Tool:
-    """A tool that asks a human and waits for the answer.
+    """Make a tool that asks a human and waits for the answer.
 
     Args:
-        via: who is asked: a function, or a queue that a front end on the same event loop reads;
-            None: whoever sits at this terminal. Where there is none, the model is told so.
-        timeout: seconds until the model is told that nobody answered; None: no limit.
-        name: what models call it.
+        via: a function that answers, or a queue that a front end on the same event loop reads.
+            None: the human at this terminal; without a terminal, the model gets an error.
+        timeout: seconds until the model gets an error for a missing answer; None: no limit.
+        name: the tool's name for models.
     """
-    one_asks = asyncio.Lock()
+    terminal_lock = asyncio.Lock()
 
     async def ask_human(question: str, choices: Sequence[str] = ()) -> str:
         """Ask a human, and wait for the answer.
@@ -74,59 +74,59 @@ def ask_human_tool(
             question: what is to be decided or is not known, with all that is needed to answer.
             choices: the possible answers; none: any answer.
         """
-        asked = Question(question, tuple(choices))
+        request = Question(question, tuple(choices))
         if via is None:
-            async with one_asks:  # side by side they could not be told apart
-                return await _at_terminal(asked, sys.stdin, Console(stderr=True))
-        return await _elsewhere(asked, via)
+            async with terminal_lock:  # concurrent questions would mix on the screen
+                return await _at_terminal(request, sys.stdin, Console(stderr=True))
+        return await _ask_via(request, via)
 
     return as_tool(tool(name=name, timeout=timeout, max_chars=None)(ask_human))
 
 
-async def _elsewhere(asked: Question, via: Via) -> str:
+async def _ask_via(question: Question, via: Via) -> str:
     if isinstance(via, asyncio.Queue):
-        await via.put(asked)
-        said = await asked.answered
+        await via.put(question)
+        reply = await question.answered
     else:
-        said = await user_code.call(functools.partial(via, asked), None)
-    answer = asked.chosen(str(said))
+        reply = await user_code.call(functools.partial(via, question), None)
+    answer = question.choose(str(reply))
     if answer is None:
-        raise ToolError(f"the human answered {str(said)!r}, which is none of the choices")
+        raise ToolError(f"the human answered {str(reply)!r}, which is none of the choices")
     return answer
 
 
-async def _at_terminal(asked: Question, keyboard: IO[str], screen: Console) -> str:
-    """Ask until the answer is one. Raises ToolError where nobody can answer."""
+async def _at_terminal(question: Question, keyboard: IO[str], screen: Console) -> str:
+    """Ask until the answer is valid. Raises ToolError if nobody can answer."""
     if not keyboard.isatty():
         raise ToolError("nobody can be asked: there is no terminal. Go on with what you know")
-    screen.print(_shown(asked.text, "bold yellow"))
-    for number, choice in enumerate(asked.choices, 1):
-        screen.print(_shown(f"  {number}. {choice}"))
+    screen.print(_escape(question.text, "bold yellow"))
+    for number, choice in enumerate(question.choices, 1):
+        screen.print(_escape(f"  {number}. {choice}"))
     while True:
         screen.print("> ", end="")
-        said = await _line(keyboard)
-        if not said:
+        reply = await _read_line(keyboard)
+        if not reply:
             raise ToolError("the human did not want to answer")
-        if (answer := asked.chosen(said)) is not None:
+        if (answer := question.choose(reply)) is not None:
             return answer
-        screen.print("Choose one, or its number." if asked.choices else "Say something.")
+        screen.print("Choose one, or its number." if question.choices else "Say something.")
 
 
-def _shown(text: str, style: str = "") -> Text:
-    """A model's text, which may not drive the terminal: control characters as pictures."""
+def _escape(text: str, style: str = "") -> Text:
+    """Replace control characters in a model's text by pictures, to protect the terminal."""
     return Text(text.translate(_PICTURES), style)
 
 
-async def _line(keyboard: IO[str]) -> str:
-    """A line, once there is one; when we are cancelled nobody is left reading the keyboard."""
+async def _read_line(keyboard: IO[str]) -> str:
+    """Wait for a line and return it. If this is cancelled, no reader of the keyboard is left."""
     loop = asyncio.get_running_loop()
     typed: asyncio.Future[None] = loop.create_future()
 
-    def there_is_one() -> None:
+    def set_typed() -> None:
         if not typed.done():
             typed.set_result(None)
 
-    loop.add_reader(keyboard, there_is_one)
+    loop.add_reader(keyboard, set_typed)
     try:
         await typed
     finally:

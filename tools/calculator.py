@@ -1,6 +1,6 @@
-"""A calculator that is safe to hand to a model: arithmetic, and nothing else of Python.
+"""Calculator tool: evaluate arithmetic expressions of a model safely.
 
-The expression is parsed, never run; sizes are limited, so that no expression takes long. Numbers
+The expression is parsed, never run. Sizes are limited, so that no expression takes long. Numbers
 are Python's: ints stay ints and are exact.
 """
 
@@ -14,11 +14,11 @@ from cray_agents.agent.tool import tool
 from cray_agents.errors import ToolError
 
 MAX_LENGTH = 1000  # characters of an expression
-#: What is parsed, by name: Python would warn its user of what a model wrote, such as `1if 2`.
+#: Name of the parsed source. Python's warnings for it, as of `1if 2`, are not for the user.
 SOURCE = "<calculator>"
 warnings.filterwarnings("ignore", category=SyntaxWarning, module=SOURCE)
 MAX_DEPTH = 100  # operators inside operators
-MAX_BITS = 4096  # of an integer: about 1,200 digits
+MAX_BITS = 4096  # size of an integer, about 1,200 digits
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -49,7 +49,7 @@ def calculator(expression: str) -> float:
 
 
 def evaluate(expression: str) -> float:
-    """The value of an expression of numbers, + - * / // % ** and parentheses.
+    """Return the value of an expression of numbers, + - * / // % ** and parentheses.
 
     Raises ToolError, in words for a model, for anything else and for results out of range.
     """
@@ -58,8 +58,8 @@ def evaluate(expression: str) -> float:
     try:
         tree = ast.parse(expression.strip(), SOURCE, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        shown = expression if len(expression) <= 80 else f"{expression[:80]}..."
-        raise ToolError(f"{shown!r} is not an arithmetic expression such as '47+385'") from error
+        excerpt = expression if len(expression) <= 80 else f"{expression[:80]}..."
+        raise ToolError(f"{excerpt!r} is not an arithmetic expression such as '47+385'") from error
     try:
         return _value(tree.body, 0)
     except ZeroDivisionError as error:
@@ -73,7 +73,7 @@ def _value(node: ast.expr, depth: int) -> float:
         raise ToolError(f"the expression is nested more than {MAX_DEPTH} deep")
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _checked(number)
+            return _check_result(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, depth + 1)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -82,21 +82,21 @@ def _value(node: ast.expr, depth: int) -> float:
             first, second = _value(left, depth + 1), _value(right, depth + 1)
             if isinstance(symbol, ast.Pow):
                 _check_power(first, second)
-            return _checked(_OPERATORS[type(symbol)](first, second))
+            return _check_result(_OPERATORS[type(symbol)](first, second))
     kind = type(node.op) if isinstance(node, ast.BinOp) else type(node)
     hint = _HINTS.get(kind, "use numbers")
     raise ToolError(f"only + - * / // % ** and parentheses are allowed: {hint}")
 
 
 def _check_power(base: float, exponent: float) -> None:
-    """Refuse a power before it is computed: 9**9**9 would take for ever."""
+    """Refuse a large power before its computation, as 9**9**9 would take for ever."""
     if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 0:
         bits = (abs(base).bit_length() - 1) * exponent
         if bits > MAX_BITS:
             raise OverflowError(f"{bits} bits")
 
 
-def _checked(number: float | complex) -> float:
+def _check_result(number: float | complex) -> float:
     if isinstance(number, complex):
         raise ToolError("the result is not a real number")
     if isinstance(number, int):

@@ -1,8 +1,8 @@
-"""Web pages as a tool: GET from the hosts of an allow-list, as text.
+"""Fetch tool: get web pages from the hosts of an allow-list, as text.
 
     agent = Agent(name="reader", tools=[fetch_tool(allow=["docs.python.org", "*.example.org"])])
 
-Every redirect is held to the same rules (reachable.py). The environment's proxies are not used.
+Redirects must follow the same rules (url_policy.py). The environment's proxies are not used.
 """
 
 import http.client
@@ -31,7 +31,7 @@ _MOVED = (301, 302, 303, 307, 308)
 
 @dataclass(frozen=True)
 class Page:
-    """What a server answered; `cut` if `body` is not all of it."""
+    """A server's answer; `cut` is true if `body` is not all of it."""
 
     url: str
     status: int
@@ -48,17 +48,17 @@ def fetch_tool(
     timeout: float = 20.0,
     name: str = "fetch",
 ) -> Tool:
-    """A tool that fetches URLs of the allowed hosts.
+    """Make a tool that fetches URLs of the allowed hosts.
 
     Args:
         allow: hosts such as 'docs.python.org', '*.example.org' (every name below it), or
             'localhost:8080'; without a port, http's 80 and https's 443.
         private: networks beyond the public ones that may be reached, such as '127.0.0.0/8'.
-        max_bytes: of an answer; the rest is not read.
-        timeout: seconds for all of it, redirects included.
-        name: what models call it.
+        max_bytes: bytes of an answer to read.
+        timeout: seconds for a whole call, redirects included.
+        name: the tool's name for models.
 
-    Raises BadInput for an allow-list or network that cannot be meant, SetupError without lxml.
+    Raises BadInput for an invalid allow-list or network, SetupError without lxml.
     """
     check_installed()
     if max_bytes < 1:
@@ -79,7 +79,7 @@ def fetch_tool(
         cut = f"\n[cut after {max_bytes} bytes]" if page.cut else ""
         return f"{page.url}\n\n{text[max(0, start) :]}{cut}"
 
-    # Its own clock ends it first, and then its thread is not left behind.
+    # The function's own deadline ends it before the tool's timeout, which would leave its thread.
     return as_tool(tool(name=name, timeout=timeout + 5)(fetch))
 
 
@@ -88,7 +88,7 @@ def get(url: str, reachable: Reachable, *, max_bytes: int, timeout: float) -> Pa
     deadline = time.monotonic() + timeout
     for _ in range(REDIRECTS + 1):
         target = reachable.target(url)
-        page = _asked(target, reachable, max_bytes, deadline)
+        page = _request(target, reachable, max_bytes, deadline)
         location = page.headers.get("Location")
         if page.status not in _MOVED or location is None:
             return page
@@ -99,9 +99,9 @@ def get(url: str, reachable: Reachable, *, max_bytes: int, timeout: float) -> Pa
     raise ToolError(f"more than {REDIRECTS} redirects, the last to {url[:200]}")
 
 
-def _asked(target: Target, reachable: Reachable, max_bytes: int, deadline: float) -> Page:
+def _request(target: Target, reachable: Reachable, max_bytes: int, deadline: float) -> Page:
     try:
-        with _connected(target, reachable, deadline) as connection:
+        with _connect(target, reachable, deadline) as connection:
             connection.request("GET", target.path, headers={"Host": target.authority, **HEADERS})
             answer = connection.getresponse()
             body = answer.read(max_bytes + 1)
@@ -109,40 +109,40 @@ def _asked(target: Target, reachable: Reachable, max_bytes: int, deadline: float
         if time.monotonic() < deadline:
             raise ToolError(f"{target.url} failed: {type(error).__name__}: {error}") from error
         body = b""
-    if time.monotonic() >= deadline:  # what was cut off can look like an answer that ended
+    if time.monotonic() >= deadline:  # an answer cut off can look like a complete one
         raise ToolError(f"{target.authority} did not answer in time")
     return Page(target.url, answer.status, answer.headers, body[:max_bytes], len(body) > max_bytes)
 
 
 @contextmanager
-def _connected(
+def _connect(
     target: Target, reachable: Reachable, deadline: float
 ) -> Iterator[http.client.HTTPConnection]:
-    """A connection to an address that was checked, which is cut at the deadline, come what may.
+    """Connect to a checked address, and cut the connection at the deadline in any case.
 
-    A socket's own timeout is per read: a server that sends a byte now and then would hold us.
+    A socket's own timeout is per read: a server could send a byte now and then for ever.
     """
-    dialled = _dialled(target, reachable, deadline)
+    connection_socket = _dial(target, reachable, deadline)
     if target.scheme == "https":
-        dialled = ssl.create_default_context().wrap_socket(
-            dialled, server_hostname=target.host, do_handshake_on_connect=False
+        connection_socket = ssl.create_default_context().wrap_socket(
+            connection_socket, server_hostname=target.host, do_handshake_on_connect=False
         )
-    cutter = threading.Timer(max(0.0, deadline - time.monotonic()), _cut, [dialled])
+    cutter = threading.Timer(max(0.0, deadline - time.monotonic()), _shut_down, [connection_socket])
     cutter.daemon = True
     cutter.start()
     connection = http.client.HTTPConnection(target.host, target.port)
-    connection.sock = dialled
+    connection.sock = connection_socket
     try:
-        if isinstance(dialled, ssl.SSLSocket):
-            dialled.do_handshake()
+        if isinstance(connection_socket, ssl.SSLSocket):
+            connection_socket.do_handshake()
         yield connection
     finally:
         cutter.cancel()
         connection.close()
-        dialled.close()
+        connection_socket.close()
 
 
-def _dialled(target: Target, reachable: Reachable, deadline: float) -> socket.socket:
+def _dial(target: Target, reachable: Reachable, deadline: float) -> socket.socket:
     failure: OSError = TimeoutError("no time left")
     for family, address in reachable.addresses(target):
         if (left := deadline - time.monotonic()) <= 0:
@@ -159,14 +159,14 @@ def _dialled(target: Target, reachable: Reachable, deadline: float) -> socket.so
     raise failure
 
 
-def _cut(connection: socket.socket) -> None:
-    """End a connection's reads, in whatever thread; SSLSocket's own shutdown would confuse them."""
-    with suppress(OSError):  # it has ended by itself
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection's reads in another thread. SSLSocket's own shutdown would confuse them."""
+    with suppress(OSError):  # the connection has ended already
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def read_text(page: Page) -> str:
-    """A page as text: HTML without its markup, else as it is. Raises ToolError for other things."""
+    """Return a page as text, HTML without its markup. Raises ToolError if it is not text."""
     kind = page.headers.get_content_type() if page.headers.get("Content-Type") else ""
     if page.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ToolError(f"{page.url} is compressed, though that was not asked for")
@@ -179,5 +179,5 @@ def read_text(page: Page) -> str:
         raise ToolError(f"{page.url} is not text")
     try:
         return page.body.decode(charset or "utf-8", "replace")
-    except LookupError:  # a charset that nobody knows
+    except LookupError:  # an unknown charset
         return page.body.decode("utf-8", "replace")

@@ -1,6 +1,6 @@
-"""A Tool from a JSON schema, where there is no Python signature to read one from.
+"""From schema: make a Tool of a JSON schema instead of a Python signature.
 
-Called by mcp_client.py; also for your own bridges to whatever describes its tools in JSON.
+Called by mcp_client.py. Use it also for your own bridges to services with tools in JSON.
 """
 
 import functools
@@ -25,46 +25,49 @@ def tool_from_schema(
     checks: SchemaChecks | None = None,
     **options: Any,
 ) -> Tool:
-    """A tool whose arguments are checked against `parameters`, the JSON schema of an object.
+    """Make a tool whose arguments are checked against `parameters`, the JSON schema of an object.
 
-    `call`, sync or async, gets them as one dict, `call(arguments={...})`, with what the model gave
-    and no defaults filled in. `options` are Tool's others. References that lead out of the schema
-    are not followed. The check is made in another process (schema_checks.py); `checks`: which,
-    else one that all share. Raises BadInput for a name or schema that cannot be used, and
-    SetupError where jsonschema is not installed.
+    `call`, sync or async, gets the model's arguments as one dict, `call(arguments={...})`, without
+    defaults filled in. `options` are further ones of Tool. References out of the schema are not
+    followed. Another process makes the check (schema_checks.py): that of `checks`, else a common
+    one. Raises BadInput for an unusable name or schema, and SetupError without jsonschema.
     """
     if not NAME.fullmatch(name):
         raise BadInput(f"a tool cannot be called {name!r}: use 1 to 64 letters, digits, _ and -")
-    checks = checks or _shared(os.getpid())
+    checks = checks or _shared_checks(os.getpid())
     text = checks.text_of(name, parameters)
 
     async def check(values: Mapping[str, Any]) -> str | None:
         return await checks.problem(text, values["arguments"])
 
-    validators: dict[str, Any] = {"wrap": model_validator(mode="before")(_wrapped)}
+    validators: dict[str, Any] = {"wrap": model_validator(mode="before")(_wrap)}
     arguments = create_model(
         name,
         __config__=ConfigDict(extra="forbid"),
         __validators__=validators,
         arguments=(dict[str, Any], ...),
     )
-    shown = {"type": "object", **parameters, "properties": _described(parameters)}
-    function = {"name": name, "description": description, "parameters": shown}
+    parameters_schema = {
+        "type": "object",
+        **parameters,
+        "properties": _describe_properties(parameters),
+    }
+    function = {"name": name, "description": description, "parameters": parameters_schema}
     schema = {"type": "function", "function": function}
     return Tool(name, description, schema, arguments, call, timeout=timeout, check=check, **options)
 
 
-def _wrapped(given: Any) -> Any:
+def _wrap(given: Any) -> Any:
     return {"arguments": given}
 
 
 @functools.cache
-def _shared(pid: int) -> SchemaChecks:
-    """The checks of a process for all tools that bring none."""
+def _shared_checks(pid: int) -> SchemaChecks:
+    """Return the checks of a process for all tools without their own."""
     return SchemaChecks()
 
 
-def _described(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Its properties; a schema may be `true` for anything, which is the same as `{}`."""
+def _describe_properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties of a schema, with `{}` for `true`, which means the same."""
     properties = parameters.get("properties", {})
     return {key: about if isinstance(about, dict) else {} for key, about in properties.items()}

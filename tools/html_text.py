@@ -1,7 +1,7 @@
-"""The text of an HTML page, for a model: called by fetch.py and documents.
+"""HTML text: extract the text of an HTML page, for a model.
 
-By lxml, whose parser takes linear time; the standard library's needs minutes for some pages of
-100 KB (CPython 3.11).
+It uses lxml, whose parser takes linear time. The standard library's takes minutes for some pages of
+100 KB (CPython 3.11). Called by fetch.py and documents/.
 """
 
 import codecs
@@ -21,16 +21,16 @@ _BLOCKS = frozenset(
 
 
 def check_installed() -> None:
-    """Raises SetupError where lxml is missing."""
+    """Raise SetupError if lxml is missing."""
     if importlib.util.find_spec("lxml") is None:
         raise SetupError("HTML is read with lxml: pip install 'cray-agents[tools]'")
 
 
 def html_text(body: bytes, charset: str | None = None, url: str = "") -> str:
-    """A line for each block; headings as `# text`, links as `text <address>`.
+    """Return a line for each block; headings as `# text`, links as `text <address>`.
 
-    `charset`: as the server names it; else UTF-8 if it is that, else what the page says. `url`
-    makes its links absolute. Raises SetupError where lxml is missing.
+    `charset` is the server's; without it, UTF-8 if the page is valid UTF-8, else the page's own.
+    `url` makes links absolute. Raises SetupError if lxml is missing.
     """
     check_installed()
     from lxml import etree, html
@@ -38,23 +38,23 @@ def html_text(body: bytes, charset: str | None = None, url: str = "") -> str:
     parser = html.HTMLParser(encoding=_encoding(body, charset), remove_comments=True)
     try:
         tree = html.document_fromstring(body, parser=parser)
-    except etree.ParserError:  # there is nothing in it
+    except etree.ParserError:  # the page is empty
         return ""
-    written: list[str] = []
+    pieces: list[str] = []
     silent = 0
     for event, element in etree.iterwalk(tree, events=("start", "end")):
         tag = element.tag if isinstance(element.tag, str) else ""
         if event == "start":
             silent += tag in _SILENT
             if not silent:
-                written += [_before(tag), _spaced(element.text)]
+                pieces += [_before(tag), _collapse_spaces(element.text)]
         else:
             if not silent:
-                written.append(_after(tag, element, url))
+                pieces.append(_after(tag, element, url))
             silent -= tag in _SILENT
             if not silent:
-                written.append(_spaced(element.tail))
-    lines = (" ".join(line.split()) for line in "".join(written).split("\n"))
+                pieces.append(_collapse_spaces(element.tail))
+    lines = (" ".join(line.split()) for line in "".join(pieces).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
@@ -78,8 +78,8 @@ def _after(tag: str, element: object, url: str) -> str:
     return "\n" if tag in _BLOCKS else ""
 
 
-def _spaced(text: str | None) -> str:
-    """Text whose line breaks mean no more than spaces do."""
+def _collapse_spaces(text: str | None) -> str:
+    """Replace runs of blanks, line breaks included, by one space."""
     return re.sub(r"\s+", " ", text) if text else ""
 
 
@@ -87,7 +87,7 @@ def _encoding(body: bytes, charset: str | None) -> str | None:
     try:
         if charset is not None:
             return codecs.lookup(charset).name
-        codecs.getincrementaldecoder("utf-8")().decode(body)  # of a cut page the last may be half
+        codecs.getincrementaldecoder("utf-8")().decode(body)  # may end within a character
     except (LookupError, UnicodeDecodeError):
         return None
     return "utf-8"

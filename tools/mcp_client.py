@@ -1,10 +1,10 @@
-"""The tools of an MCP server, as tools for agents. https://modelcontextprotocol.io
+"""MCP client: use the tools of an MCP server in agents. https://modelcontextprotocol.io
 
     with McpTools(command=["python", "server.py"]) as server:
         agent = Agent(name="clerk", tools=server.tools)
 
 or, for as long as the process lives, `tools=McpTools(url="http://127.0.0.1:9000/mcp").open().tools`.
-Read next: mcp_connection.py; the other way round: mcp_server.py.
+Read next: mcp_connection.py; for the other direction, mcp_server.py.
 """
 
 import asyncio
@@ -23,34 +23,34 @@ from cray_agents.tools.from_schema import tool_from_schema
 from cray_agents.tools.mcp_connection import McpConnection
 from cray_agents.tools.schema_checks import MAX_CHARS, SchemaChecks
 
-MAX_PAGES = 100  # of a server's list of tools
-MAX_TOOLS = 1000  # of a server; a model chooses well among a few dozen
+MAX_PAGES = 100  # pages of a server's list of tools
+MAX_TOOLS = 1000  # tools of a server; a model chooses well among a few dozen
 
 
 class McpTools:
-    """An MCP server's tools; `with`, `async with` or `open()` connects and fills `tools`.
+    """The tools of an MCP server; `with`, `async with` or `open()` connects and fills `tools`.
 
-    A server that dies is told to the model, and started or reached again by the next call. What
-    the tools are is asked once. They may be called from any thread and event loop.
+    If a server dies, the model gets an error, and the next call starts or reaches the server again.
+    The tools are listed once. They may be called from any thread and event loop.
 
     Args:
-        command: starts a server that speaks on stdin and stdout; it inherits no environment
-            variables but PATH, HOME and a few like them.
-        url: or where one runs, over streamable HTTP.
-        prefix: put before each tool's name.
-        allow: patterns of the names, without prefix, that are taken; each must fit a tool.
-        timeout: seconds a call may take; None: no limit.
+        command: command of a server on stdin and stdout; it inherits no environment variables but
+            PATH, HOME and a few like them.
+        url: URL of a running server, over streamable HTTP.
+        prefix: text before each tool's name.
+        allow: patterns of the names, without prefix, of the tools to use; each must match a tool.
+        timeout: seconds that a call may take; None: no limit.
         start_timeout: seconds until the server has introduced itself, and until it has listed
             its tools.
-        environment, folder: more variables for the command, and where it runs.
-        headers: for the URL, such as Authorization.
-        options: of each Tool, such as `approve` or `max_chars`.
+        environment, folder: more variables for the command, and its working folder.
+        headers: headers for the URL, such as Authorization.
+        options: options of each Tool, such as `approve` or `max_chars`.
 
-    A server is not trusted with this process: what it lists is limited (MAX_TOOLS, and the size of
-    a schema), and its schemas are applied elsewhere (schema_checks.py).
+    A server is not trusted: its list is limited (MAX_TOOLS, and the size of a schema), and its
+    schemas are applied in another process (schema_checks.py).
 
-    Opening raises SetupError when the server does not start, or lists too much; BadInput for tools
-    that cannot be.
+    Opening raises SetupError when the server does not start, or lists too much; BadInput for
+    invalid tools.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class McpTools:
             connection = self._connection = self._connect()
             atexit.register(connection.close)
             try:
-                listed = connection.blocking(_listed(connection, self._start_timeout))
+                listed = connection.run_blocking(_list_tools(connection, self._start_timeout))
                 self._checks = SchemaChecks()
-                self.tools = self._taken(listed)
+                self.tools = self._choose_tools(listed)
             except (SetupError, BadInput):
                 self.close()
                 raise
         return self
 
     def close(self) -> None:
-        """Disconnect; a server that was started here is ended. The tools do not work any more."""
+        """Disconnect, and end a server started by `open`. The tools do not work any more."""
         if (connection := self._connection) is not None:
             self._connection = None
             atexit.unregister(connection.close)
@@ -120,9 +120,9 @@ class McpTools:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _taken(self, found: Sequence[Any]) -> tuple[Tool, ...]:
-        """The server's tools that are allowed, as Tools."""
-        names = [tool.name for tool in found]
+    def _choose_tools(self, listed: Sequence[Any]) -> tuple[Tool, ...]:
+        """Return the server's allowed tools as Tools. Raises BadInput."""
+        names = [tool.name for tool in listed]
         for pattern in self._allow:
             if not fnmatch.filter(names, pattern):
                 raise BadInput(
@@ -131,7 +131,7 @@ class McpTools:
                 )
         taken = [
             tool
-            for tool in found
+            for tool in listed
             if any(fnmatch.fnmatchcase(tool.name, pattern) for pattern in self._allow)
         ]
         tools = tuple(self._tool(tool) for tool in taken)
@@ -139,51 +139,51 @@ class McpTools:
             raise BadInput("two tools of the MCP server get one name: choose some with allow=")
         return tools
 
-    def _tool(self, found: Any) -> Tool:
+    def _tool(self, entry: Any) -> Tool:
         checks = self._checks
         assert checks is not None
-        output = found.output_schema and checks.text_of(found.name, found.output_schema)
+        output = entry.output_schema and checks.text_of(entry.name, entry.output_schema)
 
         async def call(arguments: dict[str, Any]) -> Any:
             if self._connection is None:
-                raise ToolError(f"the connection to the MCP server of {found.name} was closed")
-            work = self._connection.call(found.name, arguments)
-            result = await self._connection.waited(work)
+                raise ToolError(f"the connection to the MCP server of {entry.name} was closed")
+            work = self._connection.call(entry.name, arguments)
+            result = await self._connection.await_on_loop(work)
             if output and not result.is_error:
                 problem = await checks.problem(output, result.structured_content)
                 if problem is not None:
-                    raise ToolError(f"the MCP server gave {found.name} a wrong answer: {problem}")
+                    raise ToolError(f"the MCP server gave {entry.name} a wrong answer: {problem}")
             return read_result(result)
 
-        name = re.sub(r"[^a-zA-Z0-9_-]", "_", self._prefix + found.name)[:64]
-        description = found.description or found.title or ""
+        name = re.sub(r"[^a-zA-Z0-9_-]", "_", self._prefix + entry.name)[:64]
+        description = entry.description or entry.title or ""
         if len(description) > MAX_CHARS:
             raise BadInput(
                 f"tool {name!r} has a description of {len(description):,} characters: "
                 f"at most {MAX_CHARS:,} are taken"
             )
         return tool_from_schema(
-            name, description, found.input_schema, call, checks=checks, **self._options
+            name, description, entry.input_schema, call, checks=checks, **self._options
         )
 
 
-async def _listed(connection: McpConnection, seconds: float) -> list[Any]:
-    """All tools of a server, page by page. Raises SetupError: too many, or too slowly."""
+async def _list_tools(connection: McpConnection, seconds: float) -> list[Any]:
+    """Return all tools of a server. Raises SetupError if they are too many, or come too slowly."""
     from mcp import MCPError
 
     client = await connection.client()
-    found: list[Any] = []
+    listed: list[Any] = []
     cursor: str | None = None
     lists = f"the MCP server {connection.name} lists"
     try:
         async with asyncio.timeout(seconds):
             for _ in range(MAX_PAGES):
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
-                if len(found) > MAX_TOOLS:
+                listed += page.tools
+                if len(listed) > MAX_TOOLS:
                     raise SetupError(f"{lists} more than {MAX_TOOLS} tools: so many are not taken")
                 if (cursor := page.next_cursor) is None:
-                    return found
+                    return listed
     except TimeoutError:
         raise SetupError(f"{lists} no tools, or not all of them, within {seconds:g} s") from None
     except (MCPError, ValidationError) as error:
@@ -192,26 +192,26 @@ async def _listed(connection: McpConnection, seconds: float) -> list[Any]:
 
 
 def read_result(result: Any) -> Any:
-    """What a CallToolResult says, as JSON data: its structured content if it has any, else text.
+    """Return a CallToolResult as JSON data: its structured content if it has any, else its text.
 
-    Content that is no text (images, sound, files) is named, not shown. Raises ToolError when the
-    tool says that it failed.
+    Other content (images, sound, files) is only named. Raises ToolError when the tool reports a
+    failure.
     """
-    shown = [_shown(block) for block in result.content]
-    text = "\n".join(said for said, _ in shown)
+    blocks = [_render_block(block) for block in result.content]
+    text = "\n".join(words for words, _ in blocks)
     if result.is_error:
         raise ToolError(text or "it failed, and did not say why")
     structured = result.structured_content
     if structured is None:
         return text
     if isinstance(structured, dict) and set(structured) == {"result"}:
-        structured = structured["result"]  # how servers wrap what is no object
-    notes = [said for said, is_text in shown if not is_text]
+        structured = structured["result"]  # servers wrap values so that are no objects
+    notes = [words for words, is_text in blocks if not is_text]
     return {"result": structured, "also": notes} if notes else structured
 
 
-def _shown(block: Any) -> tuple[str, bool]:
-    """A content block in words, and whether these are its own."""
+def _render_block(block: Any) -> tuple[str, bool]:
+    """Return a content block in words, and True if these are its own text."""
     match block.type:
         case "text":
             return block.text, True

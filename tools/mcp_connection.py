@@ -1,7 +1,7 @@
-"""A connection to an MCP server that is made anew when it broke, on an event loop of its own.
+"""MCP connection: a link to an MCP server on its own event loop, renewed when it breaks.
 
-Its own, because tools are called from whatever loop an agent runs on, and a connection belongs to
-one. Called by mcp_client.py.
+A connection belongs to one loop, but tools are called from the loops of many agents. It therefore
+has its own. Called by mcp_client.py.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LAST_WORDS = 2000  # bytes of a server's stderr that are kept
+LAST_WORDS = 2000  # bytes kept of the end of a server's stderr
 HTTP_READ = 300.0  # seconds without a byte on a stream
 
 log = logging.getLogger(__name__)
 
 
 class McpConnection:
-    """One MCP server: a command that speaks on its stdin and stdout, or a URL.
+    """A connection to one MCP server: a command that serves on stdin and stdout, or a URL.
 
-    Everything but `blocking`, `waited` and `close` happens on the connection's own loop.
-    `start_timeout`: seconds until the server has introduced itself.
+    All methods but `run_blocking`, `await_on_loop` and `close` run on the connection's own loop.
+    `start_timeout` is the seconds until the server has introduced itself.
     """
 
     def __init__(
@@ -60,29 +60,29 @@ class McpConnection:
         )
         self._thread.start()
 
-    def blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run on the connection's loop and block for the result."""
+    def run_blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the connection's loop, and block for the result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def waited(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run on the connection's loop, and await it on the caller's; cancelling is passed on."""
+    async def await_on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine that runs on the connection's loop; pass cancelling on to it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:
-        """Disconnect, end a server that was started, and the loop. Closing twice is once."""
+        """Disconnect, and end the loop and a server started here. Closing twice is once."""
         if self._thread.is_alive() and not self._loop.is_closed():
-            self.blocking(self._disconnect())
+            self.run_blocking(self._disconnect())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
     async def client(self) -> "Client":
-        """The connected client; connects if need be. Raises SetupError when it cannot.
+        """Return the connected client, connecting if necessary. Raises SetupError.
 
-        Who is cancelled while he waits leaves the start to the next one.
+        If the caller is cancelled, the start goes on for the next one.
         """
         if self._link is None:
-            self._link = self._loop.create_task(self._connected())
+            self._link = self._loop.create_task(self._connect_once())
         link = self._link
         try:
             return (await asyncio.shield(link)).client
@@ -92,7 +92,7 @@ class McpConnection:
             raise
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """A tool's CallToolResult. Raises ToolError, in words for a model."""
+        """Call a tool, and return its CallToolResult. Raises ToolError, in words for a model."""
         import httpx2
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
@@ -108,17 +108,20 @@ class McpConnection:
             if error.code == CONNECTION_CLOSED:
                 await self._forget(client)
                 raise ToolError(
-                    f"the MCP server of {tool} ended during the call{self._said()}; "
+                    f"the MCP server of {tool} ended during the call{self._stderr_note()}; "
                     "the next call starts it again"
                 ) from error
             raise ToolError(f"the MCP server refused {tool}: {error.message}") from error
         except httpx2.HTTPError as error:
             await self._forget(client)
             raise ToolError(f"the MCP server of {tool} cannot be reached: {error}") from error
-        except (ValidationError, RuntimeError) as error:  # its answer is not what its schema says
+        except (
+            ValidationError,
+            RuntimeError,
+        ) as error:  # it violates the protocol's schema
             raise ToolError(f"the MCP server gave {tool} a wrong answer: {error}") from error
 
-    async def _connected(self) -> "_Link":
+    async def _connect_once(self) -> "_Link":
         ready: asyncio.Future[Client] = self._loop.create_future()
         end = asyncio.Event()
         life = self._loop.create_task(self._live(ready, end))
@@ -131,26 +134,28 @@ class McpConnection:
                 return _Link(ready.result(), life, end)
             problem = f"no answer within {self._start_timeout:g} s"
             if life.done() and (error := life.exception()) is not None:
-                problem = _why(error)
+                problem = _describe_error(error)
         finally:
             if not ready.done():
                 life.cancel()
                 await asyncio.wait({life})
-        raise SetupError(f"the MCP server {self.name} did not start: {problem}{self._said()}")
+        raise SetupError(
+            f"the MCP server {self.name} did not start: {problem}{self._stderr_note()}"
+        )
 
     async def _live(self, ready: "asyncio.Future[Client]", end: asyncio.Event) -> None:
-        """A connection from beginning to end, in one task: that is where its scopes belong."""
+        """Hold a connection from its start to its end in one task, as its scopes require."""
         from mcp import Client
 
-        transport = self._started() if self._command else self._reached()
+        transport = self._command_streams() if self._command else self._url_streams()
         async with Client(transport) as client:
-            # its own check would hold all of Python for as long as a server's schema likes
-            client.session.validate_tool_result = _unchecked  # type: ignore[method-assign]
+            # its own check could block all of Python, by a server's malicious schema
+            client.session.validate_tool_result = _skip_check  # type: ignore[method-assign]
             ready.set_result(client)
             await end.wait()
 
     async def _forget(self, client: "Client") -> None:
-        """Let go of a connection that broke, unless a newer one has its place."""
+        """Drop a broken connection, unless a newer one has replaced it."""
         link = self._link
         if link is not None and link.done() and link.result().client is client:
             await self._disconnect()
@@ -166,11 +171,11 @@ class McpConnection:
             link.result().end.set()
             await asyncio.wait({link.result().life})
             if (error := link.result().life.exception()) is not None:
-                log.debug("%s: disconnecting: %s", self.name, _why(error))
+                log.debug("%s: disconnecting: %s", self.name, _describe_error(error))
 
     @asynccontextmanager
-    async def _started(self) -> "AsyncIterator[TransportStreams]":
-        """The command's pipes. Of its stderr the end is kept, for when it fails."""
+    async def _command_streams(self) -> "AsyncIterator[TransportStreams]":
+        """Start the command, and yield its pipes. Keep the end of its stderr for error messages."""
         from mcp import StdioServerParameters, stdio_client
 
         assert self._command is not None
@@ -183,18 +188,18 @@ class McpConnection:
         self._last_words = b""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        self._loop.add_reader(reading, self._listen, reading)
+        self._loop.add_reader(reading, self._read_stderr, reading)
         try:
             with os.fdopen(writing, "w") as stderr:
                 async with stdio_client(parameters, errlog=stderr) as streams:
-                    stderr.close()  # the server has its own: when it ends, so does the pipe
+                    stderr.close()  # the server has its own copy, so the pipe ends with the server
                     yield streams
         finally:
-            self._listen(reading)
+            self._read_stderr(reading)
             self._loop.remove_reader(reading)
             os.close(reading)
 
-    def _listen(self, pipe: int) -> None:
+    def _read_stderr(self, pipe: int) -> None:
         try:
             data = os.read(pipe, 65536)
         except BlockingIOError:
@@ -204,7 +209,7 @@ class McpConnection:
         self._last_words = (self._last_words + data)[-LAST_WORDS:]
 
     @asynccontextmanager
-    async def _reached(self) -> "AsyncIterator[TransportStreams]":
+    async def _url_streams(self) -> "AsyncIterator[TransportStreams]":
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
@@ -215,26 +220,26 @@ class McpConnection:
         ):
             yield streams
 
-    def _said(self) -> str:
+    def _stderr_note(self) -> str:
         words = self._last_words.decode("utf-8", "replace").strip()
         return f" (its last words: {words})" if words else ""
 
 
 @dataclass(frozen=True)
 class _Link:
-    """A connection: `life` is the task that holds it until `end` is set."""
+    """An open connection: `life` is the task that holds it until `end` is set."""
 
     client: "Client"
     life: "asyncio.Task[None]"
     end: asyncio.Event
 
 
-async def _unchecked(name: str, result: Any) -> None:
-    """A result is held against its schema by mcp_client.py."""
+async def _skip_check(name: str, result: Any) -> None:
+    """Skip the check of a result, as mcp_client.py checks it against its schema."""
 
 
-def _why(error: BaseException) -> str:
-    """The first real error within a task group's."""
+def _describe_error(error: BaseException) -> str:
+    """Describe the first real error within a task group's."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""An agent as an MCP server, with one tool, `ask_<agent>`: for editors and other people's agents.
+"""MCP server: serve an agent as one tool, `ask_<agent>`, to editors and other agents.
 
-Each call is a run, recorded as any other, with the tag `mcp`. What the agent does meanwhile is told
-as progress. Called by cli/mcp_serving.py (`cray-agents mcp agent.py`); the other way round:
-mcp_client.py.
+Each call is a run, recorded as any other, with the tag `mcp`. The agent's events are reported as
+progress. Called by cli/agent/mcp.py (`cray-agents mcp agent.py`). See mcp_client.py for the other
+direction.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from cray_agents.records import Run
 if TYPE_CHECKING:
     from mcp.server import MCPServer
 
-PIECE = 80  # characters of the agent's text that are told at once
-SHOWN = 200  # characters of a tool's arguments or result that are told
+PIECE = 80  # characters of the agent's text in a progress message
+MAX_DETAIL = 200  # characters of a tool's arguments or result in a progress message
 PATH = "/mcp"
 
 
 class AgentAnswer(BaseModel):
-    """What a call comes to, beside the answer's text."""
+    """The structured result of a call, beside the answer's text."""
 
     output: Any
     run_id: str
@@ -47,9 +47,9 @@ class AgentAnswer(BaseModel):
 
 
 def agent_server(agent: Agent) -> "MCPServer[Any]":
-    """The server: run it with `serve_stdio` or `serve_http`, or mount it in an app of yours.
+    """Make the server. Run it with `serve_stdio` or `serve_http`, or mount it in your own app.
 
-    Raises SetupError where the mcp package is missing.
+    Raises SetupError without the mcp package.
     """
     try:
         from mcp.server import MCPServer
@@ -65,10 +65,10 @@ def agent_server(agent: Agent) -> "MCPServer[Any]":
         steps = 0.0
         run: Run | None = None
         async with aclosing(agent.stream(question, tags=["mcp"])) as events:
-            async for event in _in_pieces(events):
+            async for event in _gather_text(events):
                 if isinstance(event, RunEnded):
                     run = event.run
-                elif message := _news(event):
+                elif message := _describe(event):
                     steps += 1
                     await context.report_progress(steps, message=message)
         if run is None:
@@ -91,18 +91,19 @@ def agent_server(agent: Agent) -> "MCPServer[Any]":
 
 
 def serve_stdio(server: "MCPServer[Any]") -> None:
-    """Speak on this process's stdin and stdout until it ends; what else prints goes to stderr."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # else a print of a tool stays in its buffer, and
-        sys.stdout.reconfigure(line_buffering=True)  # is flushed on to the wire in the end
+    """Serve on stdin and stdout until this process ends. Other prints go to stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # otherwise a tool's print stays in the buffer, and is finally flushed to the client
+        sys.stdout.reconfigure(line_buffering=True)
     asyncio.run(server.run_stdio_async())
 
 
 def serve_http(
     server: "MCPServer[Any]", port: int = 0, ready: Callable[[str], None] = lambda url: None
 ) -> None:
-    """Serve streamable HTTP on loopback until Ctrl-C; `ready` is told the URL.
+    """Serve streamable HTTP on loopback until Ctrl-C; call `ready` with the URL.
 
-    Who can reach this host's loopback can ask. Raises SetupError when the port is taken.
+    Everyone with access to this host's loopback can use it. Raises SetupError for a taken port.
     """
     import uvicorn
 
@@ -116,8 +117,8 @@ def serve_http(
     asyncio.run(http.serve(sockets=[listener]))
 
 
-async def _in_pieces(events: AsyncIterator[AgentEvent]) -> AsyncIterator[AgentEvent]:
-    """The events, with single tokens of text gathered into pieces worth a message."""
+async def _gather_text(events: AsyncIterator[AgentEvent]) -> AsyncIterator[AgentEvent]:
+    """Yield the events, with single tokens of text joined into pieces worth a message."""
     text = ""
     async for event in events:
         if isinstance(event, TextDelta):
@@ -131,17 +132,17 @@ async def _in_pieces(events: AsyncIterator[AgentEvent]) -> AsyncIterator[AgentEv
             yield event
 
 
-def _news(event: AgentEvent) -> str:
-    """An event in a line; nothing for those that are not worth one."""
+def _describe(event: AgentEvent) -> str:
+    """Describe an event in a line; "" for events that are not worth one."""
     match event:
         case TextDelta():
             return event.text
         case ModelStarted() if event.turn == 0:
             return f"{event.agent} asks {event.model}"
         case ToolStarted():
-            return f"{event.name}({event.arguments[:SHOWN]})"
+            return f"{event.name}({event.arguments[:MAX_DETAIL]})"
         case ToolFinished():
-            return f"{event.call.name}: {model_text(event.call)[:SHOWN]}"
+            return f"{event.call.name}: {model_text(event.call)[:MAX_DETAIL]}"
     return ""
 
 

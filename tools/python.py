@@ -1,10 +1,10 @@
-"""Python for agents, in a sandbox: each call a program of its own, or a session with variables.
+"""Python tool: sandboxed Python for agents, a new program per call, or a session.
 
     agent = Agent(name="analyst", tools=[python_tool()])
     agent = Agent(name="analyst", environment=PythonSession)
 
 The Python is this process's, with its packages. Called by agent authors. Read next:
-sandbox/__init__.py, what holds; python_worker.py, a session's other end.
+sandbox/__init__.py, the guarantees; python_worker.py, the process of a session.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.sandbox.process import BLOCK, TOO_MUCH, SandboxedProcess
 
 WORKER = Path(__file__).with_name("python_worker.py")
-GRACE = 2.0  # seconds for code that was told that its time is over
+GRACE = 2.0  # seconds for interrupted code to end
 _LONGEST = 8  # bytes of JSON that a character of output may take
 
 
 def python_tool(sandbox: Sandbox | None = None) -> Callable[[str], Awaitable[str]]:
-    """A tool `python(code)`: each call is a new program in a new folder.
+    """Make a tool `python(code)`, whose every call is a new program in a new folder.
 
     Raises SetupError if this machine offers no sandbox: see Sandbox.
     """
-    cell = sandbox or Sandbox()
-    cell.check()
+    box = sandbox or Sandbox()
+    box.check()
 
-    @tool(timeout=None)  # the sandbox holds the time
+    @tool(timeout=None)  # the sandbox limits the time
     async def python(code: str) -> str:
         """Run a Python program and return what it prints. Nothing is kept between calls.
 
@@ -42,7 +42,7 @@ def python_tool(sandbox: Sandbox | None = None) -> Callable[[str], Awaitable[str
             code: the program. Print what you want to see.
         """
         argv = [sys.executable, "main.py"]
-        return (await cell.run(argv, files={"main.py": code})).shown
+        return (await box.run(argv, files={"main.py": code})).text
 
     return python
 
@@ -50,19 +50,18 @@ def python_tool(sandbox: Sandbox | None = None) -> Callable[[str], Awaitable[str
 class PythonSession(Environment):
     """A tool `python(code)` whose variables and files last for the run.
 
-    Give it as `environment=PythonSession`, or `lambda: PythonSession(Sandbox(seconds=60))`. The
-    sandbox's seconds and cpu_seconds hold for each call. Code that takes longer is interrupted and
-    the variables stay; if it cannot be, or takes too much of something else, the session begins
-    again.
+    Use `environment=PythonSession`, or `lambda: PythonSession(Sandbox(seconds=60))`. The sandbox's
+    seconds and cpu_seconds limit each call. Code that takes longer is interrupted, and its
+    variables stay. If that fails, or the code exceeds another limit, the session begins again.
     """
 
     def __init__(self, sandbox: Sandbox | None = None) -> None:
         self.sandbox = sandbox or Sandbox()
-        self._open = contextlib.AsyncExitStack()
+        self._stack = contextlib.AsyncExitStack()
         self._worker: SandboxedProcess | None = None
 
     async def reset(self, task: Task, context: RunContext) -> str | None:
-        """Raises SetupError if this machine offers no sandbox."""
+        """Check the sandbox. Raises SetupError if this machine offers none."""
         await asyncio.to_thread(self.sandbox.check)
         return None
 
@@ -78,33 +77,33 @@ class PythonSession(Environment):
         answered = False
         try:
             worker = self._worker or await self._begin()
-            shown = await self._ask(worker, code)
-            answered = shown is not None
+            output = await self._ask(worker, code)
+            answered = output is not None
         finally:
             if not answered:
                 await self.teardown()
-        if shown is not None:
-            return shown
+        if output is not None:
+            return output
         why = TOO_MUCH[worker.limit] if worker.limit else "Python itself ended"
         return f"[ended: {why}. Python was started again: all variables and files are gone]"
 
     async def teardown(self) -> None:
         """End Python, and remove its files."""
         self._worker = None
-        await self._open.aclose()
+        await self._stack.aclose()
 
     async def _begin(self) -> SandboxedProcess:
         argv = [sys.executable, "-c", WORKER.read_text(), str(self.sandbox.output_chars)]
-        self._worker = await self._open.enter_async_context(self.sandbox.start(argv))
+        self._worker = await self._stack.enter_async_context(self.sandbox.start(argv))
         return self._worker
 
     async def _ask(self, worker: SandboxedProcess, code: str) -> str | None:
-        """What the worker says of some code; None if it is gone, or had to go."""
-        asked = {"code": code, "seconds": self.sandbox.seconds}
+        """Return the worker's output for some code; None if it ended or had to be killed."""
+        request = {"code": code, "seconds": self.sandbox.seconds}
         if self.sandbox.cpu_seconds is not None:
             worker.allow(self.sandbox.cpu_seconds)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            worker.stdin.write(json.dumps(asked).encode() + b"\n")
+            worker.stdin.write(json.dumps(request).encode() + b"\n")
             await worker.stdin.drain()
         line = bytearray()
         try:
@@ -120,4 +119,4 @@ class PythonSession(Environment):
             return None
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return str(json.loads(line)["shown"])
-        return None  # the code wrote to our pipe
+        return None  # the code itself wrote to the worker's pipe

@@ -1,9 +1,9 @@
-"""Values held against JSON schemas of other people, off the event loop and with a deadline.
+"""Schema checks: check values against foreign JSON schemas, in a process with a deadline.
 
-A schema can be made so that a check takes for ever, and holds all of Python while it does: by a
-regular expression, or by references that double. So checks are made in a process of their own
-(schema_worker.py), which the kernel ends when one takes longer than SECONDS. Called by
-from_schema.py; mcp_client.py has one per server, so that none waits for another's.
+A malicious schema can make a check endless and block all of Python: by a regular expression, or by
+references that double. Checks are therefore made in their own process (schema_worker.py). The
+kernel ends it when a check takes longer than SECONDS. Called by from_schema.py. mcp_client.py has
+one process per server, so that no server delays another's checks.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from typing import Any
 
 from cray_agents.errors import BadInput, SetupError, ToolError
 
-SECONDS = 1.0  # of processor time, for a check
-MAX_CHARS = 100_000  # of a schema, as JSON
+SECONDS = 1.0  # processor time of a check
+MAX_CHARS = 100_000  # length of a schema as JSON
 WORKER = Path(__file__).with_name("schema_worker.py")
 
 
 class SchemaChecks:
-    """A process that checks, started by the first check. `close` ends it; so does its own end.
+    """A process that checks values, started by the first check and ended by `close`.
 
-    Raises SetupError where jsonschema is not installed.
+    Garbage collection of this object ends the process, too. Raises SetupError without jsonschema.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class SchemaChecks:
             )
         self._turn = ThreadPoolExecutor(1, "cray-agents-schemas")
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended: weakref.finalize[Any, SchemaChecks] | None = None
+        self._finalizer: weakref.finalize[Any, SchemaChecks] | None = None
 
     def text_of(self, name: str, schema: Any) -> str:
-        """The schema of a tool as text, once it is known to be one. Raises BadInput."""
+        """Check the schema of a tool, and return it as text. Raises BadInput."""
         try:
             text = json.dumps(schema)
         except (ValueError, TypeError, RecursionError) as error:
@@ -52,7 +52,7 @@ class SchemaChecks:
                 f"at most {MAX_CHARS:,} are taken"
             )
         try:
-            problem = self._submitted([text]).result()
+            problem = self._submit([text]).result()
         except ToolError as error:
             raise BadInput(f"tool {name!r} has a broken JSON schema: {error}") from error
         if problem is not None:
@@ -60,22 +60,22 @@ class SchemaChecks:
         return text
 
     async def problem(self, text: str, value: Any) -> str | None:
-        """What is wrong with a value, in words for a model; None: nothing. Raises ToolError."""
-        return await asyncio.wrap_future(self._submitted([text, value]))
+        """Return the problem of a value in words for a model, or None. Raises ToolError."""
+        return await asyncio.wrap_future(self._submit([text, value]))
 
     def close(self) -> None:
         """End the process; a later check starts another."""
         self._turn.submit(self._end).result()
 
-    def _submitted(self, asked: list[Any]) -> "Future[str | None]":
+    def _submit(self, request: list[Any]) -> "Future[str | None]":
         try:
-            line = json.dumps(asked).encode() + b"\n"
+            line = json.dumps(request).encode() + b"\n"
         except RecursionError as error:
             raise ToolError("this is nested too deeply to be checked") from error
         return self._turn.submit(self._answer, line)
 
     def _answer(self, line: bytes) -> str | None:
-        for _ in range(2):  # the first may find that the process was killed since
+        for _ in range(2):  # the first try fails if the process was killed meanwhile
             process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
             try:
@@ -85,8 +85,8 @@ class SchemaChecks:
             except BrokenPipeError:
                 answer = b""
             if answer.endswith(b"\n"):
-                found: str | None = json.loads(answer)
-                return found
+                problem: str | None = json.loads(answer)
+                return problem
             self._end()
             if process.returncode == -signal.SIGPROF:
                 raise ToolError(
@@ -102,17 +102,17 @@ class SchemaChecks:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._ended = weakref.finalize(self, _ended, process, os.getpid())
+        self._finalizer = weakref.finalize(self, _stop, process, os.getpid())
         return process
 
     def _end(self) -> None:
         self._process = None
-        if self._ended is not None:
-            self._ended()
+        if self._finalizer is not None:
+            self._finalizer()
 
 
-def _ended(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    """Close the pipes of a process, which ends it, and wait; not in a fork of who started it."""
+def _stop(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    """End a process by closing its pipes, and wait. Do nothing in a fork of its owner."""
     if os.getpid() != owner:
         return
     for pipe in (process.stdin, process.stdout):

@@ -1,8 +1,8 @@
-"""Checks values against JSON schemas, in a process that ends when a check takes too long.
+"""Schema worker: a script that checks values against JSON schemas, each with a time limit.
 
 Started by schema_checks.py; imports nothing of this package. It reads lines of JSON, `[schema]` or
-`[schema, value]`, the schema as text, and answers each with a line of JSON: null, or what is wrong
-with the schema, or with the value.
+`[schema, value]`, with the schema as text. It answers each with a line of JSON: null, or the
+problem of the schema or of the value.
 """
 
 import functools
@@ -16,7 +16,7 @@ import jsonschema
 import referencing
 from jsonschema.validators import validator_for
 
-SAID = 300  # characters of a message
+MAX_MESSAGE = 300  # characters
 MEMORY = 1 << 29  # bytes
 
 
@@ -25,25 +25,25 @@ def main() -> None:
     seconds = float(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody catches its signal: the end
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends this process
         schema, *value = json.loads(line)
-        found = wrong_value(schema, value[0]) if value else wrong_schema(schema)
+        problem = value_problem(schema, value[0]) if value else schema_problem(schema)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(found), flush=True)
+        print(json.dumps(problem), flush=True)
 
 
-def wrong_schema(text: str) -> str | None:
-    """What is wrong with a schema."""
+def schema_problem(text: str) -> str | None:
+    """Return the problem of a schema, or None."""
     schema = json.loads(text)
     try:
         validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
     except jsonschema.SchemaError as error:
-        return str(error.message)[:SAID]
+        return str(error.message)[:MAX_MESSAGE]
     return None
 
 
-def wrong_value(text: str, value: Any) -> str | None:
-    """What is wrong with a value by a schema, in words for a model."""
+def value_problem(text: str, value: Any) -> str | None:
+    """Return the problem of a value under a schema in words for a model, or None."""
     try:
         error = jsonschema.exceptions.best_match(validator_of(text).iter_errors(value))
     except referencing.exceptions.Unresolvable as unresolved:
@@ -51,12 +51,12 @@ def wrong_value(text: str, value: Any) -> str | None:
     if error is None:
         return None
     place = "".join(f"{part}: " for part in error.absolute_path)
-    return f"{place}{error.message[:SAID]}"
+    return f"{place}{error.message[:MAX_MESSAGE]}"
 
 
 @functools.lru_cache(maxsize=64)
 def validator_of(text: str) -> Any:
-    """The validator of a schema; references out of it are not followed."""
+    """Return the validator of a schema, which follows no references out of the schema."""
     schema = json.loads(text)
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)
     return kind(schema, registry=referencing.Registry())

@@ -1,9 +1,9 @@
-"""A shell for agents, in a sandbox: in a folder that is given, or in one of each run's own.
+"""Shell tool: sandboxed shell commands for agents, in a given folder or in each run's own.
 
     agent = Agent(name="coder", tools=[shell_tool(workdir="project")])
     agent = Agent(name="coder", environment=ShellSession)
 
-Called by agent authors. Read next: sandbox/__init__.py, what holds.
+Called by agent authors. Read next: sandbox/__init__.py, the guarantees.
 """
 
 import asyncio
@@ -23,35 +23,35 @@ from cray_agents.tools.sandbox.folders import remove, write_files
 def shell_tool(
     sandbox: Sandbox | None = None, workdir: str | Path | None = None
 ) -> Callable[[str], Awaitable[str]]:
-    """A tool `shell(command)`.
+    """Make a tool `shell(command)`.
 
     Args:
-        sandbox: limits, and what may be read; default: Sandbox().
-        workdir: the folder that commands work in and may write to, shared by all runs; default: a
-            new one for each command.
+        sandbox: limits and readable files; default: Sandbox().
+        workdir: the folder that commands work in and may write to, the same for all runs; default:
+            a new one for each command.
 
     Raises SetupError if this machine offers no sandbox: see Sandbox.
     """
-    cell = sandbox or Sandbox()
-    cell.check()
+    box = sandbox or Sandbox()
+    box.check()
 
-    @tool(timeout=None)  # the sandbox holds the time
+    @tool(timeout=None)  # the sandbox limits the time
     async def shell(command: str) -> str:
         """Run a shell command and return what it prints.
 
         Args:
             command: for bash, such as 'ls -l | head'.
         """
-        return await _run(cell, command, workdir)
+        return await _run(box, command, workdir)
 
     return shell
 
 
 class ShellSession(Environment):
-    """A tool `shell(command)` in a folder of the run's own, removed at its end.
+    """A tool `shell(command)` in the run's own folder, which is removed at its end.
 
-    Files last from command to command; variables, background jobs and `cd` do not. Subclass it to
-    put files there: override `files`.
+    Files last from command to command; variables, background jobs and `cd` do not. To begin with
+    some files, subclass this and override `files`.
     """
 
     def __init__(self, sandbox: Sandbox | None = None) -> None:
@@ -59,11 +59,11 @@ class ShellSession(Environment):
         self.folder: Path | None = None
 
     def files(self, task: Task) -> Mapping[str, str | bytes]:
-        """What lies in the folder at the beginning: name: content."""
+        """Return the files of the folder at the beginning: name: content."""
         return {}
 
     async def reset(self, task: Task, context: RunContext) -> str | None:
-        """Raises SetupError if this machine offers no sandbox."""
+        """Make the folder. Raises SetupError if this machine offers no sandbox."""
         await asyncio.to_thread(self.sandbox.check)
         self.folder = Path(tempfile.mkdtemp(prefix="cray-shell-")).resolve()
         write_files(self.folder, self.files(task), None)
@@ -88,4 +88,4 @@ class ShellSession(Environment):
 
 
 async def _run(sandbox: Sandbox, command: str, workdir: str | Path | None) -> str:
-    return (await sandbox.run(["bash", "-c", command], workdir=workdir)).shown
+    return (await sandbox.run(["bash", "-c", command], workdir=workdir)).text

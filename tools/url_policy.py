@@ -1,7 +1,7 @@
-"""Which addresses on the net a tool may reach: an allow-list of hosts, and no private networks.
+"""URL policy: restrict a tool to the hosts of an allow-list, at public addresses.
 
-A name is looked up once, and its address is the one that is connected to: what a name server says
-later does not count. Called by fetch.py.
+A name is looked up once, and the connection goes to that address. A later answer of a name server
+does not count. Called by fetch.py.
 """
 
 import ipaddress
@@ -23,7 +23,7 @@ _ENTRY = re.compile(r"(\*\.)?([a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}|\*))?")
 
 @dataclass(frozen=True)
 class Target:
-    """Where a request goes. `host` is as in the URL, lower case, without brackets."""
+    """The target of a request. `host` is as in the URL, lower case, without brackets."""
 
     url: str
     scheme: str
@@ -33,7 +33,7 @@ class Target:
 
     @property
     def authority(self) -> str:
-        """As in the Host header."""
+        """Host and port as in the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -42,11 +42,11 @@ class Reachable:
     """The hosts of an allow-list, at public addresses, or at those of the given networks.
 
     Args:
-        allow: such as 'docs.python.org', '*.example.org' (every name below it, not itself),
+        allow: hosts such as 'docs.python.org', '*.example.org' (every name below it, not itself),
             'localhost:8080'. Without a port the scheme's usual one; ':*' is any.
-        private: networks that are not public and may be reached all the same: '127.0.0.0/8'.
+        private: networks that are not public but allowed, such as '127.0.0.0/8'.
 
-    Raises BadInput for what is neither.
+    Raises BadInput for an invalid host or network.
     """
 
     def __init__(self, allow: Sequence[str], private: Sequence[str] = ()) -> None:
@@ -66,31 +66,31 @@ class Reachable:
             raise BadInput(f"private: {error}", param="private") from error
 
     def target(self, url: str) -> Target:
-        """A URL's parts, if its host is allowed. Raises ToolError."""
+        """Parse a URL whose host is allowed. Raises ToolError for others."""
         try:
-            parts = urlsplit(url)
-            target = _target(parts)
+            url_parts = urlsplit(url)
+            target = _target(url_parts)
         except ValueError as error:
             raise ToolError(f"{url[:200]!r} is not a URL: {error}") from error
-        if not any(_fits(entry, target) for entry in self.allow):
+        if not any(_matches(entry, target) for entry in self.allow):
             raise ToolError(
                 f"{target.authority} may not be reached; these hosts may: {', '.join(self.allow)}"
             )
         return target
 
     def addresses(self, target: Target) -> Iterator[tuple[socket.AddressFamily, str]]:
-        """Where the host is; every one of its addresses must be allowed. Raises ToolError."""
+        """Yield the host's addresses. Raises ToolError unless all of them are allowed."""
         try:
-            found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            results = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise ToolError(f"{target.host} cannot be found: {error}") from error
-        for *_, where in found:
-            self._check(target.host, ipaddress.ip_address(str(where[0]).partition("%")[0]))
-        for family, *_, where in found:
-            yield family, str(where[0])
+        for *_, location in results:
+            self._check(target.host, ipaddress.ip_address(str(location[0]).partition("%")[0]))
+        for family, *_, location in results:
+            yield family, str(location[0])
 
     def _check(self, host: str, address: Address) -> None:
-        for one in (address, *_meant(address)):
+        for one in (address, *_embedded_addresses(address)):
             if any(one in network for network in self._private):
                 return
             if not one.is_global or one.is_multicast:
@@ -99,42 +99,43 @@ class Reachable:
                 )
 
 
-def _target(parts: SplitResult) -> Target:
-    if parts.scheme not in PORTS:
-        raise ToolError(f"only http and https can be fetched, not {parts.scheme or 'that'!r}")
-    if parts.username is not None or parts.password is not None:
+def _target(url_parts: SplitResult) -> Target:
+    if url_parts.scheme not in PORTS:
+        raise ToolError(f"only http and https can be fetched, not {url_parts.scheme or 'that'!r}")
+    if url_parts.username is not None or url_parts.password is not None:
         raise ToolError("a URL with a user name in it is not fetched")
-    if not parts.hostname:
+    if not url_parts.hostname:
         raise ValueError("it names no host")
-    host = parts.hostname.rstrip(".")
+    host = url_parts.hostname.rstrip(".")
     if not host.isascii():
         host = host.encode("idna").decode()
-    path = _quoted(parts.path or "/") + (f"?{_quoted(parts.query)}" if parts.query else "")
-    bare = Target("", parts.scheme, host, parts.port or PORTS[parts.scheme], path)
+    query = f"?{_percent_encode(url_parts.query)}" if url_parts.query else ""
+    path = _percent_encode(url_parts.path or "/") + query
+    bare = Target("", url_parts.scheme, host, url_parts.port or PORTS[url_parts.scheme], path)
     return Target(f"{bare.scheme}://{bare.authority}{path}", bare.scheme, host, bare.port, path)
 
 
-def _quoted(text: str) -> str:
-    """What may not stand in a request line, percent-encoded; what is encoded already stays."""
+def _percent_encode(text: str) -> str:
+    """Percent-encode characters that are invalid in a request line; encoded ones stay."""
     return "".join(
         char if "!" <= char <= "~" else "".join(f"%{byte:02X}" for byte in char.encode())
         for char in text
     )
 
 
-def _fits(entry: str, target: Target) -> bool:
-    found = _ENTRY.fullmatch(entry)
-    if found is None:
+def _matches(entry: str, target: Target) -> bool:
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
         return False
-    below, name, port = found.groups()
+    below, name, port = match.groups()
     if port != "*" and target.port != (int(port) if port else PORTS[target.scheme]):
         return False
     name = name.strip("[]").rstrip(".")
     return target.host.endswith(f".{name}") if below else target.host == name
 
 
-def _meant(address: Address) -> Iterator[Address]:
-    """The IPv4 addresses that an IPv6 one stands for."""
+def _embedded_addresses(address: Address) -> Iterator[Address]:
+    """Yield the IPv4 addresses that an IPv6 one contains."""
     if isinstance(address, ipaddress.IPv6Address):
         embedded = (address.ipv4_mapped, address.sixtofour, (address.teredo or (None, None))[1])
         yield from (one for one in embedded if one is not None)

@@ -1,8 +1,8 @@
-"""Files in a folder, as tools: list, read, search, write, edit, and nothing outside of the folder.
+"""Workspace tools: list, read, search, write and edit the files of one folder.
 
     agent = Agent(name="clerk", tools=Workspace("notes").tools)
 
-Read next: inside.py, which keeps to the folder.
+Read next: safe_paths.py, which never leaves the folder.
 """
 
 import fnmatch
@@ -14,20 +14,20 @@ from cray_agents.agent.tool import Tool, as_tool, tool
 from cray_agents.errors import BadInput, ToolError
 from cray_agents.tools import safe_paths
 
-MAX_BYTES = 2**20  # of a file that is read or written
+MAX_BYTES = 2**20  # size of a file
 MAX_LISTED = 500  # files
-MAX_FOUND = 100  # lines
-LINE = 300  # characters of a line that was found
+MAX_MATCHES = 100  # lines
+LINE = 300  # characters of a matching line
 
 
 class Workspace:
     """A folder whose files a model may read and, unless `read_only`, write.
 
-    Paths are relative to it. Symbolic links in it are never followed. Files are UTF-8 text of at
-    most `max_bytes`; what is written replaces a file as a whole or not at all. For runs that must
-    not see each other's files, make one for each, in an Environment.
+    Paths are relative to the folder, and symbolic links are never followed. Files are UTF-8 text of
+    at most `max_bytes`. A write replaces a file as a whole or not at all. If runs must not see each
+    other's files, make a workspace for each, in an Environment.
 
-    Raises BadInput for a folder that is none.
+    Raises BadInput if there is no such folder.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Workspace:
         reading = (self.list_files, self.read_file, self.search_text)
         writing = () if read_only else (self.write_file, self.edit)
         self.tools: tuple[Tool, ...] = tuple(as_tool(method) for method in (*reading, *writing))
-        self._one_writes = threading.Lock()  # calls of one turn run side by side
+        self._write_lock = threading.Lock()  # calls of one turn run concurrently
 
     @tool
     def list_files(self, path: str = ".", pattern: str = "*") -> str:
@@ -50,14 +50,14 @@ class Workspace:
             path: the folder, such as 'src'.
             pattern: what paths must fit, such as '*.py'; * also fits slashes.
         """
-        found: list[str] = []
+        matches: list[str] = []
         for name, _, _, about in safe_paths.walk(self.folder, path):
             if fnmatch.fnmatchcase(name, pattern):
-                if len(found) == MAX_LISTED:
-                    found.append(f"[and more: only {MAX_LISTED} are shown; narrow it down]")
+                if len(matches) == MAX_LISTED:
+                    matches.append(f"[and more: only {MAX_LISTED} are shown; narrow it down]")
                     break
-                found.append(f"{name} ({about.st_size})")
-        return "\n".join(found) or "[no files]"
+                matches.append(f"{name} ({about.st_size})")
+        return "\n".join(matches) or "[no files]"
 
     @tool
     def read_file(self, path: str, first_line: int = 1, lines: int = 400) -> str:
@@ -96,22 +96,22 @@ class Workspace:
         if not text or "\n" in text:
             raise ToolError("text must be some characters of one line")
         wanted = text.casefold() if ignore_case else text
-        found: list[str] = []
+        matches: list[str] = []
         for name, folder, entry, about in safe_paths.walk(self.folder, path):
             if about.st_size > self.max_bytes or not fnmatch.fnmatchcase(name, pattern):
                 continue
             try:
-                contents = self._decoded(
+                contents = self._decode(
                     name, safe_paths.read_at(folder, entry, name, self.max_bytes)
                 )
-            except ToolError:  # no text, or gone since
+            except ToolError:  # not text, or removed meanwhile
                 continue
             for number, line in enumerate(_lines(contents), 1):
                 if wanted in (line.casefold() if ignore_case else line):
-                    if len(found) == MAX_FOUND:
-                        return "\n".join([*found, f"[and more: only {MAX_FOUND} are shown]"])
-                    found.append(f"{name}:{number}: {line.strip()[:LINE]}")
-        return "\n".join(found) or "[not found]"
+                    if len(matches) == MAX_MATCHES:
+                        return "\n".join([*matches, f"[and more: only {MAX_MATCHES} are shown]"])
+                    matches.append(f"{name}:{number}: {line.strip()[:LINE]}")
+        return "\n".join(matches) or "[not found]"
 
     @tool
     def write_file(self, path: str, text: str) -> str:
@@ -121,7 +121,7 @@ class Workspace:
             path: such as 'src/main.py'.
             text: what the file is to hold.
         """
-        with self._one_writes:
+        with self._write_lock:
             return self._write(path, text)
 
     @tool
@@ -134,7 +134,7 @@ class Workspace:
             new: what takes its place.
             every: replace it wherever it stands.
         """
-        with self._one_writes:
+        with self._write_lock:
             before = self._text(path)
             count = before.count(old) if old else 0
             if not count:
@@ -155,10 +155,10 @@ class Workspace:
         return f"wrote {len(data)} bytes to {path}"
 
     def _text(self, path: str) -> str:
-        return self._decoded(path, safe_paths.read(self.folder, path, self.max_bytes))
+        return self._decode(path, safe_paths.read(self.folder, path, self.max_bytes))
 
     @staticmethod
-    def _decoded(path: str, data: bytes) -> str:
+    def _decode(path: str, data: bytes) -> str:
         if b"\0" in data:
             raise ToolError(f"{path!r} is not text")
         try:
@@ -168,5 +168,5 @@ class Workspace:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as editors number them; str.splitlines also breaks at form feeds and the like."""
+    """Split into lines as editors do. str.splitlines also splits at form feeds and the like."""
     return list(io.StringIO(text, newline="\n"))

@@ -1,1 +1,1 @@
-"""Learning: datasets to batches, Megatron-core."""
+"""Training: datasets to batches, Megatron-core training steps, checkpoints."""

@@ -103,9 +103,9 @@ class Agent(Generic[Output]):
             without tools, for its final answer.
         temperature, max_tokens: of each model call; None: the server's default.
         sampling: more of the request's fields, such as top_p, seed, stop.
-        tool_calls: `native`: the server understands its model's tool calls; `constrained`: it need
-            not, the model writes them as JSON that is held to a schema; `auto`: native, with a
-            warning when calls are not understood, and constrained if the server takes no tools.
+        tool_calls: `native`: the server understands its model's tool calls. `constrained`: the
+            model writes them as JSON that the server holds to a schema. `auto`: native, with a
+            warning when calls are missed, and constrained if the server takes no tools.
         parallel_tool_calls: whether a message's tool calls are carried out at the same time; if
             not, the server is asked for one at a time too. An environment's never are.
         json_schema: ask the server to hold answers to output_type's schema, if it can. They are
@@ -169,7 +169,7 @@ class Agent(Generic[Output]):
         return copy
 
     def through(self, engine: ChatEngine) -> "Agent[Output]":
-        """A copy that asks by way of this engine; `override`, where the server may be the same."""
+        """A copy that asks through this engine, and keeps what is known of the server behind it."""
         copy = replace(self, engine=engine)
         object.__setattr__(copy, "_server", self._server.for_engine(engine))
         return copy
@@ -204,7 +204,7 @@ class Agent(Generic[Output]):
 
     @property
     def parser(self) -> ParserCounts | None:
-        """How many tool calls the server understood, and how many not; with `auto` alone."""
+        """Counts of tool calls that the server understood or missed; with `auto` alone."""
         return self._server.parser if self.tool_calls == "auto" else None
 
     @property

@@ -216,7 +216,7 @@ async def _send(state: RunState, request: dict[str, Any]) -> ModelCall:
 
 
 def _tokens(completion: Mapping[str, Any], call: ModelCall) -> int:
-    """How many tokens a call read and sampled, by the server's own count."""
+    """Count the tokens that a call read and sampled, by the server's own count."""
     usage = completion.get("usage") or {}
     return usage.get("total_tokens") or len(call.prompt_token_ids) + len(call.token_ids)
 

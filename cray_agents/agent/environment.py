@@ -1,4 +1,4 @@
-"""Environment: what a run acts on. One is made for each run, so that its state is the run's own.
+"""Environment: the world that a run acts on, made anew for each run.
 
     class Number(Environment):
         def reset(self, task, context):
@@ -12,7 +12,7 @@
 
     agent = Agent(name="guesser", environment=Number)
 
-Called by agent.py.
+Called by conversation.py.
 """
 
 import functools
@@ -28,7 +28,7 @@ from cray_agents.agent.tool import Tool, as_tool
 from cray_agents.errors import BadInput, HookError
 from cray_agents.records import Task
 
-Said = str | Awaitable[str | None] | None  # what a sync or async method may return
+Answer = str | Awaitable[str | None] | None  # the return value of a sync or async method
 
 TEARDOWN = 30.0  # seconds that the end of an environment may take
 
@@ -36,34 +36,34 @@ log = logging.getLogger(__name__)
 
 
 class Environment:
-    """Subclass it. Methods marked with @tool are the run's tools, and share state through `self`.
+    """Base class of environments. Methods marked with @tool are the run's tools and share `self`.
 
-    Its tool calls are carried out one after another, in the model's order. All methods may be sync
-    or async. Sync ones run in a thread; one that a timeout gives up goes on there, beside
-    `teardown`, so what takes long is better async. Keep `__init__` cheap: instances are also made
-    to look at their tools; `reset` does the work.
+    Tool calls are carried out one after another, in the model's order. All methods may be sync or
+    async. Sync methods run in a thread. After a timeout such a thread goes on beside `teardown`, so
+    slow methods are better async. Keep `__init__` cheap and let `reset` do the work: instances are
+    also made to look at their tools.
     """
 
-    def reset(self, task: Task, context: RunContext) -> Said:
-        """Begin: an observation for the model, which stands below the input, or None.
+    def reset(self, task: Task, context: RunContext) -> Answer:
+        """Begin a run. Return an observation, which the model sees below the input, or None.
 
-        A failure is the infrastructure's: the run has an error, and no reward.
+        A failure counts as the infrastructure's: the run has an error and no reward.
         """
         return None
 
-    def reply(self, answer: str, context: RunContext) -> Said:
-        """What the environment says, as the user, to an answer; None ends the run with it."""
+    def reply(self, answer: str, context: RunContext) -> Answer:
+        """Reply to an answer as the user would; None ends the run with the answer."""
         return None
 
     def teardown(self) -> Awaitable[None] | None:
-        """End, whatever ended the run: also after a failed reset, a timeout, a cancellation."""
+        """Clean up after any end: also after a failed reset, a timeout or a cancellation."""
         return None
 
 
 def declared_tools(make: Callable[[], Environment] | None) -> list[Tool]:
-    """The tools of what this makes, for their schemas; each run has its own (`begin`).
+    """The tools of an environment, for their schemas; each run has its own (`begin`).
 
-    Raises BadInput for what makes no environment, or one with two tools of one name.
+    Raises BadInput if `make` makes no environment.
     """
     if make is None:
         return []
@@ -76,7 +76,7 @@ def declared_tools(make: Callable[[], Environment] | None) -> list[Tool]:
 
 
 async def begin(make: Callable[[], Environment], context: RunContext) -> dict[str, Tool]:
-    """Make a run's environment, reset it, and show the model what it says; returns its tools.
+    """Make and reset a run's environment, show its observation to the model, return its tools.
 
     Raises HookError.
     """
@@ -98,7 +98,7 @@ async def begin(make: Callable[[], Environment], context: RunContext) -> dict[st
 
 
 async def reply(answer: str, context: RunContext) -> str | None:
-    """What the run's environment, if any, says to an answer. Raises HookError."""
+    """Return the reply of the run's environment, if any, to an answer. Raises HookError."""
     if context.environment is None:
         return None
     return await _text(context.environment, "reply", answer, context)
@@ -119,17 +119,17 @@ async def tear_down(context: RunContext) -> None:
 @functools.cache
 def _tools(kind: type[Environment]) -> list[tuple[str, Tool]]:
     """(attribute, tool) for all methods marked with @tool."""
-    found = {name: getattr(kind, name) for name in dir(kind)}
+    attributes = {name: getattr(kind, name) for name in dir(kind)}
     return [
         (name, as_tool(types.MethodType(function, kind)))  # a schema needs no instance
-        for name, function in found.items()
+        for name, function in attributes.items()
         if hasattr(function, "__tool_options__")
     ]
 
 
 async def _text(environment: Environment, method: str, *arguments: Any) -> str | None:
     what = f"{type(environment).__name__}.{method}"
-    said = await hooks.call(what, getattr(environment, method), *arguments)
-    if said is not None and not isinstance(said, str):
-        raise HookError(f"{what} returned {said!r}: give a str or None")
-    return said
+    text = await hooks.call(what, getattr(environment, method), *arguments)
+    if text is not None and not isinstance(text, str):
+        raise HookError(f"{what} returned {text!r}: give a str or None")
+    return text

@@ -1,11 +1,11 @@
-"""Hooks: what an author wants called around a run's steps; and how such code is called.
+"""Hooks: functions of the author, called around the steps of a run.
 
     def no_deletes(call: ToolCall, context: RunContext) -> str | None:
         return "deleting needs a person" if "delete" in call.name else None
 
     agent = Agent(..., hooks=[Hooks(before_tool=no_deletes)])
 
-Called by agent.py and turns.py.
+Called by conversation.py.
 """
 
 import functools
@@ -49,7 +49,7 @@ class Hooks:
 
 
 async def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What an author's function returns. Raises HookError, which says `what` failed."""
+    """Call an author's function. Raises HookError, which names it by `what`."""
     try:
         return await user_code.call(functools.partial(function, *arguments), None)
     except Exception as error:
@@ -64,7 +64,7 @@ async def observed(hooks: Sequence[Hooks], moment: str, *arguments: Any) -> None
 
 
 async def changed(hooks: Sequence[Hooks], request: Request, context: RunContext) -> Request:
-    """The request after all before_model hooks. Raises HookError."""
+    """Pass a request through all before_model hooks. Raises HookError."""
     for hook in hooks:
         if function := hook.before_model:
             name = _name("before_model", function)
@@ -74,12 +74,12 @@ async def changed(hooks: Sequence[Hooks], request: Request, context: RunContext)
     return request
 
 
-async def refused(hooks: Sequence[Hooks], asked: ToolCall, context: RunContext) -> str | None:
-    """Why a before_tool hook does not let a call through; None: all do. Raises HookError."""
+async def refused(hooks: Sequence[Hooks], requested: ToolCall, context: RunContext) -> str | None:
+    """The reason why a before_tool hook refuses a call; None: none does. Raises HookError."""
     for hook in hooks:
         if function := hook.before_tool:
             name = _name("before_tool", function)
-            reason = await call(name, function, asked, context)
+            reason = await call(name, function, requested, context)
             if reason is not None and not isinstance(reason, str):
                 raise HookError(f"{name} returned {reason!r}: give the reason as a str, or None")
             if reason is not None:

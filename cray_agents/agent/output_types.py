@@ -1,6 +1,6 @@
-"""An agent's output type: what the model and its server are told of it; how an answer is read.
+"""Output types: instructions and schema for the model, and the reading of its answer.
 
-Called by agent.py and turns.py.
+Called by agent.py and conversation.py.
 """
 
 import json
@@ -16,14 +16,16 @@ _FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 
 
 class OutputError(CrayError, ValueError):
-    """The model's last answer is not of the agent's output type; words for the model."""
+    """The model's answer is not of the agent's output type. The message is for the model."""
 
     code = "output_error"
 
 
 class OutputReader:
-    """Reads answers as `type_`: str as it is, int, float and bool from the bare text, others
-    (pydantic models, lists, ...) from JSON.
+    """Reader of answers as `type_`.
+
+    A str is taken as it is; int, float and bool are read from the bare text; other types (pydantic
+    models, lists, ...) from JSON.
 
     `constrain`: ask the server to hold answers to the type's JSON schema. Raises BadInput for a
     type that pydantic cannot read from JSON.
@@ -43,14 +45,14 @@ class OutputReader:
 
     @property
     def instructions(self) -> str:
-        """A model cannot guess the fields of a JSON answer, so it is given their schema."""
+        """Instructions with the JSON schema of the answer, whose fields no model can guess."""
         if self._bare:
             return ""
         return f"Answer with JSON alone, of this schema: {json.dumps(self._json_schema)}"
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """A request's `response_format`; None for what is read from the bare text."""
+        """A request's `response_format`; None for types that are read from the bare text."""
         if self._bare:
             return None
         name = re.sub(r"\W", "_", getattr(self._type, "__name__", "answer"), flags=re.ASCII)[:64]
@@ -58,7 +60,7 @@ class OutputReader:
         return {"type": "json_schema", "json_schema": schema}
 
     def read(self, text: str) -> Any:
-        """The answer as the type. Raises OutputError."""
+        """Read an answer. Raises OutputError."""
         if self._type is str:
             return text
         text = text.strip()

@@ -1,6 +1,6 @@
-"""What a tool, a hook, an environment or an instructions function gets to know of its run.
+"""RunContext: the public state of a run, for tools, hooks, environments and instructions.
 
-Made by agent.py, one for each run. A tool asks for it with a parameter annotated `RunContext`,
+Made by run_state.py, one for each run. A tool asks for it with a parameter annotated `RunContext`,
 which the model does not see.
 """
 
@@ -13,11 +13,11 @@ from cray_agents.records import Message, Reward, Task, digest
 
 @dataclass
 class RunContext:
-    """A run that goes on. `given` is what the caller passed as `context=`, for tools to share.
+    """A run in progress. `given` is the caller's `context=`, for tools to share.
 
     `messages` is the conversation so far, system message first: read it, do not change it. `turn`
-    counts model calls from 0. `environment` is the run's own, if its agent has one. `engine` and
-    `model` are what the run asks, with the sampling `seed` if it was given one; `agent` is who
+    counts model calls from 0. `environment` is the run's own, if its agent has one. The run asks
+    `engine` for `model`, with the sampling `seed` if there is one. `agent` names the agent that
     speaks, also after a handoff.
     """
 
@@ -36,9 +36,9 @@ class RunContext:
     children: int = 0
 
     def reward(self, value: float, name: str = "step") -> None:
-        """Reward the present turn; it is on the run's record, beside what reward functions say.
+        """Reward the present turn, beside the run's reward functions.
 
-        What is given to one turn under one name adds up.
+        Rewards of one turn under one name add up.
         """
         same = [r for r in self.rewards if (r.name, r.turn) == (name, self.turn)]
         total = sum(r.value for r in same) + float(value)
@@ -46,7 +46,7 @@ class RunContext:
         self.rewards[:] = [*(r for r in self.rewards if r not in same), given]
 
     def child(self) -> dict[str, Any]:
-        """Id and seed of a sub-agent's run: the same again when this run is done again."""
+        """Id and seed of a sub-agent's run: the same again when this run is repeated."""
         self.children += 1
         made = digest([self.run_id, self.children], 24)
         return {"run_id": f"run_{made}", "seed": None if self.seed is None else int(made[:7], 16)}

@@ -188,7 +188,7 @@ class RunState:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether tool calls are carried out one by one: an environment's always are."""
+        """Tool calls are carried out one by one: an environment's always are."""
         return self.context.environment is not None or self.active.one_by_one
 
     async def enter(self, agent: ActiveAgent) -> None:

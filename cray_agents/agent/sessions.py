@@ -1,11 +1,11 @@
-"""Sessions: what was said in earlier runs of one conversation, for the next run to go on from.
+"""Sessions: messages of earlier runs of a conversation, for the next run to go on from.
 
     session = FileSession("ada.jsonl")
     await agent.run("My name is Ada.", session=session)
     await agent.run("What is my name?", session=session)
 
-A run that came to no answer (an error, a timeout) leaves its session as it was: a conversation that
-breaks off between a tool call and its result is one that servers refuse. Called by agent.py.
+A run without an answer (an error, a timeout) leaves its session as it was: servers refuse a
+conversation that breaks off between a tool call and its result. Called by conversation.py.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ if TYPE_CHECKING:  # it imports the openai client, which not every agent needs
 
 
 class Session(Protocol):
-    """A conversation's memory. Its runs carry the tag `session:<id>`."""
+    """Memory of a conversation. Its runs carry the tag `session:<id>`."""
 
     id: str
 
     async def history(self) -> list[Message]:
-        """All messages so far but system messages. Raises StoreError and its kinds."""
+        """Return all messages so far, without system messages. Raises StoreError and its kinds."""
         ...
 
-    async def extend(self, run: Run, said: Sequence[Message]) -> None:
-        """Take in what a run added: its input, and all up to its answer. Raises StoreError."""
+    async def extend(self, run: Run, added: Sequence[Message]) -> None:
+        """Add a run's messages, from its input to its answer. Raises StoreError."""
         ...
 
 
@@ -48,15 +48,15 @@ class MemorySession:
         """See Session."""
         return [*self.messages]
 
-    async def extend(self, run: Run, said: Sequence[Message]) -> None:
+    async def extend(self, run: Run, added: Sequence[Message]) -> None:
         """See Session."""
-        self.messages += said
+        self.messages += added
 
 
 class FileSession:
     """A conversation in a JSONL file, a line for each run: `{"run": id, "messages": [...]}`.
 
-    The file has one writer. A line that a crash left unfinished is taken for not written. `id`
+    The file has one writer. A line that a crash left unfinished counts as not written. `id`
     defaults to the file's name without its ending.
     """
 
@@ -68,9 +68,9 @@ class FileSession:
         """See Session. Raises Corrupt for a line that is none of its own."""
         return await asyncio.to_thread(self._read)
 
-    async def extend(self, run: Run, said: Sequence[Message]) -> None:
+    async def extend(self, run: Run, added: Sequence[Message]) -> None:
         """See Session; durable when this returns."""
-        line = orjson.dumps({"run": run.id, "messages": [*said]}) + b"\n"
+        line = orjson.dumps({"run": run.id, "messages": [*added]}) + b"\n"
         await asyncio.to_thread(self._append, line)
 
     def _read(self) -> list[Message]:
@@ -99,7 +99,7 @@ class FileSession:
 
 
 class PlatformSession:
-    """A conversation that lives in the store of a platform: it is the newest answered run's."""
+    """A conversation in the store of a platform: that of the newest answered run."""
 
     def __init__(self, id: str, platform: "Platform") -> None:  # noqa: A002
         self.id = id
@@ -112,13 +112,13 @@ class PlatformSession:
                 return without_system(run.trajectory.messages)
         return []
 
-    async def extend(self, run: Run, said: Sequence[Message]) -> None:
-        """See Session: records the run, which is once also where its agent records it."""
+    async def extend(self, run: Run, added: Sequence[Message]) -> None:
+        """See Session. Records the run; a run that its agent recorded already stays the same."""
         await self._platform.record([run])
 
 
 def is_answered(run: Run) -> bool:
-    """Whether a run came to an answer, so that a user may speak next."""
+    """Tell whether a run came to an answer, so that a user may speak next."""
     last = run.trajectory.messages[-1] if run.trajectory.messages else {}
     asks = bool(last.get("tool_calls"))
     return run.error is None and last.get("role") == "assistant" and not asks

@@ -1,7 +1,6 @@
-"""A function's signature and docstring as what a model is told of it: names, types, descriptions.
+"""Signatures: a function's parameters and docstring as the schema that a model is given.
 
-A parameter annotated `RunContext` is not for the model; its name is found here. Called by
-toolbox.py.
+A parameter annotated `RunContext` is left out of the schema. Called by tool.py.
 """
 
 import functools
@@ -26,10 +25,10 @@ _PARAMETER = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 def read_signature(
     function: Callable[..., Any], name: str, described: Mapping[str, str]
 ) -> tuple[type[BaseModel], str | None]:
-    """A model of a function's parameters, and the name of the one that takes the RunContext.
+    """A pydantic model of a function's parameters, and the name of the RunContext parameter.
 
-    The model's fields are p0, p1, ... whose aliases are the parameters' names: the detour spares
-    authors the names that pydantic keeps for itself, such as `json`. Raises BadInput.
+    The model's fields are p0, p1, ... with the parameters' names as aliases, because pydantic keeps
+    some names for itself, such as `json`. Raises BadInput.
     """
     plain, fixed = unbound(function)
     hints = _hints(plain, name)
@@ -63,7 +62,7 @@ def read_signature(
 
 
 def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], set[str]]:
-    """The function within functools.partial, and the parameters that were given by name there."""
+    """The function within functools.partial, and the parameters given by name there."""
     fixed: set[str] = set()
     while isinstance(function, functools.partial):
         fixed |= function.keywords.keys()
@@ -98,7 +97,7 @@ def _check_parameter(parameter: inspect.Parameter, function: Callable[..., Any],
 
 
 def _takes_context(hint: Any) -> bool:
-    """Whether a hint is RunContext, also within Annotated, or Optional."""
+    """Tell whether a hint is RunContext, also within Annotated or Optional."""
     if get_origin(hint) is Annotated:
         return _takes_context(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -107,7 +106,7 @@ def _takes_context(hint: Any) -> bool:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """A Google-style docstring as (description, {parameter: description})."""
+    """Read a Google-style docstring as (description, {parameter: description})."""
     description: list[str] = []
     parameters: dict[str, str] = {}
     section, indent, current = "", 0, ""

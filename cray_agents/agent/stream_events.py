@@ -1,4 +1,4 @@
-"""What Agent.stream yields, in the order in which it happens."""
+"""Events of Agent.stream, in the order in which they happen."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from cray_agents.records import ModelCall, Run, StopReason, ToolCall
 
 @dataclass(frozen=True)
 class ModelStarted:
-    """A model is asked; `turn` counts from 0."""
+    """A model call begins; `turn` counts from 0."""
 
     turn: int
     agent: str
@@ -16,21 +16,21 @@ class ModelStarted:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the model's text, as it came."""
+    """A piece of the model's text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ModelFinished:
-    """The model's answer is whole."""
+    """A model call ended."""
 
     call: ModelCall
 
 
 @dataclass(frozen=True)
 class ToolStarted:
-    """The model asked for a tool call, which begins."""
+    """A tool call begins."""
 
     id: str
     name: str
@@ -46,7 +46,7 @@ class ToolFinished:
 
 @dataclass(frozen=True)
 class Handoff:
-    """From here on another agent speaks, in the same run."""
+    """Another agent speaks from here on, in the same run."""
 
     agent: str
 

@@ -1,9 +1,9 @@
-"""@tool: a typed Python function as something a model can call.
+"""Tool: a typed Python function that a model can call, made by @tool.
 
-The schema comes from the signature and the docstring (signatures.py). Whatever goes wrong in a call
-(arguments that do not validate, a refusal, an exception, a timeout, an unknown name) becomes a
-short text for the model and stands in ToolCall.error; it never ends a run, but for what PASSING
-lists. Called by turns.py.
+The schema comes from the signature and the docstring (signatures.py). Any failure of a call
+(invalid arguments, a refusal, an exception, a timeout, an unknown name) becomes a short text for
+the model and stands in ToolCall.error. It never ends a run, but for the errors in PASSING. Called
+by conversation.py.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from cray_agents.errors import (
 from cray_agents.records import ToolCall
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: Whether a call may be carried out: True, or the reason why not (False: none is given).
+#: Approval of a call: True, or the reason for a refusal (False: without a reason).
 Approve = Callable[[ToolCall, RunContext], bool | str | Awaitable[bool | str]]
-#: What is wrong with validated arguments, in words for a model; None: nothing.
+#: A check of validated arguments: the problem in words for a model, or None.
 Check = Callable[[Mapping[str, Any]], Awaitable[str | None]]
 
-TIMEOUT = 60.0  # seconds, of a tool that names none
-MAX_CHARS = 20_000  # of a result, that a model is shown: about 5,000 tokens
+TIMEOUT = 60.0  # seconds; the default of a tool
+MAX_CHARS = 20_000  # of a result for the model: about 5,000 tokens
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-#: What ends the run: a sub-agent's was failed by the infrastructure, or a test forbids the call.
+#: Errors that end the run: the infrastructure failed a sub-agent, or a test forbids the call.
 PASSING = (SubagentError, RealModelCall, ReplayMismatch)
 
 
@@ -51,8 +51,8 @@ class Tool:
     """A function a model may call. `schema` is the tool as OpenAI's `tools` lists it.
 
     Made by `@tool`, or by Agent from a plain function; see `tool` for the options.
-    `context_parameter` names the one that is given the RunContext. `check` is asked about the
-    arguments that `arguments` let through, where a schema takes longer than an event loop may wait.
+    `context_parameter` names the parameter that gets the RunContext. `check` looks at valid
+    arguments once more, where a schema takes longer than an event loop may wait.
     """
 
     name: str
@@ -68,15 +68,15 @@ class Tool:
     check: Check | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself."""
+        """Call the function itself."""
         return self.function(*args, **kwargs)
 
     async def call(
         self, arguments: str, context: RunContext | None = None, *, call_id: str = ""
     ) -> Any:
-        """Validate a JSON object of arguments, have the call approved, call.
+        """Validate a JSON object of arguments, have the call approved, make it.
 
-        Raises ToolError, and what PASSING lists.
+        Raises ToolError, and the errors in PASSING.
         """
         values = self._validated(arguments)
         if self.check is not None and (problem := await self._checked(self.check, values)):
@@ -84,10 +84,10 @@ class Tool:
         if name := self.context_parameter:
             default = inspect.signature(self.function).parameters[name].default
             if context is not None or default is inspect.Parameter.empty:
-                values[name] = self._needed(context)
+                values[name] = self._require(context)
         if self.approve is not None:
-            asked = ToolCall(id=call_id, name=self.name, arguments=arguments)
-            await _approved(self.approve, asked, self._needed(context))
+            requested = ToolCall(id=call_id, name=self.name, arguments=arguments)
+            await _check_approval(self.approve, requested, self._require(context))
         attempts = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.retries + 1),
             wait=tenacity.wait_exponential(multiplier=0.1, max=2),
@@ -97,9 +97,9 @@ class Tool:
         bound = functools.partial(self.function, **values)
         plain, _ = unbound(self.function)
         if inspect.isasyncgenfunction(plain):
-            bound = functools.partial(_collected, bound)
+            bound = functools.partial(_list_async, bound)
         elif inspect.isgeneratorfunction(plain):
-            bound = functools.partial(_listed, bound)
+            bound = functools.partial(_list_sync, bound)
         try:
             if not self.retries:
                 return await user_code.call(bound, self.timeout)
@@ -111,7 +111,7 @@ class Tool:
         except Exception as error:
             raise ToolError(f"{self.name} failed: {type(error).__name__}: {error}") from error
 
-    def _needed(self, context: RunContext | None) -> RunContext:
+    def _require(self, context: RunContext | None) -> RunContext:
         if context is None:
             raise ToolError(f"{self.name} works only within an agent's run")
         return context
@@ -141,7 +141,7 @@ class Tool:
 
     @property
     def signature(self) -> str:
-        """Such as `search(query: string, limit?: integer)`: what a model is told."""
+        """The signature for a model, such as `search(query: string, limit?: integer)`."""
         parameters = self.schema["function"]["parameters"]
         required = parameters.get("required", [])
         listed = (
@@ -176,23 +176,23 @@ def tool(
     """Let models call this function or method: `@tool` or `@tool(timeout=20)`.
 
     The function stays what it was. Its parameters need annotations; a Google-style `Args:`
-    section in its docstring describes them. One annotated `RunContext` is given the run's, and
-    the model does not see it. The function may be sync (it then runs in a thread) or async; the
-    result of a generator is the list of what it yields. Of a functools.partial the model gives
-    what is not given yet.
+    section in its docstring describes them. A parameter annotated `RunContext` gets the run's
+    context, and the model does not see it. The function may be sync (it then runs in a thread) or
+    async. The result of a generator is the list of its items. Of a functools.partial the model
+    gives the open parameters.
 
     Args:
-        function: what is decorated.
+        function: the decorated function.
         timeout: seconds a call may take; None: no limit.
-        retries: how often to try again after an exception that is no ToolError.
-        name: what models call it; default: the function's name.
+        retries: tries after an exception that is no ToolError.
+        name: the tool's name for models; default: the function's name.
         approve: asked before each call whose arguments are valid, with the ToolCall and the
-            RunContext, sync or async, for as long as it takes; the call is carried out if the
-            answer is True. A text is the reason why not, which the model is told.
-        max_chars: of a longer result the model is shown head and tail, with a note; the record
-            has all of it. None: no limit.
+            RunContext, sync or async, for as long as it takes. The call is carried out if the
+            answer is True. A text is the reason for a refusal, for the model to read.
+        max_chars: of a longer result the model sees head and tail, with a note; the record has all
+            of it. None: no limit.
 
-    Raises BadInput for options that cannot be meant.
+    Raises BadInput for options that make no sense.
     """
     if timeout is not None and not timeout > 0:
         raise BadInput(f"timeout={timeout!r}: must be above 0 seconds, or None", param="timeout")
@@ -220,13 +220,13 @@ def tool(
 _WRAPPED = (staticmethod, classmethod)
 
 
-def as_tool(thing: Tool | Callable[..., Any]) -> Tool:
-    """The Tool a function was marked to be, or may well be. Raises BadInput if it cannot."""
-    if isinstance(thing, Tool):
-        return thing
-    if not callable(thing):
-        raise BadInput(f"{thing!r} is not a tool: give a function", param="tools")
-    plain, _ = unbound(thing)
+def as_tool(function: Tool | Callable[..., Any]) -> Tool:
+    """Make a Tool of a function, marked or not. Raises BadInput if that cannot be."""
+    if isinstance(function, Tool):
+        return function
+    if not callable(function):
+        raise BadInput(f"{function!r} is not a tool: give a function", param="tools")
+    plain, _ = unbound(function)
     options: dict[str, Any] = dict(getattr(plain, "__tool_options__", {}))
     name = options.pop("name", None) or getattr(plain, "__name__", type(plain).__name__)
     if not NAME.fullmatch(name):
@@ -236,7 +236,7 @@ def as_tool(thing: Tool | Callable[..., Any]) -> Tool:
             param="tools",
         )
     description, described = read_docstring(inspect.getdoc(plain) or "")
-    arguments, context = read_signature(thing, name, described)
+    arguments, context = read_signature(function, name, described)
     schema = {
         "type": "function",
         "function": {
@@ -245,25 +245,27 @@ def as_tool(thing: Tool | Callable[..., Any]) -> Tool:
             "parameters": {"properties": {}, **untitled(arguments.model_json_schema())},
         },
     }
-    return Tool(name, description, schema, arguments, thing, context_parameter=context, **options)
+    return Tool(
+        name, description, schema, arguments, function, context_parameter=context, **options
+    )
 
 
 async def perform(
-    tools: Mapping[str, Tool], asked: Mapping[str, Any], context: RunContext | None = None
+    tools: Mapping[str, Tool], requested: Mapping[str, Any], context: RunContext | None = None
 ) -> ToolCall:
     """Carry out one tool call of a (tidied) message; failures are in the ToolCall's `error`."""
-    name, arguments = asked["function"]["name"], asked["function"]["arguments"]
+    name, arguments = requested["function"]["name"], requested["function"]["arguments"]
     known = tools.get(name)
     started = time.monotonic()
     result, problem = None, None
     try:
         if known is None:
             raise ToolError(_unknown(name, tools))
-        result = _as_json(await known.call(arguments, context, call_id=asked["id"]), name)
+        result = _as_json(await known.call(arguments, context, call_id=requested["id"]), name)
     except ToolError as error:
         problem = _encodable(str(error))
     call = ToolCall(
-        id=asked["id"],
+        id=requested["id"],
         name=name,
         arguments=arguments,
         result=result,
@@ -274,7 +276,7 @@ async def perform(
 
 
 def model_text(call: ToolCall) -> str:
-    """What the model reads of a tool call: a str result as it is, any other as JSON."""
+    """The text of a tool call for the model: a str result as it is, any other as JSON."""
     if call.shown is not None:
         return call.shown
     if call.error is not None:
@@ -282,38 +284,38 @@ def model_text(call: ToolCall) -> str:
     return call.result if isinstance(call.result, str) else to_json(call.result).decode()
 
 
-async def _collected(function: Callable[[], AsyncIterator[Any]]) -> list[Any]:
-    """All that an async generator yields: that is its result."""
+async def _list_async(function: Callable[[], AsyncIterator[Any]]) -> list[Any]:
+    """All items of an async generator, as its result."""
     return [item async for item in function()]
 
 
-def _listed(function: Callable[[], Iterable[Any]]) -> list[Any]:
-    """The same of a generator that is not async."""
+def _list_sync(function: Callable[[], Iterable[Any]]) -> list[Any]:
+    """All items of a generator, as its result."""
     return [*function()]
 
 
-async def _approved(approve: Approve, asked: ToolCall, context: RunContext) -> None:
-    """Raises ToolError unless the answer is True: what fails, or forgets to answer, refuses."""
+async def _check_approval(approve: Approve, requested: ToolCall, context: RunContext) -> None:
+    """Ask for approval. Raises ToolError unless the answer is True: a failure refuses too."""
     try:
-        answer = await user_code.call(functools.partial(approve, asked, context), None)
+        answer = await user_code.call(functools.partial(approve, requested, context), None)
     except Exception as error:
         raise ToolError(
-            f"{asked.name} was not carried out: asking for approval failed: "
+            f"{requested.name} was not carried out: asking for approval failed: "
             f"{type(error).__name__}: {error}"
         ) from error
     if answer is not True:
         reason = f": {answer}" if isinstance(answer, str) and answer else ""
-        raise ToolError(f"{asked.name} was refused{reason}")
+        raise ToolError(f"{requested.name} was refused{reason}")
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether to call a tool again after this; a run's own end, a CancelledError, is no failure."""
+    """Tell whether to call a tool again after this error. A CancelledError ends the run."""
     final = (ToolError, user_code.UserCodeTimeout, *PASSING)
     return isinstance(error, Exception) and not isinstance(error, final)
 
 
 def _shortened(call: ToolCall, max_chars: int | None) -> ToolCall:
-    """The call with, if its text is too long, what the model is shown instead."""
+    """The call, with a shortened text for the model if its own is too long."""
     text = model_text(call)
     if max_chars is None or len(text) <= max_chars:
         return call

@@ -1,8 +1,8 @@
-"""Calls into code that authors bring (tools, rewards), so that it cannot stall or kill a run.
+"""User code: calls of tools, rewards and hooks that can neither stall nor kill a run.
 
-Sync functions run in a daemon thread each, so that one that hangs blocks neither the event loop nor
-the end of the process; `wait_for` gives sync callers an event loop that outlives their call.
-Called by toolbox.py, rewards.py and agent.py.
+Each sync function runs in a daemon thread, so that a hanging one blocks neither the event loop nor
+the end of the process. `wait_for` gives sync callers an event loop that outlives their call.
+Called by agent.py, conversation.py, tool.py and rewards/reward.py.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]
 
-GRACE = 5.0  # seconds that what is cancelled gets to record or to release what it holds
+GRACE = 5.0  # seconds for cancelled work to record its end and release its resources
 
 log = logging.getLogger(__name__)
 
 
 class UserCodeTimeout(Exception):
-    """The function did not come back in time; its thread, if it has one, is left behind."""
+    """A function did not return in time; its thread, if it has one, is left behind."""
 
 
 async def call(function: Callable[[], Any], timeout: float | None) -> Any:
-    """The function's result. Raises Overdue after `timeout` seconds, or what the function raised.
+    """Call a function. Raises UserCodeTimeout after `timeout` seconds, or the function's error.
 
-    Async functions are awaited here, sync ones run in a thread with a copy of the context. An async
-    one that is given up gets GRACE seconds to end what it holds.
+    Async functions are awaited here, sync ones run in a thread with a copy of the context. A
+    cancelled async function gets GRACE seconds to clean up.
     """
     future: asyncio.Future[Outcome]
     if _is_async(function):
@@ -58,7 +58,7 @@ async def call(function: Callable[[], Any], timeout: float | None) -> Any:
 
 
 async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of work that goes on, for GRACE seconds, when its caller is cancelled."""
+    """Await work that goes on, for GRACE seconds, when its caller is cancelled."""
     work = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(work)
@@ -72,7 +72,7 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on the background loop and block for its result.
+    """Run a coroutine on the background loop and block for its result.
 
     The loop is shared by all sync callers of this process, so that their engines keep their
     connections. Called on that very loop (a sync call inside an async tool), a new one is used.
@@ -98,7 +98,7 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate_sync(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-    """What an async generator yields (never None), for sync callers; it is closed when this one is.
+    """Iterate over an async generator in sync code; its items are never None.
 
     Raises RuntimeError on the background loop itself, which would wait for its own work.
     """

@@ -1,1 +1,1 @@
-"""Models to ask: a server with OpenAI's API, scripted answers, recorded ones."""
+"""Engines: a server with OpenAI's API, scripted answers, recorded answers."""

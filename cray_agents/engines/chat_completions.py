@@ -1,7 +1,7 @@
-"""Chat completions as a server sends them, whole or in chunks, read into our records.
+"""Chat completions: read a server's answers, whole or in chunks, into our records.
 
-Called by agent.py. A gateway reports exact tokens as `samples`, vLLM as `prompt_token_ids` and, per
-choice, `token_ids` and `logprobs`; of any other server these stay empty.
+Called by agent/conversation.py. A gateway reports exact tokens as `samples`. vLLM reports them as
+`prompt_token_ids` and, per choice, `token_ids` and `logprobs`. With other servers they stay empty.
 """
 
 import json
@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from cray_agents.errors import EngineError
 from cray_agents.records import Message, ModelCall
 
-#: Keys of a message that stay when they are empty: all others would only confuse a chat template.
-_KEPT = ("role", "content")
-#: Request keys that say what was asked, not how to sample the answer.
+#: Keys of a message that stay when empty. Other empty ones would confuse a chat template.
+_ALWAYS_KEPT = ("role", "content")
+#: Request keys that are no settings of sampling.
 _NOT_SAMPLING = {"model", "messages", "tools", "stream", "stream_options", "extra_headers"}
 
 
@@ -26,7 +26,7 @@ def read_completion(
     started: float,
     seconds: float,
 ) -> ModelCall:
-    """The call that a request and its answer were. Raises EngineError for an answer of no shape."""
+    """Make the record of a request and its answer. Raises EngineError for an unknown shape."""
     choice = first_choice(completion)
     try:
         sample = (completion.get("samples") or [_sample(completion, choice)])[0]
@@ -50,7 +50,7 @@ def read_completion(
 
 
 def _sample(completion: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """The exact tokens as vLLM reports them; empty from servers that do not."""
+    """Return the exact tokens as vLLM reports them; empty from servers without them."""
     logprobs = (choice.get("logprobs") or {}).get("content") or ()
     return {
         "prompt_token_ids": completion.get("prompt_token_ids") or [],
@@ -60,7 +60,7 @@ def _sample(completion: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[st
 
 
 def first_choice(completion: Mapping[str, Any]) -> dict[str, Any]:
-    """The only choice asked for. Raises EngineError when there is no message in it."""
+    """Return the first choice. Raises EngineError if it has no message."""
     choices = completion.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
@@ -69,16 +69,16 @@ def first_choice(completion: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tidy(message: Mapping[str, Any]) -> Message:
-    """An assistant's message without the fields that say nothing, its tool calls complete."""
-    kept = {k: v for k, v in message.items() if k in _KEPT or v not in (None, "", [], {})}
+    """Return an assistant's message without empty fields, with complete tool calls."""
+    kept = {k: v for k, v in message.items() if k in _ALWAYS_KEPT or v not in (None, "", [], {})}
     if "tool_calls" in kept:
         calls = enumerate(call for call in kept["tool_calls"] if isinstance(call, dict))
-        kept["tool_calls"] = [_complete(call, position) for position, call in calls]
-        kept["content"] = kept.get("content") or None  # "" comes of streams, None of the rest
+        kept["tool_calls"] = [_complete_call(call, position) for position, call in calls]
+        kept["content"] = kept.get("content") or None  # streams give "", other answers None
     return {"role": "assistant", "content": None, **kept}
 
 
-def _complete(call: Mapping[str, Any], position: int) -> dict[str, Any]:
+def _complete_call(call: Mapping[str, Any], position: int) -> dict[str, Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments") or ""
     return {
@@ -94,10 +94,10 @@ def _complete(call: Mapping[str, Any], position: int) -> dict[str, Any]:
 
 
 def sendable(message: Message) -> Message:
-    """The message as the next request may carry it.
+    """Return a message in a form that the next request may contain.
 
-    Servers refuse a conversation in which a tool call's arguments are not a JSON object, though
-    models write such calls; they go back as {"unparsed": what the model wrote}.
+    Servers refuse a conversation with tool calls whose arguments are not a JSON object, though
+    models write such calls. These are sent back as {"unparsed": the text that the model wrote}.
     """
     if not (calls := message.get("tool_calls")):
         return message
@@ -120,7 +120,7 @@ def _is_object(text: str) -> bool:
 
 
 class Assembly:
-    """A completion put together from the chunks of a stream."""
+    """A completion assembled from the chunks of a stream."""
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
@@ -131,7 +131,7 @@ class Assembly:
         self._finish: str | None = None
 
     def add(self, chunk: Mapping[str, Any]) -> str:
-        """Take in the next chunk; returns the text it brought, if any. Raises EngineError."""
+        """Add the next chunk; return its text, if any. Raises EngineError."""
         try:
             return self._add(chunk)
         except (AttributeError, KeyError, TypeError) as error:
@@ -156,20 +156,20 @@ class Assembly:
         self._merge_calls(delta.get("tool_calls") or ())
         return delta.get("content") or ""
 
-    def _merge_calls(self, parts: Iterable[Mapping[str, Any]]) -> None:
-        for part in parts:
-            index = part.get("index", len(self._calls))
+    def _merge_calls(self, deltas: Iterable[Mapping[str, Any]]) -> None:
+        for delta in deltas:
+            index = delta.get("index", len(self._calls))
             empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
             call = self._calls.setdefault(index, empty)
-            call["id"] = part.get("id") or call["id"]
-            function = part.get("function") or {}
+            call["id"] = delta.get("id") or call["id"]
+            function = delta.get("function") or {}
             call["function"]["name"] += function.get("name") or ""
             call["function"]["arguments"] += function.get("arguments") or ""
 
     def completion(self) -> dict[str, Any]:
-        """What the same request would have answered without streaming.
+        """Return the answer as if it had not been streamed.
 
-        Raises EngineError when the stream stopped before its end: half an answer is none.
+        Raises EngineError if the stream stopped before its end.
         """
         if self._finish is None:
             raise EngineError("the model server's stream ended in the middle of an answer")

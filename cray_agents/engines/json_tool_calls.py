@@ -1,19 +1,20 @@
-"""Tool calls as JSON that a server keeps to a schema: for servers without a tool-call parser, and
-for models too small to write a call right by themselves.
+"""JSON tool calls: make a model write its calls as JSON that the server keeps to a schema.
 
     agent = Agent(..., tool_calls="constrained")
 
-The model writes `{"tool": NAME, "arguments": {...}}` or `{"answer": ...}`; the request asks for
-that as `response_format` (JSON schema), so that a call is always of a tool there is, and its
-arguments of their types. The agent sees ordinary tool calls and text. What the model wrote stays in
-the message's `written`, and is what it reads of itself on the next turn, word for word.
+This is for servers without a tool-call parser, and for models too small to write a correct call by
+themselves. The model writes `{"tool": NAME, "arguments": {...}}` or `{"answer": ...}`. The request
+enforces this as `response_format` (JSON schema), so that each call names an existing tool, with
+arguments of their types. The agent sees ordinary tool calls and text. The message keeps the model's
+own text in `written`, and the model reads that text on the next turn, word for word.
 
-The schema cuts the model's distribution down, so the recorded log-probabilities are not its own:
-such calls suit `sft` and `rft`, not the ratios of `grpo`. A small model that writes blanks without
-end, where JSON allows them, is cured by vLLM's flag
-`--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'`.
+The schema restricts the model's distribution, so the recorded log-probabilities are not its own.
+Such calls suit `sft` and `rft`, not the ratios of `grpo`. A small model may write blanks without
+end, where JSON allows them; vLLM's flag
+`--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'` prevents
+that.
 
-Called by unparsed.py, which finds out whether this is needed: read it next.
+Called by missed_tool_calls.py, which detects servers that need this: read it next.
 """
 
 import json
@@ -29,19 +30,19 @@ from cray_agents.ports import ChatEngine
 from cray_agents.records import Message, digest
 
 _FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL)
-_JSON = json.JSONDecoder()  # reads what stands first: without a schema, models chat on after it
-_HEAD = ("id", "object", "created", "model")  # of a chunk
-_ABOUT_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_JSON = json.JSONDecoder()  # raw_decode ignores text after the JSON: models may go on writing
+_CHUNK_KEYS = ("id", "object", "created", "model")
+_TOOL_KEYS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 class ConstrainedEngine:
-    """A ChatEngine without `tools`, made into one with them.
+    """A ChatEngine that adds tools to an engine without them.
 
-    Requests without tools, in conversations without tool calls, are passed on as they are. A
-    message calls one tool at most. `unreadable` counts the messages that were neither call nor
-    answer, out of `messages`: cut off, or of a server that keeps to no schema. They stay text.
+    Requests without tools, in conversations without tool calls, are passed on unchanged. A message
+    calls one tool at most. `unreadable` counts those of all `messages` that were neither call nor
+    answer: cut off, or of a server that keeps to no schema. They stay text.
 
-    With `note` the tools are described in the system message. Without, they are also sent as
+    With `note` the tools are described in the system message. Otherwise they are also sent as
     `tools` (with `tool_choice` none), for chat templates that list them.
     """
 
@@ -54,25 +55,25 @@ class ConstrainedEngine:
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """See ChatEngine."""
-        if not _about_tools(request):
+        if not _involves_tools(request):
             return await self.engine.chat(request)
-        completion = await self.engine.chat(constrained(request, note=self._note))
+        completion = await self.engine.chat(constrain_request(request, note=self._note))
         choice = first_choice(completion)
-        said = self._read(_text(choice["message"]), request)
-        message = {**choice["message"], "content": None, **said}
-        finish = _finish(choice.get("finish_reason"), said)
+        reply = self._read_reply(_text(choice["message"]), request)
+        message = {**choice["message"], "content": None, **reply}
+        finish = _finish_reason(choice.get("finish_reason"), reply)
         read = {**choice, "message": message, "finish_reason": finish}
         return {**completion, "choices": [read, *completion["choices"][1:]]}
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """See ChatEngine. An answer's text comes as it is written, a call when it is complete."""
-        if not _about_tools(request):
+        """See ChatEngine. An answer's text comes piece by piece, a call when it is complete."""
+        if not _involves_tools(request):
             async for chunk in self.engine.stream(request):
                 yield chunk
             return
-        text, shown, finish = "", "", None
+        text, sent, finish = "", "", None
         head: dict[str, Any] = {}
-        async for chunk in self.engine.stream(constrained(request, note=self._note)):
+        async for chunk in self.engine.stream(constrain_request(request, note=self._note)):
             if not chunk.get("choices"):
                 yield chunk
                 continue
@@ -80,37 +81,37 @@ class ConstrainedEngine:
             delta = dict(choice.get("delta") or {})
             text += _text(delta)
             delta.pop("content", None)
-            grown = _answer_so_far(text)
-            if grown.startswith(shown) and grown != shown:
-                delta["content"] = grown[len(shown) :]
-                shown = grown
+            answer = _answer_so_far(text)
+            if answer.startswith(sent) and answer != sent:
+                delta["content"] = answer[len(sent) :]
+                sent = answer
             finish = choice.get("finish_reason") or finish
-            head = {key: chunk[key] for key in _HEAD if key in chunk}
-            held = {**choice, "delta": delta, "finish_reason": None}
-            yield {**chunk, "choices": [held]}
+            head = {key: chunk[key] for key in _CHUNK_KEYS if key in chunk}
+            partial = {**choice, "delta": delta, "finish_reason": None}
+            yield {**chunk, "choices": [partial]}
         if finish is None:
             raise EngineError("the model server's stream ended in the middle of an answer")
-        said = self._read(text, request)
-        delta = {**said, "content": (said.get("content") or "").removeprefix(shown)}
-        if calls := said.get("tool_calls"):
+        reply = self._read_reply(text, request)
+        delta = {**reply, "content": (reply.get("content") or "").removeprefix(sent)}
+        if calls := reply.get("tool_calls"):
             delta["tool_calls"] = [{**call, "index": 0} for call in calls]
-        end = {"index": 0, "delta": delta, "finish_reason": _finish(finish, said)}
+        end = {"index": 0, "delta": delta, "finish_reason": _finish_reason(finish, reply)}
         yield {**head, "choices": [end]}
 
-    def _read(self, text: str, request: Mapping[str, Any]) -> Message:
-        said = read_written(text, request)
+    def _read_reply(self, text: str, request: Mapping[str, Any]) -> Message:
+        reply = parse_reply(text, request)
         self.messages += 1
-        self.unreadable += "written" not in said
-        return said
+        self.unreadable += "written" not in reply
+        return reply
 
 
-def constrained(request: Mapping[str, Any], *, note: bool = True) -> dict[str, Any]:
-    """The request for the server: no tools, but a schema of what may be written."""
+def constrain_request(request: Mapping[str, Any], *, note: bool = True) -> dict[str, Any]:
+    """Return the request for the server: without tools, with a schema of the reply."""
     schema = reply_schema(request)
-    messages = [_rendered(message) for message in _merged(request["messages"])]
-    bare = {key: value for key, value in request.items() if key not in _ABOUT_TOOLS}
+    messages = [_render(message) for message in _merge_tool_results(request["messages"])]
+    bare = {key: value for key, value in request.items() if key not in _TOOL_KEYS}
     if note:
-        messages = _with_note(messages, describe(_offered(request)))
+        messages = _with_note(messages, describe_tools(_callable_tools(request)))
     elif request.get("tools"):
         bare |= {"tools": request["tools"], "tool_choice": "none"}
     form = {"name": "reply", "strict": True, "schema": schema}
@@ -122,16 +123,16 @@ def constrained(request: Mapping[str, Any], *, note: bool = True) -> dict[str, A
 
 
 def reply_schema(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a call of one of the request's tools, or of an answer.
+    """Return the JSON schema of a call of one of the request's tools, or of an answer.
 
-    An answer is a text, or what the request's own `response_format` asks for.
+    An answer is a text, or follows the request's own `response_format`.
     """
     definitions: dict[str, Any] = {}
     replies = []
-    for tool in _offered(request):
+    for tool in _callable_tools(request):
         name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
         if "#/" in json.dumps(parameters):
-            definitions[name] = _moved(parameters, f"#/$defs/{name}/")
+            definitions[name] = _rebase_references(parameters, f"#/$defs/{name}/")
             parameters = {"$ref": f"#/$defs/{name}"}
         replies.append(_object(tool={"const": name}, arguments=parameters or {"type": "object"}))
     if request.get("tool_choice", "auto") in ("auto", "none", None) or not replies:
@@ -140,8 +141,8 @@ def reply_schema(request: Mapping[str, Any]) -> dict[str, Any]:
     return schema | ({"$defs": definitions} if definitions else {})
 
 
-def describe(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What a model is told of its tools, and of how to use them."""
+def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the model's description of its tools and of their use."""
     if not tools:
         return 'Reply with JSON alone: {"answer": ANSWER}.'
     lines = ["You have these tools:"]
@@ -157,10 +158,10 @@ def describe(tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def read_written(text: str, request: Mapping[str, Any]) -> Message:
-    """What a model wrote, as the fields of a message: `tool_calls`, or `content`; and `written`.
+def parse_reply(text: str, request: Mapping[str, Any]) -> Message:
+    """Parse a model's text into fields of a message: `tool_calls` or `content`, and `written`.
 
-    An answer that was cut off is as long as it is; what is neither call nor answer is the text.
+    An answer that was cut off stays incomplete. Text that is neither call nor answer is `content`.
     """
     fenced = _FENCE.fullmatch(text)
     try:
@@ -182,13 +183,13 @@ def read_written(text: str, request: Mapping[str, Any]) -> Message:
     return {"content": text}
 
 
-def _about_tools(request: Mapping[str, Any]) -> bool:
-    spoken = (m.get("role") == "tool" or m.get("tool_calls") for m in request["messages"])
-    return bool(request.get("tools")) or any(spoken)
+def _involves_tools(request: Mapping[str, Any]) -> bool:
+    tool_messages = (m.get("role") == "tool" or m.get("tool_calls") for m in request["messages"])
+    return bool(request.get("tools")) or any(tool_messages)
 
 
-def _offered(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools that may be called: `tool_choice` may leave none, or name one."""
+def _callable_tools(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools that may be called. `tool_choice` may exclude all, or name one."""
     choice, tools = request.get("tool_choice", "auto"), request.get("tools") or []
     if choice == "none":
         return []
@@ -205,20 +206,20 @@ def _answer_schema(request: Mapping[str, Any], definitions: dict[str, Any]) -> d
     schema: dict[str, Any] = form["json_schema"].get("schema") or {}
     if "#/" not in json.dumps(schema):
         return schema
-    definitions["answer."] = _moved(schema, "#/$defs/answer./")
+    definitions["answer."] = _rebase_references(schema, "#/$defs/answer./")
     return {"$ref": "#/$defs/answer."}
 
 
-def _moved(node: Any, root: str) -> Any:
-    """A schema whose references start at another root."""
+def _rebase_references(node: Any, root: str) -> Any:
+    """Return a schema whose references start at another root."""
     if isinstance(node, dict):
         return {
             key: root + value[2:]
             if key == "$ref" and isinstance(value, str) and value.startswith("#/")
-            else _moved(value, root)
+            else _rebase_references(value, root)
             for key, value in node.items()
         }
-    return [_moved(item, root) for item in node] if isinstance(node, list) else node
+    return [_rebase_references(item, root) for item in node] if isinstance(node, list) else node
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -230,8 +231,8 @@ def _object(**properties: Any) -> dict[str, Any]:
     }
 
 
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with each row of tool results as one user's message."""
+def _merge_tool_results(messages: Sequence[Message]) -> list[Message]:
+    """Return the conversation with consecutive tool results joined into one user message."""
     names = {
         call["id"]: call["function"]["name"]
         for message in messages
@@ -252,8 +253,8 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
     return merged
 
 
-def _rendered(message: Message) -> Message:
-    """An assistant's message as it wrote it, or would have written it here."""
+def _render(message: Message) -> Message:
+    """Return an assistant's message as the text that it wrote, or would write under the schema."""
     if message.get("role") != "assistant":
         return message
     written = message.get("written")
@@ -276,7 +277,7 @@ def _with_note(messages: list[Message], note: str) -> list[Message]:
 
 
 def _text(part: Mapping[str, Any]) -> str:
-    """The text of a message or a delta. Raises EngineError if it is something else."""
+    """Return the text of a message or a delta. Raises EngineError if it is not a text."""
     content = part.get("content")
     if content is not None and not isinstance(content, str):
         raise EngineError(f"the model server's answer has no known shape: content {content!r}")
@@ -284,7 +285,7 @@ def _text(part: Mapping[str, Any]) -> str:
 
 
 def _answer_so_far(text: str) -> str:
-    """The text of an answer whose JSON may not be complete yet; empty if it is none, or no text."""
+    """Return the text of an answer in JSON that may be incomplete; empty without such a text."""
     try:
         value = from_json(text, allow_partial="trailing-strings")
     except ValueError:
@@ -293,5 +294,5 @@ def _answer_so_far(text: str) -> str:
     return answer if isinstance(answer, str) else ""
 
 
-def _finish(reason: str | None, said: Message) -> str:
-    return "tool_calls" if said.get("tool_calls") else reason or "stop"
+def _finish_reason(reason: str | None, reply: Message) -> str:
+    return "tool_calls" if reply.get("tool_calls") else reason or "stop"

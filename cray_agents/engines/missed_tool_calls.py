@@ -1,9 +1,9 @@
-"""Tool calls that a model wrote and its server did not understand: found, counted, told.
+"""Missed tool calls: find and count a model's calls that its server did not understand.
 
-A server without the right tool-call parser hands them over as plain text, and the run ends with
-that text as its answer, which looks like a bad model. `Agent(tool_calls="auto")` counts them in
-`parser`, warns when there are many, and changes to constrained calls by itself when the server
-refuses tools outright. Called by agent.py. Read next: constrained.py.
+A server without the right tool-call parser returns such calls as plain text. The run ends with that
+text as its answer, which looks like a bad model. `Agent(tool_calls="auto")` counts them in `parser`
+and warns when there are many. It changes to constrained calls by itself when the server refuses
+tools altogether. Called by agent/agent.py. Read next: json_tool_calls.py.
 """
 
 import json
@@ -21,17 +21,17 @@ from cray_agents.records import Message, ModelCall
 
 ToolCalls = Literal["auto", "native", "constrained"]
 
-WARN_AFTER = 3  # failures, if they are
-WARN_FROM = 0.1  # of the messages that call tools, or try to, at least
+WARN_AFTER = 3  # failures, if they also are at least
+WARN_FROM = 0.1  # of the messages that call tools, or try to
 
-#: How the chat templates of the known models open a call. A text that holds one was meant as one.
+#: Openings of a call in the chat templates of known models. A text with one is an intended call.
 _OPENINGS = (
     "<tool_call>", "<function=", "<function_call>", "<|tool_call|>", "<|tool_calls|>",
     "<|python_tag|>", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>",
     "<start_function_call>", "[TOOL_CALLS]", "<|action_start|>", "functools[", "```tool_code",
     "<invoke name=",
 )  # fmt: skip
-#: Where the JSON of an opened call begins: at once, or after the tool's name.
+#: The text before the JSON of an opened call: nothing, or the tool's name.
 _JSON_AHEAD = re.compile(r"[\w.:-]*>?\s*(?=[{\[])")
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _PYTHON = re.compile(r"\[?\s*([\w-]+)\((.*)\)\s*\]?", re.DOTALL)
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 
 def unparsed_tool_call(message: Message, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """The call of one of the tools that a server left in an assistant's text; None: none.
+    """Return the call of one of the tools that a server left in an assistant's text, if any.
 
-    The text opens a call as models do, or is one as JSON or Python. A call whose JSON is broken is
-    the model's mistake, which no parser would have understood: it does not count.
+    The text opens a call as models do, or is one as JSON or Python. A call with broken JSON does
+    not count: it is the model's mistake, and no parser would understand it.
     """
     text = message.get("content")
     if not tools or message.get("tool_calls") or not isinstance(text, str) or not text:
@@ -51,16 +51,16 @@ def unparsed_tool_call(message: Message, tools: Sequence[Mapping[str, Any]]) -> 
     for opening in _OPENINGS:
         if opening in text:
             begin = text.index(opening)
-            return text[begin:] if _well_formed(text[begin + len(opening) :]) else None
+            return text[begin:] if _is_whole_call(text[begin + len(opening) :]) else None
     names = {tool["function"]["name"] for tool in tools}
     for part in (text.strip(), *_FENCED.findall(text)):
-        if _called(part.strip()) & names:
+        if _called_names(part.strip()) & names:
             return str(part)
     return None
 
 
-def _well_formed(opened: str) -> bool:
-    """Whether what follows an opening is a whole call. Only of JSON can it be told."""
+def _is_whole_call(opened: str) -> bool:
+    """Return True if the text after an opening is a whole call. Only JSON is checked."""
     opened = opened.strip()
     if ahead := _JSON_AHEAD.match(opened):
         try:
@@ -70,25 +70,25 @@ def _well_formed(opened: str) -> bool:
     return True
 
 
-def _called(text: str) -> set[str]:
-    """The names that a text calls, if it is nothing but calls."""
+def _called_names(text: str) -> set[str]:
+    """Return the names that a text calls, if it consists of calls alone."""
     if spelled := _PYTHON.fullmatch(text):
         return {spelled[1]}
-    value = _json(text) if text[:1] in ("{", "[") else None
-    said = value if isinstance(value, list) else [value]
-    found = set()
-    for item in said:
+    value = _parse_json(text) if text[:1] in ("{", "[") else None
+    items = value if isinstance(value, list) else [value]
+    names = set()
+    for item in items:
         if not isinstance(item, dict):
             continue
         function = item.get("function")
         call = function if isinstance(function, dict) else item
         if {"arguments", "parameters", "args", "input"} & call.keys():
-            found |= {name for key in ("name", "tool", "function") if (name := call.get(key))
+            names |= {name for key in ("name", "tool", "function") if (name := call.get(key))
                       and isinstance(name, str)}  # fmt: skip
-    return found
+    return names
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -97,18 +97,18 @@ def _json(text: str) -> Any:
 
 @dataclass
 class ParserCounts:
-    """How a server's tool-call parser does: `calls` messages that it understood, `failures` not."""
+    """Counts of messages with tool calls: `calls` that a server's parser understood, `failures`."""
 
     calls: int = 0
     failures: int = 0
 
     @property
     def failed(self) -> float:
-        """The fraction of messages with a call that was not understood; 0 while there are none."""
+        """The fraction of messages with a call that was not understood; 0 without any."""
         return self.failures / (self.calls + self.failures) if self.failures else 0.0
 
     def see(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> str | None:
-        """Count a message; returns the call in it that was not understood."""
+        """Count a message; return the call in it that was not understood."""
         missed = unparsed_tool_call(message, tools)
         if missed is not None:
             self.failures += 1
@@ -118,7 +118,7 @@ class ParserCounts:
 
 
 def parser_counts(calls: Iterable[ModelCall]) -> ParserCounts:
-    """The counts over recorded calls, such as `run.calls`."""
+    """Count over recorded calls, such as `run.calls`."""
     counts = ParserCounts()
     for call in calls:
         counts.see(call.message, call.tools)
@@ -127,10 +127,10 @@ def parser_counts(calls: Iterable[ModelCall]) -> ParserCounts:
 
 @dataclass
 class ServerCapabilities:
-    """What runs have found out about the `server` of their model; an agent's copies share it.
+    """Capabilities of a model's `server` as runs observed them; an agent's copies share them.
 
-    `warned`: whether its parser was complained of; `tools`, `schemas`: whether it takes tools, and
-    a JSON schema for an answer.
+    `warned` is true after a warning about its parser. `tools` and `schemas` are true while the
+    server accepts tools, and a JSON schema for an answer.
     """
 
     server: Any = None
@@ -140,7 +140,7 @@ class ServerCapabilities:
     schemas: bool = True
 
     def for_engine(self, engine: ChatEngine) -> "ServerCapabilities":
-        """This, if it is of the engine's server or of none yet; else a new one."""
+        """Return this object if it is of the engine's server or of none yet, else a new one."""
         server = getattr(engine, "base_url", engine)
         if self.server is None:
             self.server = server
@@ -150,14 +150,14 @@ class ServerCapabilities:
 def with_tool_calls(
     engine: ChatEngine, mode: ToolCalls, server: ServerCapabilities | None = None
 ) -> ChatEngine:
-    """The engine for an agent's `tool_calls`; see Agent."""
+    """Return the engine for an agent's `tool_calls`; see Agent."""
     if mode == "constrained":
         return ConstrainedEngine(engine)
     return AutoEngine(engine, server) if mode == "auto" else engine
 
 
 class AutoEngine:
-    """An engine whose tool calls are counted, and constrained once its server refuses tools."""
+    """An engine that counts tool calls, and constrains them once its server refuses tools."""
 
     def __init__(self, engine: ChatEngine, server: ServerCapabilities | None = None) -> None:
         self.engine = engine
@@ -172,32 +172,32 @@ class AutoEngine:
         try:
             completion = await self.engine.chat(request)
         except EngineError as error:
-            return await self._instead(error, request).chat(request)
-        self._see(completion, request)
+            return await self._fall_back(error, request).chat(request)
+        self._count(completion, request)
         return completion
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """See ChatEngine."""
         native, assembly = self.server.tools, Assembly()
         engine = self.engine if native else self._constrained
-        counted, begun = native and bool(request.get("tools")), False
+        counted, started = native and bool(request.get("tools")), False
         try:
             async for chunk in engine.stream(request):
-                begun = True
+                started = True
                 if counted:
                     assembly.add(chunk)
                 yield chunk
         except EngineError as error:
-            if begun or not counted:
+            if started or not counted:
                 raise
-            async for chunk in self._instead(error, request).stream(request):
+            async for chunk in self._fall_back(error, request).stream(request):
                 yield chunk
             return
         if counted:
-            self._see(assembly.completion(), request)
+            self._count(assembly.completion(), request)
 
-    def _instead(self, error: EngineError, request: Mapping[str, Any]) -> ConstrainedEngine:
-        """Constrained calls from now on, if tools are what was refused. Else raises the error."""
+    def _fall_back(self, error: EngineError, request: Mapping[str, Any]) -> ConstrainedEngine:
+        """Change to constrained calls if the server refused tools. Else raise the error."""
         refused = error.status in (400, 404, 422, 501) and "tool" in str(error).lower()
         if not refused or not request.get("tools"):
             raise error
@@ -206,13 +206,13 @@ class AutoEngine:
             self.server.tools = False
         return self._constrained
 
-    def _see(self, completion: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+    def _count(self, completion: Mapping[str, Any], request: Mapping[str, Any]) -> None:
         if not request.get("tools"):
             return
         try:
             message = tidy(first_choice(completion)["message"])
         except (EngineError, AttributeError, KeyError, TypeError):
-            return  # the agent, who reads it next, says what is wrong with it
+            return  # the agent reads the message next, and raises the error
         server, counts = self.server, self.server.parser
         missed = counts.see(message, request["tools"])
         if missed is None or server.warned or counts.failures < WARN_AFTER:

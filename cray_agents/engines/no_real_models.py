@@ -1,13 +1,13 @@
-"""A guard for tests: nobody asks a real model by mistake.
+"""Guard for tests: refuse requests to real models.
 
     no_real_models()                # in a conftest.py: from here on, in the whole process
 
     with no_real_models():          # or for as long as a block lasts
         ...
 
-It is the environment variable CRAY_AGENTS_NO_REAL_MODELS, so that it also holds in other threads
-and in processes that a test starts; setting it to 1 guards a whole test suite. Scripted and
-replayed engines answer as before. Asked by openai_engine.py.
+The guard is the environment variable CRAY_AGENTS_NO_REAL_MODELS, so it also covers other threads
+and processes that a test starts. Setting it to 1 guards a whole test suite. Scripted and replayed
+engines answer as before. Called by openai_engine.py.
 """
 
 import os
@@ -21,10 +21,10 @@ VARIABLE = "CRAY_AGENTS_NO_REAL_MODELS"
 
 
 class no_real_models(ContextDecorator):  # noqa: N801 - it reads as the function it was
-    """From now on a request to a model server raises RealModelCall, out of the run too.
+    """Make each request to a model server raise RealModelCall, which no run hides.
 
-    As a context manager it ends with the block; as a decorator, `@no_real_models()`, it holds
-    whenever the function runs.
+    As a context manager the guard ends with the block. As a decorator, `@no_real_models()`, it
+    covers each call of the function.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class no_real_models(ContextDecorator):  # noqa: N801 - it reads as the function
         self._restore()
 
     def __call__(self, function: Any) -> Any:
-        """Guard a function instead of what comes after this statement."""
+        """Guard a function instead of the code after this statement."""
         self._restore()
         return super().__call__(function)
 

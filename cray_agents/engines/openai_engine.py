@@ -1,9 +1,9 @@
-"""The ChatEngine over HTTP: a cray-agents gateway, or any other server with OpenAI's API.
+"""OpenAIEngine: the ChatEngine of a gateway, or of any other server with OpenAI's API.
 
-It asks for exact tokens where the server can report them, and finds out whether it can. Retries
-(429, 408, 409, 5xx, no connection) are the openai client's own, with its back-off. That client is
-imported when first used: it takes longer to import than all of ours. Called by agent.py and
-transport.py.
+The engine requests exact tokens, unless the server cannot report them. Retries (429, 408, 409,
+5xx, no connection) are the openai client's own, with its back-off. That client is imported when
+first used, as its import takes longer than all of ours. Called by agent/agent.py and
+platform/transport.py.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     import openai
     from openai import AsyncOpenAI
 
-WIDTH = 16  # requests at a time, before there is another client
-MOST = 64  # clients
+WIDTH = 16  # concurrent requests of a client, before another one is made
+MAX_CLIENTS = 64
 
 
 @dataclass
 class _Client:
-    """A client, and how many requests it has now."""
+    """A client and the number of its current requests."""
 
     client: "AsyncOpenAI"
     busy: int = 0
 
 
 class ClientPool:
-    """Clients, made when they are needed. Requests one after the other share a connection."""
+    """Clients, made on demand. Consecutive requests share a connection."""
 
     def __init__(self, make: Callable[[], "AsyncOpenAI"]) -> None:
         self._make = make
@@ -51,34 +51,34 @@ class ClientPool:
         )
 
     @contextmanager
-    def one(self) -> Iterator["AsyncOpenAI"]:
-        """A client for one request, until that has ended."""
-        chosen = self._chosen(self._open.setdefault(asyncio.get_running_loop(), []))
+    def borrow(self) -> Iterator["AsyncOpenAI"]:
+        """Lend a client to one request, until the request has ended."""
+        chosen = self._choose(self._open.setdefault(asyncio.get_running_loop(), []))
         chosen.busy += 1
         try:
             yield chosen.client
         finally:
             chosen.busy -= 1
 
-    def _chosen(self, here: list[_Client]) -> _Client:
-        """The first that has room; a new one; the least busy."""
-        free = next((one for one in here if one.busy < WIDTH), None)
-        if free is None and len(here) < MOST:
+    def _choose(self, clients: list[_Client]) -> _Client:
+        """Return the first client with room, else a new one, else the least busy one."""
+        free = next((entry for entry in clients if entry.busy < WIDTH), None)
+        if free is None and len(clients) < MAX_CLIENTS:
             free = _Client(self._make())
-            here.append(free)
-        return free or min(here, key=lambda one: one.busy)
+            clients.append(free)
+        return free or min(clients, key=lambda entry: entry.busy)
 
     async def close(self) -> None:
         """Close this event loop's clients; the next request opens new ones."""
-        for one in self._open.pop(asyncio.get_running_loop(), []):
-            await one.client.close()
+        for entry in self._open.pop(asyncio.get_running_loop(), []):
+            await entry.client.close()
 
 
 URL = "http://127.0.0.1:8000/v1"
-RETRIES = 4  # after waits of about 0.5, 1, 2 and 4 s: a replica that restarts is back by then
-#: For vLLM the first two; a gateway answers the third in their place, at less cost.
+RETRIES = 4  # after about 0.5, 1, 2 and 4 s: enough for the restart of a replica
+#: The first two are for vLLM. A gateway answers the third in their place, at less cost.
 _EXACT = {"return_token_ids": True, "logprobs": True, "return_samples": True}
-_REJECTED = (400, 422)  # what servers answer to fields they do not know
+_REJECTED = (400, 422)  # HTTP status of servers that do not know a field
 
 log = logging.getLogger(__name__)
 
@@ -86,16 +86,16 @@ log = logging.getLogger(__name__)
 class OpenAIEngine:
     """Chat completions of the server at `base_url`, which may leave out the `/v1`.
 
-    A request is a dict in the shape of OpenAI's chat completions; its key `extra_headers`, spelled
-    as in the openai client, holds headers for this one request (agents send X-Run-Id there).
+    A request is a dict in the shape of OpenAI's chat completions. Its key `extra_headers`, named as
+    in the openai client, contains headers for this one request (agents send X-Run-Id there).
 
     Args:
         base_url: default $CRAY_AGENTS_URL, else http://127.0.0.1:8000/v1.
         api_key: default $CRAY_AGENTS_API_KEY, else "none".
-        retries: how often a request is sent again that met an overloaded or absent server.
+        retries: repetitions of a request to an overloaded or absent server.
         timeout: seconds per request; default: the openai client's (600).
-        exact_tokens: whether to ask for token ids and logprobs; None: ask, and stop asking when
-            the server turns out not to know them.
+        exact_tokens: True to request token ids and logprobs. None: request them until the server
+            turns out not to know them.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class OpenAIEngine:
         url = (base_url or os.environ.get("CRAY_AGENTS_URL") or URL).rstrip("/")
         self.base_url = url if urlsplit(url).path else f"{url}/v1"
         self.exact_tokens = exact_tokens
-        #: Whether the server is a cray-agents gateway; None until that was asked.
+        #: True if the server is a cray-agents gateway; None until checked.
         self.gateway: bool | None = None
         self._api_key = api_key or os.environ.get("CRAY_AGENTS_API_KEY") or "none"
         self._retries = retries
@@ -118,8 +118,8 @@ class OpenAIEngine:
         self.connections = ClientPool(self._new_client)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request. Raises EngineError and its kinds, after retries."""
-        with self.connections.one() as client:
+        """Answer a request. Raises EngineError and its subclasses, after retries."""
+        with self.connections.borrow() as client:
             raw = await self._send(client, request, stream=False)
         try:
             completion = orjson.loads(raw.content)
@@ -131,18 +131,18 @@ class OpenAIEngine:
         return completion
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Answer as chunks. Raises as `chat` does; once chunks came, nothing is retried."""
-        with self.connections.one() as client:
+        """Answer as chunks. Raises as `chat` does. After the first chunk nothing is retried."""
+        with self.connections.borrow() as client:
             raw = await self._send(client, request, stream=True)
-            with self._errors():
+            with self._translate_errors():
                 async with raw.parse() as chunks:
                     async for chunk in chunks:
                         yield chunk.to_dict(mode="json")
 
     async def record(self, run: Run) -> None:
-        """Post how a run ended to the gateway, which has its calls already.
+        """Post a finished run to the gateway, which has its calls already.
 
-        Does nothing at any other server. Raises StoreError when the gateway does not take it.
+        Do nothing at any other server. Raises StoreError when the gateway refuses the run.
         """
         if not await self._is_gateway():
             return
@@ -150,7 +150,7 @@ class OpenAIEngine:
 
         path = f"/trajectories/{quote(run.id, safe='')}/events"
         try:
-            with self.connections.one() as client:
+            with self.connections.borrow() as client:
                 await client.post(path, cast_to=object, body={"events": [run_event(run)]})
         except openai.OpenAIError as error:
             raise StoreError(
@@ -170,13 +170,13 @@ class OpenAIEngine:
             api_key=self._api_key,
             max_retries=self._retries,
             timeout=self._timeout or openai.NOT_GIVEN,
-            # The openai client's own one closes itself when it is collected, on whatever event
-            # loop runs by then: "Event loop is closed", if its own has ended.
+            # The default client closes itself when garbage collected, on the event loop running
+            # then. That fails with "Event loop is closed" if its own loop has ended.
             http_client=openai.DefaultAsyncHttpxClient(),
         )
 
     async def _send(self, client: "AsyncOpenAI", request: dict[str, Any], *, stream: bool) -> Any:
-        """Send with exact tokens where they may be had; the raw response of the openai client."""
+        """Send a request, for exact tokens if possible; return the openai client's raw response."""
         check_real_model(self.base_url)
         if self.exact_tokens is False:
             return await self._create(client, request, stream=stream)
@@ -191,19 +191,19 @@ class OpenAIEngine:
         return raw
 
     async def _create(self, client: "AsyncOpenAI", request: dict[str, Any], *, stream: bool) -> Any:
-        # The whole body goes through extra_body: it takes fields that OpenAI has not (top_k), and
-        # spares the client's walk over all messages, which grows with the conversation.
+        # The whole body goes through extra_body, which accepts fields unknown to OpenAI (top_k).
+        # It also saves the client's walk over all messages, which grows with the conversation.
         body = {key: value for key, value in request.items() if key != "extra_headers"}
         options: dict[str, Any] = {"extra_headers": request.get("extra_headers")}
         create: Any = client.chat.completions.with_raw_response.create
-        with self._errors():
+        with self._translate_errors():
             return await create(
                 model=body["model"], messages=[], stream=stream, extra_body=body, **options
             )
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """The openai client's errors as ours."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Translate the openai client's errors into ours."""
         import openai
 
         try:
@@ -229,17 +229,17 @@ class OpenAIEngine:
     def _learn_exact(self, completion: Mapping[str, Any]) -> None:
         if self.exact_tokens is None:
             choices = completion.get("choices") or [{}]
-            told = "samples" in completion
-            self.exact_tokens = told or isinstance(choices[0].get("token_ids"), list)
+            has_samples = "samples" in completion
+            self.exact_tokens = has_samples or isinstance(choices[0].get("token_ids"), list)
 
     async def _is_gateway(self) -> bool:
-        """Asked once, of a route that only a gateway has."""
+        """Find out once, from a route that only a gateway has."""
         import openai
 
         if self.gateway is None:
             try:
-                with self.connections.one() as client:
-                    once = client.with_options(max_retries=0)  # the chat was patient enough
+                with self.connections.borrow() as client:
+                    once = client.with_options(max_retries=0)  # the chat has retried already
                     await once.get("/platform", cast_to=object)
                 self.gateway = True
             except openai.APIStatusError as error:
@@ -254,14 +254,14 @@ class OpenAIEngine:
 
 @functools.cache
 def engine_at(base_url: str | None, api_key: str | None) -> OpenAIEngine:
-    """The engine that all agents without one of their own share, per server and key."""
+    """Return the engine that all agents without their own engine share, per server and key."""
     return OpenAIEngine(base_url, api_key=api_key)
 
 
 def run_event(run: Run) -> dict[str, Any]:
-    """A finished run as an event of the store: its turns name their calls by id only.
+    """Make an event of the store from a finished run. Its turns name their calls by id only.
 
-    Told twice it is one event; told otherwise, as of a run repeated under its id, it is another.
+    The same run twice gives the same event. A run repeated under its id gives another event.
     """
     turns = [turn.model_copy(update={"call": None}) for turn in run.trajectory.turns]
     trajectory = run.trajectory.model_copy(update={"turns": turns})
@@ -271,7 +271,7 @@ def run_event(run: Run) -> dict[str, Any]:
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """What the client's transport raises in mid-stream: httpx under openai 2, httpx2 under 3."""
+    """Return the transport's errors in mid-stream: httpx's under openai 2, httpx2's under 3."""
     known = (sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules)
     return tuple(module.HTTPError for module in known)
 

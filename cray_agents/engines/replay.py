@@ -1,4 +1,4 @@
-"""A model's answers on file: recorded once from a real one, replayed in tests.
+"""Replay: record a real model's answers to a file once, and replay them in tests.
 
     engine = RecordingEngine(OpenAIEngine(url), "tests/answers.jsonl")     # once
     engine = ReplayEngine("tests/answers.jsonl")                           # from then on
@@ -6,9 +6,10 @@
     assert engine.remaining == 0
 
 A line is a request and its answer: `{"request": {...}, "completion" | "chunks" | "error": ...}`.
-Headers (run ids, keys) are left out, so a file holds no secret but what was said. What an agent
-asks must be exactly what it asked then, in whatever order: a changed prompt or tool shows as a
-difference to look at, and is recorded anew. See also scripted.py, for answers written by hand.
+Headers (run ids, keys) are left out, so the only secrets in a file are those of the conversations.
+An agent's requests must equal the recorded ones, in any order. A changed prompt or tool raises an
+error with the difference, and has to be recorded anew. See also scripted.py, for answers written by
+hand.
 """
 
 import difflib
@@ -33,13 +34,13 @@ from cray_agents.errors import (
 from cray_agents.ports import ChatEngine
 from cray_agents.records import canonical
 
-_ERRORS = {kind.__name__: kind for kind in (EngineError, EngineTimeout, EngineUnavailable)}
-_NOT_ASKED = ("extra_headers", "stream_options")
+_ERROR_TYPES = {kind.__name__: kind for kind in (EngineError, EngineTimeout, EngineUnavailable)}
+_IGNORED_KEYS = ("extra_headers", "stream_options")
 _CONTEXT = 2  # lines around a difference
 
 
 class RecordingEngine:
-    """Passes requests on to an engine, and writes them with their answers to a new file."""
+    """An engine that passes requests on to another, and writes them with the answers to a file."""
 
     def __init__(self, engine: ChatEngine, path: str | Path) -> None:
         self.engine = engine
@@ -54,7 +55,7 @@ class RecordingEngine:
         try:
             completion = await self.engine.chat(request)
         except EngineError as error:
-            self._write(request, error=_told(error))
+            self._write(request, error=_describe_error(error))
             raise
         self._write(request, completion=completion)
         return completion
@@ -67,12 +68,12 @@ class RecordingEngine:
                 chunks.append(chunk)
                 yield chunk
         except EngineError as error:
-            self._write(request, chunks=chunks, error=_told(error))
+            self._write(request, chunks=chunks, error=_describe_error(error))
             raise
         self._write(request, chunks=chunks)
 
     def _write(self, request: dict[str, Any], **answer: Any) -> None:
-        line = orjson.dumps({"request": _bare(request), **answer}) + b"\n"
+        line = orjson.dumps({"request": _comparable(request), **answer}) + b"\n"
         with self._lock, self.path.open("ab") as file:
             file.write(line)
 
@@ -86,90 +87,90 @@ class _Exchange:
 
 
 class ReplayEngine:
-    """Answers from a file that RecordingEngine wrote, each line once.
+    """An engine that answers from a file of RecordingEngine, using each line once.
 
-    `remaining` says how many lines were not asked for yet. What was recorded whole may be streamed
-    and the other way round. Raises ReplayMismatch, which no run hides, for a request that is not
-    in the file; BadInput for a file that is not there, Corrupt for one of another kind.
+    `remaining` counts the unused lines. An answer recorded whole may be streamed, and the other way
+    round. Raises ReplayMismatch, which no run hides, for a request that is not in the file. Raises
+    BadInput for a missing file, Corrupt for one of another kind.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._left = _read(self.path)
+        self._unused = _read_exchanges(self.path)
         self._lock = threading.Lock()
 
     @property
     def remaining(self) -> int:
-        """How many recorded exchanges were not asked for."""
-        return len(self._left)
+        """The number of unused exchanges."""
+        return len(self._unused)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The recorded answer. Raises the error that was recorded in its place."""
-        found = self._take(request)
-        if found.error is not None:
-            raise _error(found.error)
-        if found.completion is not None:
-            return found.completion
+        """Return the recorded answer. Raises the error that was recorded in its place."""
+        exchange = self._take(request)
+        if exchange.error is not None:
+            raise _rebuild_error(exchange.error)
+        if exchange.completion is not None:
+            return exchange.completion
         assembly = Assembly()
-        for chunk in found.chunks or ():
+        for chunk in exchange.chunks or ():
             assembly.add(chunk)
         return assembly.completion()
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The recorded chunks, then the error that was recorded, if any."""
-        found = self._take(request)
-        if found.completion is not None:
-            yield _as_chunk(found.completion)
-        for chunk in found.chunks or ():
+        """Yield the recorded chunks, then raise the recorded error, if any."""
+        exchange = self._take(request)
+        if exchange.completion is not None:
+            yield _as_chunk(exchange.completion)
+        for chunk in exchange.chunks or ():
             yield chunk
-        if found.error is not None:
-            raise _error(found.error)
+        if exchange.error is not None:
+            raise _rebuild_error(exchange.error)
 
     def _take(self, request: dict[str, Any]) -> _Exchange:
-        """The first unused exchange of this very request."""
-        asked = canonical(_bare(request))
+        """Take the first unused exchange with an equal request. Raises ReplayMismatch."""
+        wanted = canonical(_comparable(request))
         with self._lock:
-            for place, exchange in enumerate(self._left):
-                if canonical(exchange.request) == asked:
-                    return self._left.pop(place)
-        raise ReplayMismatch(self._difference(_bare(request)))
+            for place, exchange in enumerate(self._unused):
+                if canonical(exchange.request) == wanted:
+                    return self._unused.pop(place)
+        raise ReplayMismatch(self._difference(_comparable(request)))
 
     def _difference(self, request: dict[str, Any]) -> str:
-        if not self._left:
+        if not self._unused:
             return f"{self.path}: all answers were given, and one more request came: {request!r}"
         now = _lines(request)
 
         def likeness(exchange: _Exchange) -> float:
             return difflib.SequenceMatcher(None, _lines(exchange.request), now).ratio()
 
-        nearest = max(self._left, key=likeness)
+        nearest = max(self._unused, key=likeness)
         changed = difflib.unified_diff(
             _lines(nearest.request), now, "recorded", "asked", lineterm="", n=_CONTEXT
         )
         return (
-            f"{self.path} has no answer to this request (left: {len(self._left)}); record it anew "
+            f"{self.path} has no answer to this request (left: {self.remaining}); record it anew "
             "if it is meant to differ. To the nearest one:\n" + "\n".join(changed)
         )
 
 
-def _bare(request: dict[str, Any]) -> dict[str, Any]:
-    """A request without its headers, which differ from run to run, and how it is answered."""
-    return {key: value for key, value in request.items() if key not in _NOT_ASKED}
+def _comparable(request: dict[str, Any]) -> dict[str, Any]:
+    """Return a request without its headers and stream options, which differ between runs."""
+    return {key: value for key, value in request.items() if key not in _IGNORED_KEYS}
 
 
 def _lines(request: dict[str, Any]) -> list[str]:
     return json.dumps(request, indent=1, sort_keys=True, ensure_ascii=False).splitlines()
 
 
-def _told(error: EngineError) -> dict[str, Any]:
-    told = {"status": error.status, "param": error.param, "code": error.code}
-    return {"type": type(error).__name__, "message": str(error), **told}
+def _describe_error(error: EngineError) -> dict[str, Any]:
+    record = {"status": error.status, "param": error.param, "code": error.code}
+    return {"type": type(error).__name__, "message": str(error), **record}
 
 
-def _error(told: dict[str, Any]) -> EngineError:
-    kind = _ERRORS.get(told["type"], EngineError)
-    fields = {key: told.get(key) for key in ("param", "code")}
-    return kind(told["message"], status=told.get("status", 0), **fields)
+def _rebuild_error(record: dict[str, Any]) -> EngineError:
+    kind = _ERROR_TYPES.get(record["type"], EngineError)
+    fields = {key: record.get(key) for key in ("param", "code")}
+    return kind(record["message"], status=record.get("status", 0), **fields)
 
 
 def _as_chunk(completion: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def _as_chunk(completion: dict[str, Any]) -> dict[str, Any]:
     return {**completion, "object": "chat.completion.chunk", "choices": [streamed]}
 
 
-def _read(path: Path) -> list[_Exchange]:
+def _read_exchanges(path: Path) -> list[_Exchange]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

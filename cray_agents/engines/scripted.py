@@ -1,15 +1,15 @@
-"""ScriptedEngine: a model that says what it is told to. For testing agents, loops and pools.
+"""ScriptedEngine: an engine that gives prepared answers, to test agents, loops and pools.
 
     engine = ScriptedEngine([tool_call("calculator", expression="2 + 2"), "4"])
     run = await agent.override(engine=engine).run("What is 2 + 2?")
     assert engine.requests[1]["messages"][-1]["content"] == "4"
 
-`override` makes a copy, so the agent that is tested stays as it is; the sub-agents it asks or hands
-over to are answered by the same engine. Answers recorded from a real model are replay.py's;
-guard.py sees to it that no test asks one by mistake.
+`override` makes a copy, so the tested agent does not change. The same engine answers its
+sub-agents and the agents it hands over to. See replay.py for answers recorded from a real model,
+and no_real_models.py for a guard against real models in tests.
 
-It answers as the real one does: OpenAI's shapes, with token ids (the bytes of the text) and
-logprobs. It implements both seams, `ChatEngine` and `Engine` (ports.py).
+The answers have OpenAI's shapes, with token ids (the bytes of the text) and logprobs. The engine
+implements both `ChatEngine` and `Engine` (ports.py).
 """
 
 import asyncio
@@ -26,36 +26,36 @@ from cray_agents.errors import EngineError, SwapError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Message, WeightChange, canonical, digest
 
-Said = str | dict[str, Any] | list[dict[str, Any]] | BaseException
-Script = Callable[..., Said | Awaitable[Said]]
-Reply = Said | Script
+FixedReply = str | dict[str, Any] | list[dict[str, Any]] | BaseException
+Script = Callable[..., FixedReply | Awaitable[FixedReply]]
+Reply = FixedReply | Script
 
 _CHAT = "/v1/chat/completions"
-_LOGPROB = -0.5  # of every token it says
+_LOGPROB = -0.5  # of every sampled token
 _CHUNK = 8  # characters of text in a streamed chunk
 
 
 def tool_call(name: str, **arguments: Any) -> dict[str, Any]:
-    """A reply, or one of a reply's list, that calls a tool."""
+    """Return a reply, or an item of a list reply, that calls a tool."""
     return {"name": name, "arguments": arguments}
 
 
 class ScriptedEngine:
-    """Answers each request with the next reply, or all with one callable.
+    """An engine that answers each request with the next reply, or all with one callable.
 
     A reply is a text; a tool call `{"name": ..., "arguments": dict or JSON text}` or a list of
     them; a whole assistant message (a dict with `role`); an exception to raise; or a callable,
     sync or async, that gets `(request)` or `(request, version)` and returns one of these. An
-    exhausted script raises EngineError. `requests` holds every request as it came.
+    exhausted script raises EngineError. `requests` are all requests, unchanged.
 
-    `drift` is added to every logprob that `score` gives: a probe then does not match. `delay`:
-    seconds an answer takes.
+    `drift` is added to every logprob of `score`, so that a probe does not match. `delay` is the
+    seconds that an answer takes.
     """
 
     def __init__(
         self, replies: Iterable[Reply] | Script = (), *, drift: float = 0.0, delay: float = 0.0
     ) -> None:
-        self._every = replies if callable(replies) else None
+        self._function = replies if callable(replies) else None
         self._replies = [] if callable(replies) else list(replies)
         self._position = 0
         self.requests: list[dict[str, Any]] = []
@@ -64,12 +64,12 @@ class ScriptedEngine:
         self.checkpoint: Path | None = None
         self.drift = drift
         self.delay = delay
-        self._proven = asyncio.Event()  # whether the version may speak
+        self._proven = asyncio.Event()  # set while the loaded version may answer
         self._proven.set()
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The next reply as a chat completion."""
-        message = await self._say(request)
+        """Return the next reply as a chat completion."""
+        message = await self._next_message(request)
         sampled, prompt = _tokens(message), _prompt_tokens(request)
         choice = {
             "index": 0,
@@ -78,17 +78,17 @@ class ScriptedEngine:
             "token_ids": sampled,
             "logprobs": _logprobs(sampled),
         }
-        return self._head("chat.completion", request) | {
+        return self._envelope("chat.completion", request) | {
             "choices": [choice],
             "usage": _usage(prompt, sampled),
             "prompt_token_ids": prompt,
         }
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The next reply as chunks: the role, text or tool calls in pieces, usage."""
-        message = await self._say(request)
+        """Yield the next reply as chunks: the role, text or tool calls in pieces, usage."""
+        message = await self._next_message(request)
         sampled, prompt = _tokens(message), _prompt_tokens(request)
-        head = self._head("chat.completion.chunk", request)
+        head = self._envelope("chat.completion.chunk", request)
         yield head | {
             "choices": [_delta({"role": "assistant", "content": ""})],
             "prompt_token_ids": prompt,
@@ -104,7 +104,7 @@ class ScriptedEngine:
         yield head | {"choices": [], "usage": _usage(prompt, sampled)}
 
     async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """See `Engine.answer`. Of the APIs it speaks chat completions; EngineError for others.
+        """Answer a chat completion, see `Engine.answer`. Raises EngineError for other APIs.
 
         All `n` choices are the same reply.
         """
@@ -117,17 +117,21 @@ class ScriptedEngine:
         ]
         if not exchange.streams:
             completion = await self.chat(exchange.request) | await self._stamp(exchange)
-            yield orjson.dumps(_shown(_take(exchange.samples, completion), exchange.request))
+            yield orjson.dumps(
+                _drop_unrequested(_collect_samples(exchange.samples, completion), exchange.request)
+            )
             return
         async for chunk in self.stream(exchange.request):
             stamped = chunk | await self._stamp(exchange)
-            shown = _shown(_take(exchange.samples, stamped), exchange.request)
-            if shown["choices"] or _wants_usage(exchange.request):
-                yield b"data: " + orjson.dumps(shown) + b"\n\n"
+            visible = _drop_unrequested(
+                _collect_samples(exchange.samples, stamped), exchange.request
+            )
+            if visible["choices"] or _wants_usage(exchange.request):
+                yield b"data: " + orjson.dumps(visible) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
-        """Hold a checkpoint's version; `keep`: answers under way stand still until `resume`.
+        """Load a checkpoint's version. With `keep`, answers in flight pause until `resume`.
 
         Raises SwapError if there is no such directory.
         """
@@ -140,13 +144,13 @@ class ScriptedEngine:
         return {"pause": 0.0, "load": 0.0}
 
     async def resume(self) -> None:
-        """Go on with the answers under way."""
+        """Continue the paused answers."""
         self._proven.set()
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
-        """The logprobs of the loaded checkpoint's own probe, plus `drift`.
+        """Return the logprobs of the loaded checkpoint's own probe, plus `drift`.
 
-        Raises EngineError for a prompt that its `manifest.json` does not hold.
+        Raises EngineError for a prompt that is not in its `manifest.json`.
         """
         known: dict[tuple[int, ...], list[float]] = {}
         manifest = self.checkpoint / "manifest.json" if self.checkpoint else None
@@ -159,21 +163,21 @@ class ScriptedEngine:
             raise EngineError(f"{manifest} has no probe for the prompt {error}") from None
 
     async def _stamp(self, exchange: EngineCall) -> dict[str, Any]:
-        """Tell which version says what comes next; returns how the answer names itself."""
+        """Record the version of the next tokens; return the answer's id and model."""
         await self._proven.wait()
         now = self.version or exchange.version
-        for told in exchange.samples:
-            before = told.seams[-1].model if told.seams else told.version
+        for sample in exchange.samples:
+            before = sample.seams[-1].model if sample.seams else sample.version
             if not before:
-                told.version = exchange.version = now
-            elif told.token_ids and before != now:
-                told.seams.append(WeightChange(at=len(told.token_ids), model=now))
+                sample.version = exchange.version = now
+            elif sample.token_ids and before != now:
+                sample.seams.append(WeightChange(at=len(sample.token_ids), model=now))
         return {"id": f"chatcmpl-{exchange.id}", "model": exchange.version}
 
-    async def _say(self, request: dict[str, Any]) -> Message:
+    async def _next_message(self, request: dict[str, Any]) -> Message:
         number = len(self.requests)
         self.requests.append(request)
-        reply: Reply | None = self._every
+        reply: Reply | None = self._function
         if reply is None:
             if self._position >= len(self._replies):
                 raise EngineError(
@@ -184,13 +188,13 @@ class ScriptedEngine:
         if self.delay:
             await asyncio.sleep(self.delay)
         if callable(reply):
-            said = reply(request, self.version) if _wants_version(reply) else reply(request)
-            reply = await said if inspect.isawaitable(said) else said
+            result = reply(request, self.version) if _wants_version(reply) else reply(request)
+            reply = await result if inspect.isawaitable(result) else result
         if isinstance(reply, BaseException):
             raise reply
         return _message(reply, number)
 
-    def _head(self, kind: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _envelope(self, kind: str, request: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-scripted-{len(self.requests)}",
             "object": kind,
@@ -239,7 +243,7 @@ def _finish_reason(message: Message) -> str:
 
 
 def _pieces(message: Message) -> list[dict[str, Any]]:
-    """The message as deltas: text in short chunks, each tool call as its name, then arguments."""
+    """Split a message into deltas: text in short chunks, each tool call's name, then arguments."""
     text = message.get("content") or ""
     pieces: list[dict[str, Any]] = [
         {"content": text[start : start + _CHUNK]} for start in range(0, len(text), _CHUNK)
@@ -257,11 +261,11 @@ def _delta(delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(message: Message) -> list[int]:
-    """A token for each byte of what was said; a tool call is said as its JSON."""
-    said = (message.get("content") or "").encode()
+    """Return a token for each byte of a message's text, and of its tool calls as JSON."""
+    written = (message.get("content") or "").encode()
     if message.get("tool_calls"):
-        said += canonical([call["function"] for call in message["tool_calls"]])
-    return list(said)
+        written += canonical([call["function"] for call in message["tool_calls"]])
+    return list(written)
 
 
 def _prompt_tokens(request: dict[str, Any]) -> list[int]:
@@ -285,24 +289,24 @@ def _usage(prompt: list[int], sampled: list[int]) -> dict[str, int]:
     }
 
 
-def _take(samples: list[SampledSequence], part: dict[str, Any]) -> dict[str, Any]:
-    """Add what a completion or a chunk says was sampled; returns it with a choice per sample."""
+def _collect_samples(samples: list[SampledSequence], part: dict[str, Any]) -> dict[str, Any]:
+    """Add the tokens of a completion or chunk to `samples`; return it with a choice per sample."""
     choices = [
         {**choice, "index": index} for choice in part["choices"] for index in range(len(samples))
     ]
-    for told in samples:
-        told.prompt_token_ids = part.get("prompt_token_ids") or told.prompt_token_ids
+    for sample in samples:
+        sample.prompt_token_ids = part.get("prompt_token_ids") or sample.prompt_token_ids
     for choice in choices:
-        told = samples[choice["index"]]
-        told.token_ids += choice.get("token_ids") or ()
+        sample = samples[choice["index"]]
+        sample.token_ids += choice.get("token_ids") or ()
         for token in (choice.get("logprobs") or {}).get("content") or ():
-            told.logprobs.append(token["logprob"])
-        told.finish_reason = choice.get("finish_reason") or told.finish_reason
+            sample.logprobs.append(token["logprob"])
+        sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
     return {**part, "choices": choices}
 
 
-def _shown(part: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """What a client gets to see: tokens and logprobs only if it asked for them."""
+def _drop_unrequested(part: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """Remove the tokens and logprobs from an answer, unless the client requested them."""
     if not request.get("return_token_ids"):
         part.pop("prompt_token_ids", None)
         for choice in part["choices"]:

@@ -1,11 +1,11 @@
-"""A generation's training runs: which tasks are drawn, in which rounds, and what came of them.
+"""Collector of a generation's training runs: draws tasks in rounds, and gathers their outcomes.
 
-Each round's draw is written into the loop's journal before its first run begins, so that a
-restarted loop goes on with the same tasks, whatever has come in since. Where a method learns from
-how the attempts at a task differ, tasks whose attempts were all rewarded alike are replaced by new
-ones, round by round, within a budget. When the rounds are over, that is written down too: a
-training set may be made of the runs then, and those that the infrastructure failed stay as they
-are. Called by loop.py; the runs are rollouts.py's, the choice is curriculum.py's.
+Each round's draw is written into the loop's journal before its first run begins. So a restarted
+loop goes on with the same tasks, whatever has come in since. Some methods learn from how the
+attempts at a task differ. For them, tasks whose attempts were all rewarded alike are replaced by
+new ones, round by round, within a budget. The end of the rounds is written down too: from then on
+a training set may be made of the runs, and runs that the infrastructure failed stay as they are.
+Called by loop.py. Read next: rollouts.py (the runs), curriculum.py (the choice).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.generation import Generation, onward_of
+from cray_agents.generation import Generation, base_version
 from cray_agents.loop.curriculum import AttemptOutcome, Curriculum
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts, accepted, shuffled
@@ -38,8 +38,8 @@ class Collected:
     tokens: int = 0
     sampled_from: str | None = None
 
-    def told(self, least: float | None) -> dict[str, Any]:
-        """As the fields of Generation; `least`: the reward from which on a run is good."""
+    def fields(self, least: float | None) -> dict[str, Any]:
+        """As fields of Generation. `least`: the least reward of a good run."""
         return {
             "runs": len(self.runs),
             "accepted_runs": accepted(self.runs, 1.0 if least is None else least),
@@ -54,11 +54,10 @@ class Collected:
 
 @dataclass
 class Collector:
-    """Collects the runs of one loop's generations, each in its time.
+    """Collector of the runs of one loop's generations.
 
-    `resample`: of a generation's runs, the share that may be added in the place of groups without
-    variance. `shuffle`: the rewards that decide are permuted among the runs of a round, with this
-    seed; None: they are the true ones.
+    resample: the share of a generation's runs that may be added to replace groups without variance.
+    shuffle: seed of a permutation of the rewards among the runs of a round; None: true rewards.
     """
 
     rollouts: Rollouts
@@ -77,10 +76,10 @@ class Collector:
     _known: dict[int, list[AttemptOutcome]] = field(default_factory=dict)
 
     async def next(self, done: Sequence[Generation], last: int) -> Collected:
-        """The runs of the generation after those `done`.
+        """Collect the runs of the generation after the `done` ones.
 
-        What is decided now is enough for the `staleness` generations after it, too: their runs
-        begin behind its own, up to generation `last`, and go on when this returns.
+        The decisions so far are enough for the next `staleness` generations too. Their runs begin
+        behind this generation's, up to generation `last`, and go on when this returns.
         """
         number = len(done)
         for ahead in range(number, min(number + self.staleness, last) + 1):
@@ -98,18 +97,18 @@ class Collector:
         return replace(collected, carried=max(0, came))
 
     async def stop(self) -> None:
-        """Cancel what goes on."""
+        """Cancel the collections that go on."""
         going = list(self._going.values())
         for task in going:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
 
     async def _collect(self, number: int, done: Sequence[Generation]) -> Collected:
-        """Run the agent on a generation's tasks; what is stored is not run again."""
+        """Run the agent on a generation's tasks; stored runs are not run again."""
         stage, known = stage_of(self.stages, number), self._decided(number, done)
         if not stage.runs:
             return Collected([])
-        version = await self.rollouts.platform.version(onward_of(known))
+        version = await self.rollouts.platform.version(base_version(known))
         if self.close_at < 1 and 1 < number == len(done):
             await self._carry_on(number - 1, done)
         runs, alike, resampled = await self._rounds(number, stage, version, len(known) - 1)
@@ -120,19 +119,19 @@ class Collector:
     async def _draw_first(self, number: int, done: Sequence[Generation]) -> None:
         stage, known = stage_of(self.stages, number), self._decided(number, done)
         if stage.runs:
-            await self._drawn(number, 0, stage.tasks_per_generation, len(known) - 1)
+            await self._draw(number, 0, stage.tasks_per_generation, len(known) - 1)
 
     def _decided(self, number: int, done: Sequence[Generation]) -> Sequence[Generation]:
-        """What must be decided before a generation's runs may begin: the bound is exact."""
+        """The generations that must be decided before this one's runs may begin."""
         return done[: max(1, number - self.staleness)]
 
     async def _rounds(
-        self, number: int, stage: Planned, version: ModelVersion, settled: int
+        self, number: int, stage: Planned, version: ModelVersion, decided: int
     ) -> tuple[list[Run], int, int]:
-        """The runs, how many groups had no variance, and how many tasks were drawn for them.
+        """Return the runs, the number of groups without variance, and the tasks drawn for them.
 
-        What is drawn depends on the outcomes of the generations up to `settled`, and on which tasks
-        the others drew.
+        The draw depends on the outcomes of the generations up to `decided`, and on the tasks of
+        later generations.
         """
         runs: list[Run] = []
         alike = resampled = 0
@@ -141,80 +140,80 @@ class Collector:
         loop = self.rollouts.loop
         over = await self.rollouts.platform.recall(loop, f"collected-{number}") is not None
         for turn in range(ROUNDS):
-            tasks = await self._drawn(number, turn, count, settled)
+            tasks = await self._draw(number, turn, count, decided)
             resampled += len(tasks) if turn else 0
-            wanted = _wanted(tasks, number, turn, stage.attempts)
-            report = self._reporter(number, version, len(runs), len(wanted))
+            requests = _requests(tasks, number, turn, stage.attempts)
+            report = self._reporter(number, version, len(runs), len(requests))
             new = await self.rollouts.run(
-                wanted,
+                requests,
                 version,
                 self.temperature,
                 report,
                 close_at=self.close_at,
-                settled=over,
+                final=over,
             )
             runs += new
             if stage.method not in COMPARING:
                 break
-            found = self._alike(number, turn, new, stage.attempts)
-            alike += found
-            count = min(found, left // stage.attempts)
+            equal = self._count_alike(number, turn, new, stage.attempts)
+            alike += equal
+            count = min(equal, left // stage.attempts)
             if not count or not tasks:
                 break
             left -= count * stage.attempts
         return runs, alike, resampled
 
     def _reporter(
-        self, number: int, version: ModelVersion, there: int, more: int
+        self, number: int, version: ModelVersion, before: int, more: int
     ) -> Callable[[int], None]:
         def report(done: int) -> None:
             if number == self.clock.generation:  # what goes on for later ones is not shown
-                self.clock.report("rollouts", there + done, there + more, version.id)
+                self.clock.report("rollouts", before + done, before + more, version.id)
 
         return report
 
     async def _carry_on(self, number: int, done: Sequence[Generation]) -> None:
-        """Let a closed generation's stragglers go on, also where the loop was killed meanwhile."""
+        """Let a closed generation's stragglers go on, also after the loop was killed."""
         stage = stage_of(self.stages, number)
-        version = await self.rollouts.platform.version(onward_of(self._decided(number, done)))
+        version = await self.rollouts.platform.version(base_version(self._decided(number, done)))
         known = {row["id"] for row in await self._rows(number)}
         for turn in range(ROUNDS):
             tasks = await self._on_record(number, turn)
             if tasks is None:
                 return
-            wanted = _wanted(tasks, number, turn, stage.attempts)
-            self.rollouts.resume(wanted, version, self.temperature, known)
+            requests = _requests(tasks, number, turn, stage.attempts)
+            self.rollouts.resume(requests, version, self.temperature, known)
 
     async def _rows(self, number: int) -> list[dict[str, Any]]:
-        """What the index knows of a generation's runs."""
+        """The index's rows of a generation's runs."""
         rows = self.rollouts.platform.summaries(
             loop=self.rollouts.loop, generation=number, split="train"
         )
         return [row async for row in rows]
 
     async def outcomes(self, number: int) -> list[AttemptOutcome]:
-        """What came of a generation's runs so far, with the rewards that decide."""
+        """The outcomes of a generation's runs so far, with the rewards that decide."""
         if number not in self._known:
-            found = [
+            scored = [
                 AttemptOutcome(row["id"], row["task"], row["reward"])
                 for row in await self._rows(number)
                 if row["reward"] is not None and not row["infrastructure"]
             ]
-            self._known[number] = await self._decisive(number, found)
+            self._known[number] = await self._decisive(number, scored)
         return self._known[number]
 
     async def _decisive(self, number: int, outcomes: list[AttemptOutcome]) -> list[AttemptOutcome]:
-        """The outcomes with the rewards that decide: round by round."""
+        """The outcomes with their rewards permuted within each round, if the loop is a control."""
         if self.shuffle is None:
             return outcomes
-        found: list[AttemptOutcome] = []
+        permuted: list[AttemptOutcome] = []
         for turn in range(ROUNDS):
             tasks = await self._on_record(number, turn)
             if tasks is None:
                 break
             ids = {task.id for task in tasks}
-            found += self._permuted(number, turn, [o for o in outcomes if o.task in ids])
-        return found
+            permuted += self._permuted(number, turn, [o for o in outcomes if o.task in ids])
+        return permuted
 
     def _permuted(
         self, number: int, turn: int, outcomes: Sequence[AttemptOutcome]
@@ -225,8 +224,8 @@ class Collector:
         rewards = shuffled([(o.run, o.reward) for o in outcomes], seed)
         return [outcome._replace(reward=rewards[outcome.run]) for outcome in outcomes]
 
-    def _alike(self, number: int, turn: int, runs: Sequence[Run], attempts: int) -> int:
-        """How many tasks have all their attempts, and the same reward for each."""
+    def _count_alike(self, number: int, turn: int, runs: Sequence[Run], attempts: int) -> int:
+        """Count the tasks that have all their attempts, and the same reward for each."""
         groups: dict[str, list[float]] = defaultdict(list)
         scored = [
             AttemptOutcome(run.id, run.task.id, run.reward)
@@ -238,20 +237,20 @@ class Collector:
         whole = [rewards for rewards in groups.values() if len(rewards) == attempts]
         return sum(max(rewards) - min(rewards) <= EQUAL for rewards in whole)
 
-    async def _drawn(self, number: int, turn: int, count: int, settled: int) -> list[Task]:
+    async def _draw(self, number: int, turn: int, count: int, decided: int) -> list[Task]:
         """The tasks of a round: those on record, or drawn now and put there."""
         tasks = await self._on_record(number, turn)
         if tasks is not None:
             return tasks
-        earlier = [await self.outcomes(n) for n in range(1, settled + 1)]
+        earlier = [await self.outcomes(n) for n in range(1, decided + 1)]
         taken = set[str]()
-        for other in range(settled + 1, number):  # what is still going on there is not known yet
+        for other in range(decided + 1, number):  # their outcomes are not known yet
             taken |= {task.id for task in await self._on_record(other, 0) or ()}
-        here = set[str]()
+        earlier_rounds = set[str]()
         for before in range(turn):
-            here |= {task.id for task in await self._on_record(number, before) or ()}
+            earlier_rounds |= {task.id for task in await self._on_record(number, before) or ()}
         chosen = self.curriculum.choose(
-            [task for task in self.tasks.split("train") if task.id not in here],
+            [task for task in self.tasks.split("train") if task.id not in earlier_rounds],
             earlier,
             count,
             f"{self.rollouts.loop}/{self.seed}/{number}" + (f"/{turn}" if turn else ""),
@@ -266,15 +265,15 @@ class Collector:
         """The tasks that were drawn for a round, if it has begun."""
         if self._draws.get((number, turn)) is None:
             entry = _entry(number, turn)
-            found = await self.rollouts.platform.recall(self.rollouts.loop, entry)
+            draw = await self.rollouts.platform.recall(self.rollouts.loop, entry)
             by_id = {task.id: task for task in self.tasks.split("train")}
-            if found and (gone := [name for name in found["tasks"] if name not in by_id]):
+            if draw and (gone := [name for name in draw["tasks"] if name not in by_id]):
                 raise BadInput(
                     f"loop {self.rollouts.loop} drew task {gone[0]!r} for generation {number}, and "
                     "the task set has it no more: go on with the tasks it began with",
                     param="tasks",
                 )
-            tasks = [by_id[name] for name in found["tasks"]] if found else None
+            tasks = [by_id[name] for name in draw["tasks"]] if draw else None
             self._draws[number, turn] = tasks
         return self._draws[number, turn]
 
@@ -283,7 +282,7 @@ def _entry(number: int, turn: int) -> str:
     return f"draw-{number}-{turn}"
 
 
-def _wanted(tasks: Sequence[Task], number: int, turn: int, attempts: int) -> list[RolloutRequest]:
+def _requests(tasks: Sequence[Task], number: int, turn: int, attempts: int) -> list[RolloutRequest]:
     scope = f"g{number}" + (f"/r{turn}" if turn else "")
     return [
         RolloutRequest(task, scope, attempt, number)

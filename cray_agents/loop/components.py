@@ -1,34 +1,32 @@
-"""The parts of a loop that live while it runs, wired together. Called by loop.py."""
+"""Components of a running loop, wired together: gate, collector, evaluator. Made by loop.py."""
 
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cray_agents.errors import CrayError
 from cray_agents.generation import Generation
 from cray_agents.loop.collector import Collected, Collector
-from cray_agents.loop.dataset_recipes import least_reward
+from cray_agents.loop.dataset_recipes import min_reward_for
 from cray_agents.loop.evaluator import CandidateVerdict, HoldoutEvaluator
 from cray_agents.loop.live.canary import Canarying
 from cray_agents.loop.live.traffic import LiveTraffic
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import Rollouts
+from cray_agents.loop.settings import LoopSettings
 from cray_agents.loop.stages import stage_of
 from cray_agents.loop.version_gate import VersionGate
+from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion
-
-if TYPE_CHECKING:
-    from cray_agents.loop.loop import Loop
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoopComponents:
-    """What collects and what judges, behind one gate; all of one event loop.
+    """Collector and evaluator behind one gate, all of one event loop.
 
-    Of a loop that watches `live` collects, and without held-out tasks `canarying` judges.
+    On live traffic `live` collects. Without held-out tasks `canarying` judges.
     """
 
     event_loop: asyncio.AbstractEventLoop
@@ -39,21 +37,22 @@ class LoopComponents:
     canarying: Canarying | None = None
 
     @classmethod
-    def of(cls, loop: "Loop", clock: PhaseTimer) -> "LoopComponents":
-        """New ones, for the event loop that runs now."""
+    def of(cls, loop: LoopSettings, platform: Platform, clock: PhaseTimer) -> "LoopComponents":
+        """New components, for the event loop that runs now."""
+        sampling, asynchrony = loop.sampling, loop.asynchrony
         gate = VersionGate(
-            loop.where, lambda why: clock.report("swap", note=f"waits: {why}"), f"loop {loop.name}"
+            platform, lambda why: clock.report("swap", note=f"waits: {why}"), f"loop {loop.name}"
         )
 
         def rollouts() -> Rollouts:  # one each: what waits at the gate must not take all places
             return Rollouts(
-                loop.where,
+                platform,
                 gate,
                 loop.agent,
                 loop.name,
                 loop.rewards,
-                loop.concurrency,
-                loop.seeded,
+                sampling.concurrency,
+                sampling.seeded,
             )
 
         collector = Collector(
@@ -61,16 +60,16 @@ class LoopComponents:
             clock,
             loop.tasks,
             loop.stages,
-            loop.curriculum.over(loop.promotion.low, loop.promotion.high),
-            loop.temperature,
-            loop.seed,
-            loop.resample,
-            loop.staleness,
-            loop.close_at,
-            shuffle=str(loop.seed) if loop.control == "shuffled-rewards" else None,
+            sampling.curriculum.over(loop.promotion.low, loop.promotion.high),
+            sampling.temperature,
+            sampling.seed,
+            sampling.resample,
+            asynchrony.staleness,
+            asynchrony.close_at,
+            shuffle=sampling.shuffle,
         )
         judge = HoldoutEvaluator(
-            loop.where, gate, rollouts(), clock, loop.tasks, loop.promotion, loop.seed
+            platform, gate, rollouts(), clock, loop.tasks, loop.promotion, sampling.seed
         )
         event_loop, watch = asyncio.get_running_loop(), loop.watch
         if watch is None:
@@ -79,24 +78,24 @@ class LoopComponents:
 
         def both_sides_of(number: int) -> float | None:
             stage = stage_of(loop.stages, number)
-            return least_reward(loop, stage) if stage.method == "kto" else None
+            return min_reward_for(loop.data, stage) if stage.method == "kto" else None
 
         live = LiveTraffic(rollouts(), clock, watch, judged, both_sides_of)
         if judged:
             return cls(event_loop, gate, collector, judge, live)
-        canarying = Canarying(loop.where, gate, clock, loop.name, watch, loop.promotion)
+        canarying = Canarying(platform, gate, clock, loop.name, watch, loop.promotion)
         return cls(event_loop, gate, collector, judge, live, canarying)
 
     async def begin(self, done: list[Generation]) -> list[Generation]:
-        """What the next generation goes on from; of live traffic, when there is enough."""
+        """The generations to go on from; on live traffic, once there are enough rewarded runs."""
         return await self.live.take(done) if self.live is not None else done
 
     async def givers(self, number: int) -> list[str] | None:
-        """Whose rewards count in a generation's training set; None: anybody's."""
+        """The givers whose rewards count in a generation's training set; None: all."""
         return await self.live.givers(number) if self.live is not None else None
 
     async def collect(self, done: list[Generation], last: int) -> Collected:
-        """The next generation's runs; of those ahead no more than the schedule has.
+        """Collect the next generation's runs, and begin those ahead that the schedule has.
 
         See Collector.next.
         """
@@ -119,7 +118,7 @@ class LoopComponents:
         await self.gate.stop()
 
     async def leave(self, model: str) -> None:
-        """Let the pool serve what the name means, not what was tried last."""
+        """Let the pool serve the promoted version, not the last candidate."""
         try:
             version = await self.judge.platform.promoted(model)
             if version is not None:

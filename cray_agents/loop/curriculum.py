@@ -1,9 +1,9 @@
-"""Which tasks a generation works on: unseen ones first, more from where success is in between.
+"""Curriculum: the draw of a generation's tasks, unseen ones first, then where success is open.
 
 Groups are the values of one metadata key of the tasks (such as `level`). A group whose success rate
-is p gets a share proportional to p(1 - p) + hard(1 - p) + floor: most is learned where the outcome
-is open, what always fails is tried on, and nothing is forgotten. Within a group the tasks that were
-tried before are drawn by the same weight, of their own success. Called by collecting.py.
+is p gets a share proportional to p(1 - p) + hard(1 - p) + floor. Most is learned where the outcome
+is open; groups that always fail are still tried; no group is forgotten. Within a group, tasks that
+were tried before are drawn by the same weight of their own success. Called by collector.py.
 """
 
 import random
@@ -18,7 +18,7 @@ PRIOR = 2.0  # attempts that a group's success counts for in a task's
 
 
 class AttemptOutcome(NamedTuple):
-    """What came of an attempt at a task."""
+    """The reward of an attempt at a task."""
 
     run: str
     task: str
@@ -27,10 +27,10 @@ class AttemptOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """How to draw tasks. `key=None`: all tasks are one group.
+    """A rule for drawing tasks. `key=None`: all tasks are one group.
 
-    `revisit`: the share of a draw that goes to tasks tried before while there are unseen ones. A
-    reward of `low` is no success and one of `high` a whole one: see `over`.
+    `revisit`: the share of a draw that goes to tasks tried before, while there are unseen ones. A
+    reward of `low` is no success, one of `high` full success: see `over`.
     """
 
     key: str | None = None
@@ -41,7 +41,7 @@ class Curriculum:
     high: float = field(default=1.0, init=False)
 
     def over(self, low: float, high: float) -> "Curriculum":
-        """The same for rewards in this range: a loop gives that of its promotion test."""
+        """The same curriculum for rewards in this range."""
         copy = replace(self)
         object.__setattr__(copy, "low", low)
         object.__setattr__(copy, "high", high)
@@ -52,7 +52,7 @@ class Curriculum:
         return task.metadata.get(self.key) if self.key else None
 
     def weight(self, p: float) -> float:
-        """How much is to be learned where success is p."""
+        """The weight of a task or group whose success is p: how much is to be learned there."""
         return p * (1 - p) + self.hard * (1 - p) + self.floor
 
     def success(
@@ -60,19 +60,19 @@ class Curriculum:
     ) -> dict[Any, float]:
         """Each group's success in the newest of the generations (oldest first) that tried it.
 
-        `groups`: of each task, by its id.
+        `groups`: the group of each task, by the task's id.
         """
-        found: dict[Any, float] = {}
+        successes: dict[Any, float] = {}
         for outcomes in generations:
             seen = defaultdict(list)
             for outcome in outcomes:
                 if outcome.task in groups:
                     seen[groups[outcome.task]].append(self._success(outcome.reward))
-            found |= {group: sum(values) / len(values) for group, values in seen.items()}
-        return found
+            successes |= {group: sum(values) / len(values) for group, values in seen.items()}
+        return successes
 
     def shares(self, groups: Iterable[Any], success: dict[Any, float]) -> dict[Any, float]:
-        """Each group's share of the next tasks; sums to 1. All alike while nothing is known."""
+        """Each group's share of the next tasks; the sum is 1. Unknown groups count as half won."""
         weights = {group: self.weight(success.get(group, 0.5)) for group in groups}
         total = sum(weights.values())
         return {group: weight / total for group, weight in weights.items()}
@@ -85,11 +85,12 @@ class Curriculum:
         seed: str,
         taken: Set[str] = frozenset(),
     ) -> list[Task]:
-        """`count` tasks (all, if there are fewer), the same for the same arguments.
+        """Draw `count` tasks (all, if there are fewer), the same for the same arguments.
 
-        `generations` are the outcomes so far, oldest first; tasks whose ids are `taken` count as
-        tried, though nothing is known of them yet. A group that has too few tasks gives all it has,
-        and the others fill up.
+        generations: the outcomes so far, oldest first.
+        taken: ids of tasks that count as tried, though their outcomes are not known yet.
+
+        A group with too few tasks gives all it has, and the other groups fill up.
         """
         generator = random.Random(seed)
         pools: dict[Any, list[Task]] = defaultdict(list)
@@ -122,7 +123,7 @@ class Curriculum:
         prior: float,
         generator: random.Random,
     ) -> None:
-        """Unseen ones first, in any order; then those tried, as if drawn by weight.
+        """Sort a pool: unseen tasks first, in any order, then tried ones as if drawn by weight.
 
         The order by u**(1 / weight), u uniform, is that of draws without replacement (Efraimidis
         and Spirakis, 2006).
@@ -136,7 +137,7 @@ class Curriculum:
         pool.sort(key=lambda task: (task.id in tried, places[task.id] * (task.id in tried)))
 
     def _first(self, pool: list[Task], tried: Set[str], count: int) -> list[Task]:
-        """The first of a pool, with the share of those tried before that is to be revisited."""
+        """The first tasks of a pool, with the share that is to be revisited."""
         again = [task for task in pool if task.id in tried][: round(self.revisit * count)]
         unseen = [task for task in pool if task.id not in tried][: count - len(again)]
         names = {task.id for task in (*again, *unseen)}
@@ -145,13 +146,13 @@ class Curriculum:
 
     def _attempts(self, generations: Iterable[Iterable[AttemptOutcome]]) -> dict[str, list[float]]:
         """The success of each attempt at a task in the newest generation that tried it."""
-        found: dict[str, list[float]] = {}
+        successes: dict[str, list[float]] = {}
         for outcomes in generations:
             seen = defaultdict(list)
             for outcome in outcomes:
                 seen[outcome.task].append(self._success(outcome.reward))
-            found |= seen
-        return found
+            successes |= seen
+        return successes
 
     def _success(self, reward: float) -> float:
         return min(1.0, max(0.0, (reward - self.low) / (self.high - self.low)))

@@ -1,89 +1,96 @@
-"""What a generation trains on and how: its dataset's recipe, its job's hyperparameters.
+"""Recipe of a generation's training set, and hyperparameters of its job. Called by loop.py.
 
-Called by loop.py. What the methods make of runs is in recipes.DatasetRecipe, and what they do with
-it in training.Hyperparameters.
+queries.DatasetRecipe says how each method selects runs, training_jobs.Hyperparameters how it trains
+on them.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cray_agents.loop.settings import Asynchrony, LoopSettings, TrainingData
 from cray_agents.loop.stages import TRAINED_BY, Planned
 from cray_agents.queries import DatasetRecipe
 from cray_agents.training_jobs import Hyperparameters
 
-if TYPE_CHECKING:
-    from cray_agents.loop.loop import Loop
-
-ENOUGH = {"rft": 1.0, "kto": 1.0}  # from which reward on a run is good, unless the loop says
+GOOD_REWARD = {"rft": 1.0, "kto": 1.0}  # the least reward of a good run, unless the loop says
 
 
-def least_reward(loop: "Loop", stage: Planned) -> float | None:
-    """From which reward on a run is good; None: the method has no such thing, or any will do."""
+def min_reward_for(data: TrainingData, stage: Planned) -> float | None:
+    """The least reward of a good run; None: the method has no such bound, or any reward will do."""
     if stage.method not in ("rft", "kto", "dpo"):
         return None
-    return loop.min_reward if loop.min_reward is not None else ENOUGH.get(stage.method)
+    return data.min_reward if data.min_reward is not None else GOOD_REWARD.get(stage.method)
 
 
-def window(loop: "Loop", stage: Planned, number: int) -> list[int]:
+def generations_in_window(
+    data: TrainingData, asynchrony: Asynchrony, stage: Planned, number: int, *, live: bool
+) -> list[int]:
     """The generations whose runs are considered for a generation's training set.
 
-    Where a generation may close before all of its runs have ended, the one before it is looked
-    through once more for what came late. A loop that watches trains on what is new, unless its
-    history says more.
+    A generation that may close before all its runs have ended is considered once more by the next
+    one, for the late runs. A loop on live traffic trains on new runs alone, unless its history says
+    more.
     """
-    history = 1 if stage.method == "grpo" else loop.history
-    if loop.watch is not None:
+    history = 1 if stage.method == "grpo" else data.history
+    if live:
         history = history or 1
     if not stage.runs:
         return []
     if history is None:
         return list(range(1, number + 1))
-    late = 1 if loop.close_at < 1 else 0
+    late = 1 if asynchrony.close_at < 1 else 0
     first = stage.first if stage.method == "grpo" else 1  # not what another method has left over
     return list(range(max(first, number - history - late + 1), number + 1))
 
 
-def uses(loop: "Loop", stage: Planned) -> int | None:
-    """In how many training sets a run may be: what is looked through again is not used again."""
-    history = 1 if stage.method == "grpo" else loop.history
-    if loop.watch is not None:
-        return loop.max_uses or history or 1
-    if loop.close_at == 1 or history is None:
-        return loop.max_uses
-    return min(history, loop.max_uses or history)
+def max_uses_per_run(
+    data: TrainingData, asynchrony: Asynchrony, stage: Planned, *, live: bool
+) -> int | None:
+    """In how many training sets a run may be. A late run that was used is not used again."""
+    history = 1 if stage.method == "grpo" else data.history
+    if live:
+        return data.max_uses or history or 1
+    if asynchrony.close_at == 1 or history is None:
+        return data.max_uses
+    return min(history, data.max_uses or history)
 
 
 def recipe_of(
-    loop: "Loop", stage: Planned, number: int, rewards: dict[str, float] | None
+    loop: LoopSettings, stage: Planned, number: int, rewards: dict[str, float] | None
 ) -> DatasetRecipe:
     """The recipe of a generation's training set; `rewards` override the recorded ones."""
+    data, live = loop.data, loop.live
     given: dict[str, Any] = {}
     if stage.method in ("rft", "sft"):
         given = {
-            "demonstrations": [messages for messages, _ in loop.demonstrations],
-            "demonstrations_metadata": [metadata for _, metadata in loop.demonstrations],
+            "demonstrations": [messages for messages, _ in data.demonstrations],
+            "demonstrations_metadata": [metadata for _, metadata in data.demonstrations],
             "tools": loop.agent.tool_schemas,
             "tokenizer": loop.agent.model,
         }
     if stage.method == "grpo":
-        given = {"discount": loop.discount}
+        given = {"discount": data.discount}
     return DatasetRecipe(
         method=TRAINED_BY[stage.method],
         loop=loop.name,
-        generations=window(loop, stage, number),
+        generations=generations_in_window(data, loop.asynchrony, stage, number, live=live),
         step=number,
-        max_uses=uses(loop, stage),
-        min_reward=least_reward(loop, stage),
-        balance_by=loop.balance_by,
-        balance_power=loop.balance_power,
+        max_uses=max_uses_per_run(data, loop.asynchrony, stage, live=live),
+        min_reward=min_reward_for(data, stage),
+        balance_by=data.balance_by,
+        balance_power=data.balance_power,
         rewards=rewards,
         **given,
     )
 
 
-def hyperparameters_of(loop: "Loop", stage: Planned, number: int) -> Hyperparameters:
-    """The job's: a seed of its own, else all jobs draw alike; grpo knows how it was sampled."""
+def hyperparameters_of(stage: Planned, number: int, temperature: float) -> Hyperparameters:
+    """The hyperparameters of a generation's job.
+
+    Each job has a seed of its own, else all would draw alike. `temperature`: grpo's runs were
+    sampled at it.
+    """
     hyper = stage.hyperparameters
     changes: dict[str, Any] = {"seed": hyper.seed + number}
     if stage.method == "grpo":
-        changes["policy"] = hyper.policy.model_copy(update={"temperature": loop.temperature})
+        changes["policy"] = hyper.policy.model_copy(update={"temperature": temperature})
     return hyper.model_copy(update=changes)

@@ -1,8 +1,8 @@
-"""The held-out tasks: what a version makes of them, and whether a candidate is better by them.
+"""Evaluator on held-out tasks: measures versions, and decides whether a candidate is better.
 
-Both versions answer the same tasks with the same seeds, greedily; the incumbent's runs are on
-record from the time when it was promoted. The candidate is proven, and answers batch by batch, in
-an order that the seed decides, until the test of promotion.py has seen enough. Called by loop.py.
+Both versions answer the same tasks with the same seeds, greedily. The incumbent's runs are on
+record since its promotion. The candidate is proven, then answers batch by batch, in an order that
+the seed decides, until the test of promotion/sequential_test.py has seen enough. Called by loop.py.
 """
 
 import random
@@ -23,10 +23,10 @@ from cray_agents.promotion.sequential_test import (
     Pair,
     PromotionTest,
     decide,
-    measured,
+    deciding_tasks,
+    guard_tag,
     plan,
-    probes,
-    tag_of,
+    probe_tasks,
 )
 from cray_agents.records import ModelVersion, ProbeReport, Run, Split, Task
 from cray_agents.tasks.task_set import TaskSet
@@ -36,7 +36,7 @@ OnDone = Callable[[int], None]
 
 @dataclass(frozen=True)
 class CandidateVerdict:
-    """What came of a candidate. `worse`: nothing should go on from it."""
+    """The outcome of a candidate's evaluation."""
 
     proof: ProbeReport
     decision: Decision
@@ -44,21 +44,22 @@ class CandidateVerdict:
 
     @property
     def promoted(self) -> bool:
-        """Whether the bare name stands for it now."""
+        """The bare name stands for the candidate now."""
         return self.decision.verdict == "promote"
 
     @property
     def worse(self) -> bool:
-        """Whether it did worse than the incumbent: on the whole, or where a guard watches.
+        """The candidate did worse than the incumbent, on the whole or where a guard watches.
 
-        A difference within one standard error is none: else chance would throw away every second
-        step of a policy that stands still for a while.
+        Nothing should go on from it. A difference within one standard error counts as none: else
+        chance would throw away every second step of a policy that stands still for a while.
         """
-        found = self.decision
-        return found.difference < -found.error or any(guard.failed for guard in found.guards)
+        decision = self.decision
+        failed = any(guard.failed for guard in decision.guards)
+        return failed or decision.difference < -decision.error
 
-    def told(self) -> dict[str, Any]:
-        """As the fields of Generation."""
+    def fields(self) -> dict[str, Any]:
+        """As fields of Generation."""
         decision = self.decision
         return {
             "promoted": self.promoted,
@@ -78,7 +79,7 @@ class CandidateVerdict:
 
 @dataclass(frozen=True)
 class HoldoutEvaluator:
-    """Evaluates versions on one loop's tasks; `seed` decides in which order."""
+    """Evaluator of versions on one loop's tasks; `seed` decides their order."""
 
     platform: Platform
     gate: VersionGate
@@ -93,8 +94,8 @@ class HoldoutEvaluator:
     ) -> CandidateVerdict:
         """Prove a candidate, evaluate it against the incumbent, and promote or reject it.
 
-        While it is evaluated, rollouts of other versions wait at the gate, where there is but one
-        replica. Raises SwapError if it is not proven; the pool has then put back what it held.
+        With a single replica, rollouts of other versions wait at the gate meanwhile. Raises
+        SwapError if the candidate is not proven; the pool then serves what it served before.
         """
         guarding = await self._probes()
         with self.clock.phase("evaluate holdout"):
@@ -116,48 +117,48 @@ class HoldoutEvaluator:
         return CandidateVerdict(proof, decision, runs)
 
     async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
-        """A version's runs on the tasks that its success is told on, once per version."""
+        """Run a version on the tasks that measure it, once per version."""
         with self.clock.phase(f"evaluate {split}"):
-            return await self._answers(version, self._told_on(split), f"evaluate {split}")
+            return await self._answers(version, self._measuring_tasks(split), f"evaluate {split}")
 
     async def is_measured(self, version: ModelVersion, split: Split) -> bool:
-        """Whether `evaluate` would find all of a version's runs on record."""
+        """Tell whether all runs that `evaluate` needs of a version are on record."""
         runs = await self.rollouts.stored(split, version=version)
-        return {task.id for task in self._told_on(split)} <= {
+        return {task.id for task in self._measuring_tasks(split)} <= {
             run.task.id for run in runs if run.task and run.reward is not None
         }
 
-    def _told_on(self, split: Split) -> list[Task]:
-        """All but the hidden probes, which are only a guard."""
+    def _measuring_tasks(self, split: Split) -> list[Task]:
+        """All tasks of a split but the hidden probes, which are only a guard."""
         tasks = self.tasks.split(split)
-        return measured(tasks, self.test) if split == "holdout" else list(tasks)
+        return deciding_tasks(tasks, self.test) if split == "holdout" else list(tasks)
 
     async def _answers(
-        self, version: ModelVersion, tasks: Sequence[Task], phase: str, there: int = 0
+        self, version: ModelVersion, tasks: Sequence[Task], phase: str, before: int = 0
     ) -> list[Run]:
-        wanted = [RolloutRequest(task, f"{version.id}/{task.split}") for task in tasks]
+        requests = [RolloutRequest(task, f"{version.id}/{task.split}") for task in tasks]
 
         def report(done: int) -> None:
-            self.clock.report(phase, there + done, there + len(wanted), version.id)
+            self.clock.report(phase, before + done, before + len(requests), version.id)
 
-        return await self.rollouts.run(wanted, version, 0.0, report, paired=True)
+        return await self.rollouts.run(requests, version, 0.0, report, paired=True)
 
     async def _probes(self) -> list[Task]:
-        """The hidden tasks of the decision that is next, by those on record."""
+        """The hidden tasks of the next decision, which the decisions on record determine."""
         records = await self.platform.generations(self.rollouts.loop)
         earlier = decisions_in([Generation.model_validate(record) for record in records])
-        return probes(self.tasks.split("holdout"), earlier, self.test)
+        return probe_tasks(self.tasks.split("holdout"), earlier, self.test)
 
     async def _incumbent(self, version: ModelVersion, guarding: list[Task]) -> dict[str, Run]:
         """The incumbent's runs on all tasks that the decision may need, by task."""
-        tasks = [*measured(self.tasks.split("holdout"), self.test), *guarding]
+        tasks = [*deciding_tasks(self.tasks.split("holdout"), self.test), *guarding]
         return _by_task(await self._answers(version, tasks, "evaluate holdout"))
 
     async def _compare(
         self, candidate: ModelVersion, theirs: dict[str, Run], guarding: list[Task], number: int
     ) -> tuple[Decision, list[Run]]:
-        """Whether a candidate is better, and its runs so far: all that decide, if it is."""
-        order = measured(self.tasks.split("holdout"), self.test)
+        """Decide whether a candidate is better; return its runs too, all of them if it is."""
+        order = deciding_tasks(self.tasks.split("holdout"), self.test)
         random.Random(f"{self.rollouts.loop}/{self.seed}/{number}").shuffle(order)
         runs: list[Run] = []
         while True:
@@ -172,7 +173,7 @@ class HoldoutEvaluator:
                 decision = decide(pairs, self.test, hidden=hidden, gaps=gaps + more, **look)
             if decision.verdict != "continue":
                 break
-        if decision.verdict == "promote":  # what comes next is compared with all of them
+        if decision.verdict == "promote":  # the next candidate is compared with all of them
             rest = order[len(runs) :]
             runs += await self._answers(candidate, rest, "evaluate holdout", len(runs))
         return decision, runs
@@ -180,7 +181,7 @@ class HoldoutEvaluator:
     def _pairs(
         self, tasks: Sequence[Task], theirs: dict[str, Run], runs: Sequence[Run]
     ) -> tuple[list[Pair], Gaps]:
-        """Those tasks that both were tried at, as promotion.py has it."""
+        """Pairs of the tasks that both versions were tried at."""
         ours, pairs, gaps = _by_task(runs), list[Pair](), WHOLE
         for task in tasks:
             if (mine := ours.get(task.id)) is None:
@@ -193,7 +194,7 @@ class HoldoutEvaluator:
             else:
                 gaps += Gaps(unscored=int(mine.reward is None))
                 reward = self.test.low if mine.reward is None else mine.reward
-                tag = tag_of(task, self.test)
+                tag = guard_tag(task, self.test)
                 pair = Pair(task=task.id, incumbent=other.reward, candidate=reward, tag=tag)
                 pairs.append(pair)
         return pairs, gaps
@@ -204,9 +205,9 @@ def _by_task(runs: Sequence[Run]) -> dict[str, Run]:
 
 
 def _let_down(run: Run) -> bool:
-    """Whether the run says nothing of its version; a hook of ours failed on what that version did.
+    """Tell whether a run says nothing of its version.
 
-    As a reward function that fails does, and for the same reason it may not be the way out.
+    A failed hook of ours does say something: the version set it off, and may not gain by that.
     """
     hooked = run.error is not None and run.error.type == HookError.__name__
     return failed_by_infrastructure(run) and not hooked

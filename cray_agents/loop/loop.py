@@ -1,42 +1,66 @@
 """The self-improving loop: collect, score, build, train, prove, evaluate, promote.
 
-A client of the platform (platform.py): it holds no state of its own. What every step makes has a
-name derived from the step's inputs (run ids from loop, phase, task and attempt; dataset and job ids
-from their content), and what is decided is written down first, so a loop that was killed is run
-again by the same command and goes on from what exists; nothing is done twice. The steps' own
-modules: schedule.py (methods), collecting.py (runs), training_sets.py, judging.py, stopping.py.
+The loop is a client of the platform and holds no state of its own. Each step names its result by
+its inputs: run ids from loop, phase, task and attempt; dataset and job ids from their content. Each
+decision is written down before it takes effect. So a loop that was killed is run again by the same
+command and goes on from what exists: nothing is done twice. Read next: stages.py (methods),
+collector.py (runs), dataset_recipes.py, evaluator.py, stop_rules.py.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cray_agents.agent.agent import Agent
 from cray_agents.errors import BadInput, EngineUnavailable, JobError, SwapError
-from cray_agents.generation import Generation, LoopProgress, onward_of, promoted_by, standing_of
+from cray_agents.generation import (
+    Generation,
+    LoopProgress,
+    base_version,
+    promoted_holdout_success,
+    promoted_version,
+)
+from cray_agents.loop.argument_checks import check, check_types
 from cray_agents.loop.components import LoopComponents
 from cray_agents.loop.curriculum import Curriculum
-from cray_agents.loop.dataset_recipes import hyperparameters_of, least_reward, recipe_of, window
+from cray_agents.loop.dataset_recipes import (
+    generations_in_window,
+    hyperparameters_of,
+    min_reward_for,
+    recipe_of,
+)
 from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.loop.live.schedule import Watch
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import success
-from cray_agents.loop.settings import check, prepare, settings_of, settle
+from cray_agents.loop.settings import (
+    Asynchrony,
+    Control,
+    Demonstration,
+    LoopSettings,
+    Sampling,
+    Stopping,
+    TrainingData,
+)
+from cray_agents.loop.settings_record import record_settings, settings_record
 from cray_agents.loop.stages import TRAINED_BY, Method, Stage, ended, planned, stage_of
-from cray_agents.loop.stop_rules import Budget, check_taught, untaught, why_stopped
-from cray_agents.loop.warmup import WarmUp, cold_start, warm_first
+from cray_agents.loop.stop_rules import (
+    Budget,
+    check_learned_something,
+    record_without_update,
+    why_stopped,
+)
+from cray_agents.loop.warmup import WarmUp, WarmUpJobs, cold_start
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import PromotionTest
-from cray_agents.records import Message, ModelVersion, ProbeReport, Run, Split
+from cray_agents.records import ModelVersion, ProbeReport, Run, Split
 from cray_agents.rewards.reward import RewardFunction
 from cray_agents.tasks.task_set import TaskSet
-from cray_agents.training_jobs import Hyperparameters, JobStatus
+from cray_agents.training_jobs import Hyperparameters, JobStatus, as_hyperparameters
 
 log = logging.getLogger(__name__)
-
-Control = Literal["shuffled-rewards"]
 
 
 @dataclass
@@ -52,37 +76,38 @@ class Loop:
         tasks_per_generation: how many train tasks a generation draws (see Curriculum).
         name: names the loop; the same name goes on where it stopped. Default: agent and model.
         hyperparameters: of each training job; with `lora` each job trains adapters on its parent.
-        demonstrations: conversations with their metadata: all that sft trains on; rft keeps them in
-            every training set.
+        demonstrations: conversations with their metadata. sft trains on them alone; rft keeps them
+            in every training set.
         warm_up: train on the demonstrations before generation 0, until the model succeeds now and
-            then: see WarmUp. The loop then keeps to the demonstrations that were shown.
+            then: see WarmUp. The loop then keeps to the demonstrations of the warm-up.
         balance_by, balance_power, discount: see DatasetRecipe.
         history: how many generations of runs stay in the training set; None: all. grpo takes its
             own generation's alone.
         max_uses: in how many training sets a run may be; None: in any number.
-        min_reward: from which reward on a run is good. None: 1 for rft and kto, any for dpo.
+        min_reward: the least reward of a good run. None: 1 for rft and kto, any for dpo.
         promotion: the test by which a candidate is promoted.
         evaluate_every: see Stage.
-        resample: of grpo and dpo, by which share of a generation's runs may be added to it in the
-            place of tasks whose attempts were all rewarded alike.
+        resample: for grpo and dpo: the share of a generation's runs that may be added to replace
+            tasks whose attempts were all rewarded alike.
         staleness: generation n samples from the version decided at generation n - 1 - staleness,
-            while the jobs of those before it train (arXiv 2410.18252). What grpo's weights then
-            correct is in Policy.importance_cap. With one replica, versions take turns on it.
+            while earlier jobs train (arXiv 2410.18252). grpo corrects for it: see
+            Policy.importance_cap. With one replica, versions take turns on it.
         close_at: the share of a generation's runs with which it may close (rollouts.py has the
-            rule); the others are stored when they end, and enter the next training set.
+            rule). Late runs are stored when they end, and enter the next training set.
         target: stop when held-out success reaches it.
         patience: stop after so many evaluated candidates in a row of which none was promoted.
         budget: stop when it is used up.
         concurrency: runs at a time.
         temperature: of the training runs; held-out and test runs are greedy.
-        seeded: each training run has a sampling seed made of its id: a loop that was killed ends as
-            one that was not, as far as a sample does not depend on what else is in its batch. The
-            engine then draws for each request by itself, which is work in large batches on a GPU.
-        watch: trains on live traffic in the place of runs of its own: continual.py.
-        changed: `accept` goes on although the settings are not those that the loop began with.
+        seeded: each training run has a sampling seed made of its id: a killed loop ends like an
+            undisturbed one, as far as a sample does not depend on the rest of its batch. The
+            engine then draws for each request by itself, which costs time in large batches on a
+            GPU.
+        watch: train on live traffic instead of runs of its own: live/traffic.py.
+        changed: `accept` goes on although the settings differ from those at the loop's start.
         platform: where to run; default: the one at $CRAY_AGENTS_URL.
-        control: `shuffled-rewards` permutes the rewards among a generation's runs, to show
-            that it is the rewards that teach.
+        control: `shuffled-rewards` permutes the rewards among a generation's runs. A loop that
+            learns all the same does not learn from its rewards.
     """
 
     agent: Agent
@@ -93,7 +118,7 @@ class Loop:
     tasks_per_generation: int = 512
     name: str = ""
     hyperparameters: Hyperparameters = field(default_factory=lambda: Hyperparameters(steps=100))
-    demonstrations: Sequence[tuple[list[Message], dict[str, Any]]] = ()
+    demonstrations: Sequence[Demonstration] = ()
     history: int | None = None
     max_uses: int | None = None
     min_reward: float | None = None
@@ -121,22 +146,46 @@ class Loop:
     warm_up: WarmUp | None = None
 
     def __post_init__(self) -> None:
-        prepare(self)
-        attempts = self.attempts if self.watch is None else max(2, self.attempts)  # who knows
+        self.rewards = (self.rewards,) if callable(self.rewards) else tuple(self.rewards)
+        check_types(self.agent, self.tasks, self.rewards, self.demonstrations)
+        self.hyperparameters = as_hyperparameters(self.hyperparameters)
+        self.name = self.name or f"{self.agent.name}-{self.agent.model}"
+        # on live traffic others decide how many runs a task has
+        attempts = self.attempts if self.watch is None else max(2, self.attempts)
         default = Stage("rft", None, self.hyperparameters, attempts,
                         self.tasks_per_generation, self.evaluate_every)  # fmt: skip
         self.stages = planned(self.method, default)
-        check(self)
-        self._clock = PhaseTimer(lambda progress: self.on_progress(progress))
-        self._parts: LoopComponents | None = None
+        self.settings = self._grouped()
+        check(self.settings)
+        self._timer = PhaseTimer(lambda progress: self.on_progress(progress))
+        self._components: LoopComponents | None = None
+
+    def _grouped(self) -> LoopSettings:
+        return LoopSettings(
+            self.name,
+            self.agent,
+            self.tasks,
+            self.rewards,
+            tuple(self.stages),
+            Sampling(self.curriculum, self.resample, self.concurrency, self.temperature,
+                     self.seed, self.seeded, self.control),
+            Asynchrony(self.staleness, self.close_at),
+            TrainingData(self.demonstrations, self.history, self.max_uses, self.min_reward,
+                         self.balance_by, self.balance_power, self.discount),
+            Stopping(self.target, self.patience, self.budget),
+            self.promotion,
+            self.watch,
+            None if self.warm_up is None else self.warm_up.settings(),
+            self.changed == "accept",
+        )  # fmt: skip
 
     def run(self, generations: int = 5) -> Generator[Generation, None, None]:
-        """Go on until `generations` are done or the loop stops itself; yields each as it ends.
+        """Go on until `generations` are done or the loop stops itself; yield each as it ends.
 
-        Generations that a previous call finished are yielded too, at once. Raises what the
-        platform raises: JobError, SwapError, EngineUnavailable; and BadInput for settings that
-        are not those it began with, or after a generation whose runs taught nothing (of grpo and
-        dpo, after two in a row). Called again, it goes on.
+        Generations that a previous call finished are yielded too, at once. Raises JobError,
+        SwapError and EngineUnavailable from the platform. Raises BadInput for settings that differ
+        from those at the loop's start, and after a generation whose runs taught nothing (for grpo
+        and dpo, after two in a row). Called again, it goes on.
         """
         with asyncio.Runner() as runner:
             steps = self.steps(generations)
@@ -148,19 +197,14 @@ class Loop:
                         return
             finally:
                 runner.run(steps.aclose())
-                runner.run(self.where.close())
+                runner.run(self._client.close())
 
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
-        warm = False
-        try:
-            await warm_first(self)
-            warm = True
-        finally:
-            if not warm:
-                await self.rest()
-        await settle(self.where, self.name, settings_of(self), self.changed == "accept")
-        done = [Generation.model_validate(r) for r in await self.where.generations(self.name)]
+        await self._warm_first()
+        settings = settings_record(self.settings)
+        await record_settings(self._client, self.name, settings, self.settings.accept_changes)
+        done = [Generation.model_validate(r) for r in await self._client.generations(self.name)]
         for generation in done:
             yield generation
         reachable = True
@@ -169,38 +213,38 @@ class Loop:
                 done.append(await self._generate(done, generations))
                 yield done[-1]
                 if self.watch is None:
-                    check_taught(done)
+                    check_learned_something(done)
         except (asyncio.CancelledError, EngineUnavailable):
             reachable = False  # it is to end at once, or there is nobody to ask
             raise
         finally:
-            await self._now().stop()
+            await self._running().stop()
             if reachable:
-                await self._now().leave(self.agent.model)
+                await self._running().leave(self.agent.model)
 
     async def _generate(self, done: list[Generation], generations: int) -> Generation:
-        """The next generation; it is on record when this returns."""
+        """Make the next generation, and record it."""
         number = len(done)
-        await self._clock.begin(self.where, number)
+        await self._timer.begin(self._client, number)
         generation = await (self._begin() if number == 0 else self._improve(done, generations))
         stopped = self._why_stopped([*done, generation])
         if number == generations or stopped:
             generation = await self._measure_test(generation)
-        spent = await self._clock.end(self.where)
+        spent = await self._timer.end(self._client)
         generation = generation.model_copy(update={"stopped": stopped, **spent})
         record = generation.model_dump(mode="json")
-        await self.where.finish_generation(self.name, number, record)
+        await self._client.finish_generation(self.name, number, record)
         return generation
 
     async def _begin(self) -> Generation:
-        """Generation 0: the promoted version as it is, measured on held-out and test tasks.
+        """Generation 0: measure the promoted version on held-out and test tasks.
 
-        Where none of its runs had success, the record and a warning say what can be done.
+        Where none of its runs had success, the record and a warning name the remedies.
         """
         version = await self._promoted()
         proof = await self.stage(version)
         holdout = await self.evaluate(version, "holdout")
-        if note := cold_start(self, holdout):
+        if note := cold_start(self.settings, holdout):
             log.warning(note)
         generation = Generation(
             note=note,
@@ -215,10 +259,10 @@ class Loop:
 
     async def _improve(self, done: list[Generation], generations: int) -> Generation:
         """One generation: collect, score, build, train, prove, evaluate, promote or reject."""
-        number, gate = len(done), self._now().gate
-        done = await self._now().begin(done)
-        parent = await self.where.version(onward_of(done))
-        gate.staying = promoted_by(done)
+        number, gate = len(done), self._running().gate
+        done = await self._running().begin(done)
+        parent = await self._client.version(base_version(done))
+        gate.staying = promoted_version(done)
         if not gate.looked:
             await self.stage(parent)  # a swap that a killed loop began is over after this one
         made = await self.collect(done, generations)
@@ -226,8 +270,8 @@ class Loop:
             dataset = await self.build(number)
             job = await self.train(dataset["id"], parent, done)
         except (BadInput, JobError) as error:
-            return untaught(made, done, error, live=self.watch is not None)
-        candidate = await self.where.register(self.agent.model, job.checkpoint or job.id)
+            return record_without_update(made, done, error, live=self.settings.live)
+        candidate = await self._client.register(self.agent.model, job.checkpoint or job.id)
         trained = {
             "dataset": dataset["id"],
             "job": job.id,
@@ -243,118 +287,153 @@ class Loop:
     # ---- the steps
 
     async def collect(self, done: list[Generation], last: int) -> Generation:
-        """Run the agent on the next generation's tasks; returns the generation's record so far.
+        """Run the agent on the next generation's tasks; return the generation's record so far.
 
-        What is stored is not run again. Rollouts of the generations up to `last` that may begin,
-        by the bound on staleness, go on meanwhile and afterwards.
+        Stored runs are not run again. Rollouts of the generations up to `last` go on meanwhile and
+        afterwards, as far as the bound on staleness lets them begin.
         """
         stage = stage_of(self.stages, len(done))
-        with self._clock.phase("rollouts"):
-            collected = await self._now().collect(done, last)
+        with self._timer.phase("rollouts"):
+            collected = await self._running().collect(done, last)
         return Generation(
             generation=len(done),
             method=stage.method,
             holdout_success=0.0,
             holdout_tasks=0,
-            version=onward_of(done),
+            version=base_version(done),
             promoted=False,
-            **collected.told(least_reward(self, stage)),
+            **collected.fields(min_reward_for(self.settings.data, stage)),
         )
 
     async def build(self, number: int) -> dict[str, Any]:
-        """The training set. Raises BadInput, of code `empty_dataset` if nothing can be learned."""
-        stage, rewards = stage_of(self.stages, number), None
-        if self.control == "shuffled-rewards":
-            collector = self._now().collector
-            seen = [await collector.outcomes(n) for n in window(self, stage, number)]
-            rewards = {outcome.run: outcome.reward for outcomes in seen for outcome in outcomes}
-        with self._clock.phase("dataset", ""):
-            await hold_out(self.where, self.name, self.tasks)
-            recipe = recipe_of(self, stage, number, rewards)
-            givers = await self._now().givers(number)
-            return await self.where.build_dataset(recipe.model_copy(update={"givers": givers}))
+        """Build the training set. Raises BadInput: `empty_dataset` if nothing can be learned."""
+        settings, stage, rewards = self.settings, stage_of(self.stages, number), None
+        if settings.sampling.shuffle is not None:
+            collector = self._running().collector
+            window = generations_in_window(
+                settings.data, settings.asynchrony, stage, number, live=settings.live
+            )
+            outcomes = [outcome for n in window for outcome in await collector.outcomes(n)]
+            rewards = {outcome.run: outcome.reward for outcome in outcomes}
+        with self._timer.phase("dataset", ""):
+            await hold_out(self._client, self.name, self.tasks)
+            recipe = recipe_of(settings, stage, number, rewards)
+            givers = await self._running().givers(number)
+            return await self._client.build_dataset(recipe.model_copy(update={"givers": givers}))
 
     async def train(
         self, dataset: str, parent: ModelVersion, done: Sequence[Generation]
     ) -> JobStatus:
         """Submit the training job, or find it, and wait for its end. Raises JobError."""
         stage = stage_of(self.stages, len(done))
-        hyperparameters = hyperparameters_of(self, stage, len(done))
+        hyperparameters = hyperparameters_of(stage, len(done), self.temperature)
 
         def report(job: JobStatus) -> None:
-            self._clock.report("train", job.step, job.steps, f"job {job.scheduler_job_id}")
+            self._timer.report("train", job.step, job.steps, f"job {job.scheduler_job_id}")
 
-        with self._clock.phase("train"):
-            job = await self.where.submit_job(
+        with self._timer.phase("train"):
+            job = await self._client.submit_job(
                 method=TRAINED_BY[stage.method],  # dpo and kto compare with the parent
                 dataset=dataset,
                 parent=parent.id,
                 hyperparameters=hyperparameters,
                 optimizer_from="parent",
             )
-            return await self.where.wait_for(job, report)
+            return await self._client.wait_for(job, report)
 
     async def _judge(
         self, candidate: ModelVersion, done: list[Generation], last: int
     ) -> dict[str, Any]:
-        """Prove a candidate; evaluate it, and promote it if it is better; say what goes on."""
-        stage, incumbent = stage_of(self.stages, len(done)), promoted_by(done)
+        """Prove, evaluate and perhaps promote a candidate; return fields of the record."""
+        stage, incumbent = stage_of(self.stages, len(done)), promoted_version(done)
         try:
             if not stage.evaluates(len(done), last):
                 proof = await self.stage(candidate)
-                told = {"probe_max_logprob_diff": proof.max_logprob_diff}
-                return told | {"holdout_success": standing_of(done), "onward": candidate.id}
-            before = await self.where.version(incumbent)
-            verdict = await self._now().decide(candidate, before, len(done))
+                probe = {"probe_max_logprob_diff": proof.max_logprob_diff}
+                return probe | {
+                    "holdout_success": promoted_holdout_success(done),
+                    "onward": candidate.id,
+                }
+            before = await self._client.version(incumbent)
+            verdict = await self._running().decide(candidate, before, len(done))
         except SwapError as error:  # the pool has put back what it held
             note = f"not proven: {error}"
-            await self.where.reject(candidate, who=f"loop {self.name}", reason=note)
+            await self._client.reject(candidate, who=f"loop {self.name}", reason=note)
             return {"note": note, "onward": done[-1].onward}
         if verdict.promoted:
-            return verdict.told()
+            return verdict.fields()
         if stage.parent == "latest" and not verdict.worse:
-            return verdict.told() | {"onward": candidate.id}
+            return verdict.fields() | {"onward": candidate.id}
         await self.stage(before)
-        return verdict.told()
+        return verdict.fields()
 
     async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
-        """Run the agent greedily on the tasks that a split's success is told on, once a version."""
-        return await self._now().judge.evaluate(version, split)
+        """Run the agent greedily on the tasks that measure a split, once a version."""
+        return await self._running().judge.evaluate(version, split)
 
     async def rest(self) -> None:
-        """Cancel what goes on in the background; let the pool serve what the name means."""
-        await self._now().stop()
-        await self._now().leave(self.agent.model)
+        """Cancel background work; let the pool serve the promoted version."""
+        await self._running().stop()
+        await self._running().leave(self.agent.model)
 
     async def is_measured(self, version: ModelVersion, split: Split) -> bool:
-        """Whether `evaluate` would find all of a version's runs on record."""
-        return await self._now().judge.is_measured(version, split)
+        """Tell whether all runs that `evaluate` needs of a version are on record."""
+        return await self._running().judge.is_measured(version, split)
 
     async def stage(self, version: ModelVersion) -> ProbeReport:
         """Load and prove a version. Raises SwapError."""
-        with self._clock.phase("swap", version.id):
-            return await self._now().gate.stage(version)
+        with self._timer.phase("swap", version.id):
+            return await self._running().gate.stage(version)
 
-    # ---- where things are
+    # ---- the platform, and what runs on it
 
     @property
-    def where(self) -> Platform:
-        """The platform that it runs on."""
+    def _client(self) -> Platform:
         self.platform = self.platform or Platform()
         return self.platform
 
-    def _now(self) -> LoopComponents:
-        """The parts that belong to the event loop that runs now."""
-        if self._parts is None or self._parts.event_loop is not asyncio.get_running_loop():
-            self._parts = LoopComponents.of(self, self._clock)
-        return self._parts
+    def _running(self) -> LoopComponents:
+        """The components that belong to the event loop that runs now."""
+        made = self._components
+        if made is None or made.event_loop is not asyncio.get_running_loop():
+            made = LoopComponents.of(self.settings, self._client, self._timer)
+            self._components = made
+        return made
+
+    async def _warm_first(self) -> None:
+        """Warm up if the loop asks for it; keep to the demonstrations of any warm-up."""
+        warm = False
+        try:
+            self._keep_demonstrations(await self._warm_up_jobs().run_first(self.warm_up))
+            warm = True
+        finally:
+            if not warm:
+                await self.rest()
+
+    def _warm_up_jobs(self) -> WarmUpJobs:
+        def report(progress: LoopProgress) -> None:
+            self.on_progress(progress)
+
+        return WarmUpJobs(self._client, self.settings, self._measure_holdout, report)
+
+    async def _measure_holdout(self, version: ModelVersion) -> float:
+        if not await self.is_measured(version, "holdout"):
+            await self.stage(version)
+        return success(await self.evaluate(version, "holdout"))
+
+    def _keep_demonstrations(self, count: int | None) -> None:
+        if count is not None:
+            self.demonstrations = self.demonstrations[:count]
+            data = replace(self.settings.data, demonstrations=self.demonstrations)
+            self.settings = replace(self.settings, data=data)
 
     def _why_stopped(self, done: Sequence[Generation]) -> str | None:
-        why = why_stopped(done, self.target, self.patience, self.budget)
+        stopping = self.settings.stopping
+        why = why_stopped(done, stopping.target, stopping.patience, stopping.budget)
         return why or ended(self.stages, len(done) - 1)
 
     async def _promoted(self) -> ModelVersion:
-        version = await self.where.promoted(self.agent.model)
+        version = await self._client.promoted(self.agent.model)
         if version is None:
             raise BadInput(
                 f"no version of model {self.agent.model!r} is promoted; "
@@ -375,3 +454,28 @@ class Loop:
 
 async def _next(steps: AsyncGenerator[Generation]) -> Generation:
     return await anext(steps)
+
+
+def warm_up(loop: Loop, plan: WarmUp | None = None) -> ModelVersion:
+    """Warm up the loop's model, from its first version; return the version that came of it.
+
+    A loop with `warm_up=` does this by itself when it is run. `plan`: default is that one. Promotes
+    the version unless a later one is promoted already, and leaves the loop with the demonstrations
+    that were shown. Where no version lies in the band because success leaps over it, the nearest
+    version is taken, and a warning says so. Raises JobError when success stays below the band, and
+    BadInput when the loop has begun without this warm-up.
+    """
+    plan = plan or loop.warm_up
+    if plan is None:
+        raise BadInput("say how to warm up: WarmUp(Hyperparameters(steps=100))", param="plan")
+
+    async def alone() -> ModelVersion:
+        try:
+            version, keep = await loop._warm_up_jobs().run(plan)
+            loop._keep_demonstrations(keep)
+            return version
+        finally:
+            await loop.rest()
+            await loop._client.close()  # of this event loop, which ends here
+
+    return asyncio.run(alone())

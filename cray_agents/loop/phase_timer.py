@@ -1,6 +1,6 @@
-"""What a generation does, and for how long: progress, seconds by phase, how idle the engine was.
+"""Timer of a generation: progress, seconds by phase, idle share of the engine.
 
-Called by loop.py, and by judging.py and collecting.py for it.
+Called by loop.py, evaluator.py and collector.py.
 """
 
 import time
@@ -13,7 +13,10 @@ from cray_agents.platform.client import Platform
 
 
 class PhaseTimer:
-    """Started at a generation's begin, read at its end. `on_progress` is told of every move."""
+    """A timer, started when a generation begins and read at its end.
+
+    `on_progress` is called on every move.
+    """
 
     def __init__(self, on_progress: Callable[[LoopProgress], None]) -> None:
         self.generation = 0
@@ -24,13 +27,13 @@ class PhaseTimer:
         self._replicas = 0
 
     async def begin(self, platform: Platform, generation: int) -> None:
-        """A generation begins."""
+        """Start a generation."""
         self.generation = generation
         self._begun, self._seconds = time.monotonic(), {}
         self._busy, self._replicas = _busy(await platform.pool())
 
     async def end(self, platform: Platform) -> dict[str, Any]:
-        """A generation ends: `seconds`, `wall` and `idle_share`, as Generation has them."""
+        """End a generation; return its fields `seconds`, `wall` and `idle_share`."""
         wall = time.monotonic() - self._begun
         busy, replicas = _busy(await platform.pool())
         idle = None
@@ -44,12 +47,12 @@ class PhaseTimer:
         }
 
     def report(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        """Something moved."""
+        """Report a move."""
         self._on_progress(LoopProgress(self.generation, phase, done, total, note))
 
     @contextmanager
     def phase(self, name: str, note: str | None = None) -> Iterator[None]:
-        """Count the time inside for a phase; with a note its begin is reported."""
+        """Count the time inside for a phase; with a note, report its begin."""
         if note is not None:
             self.report(name, note=note)
         begun = time.monotonic()
@@ -60,7 +63,7 @@ class PhaseTimer:
 
 
 def _busy(replicas: list[dict[str, Any]]) -> tuple[float | None, int]:
-    """Seconds with a request in flight, of all replicas together; None if one does not tell."""
-    told = [replica["busy_seconds"] for replica in replicas if "busy_seconds" in replica]
-    whole = told and len(told) == len(replicas)
-    return (float(sum(told)) if whole else None), len(replicas)
+    """Seconds with a request in flight, of all replicas; None if one does not report it."""
+    seconds = [replica["busy_seconds"] for replica in replicas if "busy_seconds" in replica]
+    whole = seconds and len(seconds) == len(replicas)
+    return (float(sum(seconds)) if whole else None), len(replicas)

@@ -1,15 +1,15 @@
-"""Runs of an agent on many tasks: scored, stored once each, and never run again when stored.
+"""Rollouts: runs of an agent on many tasks, scored, stored once each, never run twice.
 
-A run's id is derived from what it is for (loop, scope, task, attempt), so a restarted loop finds
-what a killed one did. One that the infrastructure failed stays on record, and is tried again under
-the same id with `-retry<n>`: RETRIES times, and as often again whenever it is asked for again,
-unless its set was settled. Model calls go through the gate (gate.py). Called by collecting.py
-(training runs) and judging.py (held-out ones).
+A run's id is derived from its purpose (loop, scope, task, attempt), so a restarted loop finds the
+runs of a killed one. A run that the infrastructure failed stays on record, and is tried again under
+the same id with `-retry<n>`: RETRIES times, and as often again whenever it is requested again,
+unless its set is final. Model calls go through version_gate.py. Called by collector.py (training
+runs) and evaluator.py (held-out runs).
 
-The rule that closes a set of runs early (`close_at` below 1), so that slow tools do not hold up the
-others: all have begun, that share of them has ended, and each that still goes on has taken more
-than STRAGGLES times the median of those that ended; time at the gate does not count. What goes on
-then is not lost: it is stored when it ends, in the background.
+A set of runs may close early (`close_at` below 1), so that slow tools do not hold it up. It closes
+when all runs have begun, that share of them has ended, and each of the rest has taken more than
+STRAGGLES times the median of the ended ones; time at the gate does not count. The rest is not lost:
+each run is stored when it ends, in the background.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 
 from cray_agents.agent.agent import Agent
 from cray_agents.errors import EngineUnavailable
-from cray_agents.loop.version_gate import Passing, VersionGate
+from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion, Run, Split, Task, digest
-from cray_agents.rewards.reward import RewardFunction, restored, scored, unscored
+from cray_agents.rewards.reward import RewardFunction, needs_scoring, prepare_rescoring, score_run
 
 RETRIES = 2  # of a run that the infrastructure failed, or of a reward that failed
 BACKOFF = 0.5  # seconds before a run is tried again; before the next time, four times as many
@@ -33,7 +33,7 @@ STRAGGLES = 3.0
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A run that should exist. `scope` keeps apart what the same task is run for."""
+    """A run that should exist. `scope` tells apart the purposes that the same task is run for."""
 
     task: Task
     scope: str
@@ -43,29 +43,29 @@ class RolloutRequest:
 
 @dataclass(eq=False)
 class ActiveRollout:
-    """A run that goes on. It keeps one of the places until it ends, or is left behind."""
+    """A run in progress. It keeps a concurrency slot until it ends or is left behind."""
 
     run_id: str
     task: asyncio.Task[Run]
     places: asyncio.Semaphore
     begun: float | None = None
-    engine: Passing | None = None
+    engine: GatedEngine | None = None
     left_behind: bool = False
 
     @property
     def seconds(self) -> float:
-        """How long it takes, or took, but for what it waits at the gate."""
-        held = self.engine.held if self.engine is not None else 0.0
+        """The time it has taken so far, or took, without its waits at the gate."""
+        waited = self.engine.gate_wait_seconds if self.engine is not None else 0.0
         if self.task.done():
-            return self.task.result().seconds - held
-        return time.monotonic() - (self.begun or 0.0) - held
+            return self.task.result().seconds - waited
+        return time.monotonic() - (self.begun or 0.0) - waited
 
     def attempt(self, number: int) -> str:
-        """The id that it runs under for the first time (0), or again."""
+        """The run id of a try; the first one is 0."""
         return f"{self.run_id}-retry{number}" if number else self.run_id
 
     def leave_behind(self) -> None:
-        """Let others have its place: what it waits for is not the engine."""
+        """Free this straggler's concurrency slot: it is waiting for a tool, not for the engine."""
         if self.begun is not None and not self.left_behind and not self.task.done():
             self.left_behind = True
             self.places.release()
@@ -73,9 +73,9 @@ class ActiveRollout:
 
 @dataclass
 class Rollouts:
-    """Carries out runs for one loop, `concurrency` at a time, in the order in which they came.
+    """The runs of one loop, `concurrency` at a time, in the order of their requests.
 
-    `seeded`: what a run samples follows from its id, so that one that is done again is the same.
+    `seeded`: a run's sampling seed follows from its id, so that a repeated run is the same.
     """
 
     platform: Platform
@@ -90,7 +90,7 @@ class Rollouts:
     def __post_init__(self) -> None:
         self._agent = self.agent.through(self.platform.engine())
         self._places = asyncio.Semaphore(self.concurrency)
-        self._left: list[ActiveRollout] = []  # those that go on in the background
+        self._left: list[ActiveRollout] = []  # stragglers that go on in the background
         self._begun = set[str]()
 
     async def stored(
@@ -100,42 +100,43 @@ class Rollouts:
         generation: int | None = None,
         version: ModelVersion | None = None,
     ) -> list[Run]:
-        """The runs of this loop that are on record."""
+        """Runs of this loop that are on record."""
         model = version.id if version else None
-        found = self.platform.runs(loop=self.loop, generation=generation, split=split, model=model)
-        return [run async for run in found]
+        runs = self.platform.runs(loop=self.loop, generation=generation, split=split, model=model)
+        return [run async for run in runs]
 
     async def run(
         self,
-        wanted: Sequence[RolloutRequest],
+        requests: Sequence[RolloutRequest],
         version: ModelVersion,
         temperature: float,
         on_done: Callable[[int], None],
         *,
         close_at: float = 1.0,
         paired: bool = False,
-        settled: bool = False,
+        final: bool = False,
     ) -> list[Run]:
-        """The wanted runs, in order: those on record, and the others executed now.
+        """Return the requested runs in order: recorded ones, and the rest executed now.
 
-        `on_done` is told how many are there. With a `close_at` below 1 those that are not there
-        when the rule of this module closes the set are left out. `paired`: a task and attempt has
-        the same sampling seed under every version. `settled`: a run on record that the
-        infrastructure failed stays as it is. Raises what recording raises: StoreError,
-        EngineUnavailable; that too where the infrastructure failed each of the runs, and none on
-        record of their generation or version went well.
+        on_done: called with the number of runs that have ended.
+        close_at: below 1, runs that have not ended when the set closes are left out.
+        paired: a task and attempt has the same sampling seed under every version.
+        final: a recorded run that the infrastructure failed stays as it is.
+
+        Raises StoreError and EngineUnavailable from recording. Raises EngineUnavailable where the
+        infrastructure failed all the runs, and no recorded run of their generation or version.
         """
         self._raise_lost()
-        if not wanted:
+        if not requests:
             return []
-        known = await self._known(wanted, version)
+        known = await self._known(requests, version)
         started = [
-            self._start(item, version, temperature, known, paired, settled) for item in wanted
+            self._start(item, version, temperature, known, paired, final) for item in requests
         ]
         try:
             await self._until_closed(started, on_done, close_at)
         except BaseException:
-            await cancelled(started)
+            await cancel(started)
             raise
         self._left += [each for each in started if not each.task.done()]
         for each in started:
@@ -146,19 +147,19 @@ class Rollouts:
 
     def resume(
         self,
-        wanted: Sequence[RolloutRequest],
+        requests: Sequence[RolloutRequest],
         version: ModelVersion,
         temperature: float,
         known: Set[str],
     ) -> None:
-        """Do runs in the background that nobody waits for: those that were cut off by a kill."""
-        for item in wanted:
+        """Start runs in the background that a kill had cut off. Nobody waits for them."""
+        for item in requests:
             if (name := self.name(item)) not in known and name not in self._begun:
                 self._left.append(self._start(item, version, temperature, {}))
 
     async def stop(self) -> None:
-        """Cancel what still goes on; it is as if it had never begun."""
-        await cancelled(list(self.going.values()))
+        """Cancel the runs in progress, as if they had never begun."""
+        await cancel(list(self.going.values()))
 
     def name(self, item: RolloutRequest) -> str:
         """The id of a run."""
@@ -171,16 +172,16 @@ class Rollouts:
         return int(digest(made_of, 7), 16)
 
     def _raise_lost(self) -> None:
-        """Raise what a run in the background raised, such as a StoreError."""
+        """Raise the error of a background run, such as a StoreError."""
         for each in self._left:
             if each.task.done() and not each.task.cancelled():
                 each.task.result()
         self._left = [each for each in self._left if not each.task.done()]
 
     async def _known(
-        self, wanted: Sequence[RolloutRequest], version: ModelVersion
+        self, requests: Sequence[RolloutRequest], version: ModelVersion
     ) -> dict[str, Run]:
-        first = wanted[0]
+        first = requests[0]
         of = None if first.generation is not None else version
         runs = await self.stored(first.task.split, generation=first.generation, version=of)
         return {run.id: run for run in runs}
@@ -192,7 +193,7 @@ class Rollouts:
         temperature: float,
         known: dict[str, Run],
         paired: bool = False,
-        settled: bool = False,
+        final: bool = False,
     ) -> ActiveRollout:
         run_id = self.name(item)
         if run_id in self.going:
@@ -204,7 +205,7 @@ class Rollouts:
                 await self._places.acquire()
                 going.begun = time.monotonic()
                 try:
-                    return await self._one(agent, version, item, going, known, paired, settled)
+                    return await self._one(agent, version, item, going, known, paired, final)
                 finally:
                     if not going.left_behind:
                         self._places.release()
@@ -218,7 +219,7 @@ class Rollouts:
     async def _until_closed(
         self, started: Sequence[ActiveRollout], on_done: Callable[[int], None], close_at: float
     ) -> None:
-        """Return when all have ended, or the rule closes the set. Raises what a run raised."""
+        """Wait until all have ended, or the set closes. Raises the error of a run."""
         ended: asyncio.Queue[asyncio.Task[Run]] = asyncio.Queue()
         for going in started:
             going.task.add_done_callback(ended.put_nowait)
@@ -244,22 +245,22 @@ class Rollouts:
         going: ActiveRollout,
         known: dict[str, Run],
         paired: bool,
-        settled: bool,
+        final: bool,
     ) -> Run:
-        """A scored run. One that the infrastructure failed is kept, and tried again beside it."""
+        """Carry out and score a run. A try that the infrastructure failed is kept and repeated."""
         tried: list[Run] = []
-        while (found := known.get(going.attempt(len(tried)))) is not None:
-            tried.append(found)
-        if tried and unscored(tried[-1]):
+        while (recorded := known.get(going.attempt(len(tried)))) is not None:
+            tried.append(recorded)
+        if tried and needs_scoring(tried[-1]):
             whole = await self.platform.run(tried[-1].id)  # with its tokens
-            return await self._scored(restored(whole, agent.output_type), again=True)
-        if tried and (settled or not failed_by_infrastructure(tried[-1])):
+            return await self._scored(prepare_rescoring(whole, agent.output_type), again=True)
+        if tried and (final or not failed_by_infrastructure(tried[-1])):
             return tried[-1]
         seed = self._seed(item, paired)
         waits = [BACKOFF * 4**number for number in range(RETRIES)]
         for wait in waits if tried else [0.0, *waits]:
             await asyncio.sleep(wait)
-            going.engine = Passing(self.platform.engine(), self.gate, version)
+            going.engine = GatedEngine(self.platform.engine(), self.gate, version)
             run = await agent.through(going.engine).run(
                 item.task,
                 run_id=going.attempt(len(tried)),
@@ -274,21 +275,21 @@ class Rollouts:
         return tried[-1]
 
     async def _scored(self, run: Run, *, again: bool = False) -> Run:
-        """The run with its rewards, on record. Where a reward fails, it alone is tried again.
+        """Score a run and record it. A reward that fails is tried again alone.
 
         `again`: the run is on record already, without its rewards.
         """
         for _ in range(1 + RETRIES):
-            done = await scored(run, self.rewards, engine=self.platform.engine())
-            if not unscored(done):
+            done = await score_run(run, self.rewards, engine=self.platform.engine())
+            if not needs_scoring(done):
                 break
-        if not (again and unscored(done)):
+        if not (again and needs_scoring(done)):
             await self.platform.record([done])
         return done
 
 
 def patience(started: Sequence[ActiveRollout], close_at: float) -> float | None:
-    """Seconds until the rule closes the set, if nothing ends meanwhile; None: it does not yet."""
+    """Seconds until the set closes, if no run ends meanwhile; None: it cannot close yet."""
     ended = [each.seconds for each in started if each.task.done()]
     going = [each for each in started if not each.task.done()]
     if not going or not ended or len(ended) < close_at * len(started):
@@ -299,7 +300,7 @@ def patience(started: Sequence[ActiveRollout], close_at: float) -> float | None:
     return max(longest - each.seconds for each in going)
 
 
-async def cancelled(started: Sequence[ActiveRollout]) -> None:
+async def cancel(started: Sequence[ActiveRollout]) -> None:
     """Cancel runs, and wait until they have ended."""
     tasks = [each.task for each in started]
     for task in tasks:
@@ -308,7 +309,7 @@ async def cancelled(started: Sequence[ActiveRollout]) -> None:
 
 
 def check_some_went_well(runs: Sequence[Run], known: Iterable[Run]) -> None:
-    """Raise EngineUnavailable where the infrastructure failed all: nothing can be told by them."""
+    """Raise EngineUnavailable if the infrastructure failed all the runs: they show nothing."""
     if not runs or not all(map(failed_by_infrastructure, [*runs, *known])):
         return
     first = next(run.error for run in runs if run.error is not None)
@@ -319,7 +320,7 @@ def check_some_went_well(runs: Sequence[Run], known: Iterable[Run]) -> None:
 
 
 def failed_by_infrastructure(run: Run) -> bool:
-    """Whether the run says nothing about the agent: the engine or the machine let it down."""
+    """Tell whether a run says nothing about the agent, because the engine or machine failed it."""
     return run.error is not None and run.error.infrastructure
 
 
@@ -330,7 +331,7 @@ def success(runs: Sequence[Run]) -> float:
 
 
 def accepted(runs: Sequence[Run], min_reward: float) -> int:
-    """How many runs reach the reward."""
+    """Count the runs that reach the reward."""
     return sum(run.reward is not None and run.reward >= min_reward for run in runs)
 
 

@@ -1,10 +1,10 @@
-"""Which method a generation trains by, and with what: the stages of a loop.
+"""Stages of a loop: the method that each generation trains by, and its settings.
 
     Loop(..., method="grpo")                                              one stage, to the end
     Loop(..., method=[Stage("rft", generations=2), Stage("grpo", attempts=8)])
 
-A stage says what it changes; all else is the loop's. The last one goes on, unless it says for how
-many generations: then the loop ends with them. Called by loop.py.
+A stage names what it changes; all else is the loop's. The last stage goes on, unless it names a
+number of generations: then the loop ends with them. Called by loop.py.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ TRAINED_BY: dict[Method, MethodName] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """Some generations of a loop. What is None is the loop's.
+    """Some generations of a loop. Fields that are None take the loop's value.
 
     Args:
         method: `rft`: imitate the runs with reward >= min_reward. `grpo`: the generation's own runs
@@ -37,11 +37,11 @@ class Stage:
         hyperparameters: of its training jobs.
         attempts: runs per task and generation; grpo and dpo compare them, and want at least two.
         tasks_per_generation: how many train tasks a generation draws.
-        evaluate_every: each so manieth generation is evaluated on held-out tasks, and the last one
-            of a stage or of a call of run; those in between are proven, and passed on.
-        parent: what the next generation samples from and trains on. `promoted`: the promoted
-            version. `latest`: the last candidate, unless its evaluation found it worse by more
-            than a standard error; what is promoted stays the same (and waits to be served,
+        evaluate_every: evaluate every N-th generation on held-out tasks, and always the last one of
+            a stage or of a call of run. The others are only checked with the golden probe.
+        parent: the version that the next generation samples from and trains on. `promoted`: the
+            promoted version. `latest`: the last candidate, unless its evaluation was worse by more
+            than a standard error; the promoted version stays promoted (and waits to be served,
             where one replica takes turns).
             Default: `latest` for grpo, whose steps are too small to be told from chance, else
             `promoted`.
@@ -63,7 +63,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Planned:
-    """A stage with nothing left open. `first` and `last` are generations; None: there is no end."""
+    """A stage with all fields filled. `first` and `last` are generations; None: there is no end."""
 
     method: Method
     first: int
@@ -76,38 +76,38 @@ class Planned:
 
     @property
     def runs(self) -> bool:
-        """Whether its generations run the agent on train tasks."""
+        """Its generations run the agent on train tasks."""
         return self.method != "sft"
 
-    def evaluates(self, number: int, asked: int) -> bool:
-        """Whether a generation's candidate is evaluated, and may be promoted.
+    def evaluates(self, number: int, last: int) -> bool:
+        """Tell whether a generation's candidate is evaluated, and may be promoted.
 
-        `asked`: the last generation that is wanted now; none is left unjudged at the end.
+        `last`: the last generation of this call, which is always evaluated.
         """
-        return number in (self.last, asked) or (number - self.first + 1) % self.evaluate_every == 0
+        return number in (self.last, last) or (number - self.first + 1) % self.evaluate_every == 0
 
 
 def planned(method: Method | Sequence[Stage], default: Stage) -> list[Planned]:
-    """The stages in their order; `default` fills what they leave open. Raises BadInput."""
+    """Fill the stages from `default`, in their order. Raises BadInput."""
     stages = [Stage(method)] if isinstance(method, str) else list(method)
     if not stages:
         raise BadInput("a schedule needs at least one stage", param="method")
-    found: list[Planned] = []
+    filled_in: list[Planned] = []
     first = 1
     for place, stage in enumerate(stages):
-        where = f"method[{place}]" if len(stages) > 1 else "method"
+        name = f"method[{place}]" if len(stages) > 1 else "method"
         if stage.method not in get_args(Method):
             known = ", ".join(map(repr, get_args(Method)))
-            message = f"{where}: {stage.method!r} is not known; valid: {known}"
+            message = f"{name}: {stage.method!r} is not known; valid: {known}"
             raise BadInput(message, param="method")
         if stage.generations is None and place < len(stages) - 1:
-            message = f"{where}: say for how many generations: only the last stage goes on"
+            message = f"{name}: say for how many generations: only the last stage goes on"
             raise BadInput(message, param="method")
-        filled = _filled(stage, default, where)
+        filled = _filled(stage, default, name)
         last = None if stage.generations is None else first + stage.generations - 1
-        found.append(_checked(filled, first, last, where))
+        filled_in.append(_checked(filled, first, last, name))
         first = (last or 0) + 1
-    return found
+    return filled_in
 
 
 def stage_of(stages: Sequence[Planned], number: int) -> Planned:
@@ -116,34 +116,34 @@ def stage_of(stages: Sequence[Planned], number: int) -> Planned:
 
 
 def ended(stages: Sequence[Planned], number: int) -> str | None:
-    """Why nothing comes after a generation, in words, if the schedule ends with it."""
+    """The reason why nothing comes after a generation, if the schedule ends with it."""
     last = stages[-1].last
     return None if last is None or number < last else f"schedule: all {last} generations are done"
 
 
-def _filled(stage: Stage, default: Stage, where: str) -> Stage:
+def _filled(stage: Stage, default: Stage, label: str) -> Stage:
     for name in ("generations", "attempts", "tasks_per_generation", "evaluate_every"):
         value = getattr(stage, name)
         if value is not None and value < 1:
-            raise BadInput(f"{where}: {name}={value!r}: must be at least 1", param=name)
+            raise BadInput(f"{label}: {name}={value!r}: must be at least 1", param=name)
     open_names = [f.name for f in fields(stage) if getattr(stage, f.name) is None]
     left = {name: getattr(default, name) for name in open_names if name != "generations"}
     return replace(stage, **left)
 
 
-def _checked(stage: Stage, first: int, last: int | None, where: str) -> Planned:
+def _checked(stage: Stage, first: int, last: int | None, label: str) -> Planned:
     attempts, hyper = stage.attempts, stage.hyperparameters
     assert attempts and hyper and stage.tasks_per_generation and stage.evaluate_every
     if stage.method in COMPARING and attempts < 2:
         raise BadInput(
-            f"{where}: {stage.method} compares the attempts at a task: attempts={attempts} leaves "
+            f"{label}: {stage.method} compares the attempts at a task: attempts={attempts} leaves "
             "nothing to compare, give at least 2",
             param="attempts",
         )
     parent = stage.parent or ("latest" if stage.method == "grpo" else "promoted")
     if stage.evaluate_every > 1 and parent == "promoted":
         raise BadInput(
-            f"{where}: evaluate_every={stage.evaluate_every} with parent 'promoted' trains one "
+            f"{label}: evaluate_every={stage.evaluate_every} with parent 'promoted' trains one "
             "version again and again: only what is evaluated can be promoted",
             param="evaluate_every",
         )

@@ -1,21 +1,19 @@
-"""When a loop ends by itself: the target is reached, nothing gets better, or the budget is used up.
+"""Stop rules of a loop: target reached, no progress, budget used up, nothing learned.
 
-And what becomes of a generation from which nothing could be learned.
-
-All of it follows from the generations on record, so a restart changes nothing. Called by loop.py.
+They look at the generations on record alone, so a restart changes nothing. Called by loop.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from cray_agents.errors import BadInput, JobError
-from cray_agents.generation import Generation, standing_of
+from cray_agents.generation import Generation, promoted_holdout_success
 from cray_agents.loop.stages import COMPARING
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a loop may use before it begins no further generation; None: any amount.
+    """An amount after which a loop begins no further generation; None: any amount.
 
     Args:
         seconds: of time, over its finished generations.
@@ -36,7 +34,7 @@ class Budget:
                 raise BadInput(f"budget: {limit.name}={value!r}: must be above 0", param="budget")
 
     def used_up(self, done: Sequence[Generation]) -> str | None:
-        """What is used up, in words."""
+        """The limit that is used up, in words, if any."""
         used = {
             "seconds": sum(g.wall for g in done),
             "runs": sum(g.runs + g.holdout_tasks + (g.test_tasks or 0) for g in done),
@@ -56,7 +54,7 @@ def why_stopped(
     """Why no further generation is begun; None: one is."""
     if not done:
         return None
-    best = standing_of(done)
+    best = promoted_holdout_success(done)
     if target is not None and best >= target:
         return f"target: held-out success {best:.3f} of {target:g}"
     judged = [g for g in done if g.holdout_tasks or g.note]  # not those that were only passed on
@@ -66,24 +64,24 @@ def why_stopped(
     return budget.used_up(done)
 
 
-def untaught(
+def record_without_update(
     made: Generation, done: Sequence[Generation], error: BadInput | JobError, *, live: bool
 ) -> Generation:
-    """The record of a generation whose runs taught nothing. Raises the error if it says more.
+    """Record a generation that produced no training data. Re-raise any other error.
 
-    Of live traffic a job that failed is no more than that either: other runs will come.
+    On live traffic a failed job counts as "no update" too, because new runs will arrive.
     """
     empty = error.code == "empty_dataset" and (live or made.method != "sft")
     if not (empty or (live and error.code == JobError.code)):
         raise error
     note = {"note": f"no update: {error}", "onward": done[-1].onward}
-    return made.model_copy(update={"holdout_success": standing_of(done), **note})
+    return made.model_copy(update={"holdout_success": promoted_holdout_success(done), **note})
 
 
-def check_taught(done: Sequence[Generation]) -> None:
+def check_learned_something(done: Sequence[Generation]) -> None:
     """Raise BadInput when nothing could be learned from the newest generation's own runs.
 
-    From which a method that compares a task's attempts may go on once: others may differ more.
+    A method that compares a task's attempts may go on once: the next attempts may differ more.
     """
     newest, before = done[-1], done[-2:-1]
     if not newest.generation or newest.dataset is not None:

@@ -4,7 +4,7 @@ A replica holds one version. Where there is one replica, a candidate that is eva
 place, and the rollouts of other generations are held back here: no new call begins, those in flight
 are drained by the pool, and each run goes on later with the version that it began with. With
 several replicas, `stage` takes a spare one and the others serve on. Made by loop.py; runs reach
-it through `Passing`, the engine that rollouts.py gives to the agent.
+it through `GatedEngine`, the engine that rollouts.py gives to the agent.
 
 Such a loop has the platform's only replica to itself: what is promoted gives way while another
 version is there. The loop says so, by its name as the `holder`, and that it lives; when it ends or
@@ -30,7 +30,7 @@ BUSY_SECONDS = 5.0  # until a pool that could spare no replica is asked again
 
 
 class VersionGate:
-    """Knows what the replicas hold, and changes it when calls for another version wait."""
+    """Gate in front of the replicas: loads another version when its calls wait."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class VersionGate:
         self._on_busy = on_busy  # told why a change has to wait
         self.looked = False  # whether it has seen what the replicas hold
         self.lives: list[Any] = []  # of the replicas: another number and pid after each restart
-        self._held: set[str] = set()
+        self._loaded: set[str] = set()
         self._replicas = 1
         self._open = True
         self._staging = False
@@ -57,7 +57,7 @@ class VersionGate:
         self._work: asyncio.Task[ProbeReport] | None = None
 
     async def stage(self, version: ModelVersion) -> ProbeReport:
-        """Load and prove a version; waits where others use the replicas.
+        """Load and prove a version; wait while other calls use the replicas.
 
         Raises SwapError; the old one then serves.
         """
@@ -67,7 +67,7 @@ class VersionGate:
         return await asyncio.shield(self._work)  # who waits may be cancelled, the change goes on
 
     async def stop(self) -> None:
-        """Say no more that the loop lives."""
+        """Stop renewing the lease on the replica."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -87,25 +87,25 @@ class VersionGate:
 
     @asynccontextmanager
     async def only(self, version: ModelVersion) -> AsyncIterator[ProbeReport]:
-        """Stage a version; until the end it is not displaced. Raises SwapError."""
+        """Stage a version that is not displaced inside the block. Raises SwapError."""
         self._only = version.id
         try:
             yield await self.stage(version)
         finally:
             self._only = None
-            self._tell()
+            self._notify()
 
     async def look(self) -> None:
-        """Find out what the replicas hold."""
+        """Read from the platform which versions the replicas hold."""
         replicas = await self._platform.pool()
         self.looked = True
         self._replicas = len(replicas)
         self.lives = _lives(replicas)
         serving = [replica for replica in replicas if replica["state"] == "serving"]
-        self._held = {version for replica in serving for version in replica["versions"]}
+        self._loaded = {version for replica in serving for version in replica["versions"]}
 
     async def outage(self, version: ModelVersion, lives: Sequence[Any]) -> str | None:
-        """Why the pool may have held a call that passed when the replicas' `lives` were these."""
+        """The reason, if any, why the pool may have delayed a call that passed at `lives`."""
         try:
             replicas = await self._platform.pool()
         except CrayError as error:
@@ -122,9 +122,9 @@ class VersionGate:
     async def passing(
         self, version: ModelVersion, waiting: AbstractContextManager[None]
     ) -> AsyncIterator[None]:
-        """Around a model call: waits until a replica holds the version. Raises SwapError.
+        """Wait before a model call until a replica holds the version. Raises SwapError.
 
-        `waiting` is entered where it has to wait, for as long as it does.
+        `waiting` is entered for as long as the call waits.
         """
         if not self._passes(version.id):
             with waiting:
@@ -135,7 +135,7 @@ class VersionGate:
         finally:
             self._in_use[version.id] -= 1
             if not self._in_use[version.id]:
-                self._tell()
+                self._notify()
 
     async def _until_it_passes(self, version: ModelVersion) -> None:
         while not self._passes(version.id):
@@ -150,20 +150,20 @@ class VersionGate:
                 pass  # the turn of the other version is over
 
     def _passes(self, version: str) -> bool:
-        if version not in self._held:
+        if version not in self._loaded:
             return False
         if not self._open:
             return self._replicas > 1 and self._staging and version == self.staying
-        return self._only in (None, version) or self._replicas > 1 or len(self._held) > 1
+        return self._only in (None, version) or self._replicas > 1 or len(self._loaded) > 1
 
     def _turn_left(self, version: str) -> float | None:
-        """Seconds for which what is held may not be displaced yet: longer while it is in use.
+        """Seconds until the loaded version may be displaced: longer while it is in use.
 
-        None: this version may not displace it until the gate tells of a change.
+        None: this version may not displace it before the next change.
         """
-        if not self._open or version in self._held or self._only not in (None, version):
+        if not self._open or version in self._loaded or self._only not in (None, version):
             return None
-        busy = any(self._in_use[held] for held in self._held)
+        busy = any(self._in_use[loaded] for loaded in self._loaded)
         turn = max(LEAST_TURN, BUSY_TURNS * self._change) if busy else self._change
         return self._since + turn - time.monotonic()
 
@@ -192,7 +192,7 @@ class VersionGate:
 
     @asynccontextmanager
     async def _closed(self) -> AsyncIterator[None]:
-        """Hold calls back while the replicas change."""
+        """Hold calls back while the replicas change version."""
         self._open, begun = False, time.monotonic()
         try:
             yield
@@ -203,23 +203,23 @@ class VersionGate:
                 self._since = time.monotonic()
                 self._change = self._since - begun
                 self._open = True
-                self._tell()
+                self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
-class Passing:
-    """A ports.ChatEngine whose calls go through a gate, all with one version.
+class GatedEngine:
+    """A ports.ChatEngine for one run and its sub-agents: its calls pass a gate, all at one version.
 
-    Those of a run, and of the sub-agents that it asks. `base_url` stands for the server behind it.
+    `base_url` stands for the server behind it.
     """
 
     def __init__(self, engine: ChatEngine, gate: VersionGate, version: ModelVersion) -> None:
         self.base_url = getattr(engine, "base_url", engine)
         self._engine, self._gate, self._version = engine, gate, version
-        self._held = 0.0
+        self._gate_waited = 0.0
         self._waiting = 0  # calls at the gate now
         self._since = 0.0  # when the first of them came
         self._waited = -math.inf  # when a call last left the gate that had to wait there
@@ -227,14 +227,15 @@ class Passing:
         self._lives: Sequence[Any] = ()  # of the replicas, when that one passed
 
     @property
-    def held(self) -> float:
-        """Seconds that its calls were kept waiting, to this moment."""
-        return self._held + (time.monotonic() - self._since if self._waiting else 0.0)
+    def gate_wait_seconds(self) -> float:
+        """Seconds that its calls have waited at the gate so far."""
+        return self._gate_waited + (time.monotonic() - self._since if self._waiting else 0.0)
 
     async def excuse(self, since: float) -> RunError | None:
-        """What a run that began at `since` (monotonic) lost its time to; None: to itself."""
+        """The reason why a run that began at `since` (monotonic) lost time; None: its own."""
         if self._waited > since:
-            message = f"its time was up, {self.held:.1f} s of which it was held back for a swap"
+            waited = self.gate_wait_seconds
+            message = f"its time was up, {waited:.1f} s of which it was held back for a swap"
             return RunError(type="HeldBack", message=message, infrastructure=True)
         if self._cut_off > since and (why := await self._gate.outage(self._version, self._lives)):
             message = f"its time was up while a model call waited for an answer: {why}"
@@ -242,13 +243,13 @@ class Passing:
         return None
 
     async def record(self, run: Run) -> None:
-        """Record a sub-agent's run, unless it was cut off: it is done again under the same id."""
+        """Record a sub-agent's run, unless it was cut off: it is repeated under the same id."""
         record = getattr(self._engine, "record", None)
         if record is not None and run.stop_reason is not StopReason.cancelled:
             await record(run)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer when the version is there. Raises EngineError and its kinds, SwapError."""
+        """Answer once the version is loaded. Raises EngineError and its kinds, SwapError."""
         try:
             async with self._pass():
                 return await self._engine.chat(request)
@@ -258,7 +259,7 @@ class Passing:
                 return await self._engine.chat(request)
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The same as chunks."""
+        """Answer in chunks, otherwise as `chat`."""
         async with self._pass():
             chunks: Any = self._engine.stream(request)
             async with aclosing(chunks):
@@ -286,7 +287,7 @@ class Passing:
             self._waiting -= 1
             self._waited = time.monotonic()
             if not self._waiting:
-                self._held += self._waited - self._since
+                self._gate_waited += self._waited - self._since
 
 
 def _lives(replicas: Sequence[dict[str, Any]]) -> list[Any]:

@@ -1,1 +1,1 @@
-"""The HTTP client of a running platform."""
+"""Platform client: use a running platform over HTTP."""

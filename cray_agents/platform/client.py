@@ -1,7 +1,7 @@
-"""The HTTP client of a running platform: what Loop, demo and the CLI do, they do through this.
+"""Platform: the HTTP client of a running platform, used by Loop, demo and the CLI.
 
-The routes are the gateway's (runtime/gateway); transport.py carries the requests. Read next:
-loop.py, its biggest user.
+The routes are the gateway's (runtime/gateway); transport.py sends the requests. Read next:
+loop/loop.py, its biggest user.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from cray_agents.training_jobs import Hyperparameters, JobStatus, Layout, Method
 
 URL = "http://127.0.0.1:8000"
 POLL = 0.25  # seconds between looks at a running job
-LEASE = 60.0  # seconds that a replica is lent for, which are renewed in time
+LEASE = 60.0  # seconds of a lease on a replica, renewed while in use
 
 
 class Platform:
     """A platform at `url` (default: $CRAY_AGENTS_URL, else http://127.0.0.1:8000).
 
-    Every call raises EngineUnavailable when nobody answers there, EngineTimeout when the answer
-    takes too long, and otherwise the typed error the gateway's envelope names.
+    Every call raises EngineUnavailable when no platform answers, EngineTimeout when the answer
+    takes too long, and otherwise the typed error that the gateway's envelope names.
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
@@ -39,39 +39,41 @@ class Platform:
         )
 
     def engine(self) -> OpenAIEngine:
-        """What agents call: the platform's chat completions, with exact tokens."""
+        """Return the engine for agents: the platform's chat completions, with exact tokens."""
         return self._http.engine
 
     async def info(self) -> dict[str, Any]:
-        """Engine, trainer and scheduler with their versions, and the home directory."""
+        """Return engine, trainer and scheduler with their versions, and the home directory."""
         return await self._http.get("/platform")
 
     async def whoami(self) -> dict[str, Any]:
-        """The API key that this client calls with: key (its id; None without one), name, role."""
+        """Return this client's API key: key (its id; None without one), name, role."""
         return await self._http.get("/whoami")
 
     async def pool(self, *, spares: bool = False) -> list[dict[str, Any]]:
-        """The replicas: version, state, requests in flight, restarts, pid.
+        """Return the replicas: version, state, requests in flight, restarts, pid.
 
-        With `spares` also those that were started for what no other holds.
+        With `spares`, include those started for versions that no other replica serves.
         """
-        found = await self._http.get("/pool")
-        return [*found["data"], *(found.get("spares", ()) if spares else ())]
+        pool = await self._http.get("/pool")
+        return [*pool["data"], *(pool.get("spares", ()) if spares else ())]
 
     async def record(self, runs: list[Run]) -> None:
-        """Store finished runs with their rewards; durable when this returns, twice is once.
+        """Store finished runs with their rewards. They are durable when this returns.
 
-        Of a run that is stored already, such as one that was scored again, the newest counts.
+        Storing the same run twice is the same as once. Of different states of a run, such as one
+        that was scored again, the newest counts.
         """
-        here = self._recording.setdefault(asyncio.get_running_loop(), Recording(self._told))
-        told = [{**run_event(run), "run_id": run.id} for run in runs]
-        await asyncio.gather(*(here.put(event) for event in told))
+        new = Recording(self._send_events)
+        recording = self._recording.setdefault(asyncio.get_running_loop(), new)
+        events = [{**run_event(run), "run_id": run.id} for run in runs]
+        await asyncio.gather(*(recording.put(event) for event in events))
 
-    async def _told(self, events: list[dict[str, Any]]) -> None:
+    async def _send_events(self, events: list[dict[str, Any]]) -> None:
         await self._http.post("/trajectories/events", {"events": events})
 
     async def run(self, run_id: str) -> Run:
-        """One stored run, whole, with its tokens. Raises NotFound."""
+        """Return one stored run, whole, with its tokens. Raises NotFound."""
         return Run.model_validate(await self._http.get(f"/trajectories/{run_id}"))
 
     async def reward(
@@ -84,9 +86,9 @@ class Platform:
         turn: int | None = None,
         comment: str | None = None,
     ) -> Reward:
-        """Reward a stored run, or one of its turns; said again, it replaces what `who` said.
+        """Reward a stored run, or one of its turns. It replaces an earlier reward by `who`.
 
-        Raises NotFound, or BadInput where there is no such turn or the value is no number.
+        Raises NotFound, or BadInput if there is no such turn or the value is not finite.
         """
         if not math.isfinite(value):
             raise BadInput(f"{value} is no reward: give a finite number", param="value")
@@ -94,21 +96,21 @@ class Platform:
         return Reward.model_validate(await self._http.post(f"/trajectories/{run_id}/rewards", body))
 
     async def runs(self, *, page: int = 1000, **filters: Any) -> AsyncIterator[Run]:
-        """Stored runs without their token lists, read `page` at a time.
+        """Yield stored runs without their token lists, read `page` at a time.
 
         The filters are those of GET /v1/trajectories: loop, generation, agent, task, split, model,
         stop_reason, min_reward, max_reward, error, since, until, text, and tag, which may be a list
         (runs with all of them); and order.
         """
-        async for item in self._stored({**filters, "limit": page}):
+        async for item in self._list_runs({**filters, "limit": page}):
             yield Run.model_validate(item)
 
     async def summaries(self, **filters: Any) -> AsyncIterator[dict[str, Any]]:
-        """What the index knows of stored runs, among it their tokens; `filters` as of `runs`."""
-        async for row in self._stored({**filters, "view": "summary", "limit": 1000}):
+        """Yield the index rows of stored runs, with their token counts; `filters` as of `runs`."""
+        async for row in self._list_runs({**filters, "view": "summary", "limit": 1000}):
             yield row
 
-    async def _stored(self, query: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _list_runs(self, query: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         while True:
             answer = await self._http.get("/trajectories", query)
             for row in answer["data"]:
@@ -118,7 +120,7 @@ class Platform:
             query = {**query, "after": answer["last_id"]}
 
     async def build_dataset(self, recipe: DatasetRecipe) -> dict[str, Any]:
-        """Build the training set, or find it: its id, counts, and what was left out and why."""
+        """Build the training set, or find it; return its id, its counts, and what was left out."""
         return await self._http.post("/datasets", recipe.model_dump(mode="json"))
 
     async def submit_job(
@@ -135,10 +137,10 @@ class Platform:
         logprob_limit: float | None = None,
         oversubscribe: bool | None = None,
     ) -> JobStatus:
-        """Start a training job, or find it; see JobSpec. What is None is the platform's to choose.
+        """Start a training job, or find it; see JobSpec. The platform chooses what is None.
 
-        `parent` and `reference` are `name@N` or a checkpoint directory. `optimizer_from` "parent":
-        the job that made the parent, if it did so on this root and neither trains with LoRA.
+        `parent` and `reference` are `name@N` or a checkpoint directory. `optimizer_from` "parent"
+        is the job that made the parent, if it ran on this root and neither trains with LoRA.
         """
         body = {
             "method": method,
@@ -156,19 +158,19 @@ class Platform:
         return JobStatus.model_validate(await self._http.post("/jobs", given))
 
     async def job(self, job_id: str) -> JobStatus:
-        """Where a job stands."""
+        """Return a job's status."""
         return JobStatus.model_validate(await self._http.get(f"/jobs/{job_id}"))
 
     async def pause_job(self, job_id: str) -> JobStatus:
-        """Let a job save where it stands and stop; `running` until it has. Raises BadInput."""
+        """Let a job save its state and stop; it is `running` until then. Raises BadInput."""
         return JobStatus.model_validate(await self._http.post(f"/jobs/{job_id}/pause", {}))
 
     async def resume_job(self, job_id: str) -> JobStatus:
-        """Let a paused job go on. Raises BadInput if it is not paused."""
+        """Continue a paused job. Raises BadInput if it is not paused."""
         return JobStatus.model_validate(await self._http.post(f"/jobs/{job_id}/resume", {}))
 
     async def cancel_job(self, job_id: str) -> JobStatus:
-        """End a job for good; one that has ended stays what it is."""
+        """End a job for good. A job that has ended does not change."""
         return JobStatus.model_validate(await self._http.post(f"/jobs/{job_id}/cancel", {}))
 
     async def wait_for(self, job: JobStatus, on_progress: Callable[[JobStatus], None]) -> JobStatus:
@@ -186,20 +188,20 @@ class Platform:
         return job
 
     async def job_log(self, job_id: str, tail: int = 20) -> str:
-        """The last lines of a job's log."""
+        """Return the last lines of a job's log."""
         return await self._http.text(f"/jobs/{job_id}/logs", {"tail": tail})
 
     async def register(self, name: str, checkpoint: str) -> ModelVersion:
-        """Make a checkpoint the next version of a name, or find the version it already is."""
+        """Make a checkpoint the next version of a name, or return its existing version."""
         answer = await self._http.post(f"/models/{name}/versions", {"checkpoint": checkpoint})
         return ModelVersion.model_validate(answer)
 
     async def versions(self, name: str) -> list[dict[str, Any]]:
-        """All versions of a name, oldest first; `promoted` marks the one it stands for."""
+        """Return all versions of a name, oldest first; `promoted` marks the promoted one."""
         return list((await self._http.get(f"/models/{name}/versions"))["data"])
 
     async def version(self, version_id: str) -> ModelVersion:
-        """The version that a `name@N` means. Raises NotFound."""
+        """Return the version `name@N`. Raises NotFound."""
         name, _, number = version_id.rpartition("@")
         for version in await self.versions(name):
             if str(version["number"]) == number:
@@ -207,7 +209,7 @@ class Platform:
         raise NotFound(f"no version {version_id} in the registry", param="model")
 
     async def promoted(self, name: str) -> ModelVersion | None:
-        """The version the bare name stands for."""
+        """Return the promoted version, which the bare name means, if there is one."""
         for version in await self.versions(name):
             if version["promoted"]:
                 return ModelVersion.model_validate(version)
@@ -223,27 +225,28 @@ class Platform:
     ) -> ProbeReport:
         """Load a version into the pool and prove it. Raises SwapError; the old one then serves.
 
-        Raises Displaces where it would take what is promoted off its last replica. With `force`
-        (role admin) it does: requests for the promoted version wait until it is loaded again, which
-        is when it is staged or the candidate is promoted, or `seconds` after the `holder` last
-        said that he lives (`renew`). Raises PoolBusy while another one holds the replica.
+        Raises Displaces if this would take a promoted version off its last replica. With `force`
+        (role admin) it does so: requests for the promoted version then wait until it is loaded
+        again. That happens when it is staged, when the candidate is promoted, or `seconds` after
+        the last `renew` of the `holder`. Raises PoolBusy while another holder has the replica.
         """
         path = f"/models/{version.name}/versions/{version.number}/stage"
         body = {"force": force, "holder": holder, "seconds": seconds}
         return ProbeReport.model_validate(await self._http.post(path, body, patient=True))
 
     async def renew(self, holder: str, seconds: float = LEASE) -> None:
-        """Keep what `holder` has staged by force for so long from now; 0: give it back.
+        """Keep a holder's version staged by force for `seconds` from now; 0: give it back.
 
-        Raises NotFound where he holds no replica.
+        Raises NotFound if the holder has no replica.
         """
         await self._http.post("/pool/lease", {"holder": holder, "seconds": seconds})
 
     @asynccontextmanager
     async def staged(self, version: ModelVersion, holder: str) -> AsyncIterator[ProbeReport]:
-        """Stage a version, by force if need be, until the end of the block, or of this process.
+        """Stage a version, by force if necessary, until the end of the block or of this process.
 
-        Promote it within, or what is promoted comes back. Raises SwapError, PoolBusy.
+        Unless the block promotes it, the promoted version then comes back. Raises SwapError,
+        PoolBusy.
         """
         report = await self.stage(version, force=True, holder=holder)
         renewing = asyncio.create_task(self.keep_renewing(holder))
@@ -252,14 +255,14 @@ class Platform:
         finally:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
-            with suppress(NotFound):  # it is promoted, or displaced nothing
+            with suppress(NotFound):  # the version was promoted, or displaced none
                 await self.renew(holder, 0)
 
     async def keep_renewing(self, holder: str) -> None:
-        """Say again and again that `holder` lives; runs until cancelled."""
+        """Renew a holder's lease regularly, until cancelled."""
         while True:
             await asyncio.sleep(LEASE / 4)
-            with suppress(CrayError):  # he holds nothing now, or nobody answers just now
+            with suppress(CrayError):  # the holder has no replica, or the platform does not answer
                 await self.renew(holder)
 
     async def promote(
@@ -271,9 +274,9 @@ class Platform:
         numbers: dict[str, Any] | None = None,
         force: bool = False,
     ) -> dict[str, Any]:
-        """Make the bare name stand for this version; `numbers`: what that was decided by.
+        """Make the bare name mean this version. `numbers` are those behind the decision.
 
-        Raises Displaces where what another name means would be served no more, unless by `force`.
+        Raises Displaces if another name's version would not be served any more, unless `force`.
         """
         body = {"version": version.number, "who": who, "reason": reason, "numbers": numbers or {}}
         body["force"] = force
@@ -287,37 +290,37 @@ class Platform:
         reason: str,
         numbers: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Note that a version was found not good enough. Raises BadInput if it is promoted."""
+        """Record that a version is not good enough. Raises BadInput if it is promoted."""
         body = {"version": version.number, "who": who, "reason": reason, "numbers": numbers or {}}
         return await self._http.post(f"/models/{version.name}/reject", body)
 
     async def rollback(
         self, name: str, to: int | None = None, *, who: str, reason: str, force: bool = False
     ) -> dict[str, Any]:
-        """Make a name stand for what it stood for before, or for its version `to` again.
+        """Make a name mean its previous version again, or its version `to`.
 
-        Raises BadInput when there is none, or when `to` never was promoted, unless forced. It is
-        asked once: asked again, it would go back further.
+        Raises BadInput when there is none, or when `to` never was promoted, unless forced. The
+        request is sent once only, as a second one would go back further.
         """
         body = {"to": to, "who": who, "reason": reason, "force": force}
         once = f"look at `cray-agents models history {name}` before you ask again"
         return await self._http.post(f"/models/{name}/rollback", body, patient=True, once=once)
 
     async def history(self, name: str) -> list[dict[str, Any]]:
-        """What happened to a name, oldest first: kind, version, who, reason, numbers, time."""
+        """Return a name's history, oldest first: kind, version, who, reason, numbers, time."""
         return list((await self._http.get(f"/models/{name}/history"))["data"])
 
     async def lineage(self, reference: str) -> list[dict[str, Any]]:
-        """Where the versions of a name, or `name@N`, come from, and what came of them."""
+        """Return the origins and results of the versions of a name, or of `name@N`."""
         return list((await self._http.get(f"/models/{reference}/lineage"))["data"])
 
     async def canary(
         self, version: ModelVersion, *, who: str = "", reason: str = "", **test: Any
     ) -> dict[str, Any]:
-        """Let a version answer a share of the live sessions; it is rolled back if it does worse.
+        """Let a version answer a share of the live sessions; roll it back if it does worse.
 
         `test`: share, promote_after, alpha, error_margin, reward_margin, low, high, givers. Raises
-        BadInput where there is but one replica, or a canary runs.
+        BadInput if there is only one replica, or a canary runs already.
         """
         path = f"/models/{version.name}/canary"
         body = {"version": version.number, "who": who, "reason": reason, **test}
@@ -325,7 +328,7 @@ class Platform:
         return await self._http.post(path, body, patient=True, once=once)
 
     async def canary_status(self, name: str) -> dict[str, Any]:
-        """The canary that runs, and under `seen` what both sides got. Raises NotFound."""
+        """Return the running canary, with both sides' results under `seen`. Raises NotFound."""
         return await self._http.get(f"/models/{name}/canary")
 
     async def stop_canary(self, name: str, *, who: str = "", reason: str = "") -> dict[str, Any]:
@@ -334,19 +337,19 @@ class Platform:
         return await self._http.delete(f"/models/{name}/canary", query, patient=True)
 
     async def generations(self, loop: str) -> list[dict[str, Any]]:
-        """The finished generations of a loop, in order."""
+        """Return the finished generations of a loop, in order."""
         return list((await self._http.get(f"/loops/{loop}/generations"))["data"])
 
     async def finish_generation(self, loop: str, number: int, record: dict[str, Any]) -> None:
-        """Write a generation's record, once and for all."""
+        """Write a generation's record. It cannot be changed later."""
         await self._http.post(f"/loops/{loop}/generations/{number}", record)
 
     async def remember(self, loop: str, entry: str, record: dict[str, Any]) -> bool:
-        """Write an entry of a loop's journal, once and for all; False if it was there already."""
+        """Write an entry of a loop's journal, unless it exists; return True if it was written."""
         return bool((await self._http.post(f"/loops/{loop}/journal/{entry}", record))["created"])
 
     async def recall(self, loop: str, entry: str) -> dict[str, Any] | None:
-        """An entry of a loop's journal; None if there is none."""
+        """Return an entry of a loop's journal; None if there is none."""
         try:
             return await self._http.get(f"/loops/{loop}/journal/{entry}")
         except NotFound:

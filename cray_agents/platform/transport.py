@@ -1,7 +1,8 @@
-"""Requests to a platform over HTTP, and its refusals as typed errors. Called by platform.py.
+"""Transport: send a platform's requests over HTTP, and raise its refusals as typed errors.
 
-It is the openai client's own transport, so that a light install needs nothing more. That client is
-imported when first used: it takes longer to import than all of ours (as in openai_engine.py).
+It uses the openai client, so that a light install needs no other. That client is imported when
+first used, as its import takes longer than all of ours (see engines/openai_engine.py). Called by
+client.py.
 """
 
 import asyncio
@@ -32,17 +33,17 @@ if TYPE_CHECKING:
     Request = Callable[[openai.AsyncOpenAI], Awaitable[object]]
 
 CONNECT_SECONDS = 5.0
-#: How often a platform whose answer may take any time is asked whether it is still there, and how
-#: long it may take to say so, each time that the client tries.
+#: Seconds between checks that a platform is alive while its answer takes long, and seconds that
+#: each try of such a check may take.
 ALIVE_SECONDS = 30.0
-#: What the client's transport raises, under whatever name it is installed, before a request is out.
+#: Names of the transport's errors before a request is sent, under httpx and httpx2.
 _NOT_SENT = {"ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol"}
 
 
 class Transport:
     """A platform's routes under /v1.
 
-    All raise EngineUnavailable, EngineTimeout, and what `typed` makes.
+    All raise EngineUnavailable, EngineTimeout, and the errors of `typed_error`.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -50,20 +51,21 @@ class Transport:
         self.engine = OpenAIEngine(url, api_key=api_key, exact_tokens=True)
 
     async def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON that a GET answers; a query's list is sent as that name several times."""
-        return await self._json(lambda c: c.get(_asked(path, query), cast_to=object))
+        """Return the JSON answer of a GET. A list in the query repeats its name."""
+        return await self._json(lambda c: c.get(_with_query(path, query), cast_to=object))
 
     async def text(self, path: str, query: Mapping[str, Any] | None = None) -> str:
-        """The text that a GET answers."""
-        return str(await self._sent(lambda c: c.get(_asked(path, query), cast_to=str)))
+        """Return the text answer of a GET."""
+        return str(await self._send(lambda c: c.get(_with_query(path, query), cast_to=str)))
 
     async def post(
         self, path: str, body: dict[str, Any], *, patient: bool = False, once: str = ""
     ) -> dict[str, Any]:
-        """The JSON that a POST answers.
+        """Return the JSON answer of a POST.
 
-        patient: the answer may take any time, as long as the platform answers others. once: it is
-        not sent again, as done twice would be too much; what to do when its answer is lost.
+        With `patient` the answer may take any time, as long as the platform answers other requests.
+        With `once` the request is not sent again. `once` is then the advice for a user whose answer
+        was lost.
         """
         options = _options(patient=patient, once=bool(once))
         sent = self._json(lambda c: c.post(path, cast_to=object, body=body, options=options), once)
@@ -72,37 +74,39 @@ class Transport:
     async def delete(
         self, path: str, query: Mapping[str, Any], *, patient: bool = False
     ) -> dict[str, Any]:
-        """The JSON that a DELETE answers; `patient` as for `post`."""
+        """Return the JSON answer of a DELETE; `patient` as for `post`."""
         options = _options(patient=patient)
-        sent = self._json(lambda c: c.delete(_asked(path, query), cast_to=object, options=options))
+        sent = self._json(
+            lambda c: c.delete(_with_query(path, query), cast_to=object, options=options)
+        )
         return await (self._while_alive(sent) if patient else sent)
 
     async def _json(self, request: "Request", once: str = "") -> dict[str, Any]:
-        return cast("dict[str, Any]", await self._sent(request, once))
+        return cast("dict[str, Any]", await self._send(request, once))
 
-    async def _sent(self, request: "Request", once: str = "") -> object:
+    async def _send(self, request: "Request", once: str = "") -> object:
         import openai
 
         try:
-            with self.engine.connections.one() as client:
+            with self.engine.connections.borrow() as client:
                 return await request(client)
         except openai.APIStatusError as error:
-            raise typed(error) from error
+            raise typed_error(error) from error
         except openai.APIConnectionError as error:
-            raise self._unanswered(error, once) from error
+            raise self._connection_error(error, once) from error
 
     async def _while_alive(
         self, sent: Coroutine[Any, Any, dict[str, Any]], once: str = ""
     ) -> dict[str, Any]:
-        """A patient request's answer; a host that is gone closes no connection, and never says."""
+        """Await a patient request, and check the platform: a lost host closes no connection."""
         import openai
 
         answer = asyncio.create_task(sent)
-        asked = openai.Timeout(ALIVE_SECONDS, connect=CONNECT_SECONDS)
+        timeout = openai.Timeout(ALIVE_SECONDS, connect=CONNECT_SECONDS)
         try:
             while not (await asyncio.wait({answer}, timeout=ALIVE_SECONDS))[0]:
-                with self.engine.connections.one() as client, suppress(openai.APIStatusError):
-                    await client.get("/platform", cast_to=object, options={"timeout": asked})
+                with self.engine.connections.borrow() as client, suppress(openai.APIStatusError):
+                    await client.get("/platform", cast_to=object, options={"timeout": timeout})
             return await answer
         except openai.APIConnectionError as error:
             then = f": {once}" if once else ""
@@ -111,8 +115,8 @@ class Transport:
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
 
-    def _unanswered(self, error: "openai.APIConnectionError", once: str) -> EngineError:
-        """Nobody was there, or somebody was and the answer was lost."""
+    def _connection_error(self, error: "openai.APIConnectionError", once: str) -> EngineError:
+        """Return the error of a request that was not answered, or whose answer was lost."""
         import openai
 
         if type(error.__cause__).__name__ in _NOT_SENT:
@@ -127,7 +131,7 @@ class Transport:
 
 
 def _options(*, patient: bool, once: bool = False) -> "openai.RequestOptions":
-    """The client's options for one request."""
+    """Return the client's options for one request."""
     import openai
 
     options: openai.RequestOptions = {}
@@ -138,14 +142,14 @@ def _options(*, patient: bool, once: bool = False) -> "openai.RequestOptions":
     return options
 
 
-def _asked(path: str, query: Mapping[str, Any] | None) -> str:
-    """The path with its query. The client's own way of sending a list is `tag[]`."""
+def _with_query(path: str, query: Mapping[str, Any] | None) -> str:
+    """Return the path with its query. The client itself would send a list as `tag[]`."""
     given = {name: value for name, value in (query or {}).items() if value is not None}
     return f"{path}?{urlencode(given, doseq=True)}" if given else path
 
 
-def typed(error: "openai.APIStatusError") -> CrayError:
-    """The gateway's envelope as the error it came from."""
+def typed_error(error: "openai.APIStatusError") -> CrayError:
+    """Return the error that the gateway put into its envelope."""
     body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
     message = str(body.get("message") or error.message)
     code = body.get("code")
@@ -169,23 +173,23 @@ def typed(error: "openai.APIStatusError") -> CrayError:
     return EngineError(message, status=error.status_code)
 
 
-MOST = 16  # runs a request: the platform, which reads them at once, keeps nobody waiting for long
+MAX_EVENTS = 16  # runs a request, few enough that the platform reads them quickly
 
 Event = dict[str, Any]
 
 
 class Recording:
-    """Sends events in groups, one request after the other. Belongs to one event loop."""
+    """A sender of events in groups, one request after the other, for one event loop."""
 
     def __init__(self, send: Callable[[list[Event]], Awaitable[None]]) -> None:
         self._send = send
-        self._group: list[Event] = []  # the one that gathers
-        self._newest: asyncio.Task[None] | None = None  # ... and its request, once it has events
+        self._group: list[Event] = []  # the group that is being filled
+        self._newest: asyncio.Task[None] | None = None  # its request, once it has events
 
     async def put(self, event: Event) -> None:
-        """Return when the event is stored. Raises what `send` raises of it."""
+        """Store an event, and return when it is durable. Raises the errors of `send`."""
         sent = self._newest
-        if sent is None or not self._group or len(self._group) == MOST:
+        if sent is None or not self._group or len(self._group) == MAX_EVENTS:
             self._group = []
             sent = self._newest = asyncio.create_task(self._in_turn(self._group, sent))
         group = self._group
@@ -195,10 +199,10 @@ class Recording:
         except BadInput:
             if len(group) == 1:
                 raise
-            await self._send([event])  # it was for another one, or for their size together
+            await self._send([event])  # another event, or their total size, caused the error
 
     async def _in_turn(self, group: list[Event], before: asyncio.Task[None] | None) -> None:
-        """Send a group after the one before, however that ended; it gathers until then."""
+        """Send a group after the request before has ended in any way; fill the group until then."""
         if before is not None:
             await asyncio.wait({before})
         if self._group is group:

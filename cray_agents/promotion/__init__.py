@@ -1,1 +1,1 @@
-"""The statistics of promotion: a paired sequential test, and the bets it is made of."""
+"""Promotion: a paired sequential test of candidates, and the e-processes behind it."""

@@ -1,13 +1,14 @@
-"""Tests as games of chance: a gambler bets on E[x] > margin, x in [-1, 1], at fair odds.
+"""E-processes: evidence for E[x] > margin, x in [-1, 1], as the wealth of bets at fair odds.
 
-He starts with 1. Before each x is seen he stakes a share of what he has, then
+The wealth starts at 1. Before each x is seen, a share of it (the stake) is bet on x > margin:
 
     wealth *= 1 + stake * (x - margin)
 
-If E[x] <= margin, whatever came before, he cannot expect to win, and the probability that he ever
-has 1 / alpha is at most alpha (Ville 1939): his wealth is evidence that may be looked at after each
-x. How much to stake is free so long as it depends on the past alone; it decides how soon the truth
-comes out. Used by promotion.py (`Deadline`) and runtime/canary.py (`Stream`).
+If E[x] <= margin, given any past, the bets do not win on average. The probability that the
+wealth ever reaches 1 / alpha is then at most alpha (Ville 1939). The wealth is therefore evidence
+that may be checked after each x. Any stake that depends on the past alone is valid; a good one
+finds the truth sooner. Used by sequential_test.py (`Deadline`) and runtime/registry/canary.py
+(`Stream`).
 """
 
 import math
@@ -16,21 +17,20 @@ from statistics import NormalDist
 from typing import Any
 
 _NORMAL = NormalDist()
-_LEAST, _MOST = 0.2, 0.95  # of his wealth that a gambler stakes, at a difference of one
-_STAKES = 20  # constant stakes that are mixed
-_PRIOR = (20.0, 0.15)  # weight, and what E[x^2] is taken for before any is seen
+_LEAST, _MOST = 0.2, 0.95  # bounds of the stake, before the division by 1 + margin
+_STAKES = 20  # constant stakes in the mixture
+_PRIOR = (20.0, 0.15)  # weight and value of the prior of E[x^2]
 
 
 @dataclass
 class Deadline:
-    """Wants `goal` times what he began with, within `steps` x.
+    """An e-process with the stakes that most probably reach a wealth of `goal` within `steps` x.
 
-    How to stake for the greatest probability of that is known: Browne (1999), "Reaching goals by a
-    deadline: digital options and continuous-time active portfolio management". So this has nearly
-    the power of a test that looks once, at the end. With z = wealth / goal and V the sum of the
-    (x - margin)^2 to come, estimated from those that came, it is a share pdf(q(z)) / (z sqrt(V)) of
-    the wealth, where q is the quantile of the normal distribution; within [0.2, 0.95] by
-    1 + margin, and no more than the goal needs.
+    The stakes are from Browne (1999), "Reaching goals by a deadline: digital options and
+    continuous-time active portfolio management". The test has nearly the power of one that looks
+    once, at the end. Let z = wealth / goal, V the sum of the (x - margin)^2 to come, estimated from
+    the past ones, and q the quantile of the normal distribution. The stake is pdf(q(z)) / (z
+    sqrt(V)), bounded to [0.2, 0.95] / (1 + margin), and no more than the goal needs.
     """
 
     goal: float
@@ -42,11 +42,11 @@ class Deadline:
 
     @property
     def reached(self) -> bool:
-        """Whether the hypothesis E[x] <= margin is refuted, at level 1 / goal."""
+        """True if the hypothesis E[x] <= margin is refuted, at level 1 / goal."""
         return self.wealth >= self.goal * (1 - 1e-9)
 
     def add(self, x: float) -> None:
-        """See the next x. Who has reached his goal stops."""
+        """Add the next x. Do nothing once the goal is reached."""
         if self.reached:
             return
         gain = x - self.margin
@@ -56,23 +56,23 @@ class Deadline:
 
     def _stake(self) -> float:
         z = self.wealth / self.goal
-        if z < 1e-12:  # as good as ruined
+        if z < 1e-12:  # practically no wealth is left
             return 0.0
         mean_square = max(1e-3, self._squares / (self._seen + _PRIOR[0]))
         spread = math.sqrt(mean_square * max(1, self.steps - self._seen))
         share = _NORMAL.pdf(_NORMAL.inv_cdf(z)) / (z * spread)
         least, most = _LEAST / (1 + self.margin), _MOST / (1 + self.margin)
-        enough = (1 / z - 1) / (1 - self.margin)  # one x = 1 reaches the goal with it; smaller ones
-        return min(max(share, least), most, max(enough, least))  # would only halve what is missing
+        enough = (1 / z - 1) / (1 - self.margin)  # with this stake one x = 1 reaches the goal
+        return min(max(share, least), most, max(enough, least))
 
 
 class Stream:
-    """Has no deadline: a mixture of constant stakes.
+    """An e-process without a deadline: a mixture of constant stakes.
 
     Waudby-Smith and Ramdas (2024), "Estimating means of bounded random variables by betting", arXiv
     2010.09686.
 
-    `evidence`: the most he ever had; the hypothesis is refuted at level 1 / evidence.
+    `evidence` is the greatest wealth so far. The hypothesis is refuted at level 1 / evidence.
     """
 
     def __init__(self, margin: float = 0.0) -> None:
@@ -83,19 +83,19 @@ class Stream:
         self._logs = [0.0] * _STAKES
 
     def add(self, x: float) -> None:
-        """See the next x."""
+        """Add the next x."""
         gain = x - self.margin
         self.seen += 1
         for n, stake in enumerate(self._stakes):
             self._logs[n] += math.log1p(stake * gain)
         most = max(self._logs)
         mixed = most + math.log(sum(math.exp(log - most) for log in self._logs) / _STAKES)
-        self.evidence = max(self.evidence, math.exp(min(mixed, 700.0)))  # e^710 is no float
+        self.evidence = max(self.evidence, math.exp(min(mixed, 700.0)))  # e^710 overflows
 
-    def kept(self) -> dict[str, Any]:
-        """All of it, for `restore`."""
+    def state(self) -> dict[str, Any]:
+        """Return the whole state, for `restore`."""
         return {"seen": self.seen, "evidence": self.evidence, "logs": self._logs}
 
-    def restore(self, kept: dict[str, Any]) -> None:
-        """Go on from what `kept` gave."""
-        self.seen, self.evidence, self._logs = kept["seen"], kept["evidence"], kept["logs"]
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a result of `state`."""
+        self.seen, self.evidence, self._logs = state["seen"], state["evidence"], state["logs"]

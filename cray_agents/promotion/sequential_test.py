@@ -1,33 +1,33 @@
-"""Is a candidate better than the incumbent? A paired sequential test, stated here and nowhere else.
+"""Promotion test: a paired sequential test that decides if a candidate beats the incumbent.
 
 Both versions answer the same held-out tasks; d = candidate's reward - incumbent's, in [-1, 1].
-Evidence against the hypothesis E[d] <= margin is the wealth of a gambler who starts with 1 and,
-before each d is seen, stakes a share of what he has on d > margin, at fair odds:
+Evidence against the hypothesis E[d] <= margin is a wealth that starts at 1. Before each d is seen,
+a share of it (the stake) is bet on d > margin, at fair odds:
 
     wealth *= 1 + stake * (d - margin)
 
-Were the hypothesis true he could not expect to win, and the probability that he ever multiplies his
-wealth by 1 / alpha is at most alpha (Ville 1939), after however many looks at it. So:
+If the hypothesis is true, the probability that the wealth ever reaches 1 / alpha is at most alpha
+(Ville 1939), for any number of looks. So:
 
-- promote as soon as the wealth reaches 1 / alpha: a candidate that is not better by more than
-  `margin` is promoted with probability at most alpha, per decision;
-- reject as soon as a guard fails: another gambler, on E[d] < -tolerance within the tasks of one tag
-  (or on the hidden probes), who has reached guards / guard_alpha (Bonferroni);
-- reject as soon as a gambler on E[d] < min_effect has reached 1 / beta: futile;
-- when the tasks are exhausted, reject. That is the tie rule: what is not shown to be better is not
-  promoted. Tasks on which both do equally well move nothing when the margin is 0.
+- Promote as soon as the wealth reaches 1 / alpha. A candidate that is not better by more than
+  `margin` is promoted with probability at most alpha, per decision.
+- Reject as soon as a guard fails. A guard is a second wealth, on E[d] < -tolerance within the tasks
+  of one tag (or on the hidden probes). It fails at guards / guard_alpha (Bonferroni).
+- Reject as futile as soon as a wealth on E[d] < min_effect reaches 1 / beta.
+- Reject when the tasks are exhausted. This is the tie rule: a candidate not shown to be better is
+  not promoted. Tasks with equal rewards do not change the wealth when the margin is 0.
 
-While the wealth would do, and of a tag fewer than 16 tasks were seen, or it stands below -tolerance
-without having failed yet, its tasks are waited for; if at their end it stands below by more than
-its standard error, that is a rejection too. The tasks are taken as draws from those that the agent
-will meet.
+If the wealth suffices, the test still waits for the tasks of some tags: those with fewer than 16
+tasks so far, or with a mean below -tolerance whose guard has not failed. If the mean of a tag is
+finally below -tolerance by more than its standard error, the candidate is rejected too. The test
+treats the tasks as random draws from those that the agent will meet.
 
-A run of the candidate that could not be scored counts with the least reward: what makes a reward
-function fail must not pay. Where it is the incumbent's, or the infrastructure failed one of both,
-the pair is left out; when more than MISSING of the planned ones failed so, nothing is judged, and
-that is a rejection.
+A run of the candidate that could not be scored counts with the least reward, as breaking a reward
+function must not pay. A pair is left out if the incumbent's run could not be scored, or if the
+infrastructure failed a run. If it failed more than MISSING of the planned pairs, the candidate is
+rejected without a judgement.
 
-Called by judging.py for loop.py. Read next: betting.py, how the gamblers stake.
+Called by loop/evaluator.py for loop/loop.py. Read next: e_process.py, the choice of the stakes.
 """
 
 import math
@@ -43,26 +43,26 @@ from cray_agents.records import Record, StrictRecord, Task, digest
 
 Verdict = Literal["promote", "reject", "continue"]
 
-FEW = 20  # held-out tasks below which none is set aside
-SEEN = 16  # tasks of a guarded tag that are waited for
+FEW = 20  # with fewer held-out tasks, none is set aside as a probe
+SEEN = 16  # tasks of a guarded tag that the test waits for
 MISSING = 0.1  # share of the planned pairs that the infrastructure may fail
-HIDDEN = "hidden probes"  # the name of their guard
+HIDDEN = "hidden probes"  # the guard's name
 
 
 class PromotionTest(StrictRecord):
-    """The error levels and the sizes of the test. Differences are shares of the rewards' range.
+    """Settings of the promotion test. Differences are fractions of the rewards' range.
 
     Args:
         alpha: greatest probability of promoting a candidate that is not better.
-        margin: how much better than the incumbent "better" is.
-        batch: tasks that are evaluated between two looks.
-        min_effect, beta: a candidate better by min_effect is given up early with at most this
-            probability.
+        margin: difference from the incumbent above which a candidate counts as better.
+        batch: tasks to evaluate between two looks.
+        min_effect, beta: beta is the greatest probability of giving up early a candidate that is
+            better by min_effect.
         guard: a metadata key; each of its values is a tag whose tasks must not get worse.
-        tolerance, guard_alpha: a candidate that is nowhere worse by more than the tolerance is
-            rejected by all guards together with at most this probability.
+        tolerance, guard_alpha: guard_alpha is the greatest probability that all guards together
+            reject a candidate that is on no tag worse by more than the tolerance.
         hidden: share of the held-out tasks that never decide, and are only a guard.
-        rotation: into how many parts these are divided; each decision uses the next one.
+        rotation: number of groups of these tasks; each decision uses the next group.
         low, high: the least and the greatest reward of a run.
     """
 
@@ -80,14 +80,14 @@ class PromotionTest(StrictRecord):
     high: float = 1.0
 
     @model_validator(mode="after")
-    def _in_order(self) -> "PromotionTest":
+    def _check_range(self) -> "PromotionTest":
         if not self.low < self.high:
             raise ValueError(f"low ({self.low:g}) must be less than high ({self.high:g})")
         return self
 
 
 class Pair(Record):
-    """What both versions got for a task, and the tag it is guarded under."""
+    """The rewards of both versions for a task, and its guarded tag."""
 
     task: str
     incumbent: float
@@ -96,11 +96,11 @@ class Pair(Record):
 
 
 class Gaps(Record):
-    """How many of the pairs are not what they should be.
+    """Counts of incomplete pairs.
 
     `unscored`: the candidate's run could not be scored, and counts with the least reward.
-    `unpaired`: the incumbent's could not be; left out. `failed`: the infrastructure failed one of
-    both; left out.
+    `unpaired`: the incumbent's run could not be scored, and the pair is left out. `failed`: the
+    infrastructure failed a run, and the pair is left out.
     """
 
     unscored: int = 0
@@ -115,23 +115,23 @@ class Gaps(Record):
         )
 
     @property
-    def told(self) -> str:
-        """In words; "" if there are none."""
-        told = {
+    def description(self) -> str:
+        """The counts in words; "" if all are 0."""
+        counts = {
             "could not be scored and count as the worst": self.unscored,
             "are left out, for the incumbent has no reward": self.unpaired,
             "are left out, for the infrastructure failed them": self.failed,
         }
-        return "; ".join(f"{count} {what}" for what, count in told.items() if count)
+        return "; ".join(f"{count} {fate}" for fate, count in counts.items() if count)
 
 
 WHOLE = Gaps()
 
 
 class Guard(Record):
-    """How a guard stands: it has failed when its evidence has reached the limit.
+    """The state of a guard, which has failed if its evidence has reached the limit.
 
-    `error`: the standard error of the difference.
+    `error` is the standard error of the difference.
     """
 
     tag: str
@@ -144,7 +144,7 @@ class Guard(Record):
 
 
 class Decision(Record):
-    """What is to be done, and the numbers behind it.
+    """A decision on a candidate, with its numbers.
 
     `difference` is the mean of d, and `error` its standard error.
     """
@@ -175,12 +175,12 @@ def decide(
     hidden: Sequence[Pair] = (),
     gaps: Gaps = WHOLE,
 ) -> Decision:
-    """What the pairs say, in the order in which they were evaluated.
+    """Decide on a candidate by pairs, in the order of their evaluation.
 
-    `planned`: how many pairs of each tag there can be (see `plan`), the same at each look.
-    `exhausted`: no more will come. `hidden`: pairs of this decision's probes; wanted once the
-    others promote, when the same is asked again with them. `gaps`: of the pairs of both. Raises
-    BadInput for a reward that is outside `low` to `high`.
+    `planned` is the greatest number of pairs of each tag (see `plan`), the same at each look.
+    `exhausted`: no more pairs will come. `hidden` are the pairs of this decision's probes: once
+    `pairs` alone promote, call this again with them. `gaps` counts over both kinds of pairs. Raises
+    BadInput for a reward outside `low` to `high`.
     """
     differences = [_difference(pair, test) for pair in pairs]
     total = sum(planned.values())
@@ -196,7 +196,7 @@ def decide(
         verdict, reason = "reject", f"not judged: of {total} pairs too many are missing"
     return Decision(
         verdict=verdict,
-        reason="; ".join(filter(None, [reason, gaps.told])),
+        reason="; ".join(filter(None, [reason, gaps.description])),
         evidence=wealth.wealth,
         limit=goal,
         tasks=len(pairs),
@@ -223,31 +223,31 @@ def _verdict(
 ) -> tuple[Verdict, str]:
     failed = [guard for guard in guards if guard.failed]
     if failed:
-        return "reject", f"worse by more than {test.tolerance:g} on {_named(failed)}"
-    found = f"evidence {math.floor(10 * wealth.wealth) / 10:g} of {wealth.goal:.3g}"
+        return "reject", f"worse by more than {test.tolerance:g} on {_list_guards(failed)}"
+    evidence = f"evidence {math.floor(10 * wealth.wealth) / 10:g} of {wealth.goal:.3g}"
     if wealth.reached:
-        doubted = [] if exhausted else _doubted(guards, test, planned)
-        if doubted:
-            return "continue", f"better, but more is to be seen of {', '.join(doubted)}"
+        undecided = [] if exhausted else _undecided_tags(guards, test, planned)
+        if undecided:
+            return "continue", f"better, but more is to be seen of {', '.join(undecided)}"
         lower = [g for g in guards if g.tasks >= SEEN and g.difference + g.error < -test.tolerance]
         if lower:
-            return "reject", f"better on the whole, worse on {_named(lower)}"
-        return "promote", f"better: {found}"
+            return "reject", f"better on the whole, worse on {_list_guards(lower)}"
+        return "promote", f"better: {evidence}"
     if futile.reached:
-        return "reject", f"futile: not better by {test.min_effect:g}; {found}"
+        return "reject", f"futile: not better by {test.min_effect:g}; {evidence}"
     if exhausted:
-        return "reject", f"not shown to be better: {found}"
-    return "continue", found
+        return "reject", f"not shown to be better: {evidence}"
+    return "continue", evidence
 
 
-def _named(guards: Sequence[Guard]) -> str:
+def _list_guards(guards: Sequence[Guard]) -> str:
     return ", ".join(f"{guard.tag} ({guard.difference:+.3f})" for guard in guards)
 
 
-def _doubted(
+def _undecided_tags(
     guards: Sequence[Guard], test: PromotionTest, planned: Mapping[str | None, int]
 ) -> list[str]:
-    """The tags of which too little was seen, or nothing good, and more is to come."""
+    """Return the tags with more tasks to come that have few so far, or a mean below tolerance."""
     return [
         guard.tag
         for guard in guards
@@ -265,14 +265,14 @@ def _guards(
 ) -> list[Guard]:
     tags = sorted(tag for tag in planned if tag is not None) if test.guard else []
     limit = (len(tags) + (test.hidden > 0)) / test.guard_alpha
-    found = []
+    guards = []
     for tag in tags:
         of_tag = [d for pair, d in zip(pairs, differences, strict=True) if pair.tag == tag]
-        found.append(_guard(tag, of_tag, planned[tag], limit, test.tolerance))
+        guards.append(_guard(tag, of_tag, planned[tag], limit, test.tolerance))
     if hidden:
         of_probes = [_difference(pair, test) for pair in hidden]
-        found.append(_guard(HIDDEN, of_probes, len(hidden), limit, test.tolerance))
-    return found
+        guards.append(_guard(HIDDEN, of_probes, len(hidden), limit, test.tolerance))
+    return guards
 
 
 def _guard(tag: str, of_tag: Sequence[float], planned: int, limit: float, slack: float) -> Guard:
@@ -290,28 +290,28 @@ def _guard(tag: str, of_tag: Sequence[float], planned: int, limit: float, slack:
     )
 
 
-def tag_of(task: Task, test: PromotionTest) -> str | None:
-    """The tag that a task is guarded under."""
+def guard_tag(task: Task, test: PromotionTest) -> str | None:
+    """Return the guarded tag of a task."""
     value = task.metadata.get(test.guard) if test.guard else None
     return None if value is None else str(value)
 
 
 def plan(tasks: Sequence[Task], test: PromotionTest) -> dict[str | None, int]:
-    """How many pairs of each tag an evaluation on these tasks gives: `planned` of `decide`."""
-    return dict(Counter(tag_of(task, test) for task in tasks))
+    """Count the pairs of each tag in an evaluation on these tasks: `planned` of `decide`."""
+    return dict(Counter(guard_tag(task, test) for task in tasks))
 
 
-def measured(tasks: Sequence[Task], test: PromotionTest) -> list[Task]:
-    """The held-out tasks that decide: those that are not set aside."""
+def deciding_tasks(tasks: Sequence[Task], test: PromotionTest) -> list[Task]:
+    """Return the held-out tasks that decide, without those set aside as probes."""
     return [task for task in tasks if not _set_aside(task, tasks, test)]
 
 
-def probes(tasks: Sequence[Task], earlier: int, test: PromotionTest) -> list[Task]:
-    """The held-out tasks that a decision is guarded with; never to be reported.
+def probe_tasks(tasks: Sequence[Task], earlier: int, test: PromotionTest) -> list[Task]:
+    """Return the hidden probes of a decision, held-out tasks that are never reported.
 
-    `earlier`: how many decisions there were before. Set aside by a hash of the task's id, and
-    divided by another: the same for the same id, whatever other tasks there are. None of fewer than
-    FEW tasks.
+    `earlier` counts the decisions before this one. A hash of the task's id sets it aside, and
+    another hash chooses its group, so both are independent of the other tasks. There are no probes
+    among fewer than FEW tasks.
     """
     part = earlier % test.rotation
     return [
@@ -341,8 +341,8 @@ def _difference(pair: Pair, test: PromotionTest) -> float:
 
 
 def _error(differences: Sequence[float]) -> float:
-    """The standard error of their mean, as if it were 0."""
-    squares = sum(d * d for d in differences) + 1  # one more, lest two alike leave no error
+    """Return the standard error of the mean of `differences`, as if the mean were 0."""
+    squares = sum(d * d for d in differences) + 1  # one more, so that equal ones leave an error
     return math.sqrt(squares / (len(differences) + 1) / max(1, len(differences)))
 
 

@@ -1,1 +1,1 @@
-"""Rewards: functions of a run, and a model as the judge."""
+"""Rewards: functions of a run, and models as judges."""

@@ -1,11 +1,12 @@
-"""judge: a reward that a model gives, by a rubric. Its verdicts are runs of their own, on record.
+"""LLM judge: a reward that a model gives by a rubric. Its verdicts are recorded as runs.
 
     helpful = judge("Does the answer help, and is it polite?", model="judge", scale=(1, 5))
     Loop(agent, tasks, rewards=[correct, helpful])
 
-What is judged was written by the model that is being trained, which will learn to write whatever
-makes the judge generous. So it stands between marks that it cannot know, for they are a hash of it,
-and the judge is told that nothing in there is said to it. Called by rewards.py, as any reward.
+The model in training writes the judged text, and learns any text that makes the judge generous. The
+prompt therefore puts the text between marks that its author cannot know, as they are a hash of it.
+It also tells the judge that no text between the marks is an instruction. Called by reward.py, as
+any reward.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from cray_agents.rewards.reward import RewardOptions
 Rubric = str | Callable[[Run], str]
 
 TIMEOUT = 120.0  # seconds, for all votes together
-MOST_TOKENS = 1024  # of a verdict
+MAX_TOKENS = 1024  # in a verdict
 INSTRUCTIONS = """\
 You grade the work of an AI agent by a rubric, from {low:g} (worst) to {high:g} (best).
 
@@ -42,9 +43,9 @@ Give your reason first, in a sentence or two, then the score."""
 
 @dataclass(frozen=True, eq=False)
 class LLMJudge:
-    """A reward function that asks a model; see `judge`, which makes it.
+    """A reward function that asks a model; made by `judge`.
 
-    Its repr is the same in every process: a loop's settings are compared by it.
+    Its repr is the same in every process, as a loop's settings are compared by it.
     """
 
     rubric: Rubric
@@ -58,16 +59,16 @@ class LLMJudge:
     __reward_options__: RewardOptions
 
     def __repr__(self) -> str:
-        told = self.rubric if isinstance(self.rubric, str) else "a function"
-        return f"judge({told!r}, model={self.model!r}, scale={self.scale}, votes={self.votes})"
+        rubric = self.rubric if isinstance(self.rubric, str) else "a function"
+        return f"judge({rubric!r}, model={self.model!r}, scale={self.scale}, votes={self.votes})"
 
     async def __call__(self, run: Run) -> float:
-        """The mean of the votes on a run. Raises RewardError if one is none."""
+        """Return the mean of the votes on a run. Raises RewardError if a vote fails."""
         votes = [self._vote(run, number) for number in range(self.votes)]
         return math.fsum(await asyncio.gather(*votes)) / self.votes
 
     def with_engine(self, engine: ChatEngine) -> "LLMJudge":
-        """The same, asking there unless it has an engine of its own."""
+        """Return this judge with `engine`, unless it has its own."""
         return self if self.engine is not None else replace(self, engine=engine)
 
     async def _vote(self, run: Run, number: int) -> float:
@@ -76,8 +77,8 @@ class LLMJudge:
         )
         low, high = self.scale
         rubric = self.rubric if isinstance(self.rubric, str) else self.rubric(run)
-        parts = judged_parts(run, transcript=self.transcript)
-        mark = digest([rubric, parts], 12)
+        sections = judged_sections(run, transcript=self.transcript)
+        mark = digest([rubric, sections], 12)
         judging: Agent = Agent(
             name=self.__reward_options__.name or "judge",
             model=self.model,
@@ -90,10 +91,10 @@ class LLMJudge:
             max_tokens=self.max_tokens,
             recorder=None,
         )
-        what = [judging.name, self.model, mark, run.id, number]
+        identity = [judging.name, self.model, mark, run.id, number]
         verdict = await judging.run(
-            prompt(rubric, parts, mark),
-            run_id="judge_" + digest(what, 24),  # judged again, it is the same run
+            judge_prompt(rubric, sections, mark),
+            run_id="judge_" + digest(identity, 24),  # the same run if judged again
             tags=["judge", f"judged:{run.id}"],
             seed=number,
         )
@@ -119,27 +120,27 @@ def judge(
     weight: float = 1.0,
     engine: ChatEngine | None = None,
     temperature: float | None = None,
-    max_tokens: int = MOST_TOKENS,
+    max_tokens: int = MAX_TOKENS,
     timeout: float | None = TIMEOUT,
 ) -> LLMJudge:
-    """A reward by a model's judgement. An answer that is no verdict is a RewardError, never a 0.
+    """Make a reward of a model's judgement. An answer without a verdict is a RewardError, never 0.
 
-    A verdict is JSON of a reason and a score, which the server is asked to hold to that schema. It
-    is recorded as a run tagged `judge` and `judged:<the run's id>`.
+    A verdict is JSON of a reason and a score; the request asks the server to enforce that schema.
+    It is recorded as a run tagged `judge` and `judged:<the run's id>`.
 
     Args:
-        rubric: what is good; or a function of the run that says it, for rubrics per task.
-        model: who judges. Not the model that the loop trains, unless as a version (`name@N`) that
-            is served all the time.
-        name: what the reward is called.
+        rubric: description of good work, or a function of the run that returns it.
+        model: the judging model. It may be the model that the loop trains only as a version
+            (`name@N`) that is served all the time.
+        name: name of the reward.
         scale: the least and the greatest score; the score is the reward.
-        votes: verdicts that are asked for; the reward is their mean.
-        transcript: whether the judge sees what was said and which tools were called, not only the
-            task (with its target, if it has one) and the last answer.
+        votes: number of verdicts; the reward is their mean.
+        transcript: True to show the judge all messages and tool calls, not only the task (with its
+            target, if it has one) and the last answer.
         weight: as of @reward.
-        engine: asks the model; default: that of the loop, else the one at $CRAY_AGENTS_URL.
+        engine: engine of the judging model; default: the loop's, else that at $CRAY_AGENTS_URL.
         temperature: default: 0 for one vote, 1 for several.
-        max_tokens: of a verdict.
+        max_tokens: limit of a verdict.
         timeout: seconds, for all votes.
 
     Raises BadInput.
@@ -162,29 +163,31 @@ def judge(
     )
 
 
-def judged_parts(run: Run, *, transcript: bool) -> dict[str, str]:
-    """What a judge is shown of a run, by what to call it."""
-    parts = {"task": run.input}
+def judged_sections(run: Run, *, transcript: bool) -> dict[str, str]:
+    """Return the sections of a run that a judge reads, by name."""
+    sections = {"task": run.input}
     if run.task is not None and run.task.target is not None:
-        parts["expected answer"] = _text(run.task.target)
+        sections["expected answer"] = _text(run.task.target)
     if transcript:
-        parts["conversation"] = "\n\n".join(map(_said, run.trajectory.messages))
-    parts["answer"] = "(none)" if run.output is None else _text(run.output)
-    return parts
+        sections["conversation"] = "\n\n".join(map(_render_message, run.trajectory.messages))
+    sections["answer"] = "(none)" if run.output is None else _text(run.output)
+    return sections
 
 
-def prompt(rubric: str, parts: Mapping[str, str], mark: str) -> str:
-    """What a judge is asked: the rubric, then each part between lines with the mark."""
-    shown = [f"<<< {name} {mark}\n{text}\n<<< end of {name} {mark}" for name, text in parts.items()]
-    return "\n\n".join([f"Rubric:\n{rubric}", *shown, "Grade this work by the rubric."])
+def judge_prompt(rubric: str, sections: Mapping[str, str], mark: str) -> str:
+    """Return the judge's prompt: the rubric, then each section between lines with the mark."""
+    blocks = [
+        f"<<< {name} {mark}\n{text}\n<<< end of {name} {mark}" for name, text in sections.items()
+    ]
+    return "\n\n".join([f"Rubric:\n{rubric}", *blocks, "Grade this work by the rubric."])
 
 
-def _said(message: Message) -> str:
+def _render_message(message: Message) -> str:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    told = [f"calls {call['name']}({call['arguments']})" for call in calls]
+    call_lines = [f"calls {call['name']}({call['arguments']})" for call in calls]
     content = message.get("content")
     text = [] if content in (None, "") else [_text(content)]
-    return f"[{message.get('role')}] " + "\n".join([*text, *told])
+    return f"[{message.get('role')}] " + "\n".join([*text, *call_lines])
 
 
 def _text(value: Any) -> str:

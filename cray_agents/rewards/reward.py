@@ -1,8 +1,8 @@
-"""@reward, score and scored: named numbers on a run, or on turns of it.
+"""Rewards: @reward marks functions of a run, and `score` calls them to get named numbers.
 
-A reward that fails is a RewardError on the run, which then has no reward until it is scored again:
-it is never taken for a 0. Called by agent authors and the loop. Read next: judges.py, rewards that
-a model gives; runtime/datasets/advantages.py, what a turn's reward does to its tokens.
+A reward that fails is a RewardError on the run, never a 0. The run then has no reward until it is
+scored again. Called by agent authors and the loop. Read next: llm_judge.py, rewards that a model
+gives; runtime/datasets/advantages.py, the effect of a turn's reward on its tokens.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from cray_agents.errors import BadInput, RewardError
 from cray_agents.ports import ChatEngine
 from cray_agents.records import UNSCORED, Reward, Run, RunError
 
-#: One number for the run (a bool is one); one for each of its turns, None for none; or by turn.
+#: A number (or bool) for the run; a list with a number or None for each turn; or numbers by turn.
 Values = float | Sequence[float | None] | Mapping[int, float]
 RewardFunction = Callable[[Run], Values | Awaitable[Values]]
 R = TypeVar("R", bound=RewardFunction)
 
-TIMEOUT = 60.0  # seconds, of a reward that names none
-SUSPECT = "suspect"  # tag of a run that a reward function found so
+TIMEOUT = 60.0  # seconds, the default of a reward
+SUSPECT = "suspect"  # tag of a run that a reward function suspects of cheating
 
 
 class Verdict(float):
-    """What a reward function may return for a number: with a comment, kept beside it.
+    """A reward's number with a comment, as a reward function may return it.
 
-    `suspect`: the run did what honest work does not do. It then gets the tag `suspect`, by which
-    people find it.
+    `suspect` marks a run that did something that honest work does not do. The run gets the tag
+    `suspect`, so that people can find it.
     """
 
     comment: str | None
@@ -48,16 +48,16 @@ class Verdict(float):
 
 @runtime_checkable
 class AsksModel(Protocol):
-    """A reward function that asks a model, such as judges.Judge."""
+    """A reward function that asks a model, such as LLMJudge."""
 
     def with_engine(self, engine: ChatEngine) -> RewardFunction:
-        """The same, asking there unless it has an engine of its own."""
+        """Return this function with `engine`, unless it has its own."""
         ...
 
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """What `@reward` says of a function; others keep theirs as `__reward_options__` too."""
+    """Options of a reward function, stored as its `__reward_options__`."""
 
     weight: float = 1.0
     name: str | None = None
@@ -90,15 +90,15 @@ def reward(
 ) -> R | Callable[[R], R]:
     """Make a function of a Run a reward: `@reward` or `@reward(weight=0.5)`.
 
-    The function, sync or async, stays what it was. It returns a float or bool for the whole run; a
-    list with a number (or None) for each turn; or a dict of numbers by turn, counted from 0. What
-    turns are given is of use to method grpo (DatasetRecipe), and to the others as a sum.
+    The function, sync or async, stays unchanged. It returns a float or bool for the whole run, a
+    list with a number (or None) for each turn, or a dict of numbers by turn, counted from 0. Method
+    grpo uses the rewards of turns (DatasetRecipe), the other methods use their sum.
 
     Args:
-        function: what is decorated.
-        weight: its values are multiplied by this; a run's reward is the sum over its rewards.
-        name: what the reward is called; default: the function's name.
-        timeout: seconds it may take; None: no limit.
+        function: the decorated function.
+        weight: factor of its values; a run's reward is the sum over its rewards.
+        name: name of the reward; default: the function's name.
+        timeout: seconds that a call may take; None: no limit.
 
     Raises BadInput for a weight that is no number or a timeout that is not above 0.
     """
@@ -111,33 +111,33 @@ def reward(
     return mark(function) if function is not None else mark
 
 
-async def scored(
+async def score_run(
     run: Run, rewards: Sequence[RewardFunction], *, engine: ChatEngine | None = None
 ) -> Run:
-    """The run with its rewards and its error (see `score`), and with the tag `suspect` or not."""
-    found, error, suspect = await _score(run, rewards, engine)
+    """Return the run with its rewards and error (see `score`), and with or without `suspect`."""
+    all_rewards, error, suspect = await _score(run, rewards, engine)
     tags = [tag for tag in run.tags if tag != SUSPECT] + [SUSPECT] * suspect
-    return run.model_copy(update={"rewards": found, "error": error, "tags": tags})
+    return run.model_copy(update={"rewards": all_rewards, "error": error, "tags": tags})
 
 
 async def score(
     run: Run, rewards: Sequence[RewardFunction], *, engine: ChatEngine | None = None
 ) -> tuple[list[Reward], RunError | None]:
-    """The rewards that a run has already, and those the functions give; and its error, if any.
+    """Return a run's present rewards and those of the functions, and its error, if any.
 
-    Functions that ask a model do so at `engine` unless they have one. Where a reward fails, the
-    error is a RewardError, in the place of the run's own: recorded with it, the run has no reward
-    (`Run.reward` is None, no dataset takes it) and can be scored again (`restored`). A run that the
-    infrastructure failed is not scored: no rewards, and its own error.
+    Functions that ask a model use `engine` unless they have their own. If a reward fails, the error
+    is a RewardError, in the place of the run's own. A run recorded with it has no reward
+    (`Run.reward` is None, no dataset uses it), and can be scored again (`prepare_rescoring`). A run
+    that the infrastructure failed is not scored: it has no rewards and keeps its own error.
     """
-    found, error, _ = await _score(run, rewards, engine)
-    return found, error
+    all_rewards, error, _ = await _score(run, rewards, engine)
+    return all_rewards, error
 
 
 async def _score(
     run: Run, rewards: Sequence[RewardFunction], engine: ChatEngine | None
 ) -> tuple[list[Reward], RunError | None, bool]:
-    """Rewards, error, and whether one of the functions found the run suspect."""
+    """Return rewards, error, and True if one of the functions suspects the run."""
     own = run.error if run.error is not None and run.error.type != UNSCORED else None
     if own is not None and own.infrastructure:
         return [], own, SUSPECT in run.tags
@@ -153,39 +153,39 @@ async def _score(
         if engine is not None and isinstance(function, AsksModel):
             bound = function.with_engine(engine)
         try:
-            rewarded, doubted = await _given(run, bound)
+            rewarded, suspicious = await _call_reward(run, bound)
             given += rewarded
-            suspect |= doubted
+            suspect |= suspicious
         except RewardError as error:
             failures.append(str(error))
     replaced = {(each.name, each.source, each.turn) for each in given}
     earlier = [r for r in run.rewards if (r.name, r.source, r.turn) not in replaced]
-    found = [*(each for each in earlier if math.isfinite(each.value)), *given]
+    all_rewards = [*(each for each in earlier if math.isfinite(each.value)), *given]
     if not failures:
-        return found, own, suspect
-    told = "; ".join(failures) + ("" if own is None else f" (the run: {own.type}: {own.message})")
-    return found, RunError(type=UNSCORED, message=told), suspect
+        return all_rewards, own, suspect
+    of_run = "" if own is None else f" (the run: {own.type}: {own.message})"
+    return all_rewards, RunError(type=UNSCORED, message="; ".join(failures) + of_run), suspect
 
 
-def unscored(run: Run) -> bool:
-    """Whether one of its rewards failed: the run is whole and needs to be scored, not done, again.
+def needs_scoring(run: Run) -> bool:
+    """Return True if one of a run's rewards failed, so that it must be scored again, not repeated.
 
-    What was taken out of a run before it was stored cannot be judged: such a run is not scored.
+    A redacted run is not scored again, as the removed text cannot be judged.
     """
     return run.error is not None and run.error.type == UNSCORED and not run.redacted
 
 
-def restored(run: Run, output_type: Any) -> Run:
-    """A stored run as its reward functions saw it: without its RewardError, its output typed."""
+def prepare_rescoring(run: Run, output_type: Any) -> Run:
+    """Return a stored run as reward functions need it: without RewardError, its output typed."""
     output = run.output
     if output is not None:
-        with contextlib.suppress(ValidationError):  # an answer that was never of the type
+        with contextlib.suppress(ValidationError):  # the answer never was of the type
             output = TypeAdapter(output_type).validate_python(output)
     return run.model_copy(update={"output": output, "error": None})
 
 
-async def _given(run: Run, function: RewardFunction) -> tuple[list[Reward], bool]:
-    """What a function gives, and whether it found the run suspect. Raises RewardError."""
+async def _call_reward(run: Run, function: RewardFunction) -> tuple[list[Reward], bool]:
+    """Call a function; return its rewards, and True if it suspects the run. Raises RewardError."""
     options: RewardOptions = getattr(function, "__reward_options__", RewardOptions())
     name = options.name or str(getattr(function, "__name__", type(function).__name__))
     try:
@@ -211,7 +211,7 @@ async def _given(run: Run, function: RewardFunction) -> tuple[list[Reward], bool
 
 
 def _by_turn(values: Any, name: str, turns: int) -> list[tuple[int | None, float]]:
-    """(turn, value) of what a reward function returned; turn None: the whole run's."""
+    """Return (turn, value) pairs of a reward function's result; turn None: the whole run."""
     pairs: list[tuple[Any, Any]]
     if isinstance(values, Mapping):
         pairs = list(values.items())
@@ -237,10 +237,10 @@ def _by_turn(values: Any, name: str, turns: int) -> list[tuple[int | None, float
 def _number(value: Any, name: str) -> float:
     number = math.nan
     if isinstance(value, numbers.Real):
-        with contextlib.suppress(OverflowError):  # an int that no float holds
+        with contextlib.suppress(OverflowError):  # an int too large for a float
             number = float(value)
     if not math.isfinite(number):
         large = isinstance(value, int)  # Python does not print one of 5,000 digits
-        told = f"an int of {value.bit_length()} bits" if large else repr(value)[:100]
-        raise RewardError(f"reward {name} returned {told}: give a finite float or a bool")
+        text = f"an int of {value.bit_length()} bits" if large else repr(value)[:100]
+        raise RewardError(f"reward {name} returned {text}: give a finite float or a bool")
     return value if isinstance(value, Verdict) else number

@@ -1,1 +1,1 @@
-"""Task sets: read from files, held apart in splits."""
+"""Task sets: tasks read from files, in splits without leaks."""

@@ -1,8 +1,8 @@
-"""A folder as Hugging Face's `datasets` lays it out: which of its files are which split.
+"""Hugging Face folders: find the files of each split in a folder laid out for `datasets`.
 
-The README.md says it, in the field `configs` of its front matter; without that the names of the
+The field `configs` in the front matter of README.md names the splits. Without it the names of the
 files do (`data/train-00000-of-00001.parquet`, `test.jsonl`). Nothing is fetched, and no script of
-such a folder is ever run. Called by tasks.py.
+such a folder is ever run. Called by task_set.py.
 """
 
 import re
@@ -14,7 +14,7 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Split
 from cray_agents.tasks.readers import Row, rows_of_file
 
-#: What the splits of such folders are to us; None: tasks to be distributed.
+#: Our split for each split of such folders; None: tasks to be distributed.
 SPLITS: Mapping[str, Split | None] = {"train": None, "validation": "holdout", "test": "test"}
 
 _KINDS = {".parquet", ".jsonl", ".json", ".csv", ".tsv"}
@@ -28,30 +28,30 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 
 
 def rows_by_split(folder: Path, config: str | None = None) -> Iterator[tuple[str, Row]]:
-    """(the folder's name of a split, row), split by split. Raises BadInput, SetupError.
+    """Yield (the folder's name of a split, row), split by split. Raises BadInput, SetupError.
 
-    `config`: which of the configurations of its README; default: its default, or the only one.
+    `config` names a configuration of its README; default: the README's default, or the only one.
     """
     if not folder.is_dir():
         raise BadInput(f"no folder {folder} to read tasks from", param="path")
     configs = _configs(folder)
     if config is None and not configs:
-        named = _by_name(folder)
+        by_split = _files_by_name(folder)
     else:
-        named = _by_config(folder, _chosen(folder, configs, config))
-    if not any(named.values()):
+        by_split = _files_by_config(folder, _choose_config(folder, configs, config))
+    if not any(by_split.values()):
         raise BadInput(f"{folder} holds no {', '.join(sorted(_KINDS))} files", param="path")
-    for split, files in named.items():
+    for split, files in by_split.items():
         for file in files:
             for row in rows_of_file(file):
                 yield split, row
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
-    """The entries of the README's field `configs`."""
+    """Return the entries of the README's field `configs`."""
     readme = folder / "README.md"
-    found = _FRONT_MATTER.match(readme.read_text("utf-8-sig")) if readme.is_file() else None
-    if found is None:
+    header = _FRONT_MATTER.match(readme.read_text("utf-8-sig")) if readme.is_file() else None
+    if header is None:
         return []
     try:
         import yaml
@@ -60,7 +60,7 @@ def _configs(folder: Path) -> list[dict[str, Any]]:
             "the README of a dataset folder is read with PyYAML: pip install pyyaml"
         ) from error
     try:
-        about = yaml.safe_load(found[1])
+        about = yaml.safe_load(header[1])
     except yaml.YAMLError as error:
         raise BadInput(f"{readme}: its front matter is not YAML: {error}", param="path") from error
     configs = about.get("configs") if isinstance(about, dict) else None
@@ -68,7 +68,9 @@ def _configs(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
-def _chosen(folder: Path, configs: list[dict[str, Any]], config: str | None) -> dict[str, Any]:
+def _choose_config(
+    folder: Path, configs: list[dict[str, Any]], config: str | None
+) -> dict[str, Any]:
     names = [str(entry.get("config_name", "default")) for entry in configs]
     if config is None:
         defaults = [n for n, entry in enumerate(configs) if entry.get("default") is True]
@@ -86,25 +88,25 @@ def _chosen(folder: Path, configs: list[dict[str, Any]], config: str | None) -> 
     return configs[names.index(config)]
 
 
-def _by_config(folder: Path, config: Mapping[str, Any]) -> dict[str, list[Path]]:
-    """The files of each split, as a configuration tells them: one pattern, a list, or by split."""
+def _files_by_config(folder: Path, config: Mapping[str, Any]) -> dict[str, list[Path]]:
+    """Return the files of each split of a configuration: one pattern, a list, or by split."""
     base = folder / str(config.get("data_dir") or "")
-    told = config.get("data_files")
-    if told is None:
-        return _by_name(base)
-    entries = told if isinstance(told, list) else [told]
-    found: dict[str, list[Path]] = {}
+    data_files = config.get("data_files")
+    if data_files is None:
+        return _files_by_name(base)
+    entries = data_files if isinstance(data_files, list) else [data_files]
+    files_by_split: dict[str, list[Path]] = {}
     for entry in entries:
-        by_split = isinstance(entry, dict)
-        split = str(entry.get("split", "train")) if by_split else "train"
-        patterns = entry.get("path", []) if by_split else entry
+        has_split = isinstance(entry, dict)
+        split = str(entry.get("split", "train")) if has_split else "train"
+        patterns = entry.get("path", []) if has_split else entry
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             files = _matching(base, str(pattern))
             if not files:
                 raise BadInput(f"{folder}: its README names {pattern!r}, and no file is that",
                                param="path")  # fmt: skip
-            found.setdefault(split, []).extend(files)
-    return found
+            files_by_split.setdefault(split, []).extend(files)
+    return files_by_split
 
 
 def _matching(base: Path, pattern: str) -> list[Path]:
@@ -113,15 +115,15 @@ def _matching(base: Path, pattern: str) -> list[Path]:
     return sorted(path for path in base.glob(pattern) if path.is_file())
 
 
-def _by_name(folder: Path) -> dict[str, list[Path]]:
-    """The files of each split, by the words in their names; all are of train if none says so."""
+def _files_by_name(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of each split, by the words in their names; all are train if none match."""
     files = [path for path in sorted(folder.rglob("*")) if _is_data(folder, path)]
-    found: dict[str, list[Path]] = {}
+    files_by_split: dict[str, list[Path]] = {}
     for split, words in _KEYWORDS.items():
-        named = [path for path in files if _says(path.relative_to(folder), words)]
-        if named:
-            found[split] = named
-    return found or {"train": files}
+        matches = [path for path in files if _name_contains(path.relative_to(folder), words)]
+        if matches:
+            files_by_split[split] = matches
+    return files_by_split or {"train": files}
 
 
 def _is_data(folder: Path, path: Path) -> bool:
@@ -129,6 +131,6 @@ def _is_data(folder: Path, path: Path) -> bool:
     return path.suffix in _KINDS and path.name not in _NOT_DATA and not hidden and path.is_file()
 
 
-def _says(path: Path, words: Iterable[str]) -> bool:
-    parts = re.split(r"[^a-z0-9]+|(?<=[a-z])(?=[0-9])", path.as_posix().lower())
-    return any(word in parts for word in words)
+def _name_contains(path: Path, words: Iterable[str]) -> bool:
+    path_words = re.split(r"[^a-z0-9]+|(?<=[a-z])(?=[0-9])", path.as_posix().lower())
+    return any(word in path_words for word in words)

@@ -1,11 +1,13 @@
-"""Whether a task of one split is also in another: by its id, or by its input, also nearly.
+"""Leakage: find tasks of one split that are also in another, by id or by similar input.
 
-The rule for inputs is that of words.py: equal but for case, spaces and punctuation; of long ones
-also those whose word 5-grams are similar, or that hold all of a guarded one. Tasks whose metadata
-make them what they are (Task.identity) are compared by these as well. Nothing is estimated,
-and all is looked up: of a guarded input the index holds its rarest 5-grams, so many that one that
-is similar must share one of them (prefix filtering: Bayardo, Ma, Srikant 2007), and where the first
-that they share stands bounds how many there are (positions: Xiao et al. 2008). Called by tasks.py.
+text_words.py defines equal inputs: they differ only in case, spaces and punctuation. Long inputs
+are also equal if their word 5-grams are similar, or if one contains all of a guarded one. The
+metadata that Task.identity names are compared as well.
+
+The search is exact. The index has the rarest 5-grams of each guarded input, enough of them that
+every similar input shares one (prefix filtering: Bayardo, Ma, Srikant 2007). The position of the
+first shared 5-gram bounds the number of shared ones (positions: Xiao et al. 2008). Called by
+task_set.py.
 """
 
 import math
@@ -19,19 +21,19 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Split, Task
 from cray_agents.text_words import GRAM, SIMILAR, is_long, words_of
 
-#: What a split is kept from: tasks of those before it. Nothing that is judged by may be trained on,
-#: and nothing that only measures may decide.
+#: Splits, the least guarded first. No task of a split may be in one before it: tasks that decide
+#: are not trained on, and tasks that only measure do not decide.
 GUARDED: tuple[Split, ...] = ("train", "holdout", "test")
 _ROUNDING = 1e-9
-_WORLD = "\x00"  # in no key of a text: tasks with a world are equal or not, never nearly
+_WORLD = "\x00"  # never in the key of a text: tasks with a world are equal or not, never similar
 
 
 @dataclass(frozen=True)
 class Leak:
-    """Task number `one` of a set is also task number `other`, which is in a more guarded split.
+    """A leak: task number `one` of a set equals task number `other` of a more guarded split.
 
-    `how`: the same `id`; inputs that are `equal`, `near` (Jaccard similarity of word 5-grams), or
-    that of `one` has all of the other in it (`contained`).
+    `how` is `id` for the same id, `equal` for equal inputs, `near` for inputs whose word 5-grams
+    are similar (Jaccard), `contained` if the input of `one` contains all of the other.
     """
 
     one: int
@@ -40,38 +42,38 @@ class Leak:
     how: Literal["id", "equal", "near", "contained"]
 
 
-def key_of(text: str) -> str:
-    """What makes two inputs equal: their words, or, in a text that has none, all of it."""
+def input_key(text: str) -> str:
+    """Return the key of an input: its words, or the whole text if it has none."""
     return " ".join(words_of(text)) or " ".join(text.casefold().split())
 
 
 def task_key(task: Task) -> str:
-    """What makes two tasks equal: the key of the input, and the world where the task has one."""
-    key = key_of(task.input)
+    """Return the key of a task: the key of its input, and its world if it has one."""
+    key = input_key(task.input)
     return key if task.world is None else f"{key}{_WORLD}{task.world}"
 
 
 class Dropped(NamedTuple):
-    """A task that `on_leak="drop"` left out, and why, in words."""
+    """A task that `on_leak="drop"` left out, with the reason in words."""
 
     task: Task
     reason: str
 
 
-def apart(
+def separate_splits(
     tasks: Sequence[Task], keys: Sequence[str], places: Sequence[str], *, drop: bool
 ) -> tuple[tuple[Task, ...], tuple[Dropped, ...]]:
-    """The tasks without those that are in another split too, and these; in order.
+    """Return the tasks without leaks, and the dropped tasks, both in order.
 
-    `places`: what to call each in a message. Raises BadInput for a leak that is not to be dropped,
-    and for two tasks of one id.
+    `places` are the names of the tasks in messages. Raises BadInput for a leak unless `drop` is
+    set, and for two tasks of one id.
     """
     dropped: dict[int, Dropped] = {}
-    for leak in leaks(tasks, keys):
-        told = _told(leak, tasks, places)
+    for leak in find_leaks(tasks, keys):
+        text = _describe(leak, tasks, places)
         if not drop:
-            raise BadInput(told, param="id" if leak.how == "id" else "split")
-        dropped[leak.one] = Dropped(tasks[leak.one], told)
+            raise BadInput(text, param="id" if leak.how == "id" else "split")
+        dropped[leak.one] = Dropped(tasks[leak.one], text)
     ids: dict[str, int] = {}
     for n, task in enumerate(tasks):
         first = n if n in dropped else ids.setdefault(task.id, n)
@@ -83,8 +85,8 @@ def apart(
     return kept, tuple(dropped.values())
 
 
-def leaks(tasks: Sequence[Task], keys: Sequence[str]) -> Iterator[Leak]:
-    """Each task that is also in a split more guarded than its own, once. `keys`: see `key_of`."""
+def find_leaks(tasks: Sequence[Task], keys: Sequence[str]) -> Iterator[Leak]:
+    """Yield a leak for each task that is also in a more guarded split. `keys`: see `task_key`."""
     ranks = [GUARDED.index(task.split) for task in tasks]
     guarded = _Guarded((n, rank, keys[n]) for n, rank in enumerate(ranks) if rank)
     ids: dict[str, int] = {}
@@ -96,12 +98,12 @@ def leaks(tasks: Sequence[Task], keys: Sequence[str]) -> Iterator[Leak]:
         same = ids[task.id]
         if ranks[same] > ranks[number]:
             yield Leak(number, same, 1.0, "id")
-        elif found := guarded.match(number, ranks[number], keys[number]):
-            yield found
+        elif leak := guarded.match(number, ranks[number], keys[number]):
+            yield leak
 
 
-def _told(leak: Leak, tasks: Sequence[Task], places: Sequence[str]) -> str:
-    """A leak in words: both tasks, how alike they are, and what can be done."""
+def _describe(leak: Leak, tasks: Sequence[Task], places: Sequence[str]) -> str:
+    """Describe a leak in words: both tasks, their similarity, and the remedies."""
     one, other = tasks[leak.one], tasks[leak.other]
     what = f"task id {one.id!r}" if leak.how == "id" else f"input {one.input[:60]!r}"
     alike, hint = "", ""
@@ -117,11 +119,11 @@ def _told(leak: Leak, tasks: Sequence[Task], places: Sequence[str]) -> str:
 
 
 class _Guarded:
-    """The inputs that others are compared with, and where the rarest 5-grams of each are."""
+    """The guarded inputs, with an index of the rarest 5-grams of each."""
 
     def __init__(self, inputs: Iterable[tuple[int, int, str]]) -> None:
         self._equal: dict[str, tuple[int, int]] = {}  # (task number, rank)
-        self._texts: list[tuple[int, int, array[int]]] = []  # and the 5-grams, rarest first
+        self._texts: list[tuple[int, int, array[int]]] = []  # number, rank, 5-grams, rarest first
         for number, rank, key in inputs:
             if self._equal.get(key, (0, 0))[1] < rank:
                 self._equal[key] = number, rank
@@ -144,54 +146,56 @@ class _Guarded:
                 self._index.setdefault(gram, []).append((place, position))
 
     def match(self, number: int, rank: int, key: str) -> Leak | None:
-        """A task of a more guarded split that this one is."""
+        """Return the leak of a task into a more guarded split, if there is one."""
         if rank == self._highest:
             return None
         equal = self._equal.get(key)
         if equal is not None and equal[1] > rank:
             return Leak(number, equal[0], 1.0, "equal")
-        mine = self._grams(key) if self._texts else None
-        if not mine:
+        grams = self._grams(key) if self._texts else None
+        if not grams:
             return None
-        for place in self._similar(mine):
-            other, its, grams = self._texts[place]
-            both = len(mine.intersection(grams)) if its > rank else 0
-            similarity = both / (len(mine) + len(grams) - both)
+        for place in self._candidates(grams):
+            other, other_rank, other_grams = self._texts[place]
+            both = len(grams.intersection(other_grams)) if other_rank > rank else 0
+            similarity = both / (len(grams) + len(other_grams) - both)
             if similarity >= SIMILAR:
                 return Leak(number, other, similarity, "near")
-        for gram in mine & self._rarest.keys():
+        for gram in grams & self._rarest.keys():
             for place in self._rarest[gram]:
-                other, its, grams = self._texts[place]
-                if its > rank and len(grams) <= len(mine) and mine.issuperset(grams):
-                    return Leak(number, other, len(grams) / len(mine), "contained")
+                other, other_rank, other_grams = self._texts[place]
+                may_contain = other_rank > rank and len(other_grams) <= len(grams)
+                if may_contain and grams.issuperset(other_grams):
+                    return Leak(number, other, len(other_grams) / len(grams), "contained")
         return None
 
-    def _similar(self, mine: set[int]) -> Iterator[int]:
-        """Those that may be similar, each once."""
+    def _candidates(self, grams: set[int]) -> Iterator[int]:
+        """Yield the places of the texts that may be similar, each once."""
         met: set[int] = set()
-        known = mine & self._counts.keys()
-        size, unknown = len(mine), len(mine) - len(known)
+        known = grams & self._counts.keys()
+        size, unknown = len(grams), len(grams) - len(known)
         if len(known) < SIMILAR * size - _ROUNDING:
             return
         wanted = self._by_rarity(known)[: _prefix(size) - unknown]
-        for at, gram in enumerate(wanted, unknown):  # those that nobody has are the rarest
+        for at, gram in enumerate(wanted, unknown):  # 5-grams that no text has are the rarest
             for place, position in self._index.get(gram, ()):
                 if place not in met:
                     met.add(place)
-                    its = len(self._texts[place][2])
-                    both = min(size - at, its - position)  # at most: this is the first they share
-                    if both >= SIMILAR * (size + its - both) - _ROUNDING:
+                    other_size = len(self._texts[place][2])
+                    # an upper bound, as this is the first 5-gram that both have
+                    both = min(size - at, other_size - position)
+                    if both >= SIMILAR * (size + other_size - both) - _ROUNDING:
                         yield place
 
     def _by_rarity(self, grams: Iterable[int]) -> list[int]:
-        """In an order that is the same for all sets: this is what the filter rests on."""
+        """Sort 5-grams, the rarest first. The filter relies on one order for all sets."""
         counts = self._counts
         return sorted(grams, key=lambda gram: (counts[gram], gram))
 
     def _grams(self, key: str) -> set[int] | None:
-        """The 5-grams of a text that is compared by similarity, as hashes of 64 bits.
+        """Return the 5-grams of a long text as hashes of 64 bits, None for other texts.
 
-        Of numbers, for the hash of a string is another one in each process.
+        The hashes are of numbers, as the hash of a string differs between processes.
         """
         words = key.split(" ")
         if _WORLD in key or not is_long(words):
@@ -202,5 +206,5 @@ class _Guarded:
 
 
 def _prefix(size: int) -> int:
-    """How many of a set's members another must have one of, to be similar."""
+    """Return the number of a set's rarest members of which a similar set must have one."""
     return size - math.ceil(SIMILAR * size - _ROUNDING) + 1

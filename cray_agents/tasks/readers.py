@@ -1,6 +1,6 @@
-"""Rows of files that people keep tasks in, each with its place: JSON lines, CSV, Parquet.
+"""Readers: read rows of JSON, CSV and Parquet files, and make tasks of them.
 
-Called by tasks.py, which makes tasks of them, and dataset_folder.py.
+Called by task_set.py and huggingface_folder.py.
 """
 
 import csv
@@ -14,13 +14,13 @@ from pydantic_core import from_json
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Task
 
-Row = tuple[str, dict[str, Any]]  # `tasks.jsonl:17`, and its fields
+Row = tuple[str, dict[str, Any]]  # location (`tasks.jsonl:17`), fields
 BATCH = 1024  # rows of a Parquet file read at a time
 BOM = b"\xef\xbb\xbf"
 
 
 def rows_of_file(path: Path) -> Iterator[Row]:
-    """The rows of a file, by what its name ends in. Raises BadInput."""
+    """Yield the rows of a file, read by the suffix of its name. Raises BadInput."""
     readers = {
         ".jsonl": rows_of_jsonl,
         ".json": rows_of_json,
@@ -36,29 +36,29 @@ def rows_of_file(path: Path) -> Iterator[Row]:
 
 
 def rows_of_jsonl(path: Path) -> Iterator[Row]:
-    """A JSON object a line; empty lines are none."""
+    """Yield the JSON objects of a file with one per line, skipping empty lines."""
     for number, line in enumerate(_read(path).split(b"\n"), 1):
         if line.strip():
-            yield _row(_json(line, f"{path}:{number}"), f"{path}:{number}")
+            yield _row(_parse_json(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def rows_of_json(path: Path) -> Iterator[Row]:
-    """A JSON array of objects, or as rows_of_jsonl."""
+    """Yield the objects of a JSON array, or of JSON lines as rows_of_jsonl."""
     content = _read(path)
     if content.lstrip()[:1] != b"[":
         yield from rows_of_jsonl(path)
         return
-    for number, value in enumerate(_json(content, str(path))):
+    for number, value in enumerate(_parse_json(content, str(path))):
         yield _row(value, f"{path}: item {number}")
 
 
 def rows_of_tsv(path: Path) -> Iterator[Row]:
-    """A table whose columns are parted by tabs."""
+    """Yield the rows of a table whose columns are separated by tabs."""
     return rows_of_csv(path, "\t")
 
 
 def rows_of_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
-    """A table with the columns' names in its first line; every value is a text."""
+    """Yield the rows of a table with the columns' names in its first line; values are texts."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = csv.DictReader(file, delimiter=delimiter, strict=True)
@@ -67,14 +67,14 @@ def rows_of_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
                 if names.count(name) > 1:
                     raise BadInput(f"{path}: two columns are called {name!r}", param="path")
             for row in lines:
-                where = f"{path}:{lines.line_num}"
+                location = f"{path}:{lines.line_num}"
                 if None in row or None in row.values():
                     raise BadInput(
-                        f"{where}: not as many values as there are columns ({len(names)}); a value "
-                        f"that holds {delimiter!r} is quoted",
+                        f"{location}: not as many values as there are columns ({len(names)}); a "
+                        f"value that holds {delimiter!r} is quoted",
                         param="path",
                     )
-                yield where, row
+                yield location, row
     except OSError as error:
         raise _unreadable(path, error) from error
     except (csv.Error, UnicodeDecodeError) as error:
@@ -82,7 +82,7 @@ def rows_of_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
 
 
 def rows_of_parquet(path: Path) -> Iterator[Row]:
-    """The rows of a Parquet file, or of all in a folder, in the order of their names."""
+    """Yield the rows of a Parquet file, or of all in a folder, in the order of their names."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -116,30 +116,30 @@ def _unreadable(path: Path, error: OSError) -> BadInput:
     return BadInput(f"cannot read tasks from {path}: {error.strerror or error}", param="path")
 
 
-def _json(content: bytes, where: str) -> Any:
+def _parse_json(content: bytes, location: str) -> Any:
     try:
         return from_json(content, allow_inf_nan=False)
     except ValueError as error:
-        raise BadInput(f"{where}: not JSON: {error}", param="path") from error
+        raise BadInput(f"{location}: not JSON: {error}", param="path") from error
 
 
-def _row(value: Any, where: str) -> Row:
+def _row(value: Any, location: str) -> Row:
     if not isinstance(value, dict):
-        raise BadInput(f'{where}: not a JSON object such as {{"input": "..."}}', param="path")
-    return where, value
+        raise BadInput(f'{location}: not a JSON object such as {{"input": "..."}}', param="path")
+    return location, value
 
 
-Given = Task | Mapping[str, Any] | str
+TaskLike = Task | Mapping[str, Any] | str
 Column = str | Callable[[Mapping[str, Any]], Any]
 
 
 class Columns(TypedDict, total=False):
-    """Which columns of a row make a task: names, or functions of the row.
+    """Columns of a row that make a task: names, or functions of the row.
 
     Without any, a row has the fields of a Task and no others. With some, all columns that are not
-    named are left out; `input` and `target` are then called so unless said otherwise, and there
-    may be no `target`. Without `id`, a task's is a hash of its input and target. `metadata` holds
-    the columns of the names it lists.
+    named are left out. `input` and `target` then default to columns of these names, and `target`
+    may be missing. Without `id`, a task's id is a hash of its input and target. `metadata` lists
+    the columns of the task's metadata.
     """
 
     input: Column
@@ -149,13 +149,13 @@ class Columns(TypedDict, total=False):
     metadata: Sequence[str] | Callable[[Mapping[str, Any]], Any]
 
 
-def task_of(value: Given, where: str, columns: Columns | None = None) -> Task:
-    """A task from what it was given as. Raises BadInput, naming the place."""
+def make_task(value: TaskLike, location: str, columns: Columns | None = None) -> Task:
+    """Make a task of a Task, its fields or its input. Raises BadInput, naming the location."""
     if isinstance(value, Task):
         return value
     row: Any = {"input": value} if isinstance(value, str) else dict(value)
     if columns:
-        row = _mapped(row, columns, where)
+        row = _map_columns(row, columns, location)
     try:
         return Task.model_validate(row)
     except ValidationError as error:
@@ -163,43 +163,45 @@ def task_of(value: Given, where: str, columns: Columns | None = None) -> Task:
         place = ".".join(map(str, problem["loc"])) or "task"
         hint = "" if columns else '; other columns are named as in input="question"'
         raise BadInput(
-            f"{where}: {place}: {problem['msg']} (fields: {', '.join(Task.model_fields)}{hint})",
+            f"{location}: {place}: {problem['msg']} (fields: {', '.join(Task.model_fields)}{hint})",
             param=place,
         ) from error
-    except TypeError as error:  # from canonical JSON, of which the id is a hash
+    except TypeError as error:  # raised by the canonical JSON that the id is a hash of
         raise BadInput(
-            f"{where}: target: {error}: a task is kept as JSON; give a function such as "
+            f"{location}: target: {error}: a task is kept as JSON; give a function such as "
             'target=lambda row: str(row["answer"])',
             param="target",
         ) from error
 
 
-def _mapped(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"input": _value(row, columns.get("input", "input"), "input", where)}
+def _map_columns(row: Mapping[str, Any], columns: Columns, location: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "input": _value(row, columns.get("input", "input"), "input", location)
+    }
     if "target" in columns or "target" in row:
-        found["target"] = _value(row, columns.get("target", "target"), "target", where)
+        fields["target"] = _value(row, columns.get("target", "target"), "target", location)
     if "id" in columns:
-        found["id"] = str(_value(row, columns["id"], "id", where))
+        fields["id"] = str(_value(row, columns["id"], "id", location))
     if "split" in columns:
-        found["split"] = _value(row, columns["split"], "split", where)
+        fields["split"] = _value(row, columns["split"], "split", location)
     if "metadata" in columns:
         wanted = columns["metadata"]
-        found["metadata"] = (
-            _value(row, wanted, "metadata", where)
+        fields["metadata"] = (
+            _value(row, wanted, "metadata", location)
             if callable(wanted)
-            else {name: _value(row, name, "metadata", where) for name in wanted}
+            else {name: _value(row, name, "metadata", location) for name in wanted}
         )
-    return found
+    return fields
 
 
-def _value(row: Mapping[str, Any], column: Column, field: str, where: str) -> Any:
+def _value(row: Mapping[str, Any], column: Column, field: str, location: str) -> Any:
     if isinstance(column, str):
         if column not in row:
-            there = ", ".join(map(str, row)) or "none"
-            raise BadInput(f"{where}: no column {column!r}; there are {there}", param=field)
+            names = ", ".join(map(str, row)) or "none"
+            raise BadInput(f"{location}: no column {column!r}; there are {names}", param=field)
         return row[column]
     try:
         return column(row)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        message = f"{where}: the function for {field} failed: {type(error).__name__}: {error}"
+        message = f"{location}: the function for {field} failed: {type(error).__name__}: {error}"
         raise BadInput(message, param=field) from error

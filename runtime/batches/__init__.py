@@ -1,19 +1,21 @@
-"""The batch queue: a file of requests in, a file of results out, whatever dies meanwhile.
+"""The batch queue: turn a file of requests into a file of results, across crashes.
 
-The gateway makes, shows and cancels batches (queue.py); any number of worker processes do the work
-(worker.py). Everything either of them knows of a batch lies in its folder (folder.py):
+The gateway makes, shows and cancels batches (queue.py). Any number of worker processes do the work
+(worker.py). The state of a batch lies entirely in its folder (folder.py):
 
     batches/<id>/
-      batch.json            what was asked                    input.jsonl  a link to the input
-      chunks.jsonl          where each chunk of lines begins  in_progress.json  it is valid
-      claims/<name>.<fence> who works on what (claims.py)
-      results/<chunk>.<fence>-<part>.jsonl   a claim's results as they come, one writer a file
-      done/<chunk>.jsonl    a finished chunk: made by an exclusive link, so that it has one winner
+      batch.json            the request
+      input.jsonl           a link to the input
+      chunks.jsonl          the byte range of each chunk of lines
+      in_progress.json      the input is valid
+      claims/<name>.<fence> a worker's claim on a chunk or a chore (claims.py)
+      results/<chunk>.<fence>-<part>.jsonl   results of one claim, one writer a file
+      done/<chunk>.jsonl    a sealed chunk, made by an exclusive link
       cancelling.json, finalizing.json, end.json   made once and never changed
 
-The promise: every line of a batch that is neither refused nor lost with its disk has exactly one
-result, for results only count once their whole chunk is linked into done/, and a link has one
-winner. What a dead worker had of a chunk is read by the next, which asks only for the rest.
+Every line gets exactly one result, unless the input is refused or the disk is lost. Results count
+only once their whole chunk is linked into done/, and a link has one winner. After a worker died,
+the next one reads its results of a chunk and sends only the remaining lines.
 
-Read next: records.py, queue.py, then worker.py.
+Read next: batch_records.py, queue.py, then worker.py.
 """

@@ -1,4 +1,4 @@
-"""OpenAI's Batch object and what a batch is made from. Pure data; times are whole unix seconds."""
+"""Batch records: OpenAI's Batch object and the files behind it. Times are whole unix seconds."""
 
 import re
 from typing import Any, Literal
@@ -23,13 +23,13 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
-Stopped = Literal["cancelled", "expired"]  # why lines were not asked
-Tokens = tuple[int, int, int, int, int]  # input, of these cached, output, of these reasoning, all
+Stopped = Literal["cancelled", "expired"]  # why lines were not sent
+Tokens = tuple[int, int, int, int, int]  # input, cached input, output, reasoning output, total
 NO_TOKENS: Tokens = (0, 0, 0, 0, 0)
 
 
 class BatchRequest(Record):
-    """What was asked of a batch; `batch.json`."""
+    """The request for a batch; `batch.json`."""
 
     id: str
     endpoint: str
@@ -39,19 +39,19 @@ class BatchRequest(Record):
     expires_at: int
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
-    owner: str = ""  # the id of the key that made it; of its runs and output files, too
-    input_sha256: str = ""  # of the input; batches from before that was kept have none
+    owner: str = ""  # id of the API key that made it; also owns its runs and output files
+    input_sha256: str = ""  # of the input; empty in batches older than this field
 
     @field_validator("endpoint")
     @classmethod
-    def _known(cls, endpoint: str) -> str:
+    def _check_endpoint(cls, endpoint: str) -> str:
         if endpoint not in ENDPOINTS:
             raise ValueError(f"{endpoint!r} is none of {', '.join(ENDPOINTS)}")
         return endpoint
 
     @field_validator("metadata")
     @classmethod
-    def _small(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
+    def _check_metadata(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
         pairs = (metadata or {}).items()
         if len(pairs) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in pairs):
             raise ValueError("at most 16 pairs, of 64 characters a key and 512 a value")
@@ -59,7 +59,7 @@ class BatchRequest(Record):
 
 
 def window_seconds(window: str) -> int:
-    """`24h`, `90h`, `7d` as seconds. Raises BadInput."""
+    """Return the seconds of `24h`, `90h` or `7d`. Raises BadInput."""
     match = _WINDOW.fullmatch(window)
     seconds = int(match[1]) * (3600 if match[2] == "h" else 86400) if match else 0
     if not 0 < seconds <= MAX_WINDOW:
@@ -71,7 +71,7 @@ def window_seconds(window: str) -> int:
 
 
 class LineError(Record):
-    """What is wrong with the input; `line` counts from 1, empty lines included."""
+    """An error in the input. `line` counts from 1 and includes empty lines."""
 
     code: str
     message: str
@@ -80,14 +80,14 @@ class LineError(Record):
 
 
 class LineErrors(Record):
-    """OpenAI's list of them."""
+    """OpenAI's list of line errors."""
 
     object: Literal["list"] = "list"
     data: list[LineError]
 
 
 class LineCounts(Record):
-    """Lines: all, answered, and ended by an error. While a batch runs, the rest is to be done."""
+    """Lines in total, completed and failed. The remaining lines are still to be done."""
 
     total: int = 0
     completed: int = 0
@@ -95,13 +95,13 @@ class LineCounts(Record):
 
 
 class InputDetails(Record):
-    """Of the input tokens."""
+    """Details of the input tokens."""
 
     cached_tokens: int
 
 
 class OutputDetails(Record):
-    """Of the output tokens."""
+    """Details of the output tokens."""
 
     reasoning_tokens: int
 
@@ -117,7 +117,7 @@ class BatchUsage(Record):
 
     @classmethod
     def of(cls, tokens: Tokens) -> "BatchUsage":
-        """The wire's shape of a sum of tokens."""
+        """Build OpenAI's usage object from a sum of tokens."""
         return cls(
             input_tokens=tokens[0],
             input_tokens_details=InputDetails(cached_tokens=tokens[1]),
@@ -128,7 +128,7 @@ class BatchUsage(Record):
 
 
 class Batch(Record):
-    """OpenAI's Batch."""
+    """OpenAI's Batch object."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -155,30 +155,30 @@ class Batch(Record):
 
 
 class Accepted(Record):
-    """The input is valid; `in_progress.json`. `model` if all lines name the same one."""
+    """A valid input; `in_progress.json`. `model` is set if all lines name the same one."""
 
     at: int
     lines: int
     chunks: int
     model: str | None = None
-    index_sha256: str = ""  # of the chunk index; likewise
+    index_sha256: str = ""  # of the chunk index; empty in batches older than this field
 
 
 class Cancelling(Record):
-    """No more lines are to be asked; `cancelling.json`."""
+    """A request to send no more lines; `cancelling.json`."""
 
     at: int
 
 
 class Finalizing(Record):
-    """Every line has its result, and the batch will end like this; `finalizing.json`."""
+    """The outcome of a batch whose lines all have results; `finalizing.json`."""
 
     at: int
     outcome: Literal["completed", "cancelled", "expired"]
 
 
 class BatchEnd(Record):
-    """How a batch ended; `end.json`."""
+    """The end of a batch; `end.json`."""
 
     at: int
     status: Literal["completed", "failed", "cancelled", "expired"]
@@ -190,33 +190,33 @@ class BatchEnd(Record):
 
 
 def tokens_of(body: Any) -> Tokens:
-    """What an answer says it used, in either of OpenAI's spellings; zeros where it does not."""
+    """Return the token usage of a response, in either of OpenAI's spellings. Zeros if missing."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return NO_TOKENS
-    given = _count(usage, "prompt_tokens", "input_tokens")
-    made = _count(usage, "completion_tokens", "output_tokens")
+    sent = _count(usage, "prompt_tokens", "input_tokens")
+    generated = _count(usage, "completion_tokens", "output_tokens")
     cached = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-    thought = usage.get("completion_tokens_details") or usage.get("output_tokens_details")
+    reasoning = usage.get("completion_tokens_details") or usage.get("output_tokens_details")
     return (
-        given,
+        sent,
         _count(cached, "cached_tokens"),
-        made,
-        _count(thought, "reasoning_tokens"),
-        _count(usage, "total_tokens") or given + made,
+        generated,
+        _count(reasoning, "reasoning_tokens"),
+        _count(usage, "total_tokens") or sent + generated,
     )
 
 
-def add(one: Tokens, other: Tokens) -> Tokens:
-    """The sum."""
+def add_tokens(one: Tokens, other: Tokens) -> Tokens:
+    """Return the sum of two token counts."""
     a, b, c, d, e = (x + y for x, y in zip(one, other, strict=True))
     return a, b, c, d, e
 
 
-def _count(where: Any, *names: str) -> int:
-    if isinstance(where, dict):
+def _count(counts: Any, *names: str) -> int:
+    if isinstance(counts, dict):
         for name in names:
-            value = where.get(name)
+            value = counts.get(name)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
     return 0

@@ -1,8 +1,8 @@
-"""What there is to do, as one worker sees it: the open batches, and which chunk to take next.
+"""Board: one worker's view of the open batches; it chooses the next chunk to claim.
 
-The oldest batch has one half of a worker, and all of it while it is alone; the others take turns in
-the other half, a chunk at a time, so that a small batch behind a huge one does not wait for it.
-Everything here blocks and is called by one thread at a time: worker.py sees to that.
+The oldest batch gets half of a worker, or all of it while no other batch is open. The other batches
+take turns in the other half, one chunk at a time. So a small batch does not wait for a huge one.
+All methods block. worker.py calls them from one thread at a time.
 """
 
 import logging
@@ -20,33 +20,34 @@ from cray_agents.runtime.batches.batch_records import (
     LineError,
     Stopped,
 )
-from cray_agents.runtime.batches.chunks import chunk_name, seal_path, sealed
+from cray_agents.runtime.batches.chunks import chunk_name, seal_path, sealed_chunks
 from cray_agents.runtime.batches.claims import Holder
 from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
 from cray_agents.runtime.batches.validation import Row, read_index
 
-SWEEP = 5.0  # seconds between looks for chunks whose worker has died
+SWEEP = 5.0  # seconds between searches for chunks whose worker has died
 
 log = logging.getLogger(__name__)
 
 Lane = Literal["oldest", "others"]
+Chore = Literal["validation", "final"]
 
 
 @dataclass(eq=False)
 class OpenBatch:
-    """A batch that has not ended."""
+    """A batch without an end.json."""
 
     folder: BatchFolder
     request: BatchRequest
     accepted: Accepted | None = None
     index: list[Row] = field(default_factory=list)
-    next: int = 0  # the first chunk that was never looked at
-    mine: set[int] = field(default_factory=set)  # chunks that this worker holds
+    next: int = 0  # the first chunk that this worker has not tried to claim
+    own: set[int] = field(default_factory=set)  # chunks that this worker holds
     done: set[int] = field(default_factory=set)  # chunks known to be sealed
     stopped: Stopped | None = None
-    busy: bool = False  # this worker validates or finishes it
-    swept: float = 0.0
-    served: float = 0.0  # when the lane of the others last took a chunk of it
+    busy: bool = False  # this worker validates or publishes it
+    swept_at: float = 0.0  # time.monotonic() of the last search for chunks of dead workers
+    served_at: float = 0.0  # time.monotonic() when the lane "others" last took a chunk
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class Board:
         self._holder = holder
         self._open: dict[str, OpenBatch] = {}
         self._ended: set[str] = set()
-        self._oldest = ""  # the batch whose chunk the lane of the oldest took last
+        self._oldest = ""  # the batch from which the lane "oldest" last took a chunk
 
     def refresh(self) -> None:
-        """Look what is new: batches, decisions to stop, ends."""
+        """Read new batches, decisions to stop, and ends from the disk."""
         for path in self._home.batches.glob(f"{PREFIX}*"):
             if path.name not in self._open and path.name not in self._ended:
                 self._begin(BatchFolder(path))
@@ -86,94 +87,96 @@ class Board:
                 self.fail(batch, error)
                 continue
             if batch.accepted is not None and batch.next >= len(batch.index):
-                batch.done.update(sealed(batch.folder))
+                batch.done.update(sealed_chunks(batch.folder))
 
-    def chore(self, what: Literal["validation", "final"]) -> OpenBatch | None:
-        """A batch whose input this worker is to look at, or whose files it is to publish."""
-        for batch in self._sorted():
-            if batch.busy or _due(batch) != what:
+    def claim_chore(self, chore: Chore) -> OpenBatch | None:
+        """Claim a batch to validate or to publish. Return None if there is none."""
+        for batch in self._by_age():
+            if batch.busy or _due_chore(batch) != chore:
                 continue
-            if what == "validation" and batch.stopped:
+            if chore == "validation" and batch.stopped:
                 batch.folder.finish(BatchEnd(at=int(time.time()), status=batch.stopped))
                 continue
-            newest = claims.fences(batch.folder.claims).get(what, 0)
-            if self._holder.take(batch.folder.claims, what, newest):
+            newest = claims.fences(batch.folder.claims).get(chore, 0)
+            if self._holder.take(batch.folder.claims, chore, newest):
                 batch.busy = True
                 return batch
         return None
 
     def claim(self, lane: Lane) -> ClaimedChunk | None:
-        """Claim a chunk for a lane."""
-        batches = self._sorted()
+        """Claim a chunk for a lane. Return None if there is none."""
+        batches = self._by_age()
         if lane == "others":
             batches = [batch for batch in batches if batch.folder.id != self._oldest]
-            batches.sort(key=lambda batch: batch.served)
+            batches.sort(key=lambda batch: batch.served_at)
         for batch in batches:
-            if (work := self._claim_of(batch)) is not None:
+            if (claimed := self._claim_chunk(batch)) is not None:
                 if lane == "oldest":
                     self._oldest = batch.folder.id
                 else:
-                    batch.served = time.monotonic()
-                return work
+                    batch.served_at = time.monotonic()
+                return claimed
         return None
 
-    def release(self, work: ClaimedChunk) -> None:
-        """A chunk is sealed, by this worker or another."""
-        work.batch.done.add(work.chunk)
-        work.batch.mine.discard(work.chunk)
-        claims.release(work.batch.folder.claims, chunk_name(work.chunk), work.fence)
+    def release(self, claimed: ClaimedChunk) -> None:
+        """Mark a chunk as sealed, and remove the claims on it."""
+        claimed.batch.done.add(claimed.chunk)
+        claimed.batch.own.discard(claimed.chunk)
+        claims.release(claimed.batch.folder.claims, chunk_name(claimed.chunk), claimed.fence)
 
     def fail(self, batch: OpenBatch, error: Corrupt) -> None:
-        """End a batch that cannot be finished, for one of its files is damaged; the rest go on."""
+        """End a batch that has a damaged file. The other batches go on."""
         log.error("%s failed: %s", batch.folder.id, error)
-        told = [LineError(code="damaged", message=str(error))]
-        batch.folder.finish(BatchEnd(at=int(time.time()), status="failed", errors=told))
+        errors = [LineError(code="damaged", message=str(error))]
+        batch.folder.finish(BatchEnd(at=int(time.time()), status="failed", errors=errors))
 
-    def _sorted(self) -> list[OpenBatch]:
+    def _by_age(self) -> list[OpenBatch]:
         return sorted(self._open.values(), key=_age)
 
     def _begin(self, folder: BatchFolder) -> None:
         try:
             self._open[folder.id] = OpenBatch(folder, folder.request())
-        except Corrupt as error:  # it must not keep the others waiting
+        except Corrupt as error:  # one damaged batch must not block the others
             log.error("%s is left alone: %s", folder.id, error)
             self._ended.add(folder.id)
 
     def _end(self, name: str, batch: OpenBatch) -> None:
-        """Forget a batch; clean up after a worker that died between its end and its cleaning."""
+        """Forget a batch. Clean its folder if a worker died after ending it and before cleaning."""
         self._ended.add(name)
         del self._open[name]
         if batch.folder.claims.exists():
             batch.folder.clean()
 
-    def _claim_of(self, batch: OpenBatch) -> ClaimedChunk | None:
+    def _claim_chunk(self, batch: OpenBatch) -> ClaimedChunk | None:
         if batch.accepted is None or len(batch.done) == len(batch.index):
             return None
         exhausted = batch.next >= len(batch.index)
-        if exhausted or time.monotonic() - batch.swept >= SWEEP:
-            if (work := self._sweep(batch, exhausted)) is not None:
-                return work
-            batch.swept = time.monotonic()
+        if exhausted or time.monotonic() - batch.swept_at >= SWEEP:
+            if (claimed := self._sweep(batch, exhausted)) is not None:
+                return claimed
+            batch.swept_at = time.monotonic()
         while batch.next < len(batch.index):
             chunk = batch.next
             batch.next += 1
-            if chunk not in batch.done and (work := self._take(batch, chunk, 0)) is not None:
-                return work
+            if chunk not in batch.done and (claimed := self._take(batch, chunk, 0)) is not None:
+                return claimed
         return None
 
     def _sweep(self, batch: OpenBatch, exhausted: bool) -> ClaimedChunk | None:
-        """A chunk of a dead worker; of all that is left if there are no fresh ones."""
+        """Claim a chunk of a dead worker. Try every unsealed chunk if no fresh one is left."""
         newest = claims.fences(batch.folder.claims)
-        batch.done.update(sealed(batch.folder))
+        batch.done.update(sealed_chunks(batch.folder))
         names = {chunk_name(chunk): chunk for chunk in range(len(batch.index))} if exhausted else {}
         names |= {name: int(name) for name in newest if name.isdecimal()}
         for name, chunk in sorted(names.items()):
-            if chunk in batch.done or chunk in batch.mine:
+            if chunk in batch.done or chunk in batch.own:
                 continue
-            if (work := self._take(batch, chunk, newest.get(name, 0))) is not None:
-                if work.fence > 1:
-                    log.info("%s: took chunk %d over, claim %d", batch.folder.id, chunk, work.fence)
-                return work
+            if (claimed := self._take(batch, chunk, newest.get(name, 0))) is not None:
+                if claimed.fence > 1:
+                    log.info(
+                        "%s: took chunk %d over, claim %d", batch.folder.id, chunk, claimed.fence
+                    )
+                return claimed
         return None
 
     def _take(self, batch: OpenBatch, chunk: int, newest: int) -> ClaimedChunk | None:
@@ -181,16 +184,16 @@ class Board:
         fence = self._holder.take(folder.claims, chunk_name(chunk), newest)
         if fence is None:
             return None
-        # what is sealed has no claims, so this one may be in vain; and what has ended has no seals
+        # sealing removes the claims, so a chunk can be claimed again; ending removes the seals
         if seal_path(folder, chunk).exists() or folder.end_file.exists():
             claims.release(folder.claims, chunk_name(chunk), fence)
             batch.done.add(chunk)
             return None
-        batch.mine.add(chunk)
+        batch.own.add(chunk)
         return ClaimedChunk(batch, chunk, fence)
 
 
-def _due(batch: OpenBatch) -> Literal["validation", "final"] | None:
+def _due_chore(batch: OpenBatch) -> Chore | None:
     if batch.accepted is None:
         return "validation"
     return "final" if len(batch.done) == len(batch.index) else None

@@ -1,10 +1,10 @@
-"""A chunk of lines: its requests, its results so far, and the seal that ends it.
+"""Chunks of lines: read their requests and results, and seal them.
 
-A result is a line `{"line": n, "ok": ..., "usage": [...], "result": {...}, "crc": ...}`, and
-`result` is, byte for byte, what the output file will hold. A sealed chunk is its counts, then its
-output lines, then its error lines, each in the order of the input. Each line has a checksum, and so
-have a seal's head and its body (checked.py). Called by worker.py; output.py joins the seals, and
-progress.py counts.
+A result is a line `{"line": n, "ok": ..., "usage": [...], "result": {...}, "crc": ...}`. Its
+`result` is copied byte for byte to the output file. A sealed chunk is a head with counts, the
+output lines and the error lines. Lines are in the order of the input. Each result line has a
+checksum, and so have the head and the body of a seal (`runtime/disk/checksums.py`). Called by
+worker.py; result_files.py joins the seals, and progress_counts.py counts them.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from cray_agents.runtime.batches.batch_records import (
     LineCounts,
     Stopped,
     Tokens,
-    add,
+    add_tokens,
     tokens_of,
 )
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.results import ResultPlace, fetch, read_lines
 from cray_agents.runtime.batches.validation import Row
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.disk.checksums import parse, proven, with_crc
+from cray_agents.runtime.disk.checksums import parse, verify_crc, with_crc
 
 log = logging.getLogger(__name__)
 
 RESULT = b',"result":'
-#: What Python's `splitlines`, by which people read JSON lines, takes for the end of one; in JSON
-#: these can only stand within texts.
+#: Characters that Python's `splitlines` takes for line ends, with their JSON escapes. Readers of
+#: JSON lines often use `splitlines`. In JSON these characters occur only within strings.
 BREAKS = tuple((c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029")
 STOPPED: dict[Stopped, str] = {
     "expired": "This request could not be executed before the completion window expired.",
@@ -48,14 +48,14 @@ STOPPED: dict[Stopped, str] = {
 
 
 class RequestLine(NamedTuple):
-    """A request of a batch. `number` counts the input's lines from 1."""
+    """A request in the input. `number` counts the lines of the input from 1."""
 
     number: int
     raw: bytes
 
 
 class Result(NamedTuple):
-    """Where a line's result lies, and what it counts for."""
+    """The outcome of a line, and the place of its result on disk."""
 
     ok: bool
     tokens: Tokens
@@ -63,10 +63,10 @@ class Result(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """The head of a sealed chunk; sizes in bytes, `start`: where its output lines begin.
+    """The head of a sealed chunk. Sizes are in bytes; `start` is the offset of the output lines.
 
-    `unasked`: how many of the failed lines were not asked, for the batch had stopped. `body`: the
-    CRC-32 of all that follows the head; None in a seal from before that was kept.
+    `unasked` counts the failed lines that were not sent because the batch had stopped. `body` is
+    the CRC-32 of the bytes after the head; None in seals older than this field.
     """
 
     counts: LineCounts
@@ -79,17 +79,17 @@ class Seal(NamedTuple):
 
 
 def chunk_name(chunk: int) -> str:
-    """A chunk's name in claims/, results/ and done/."""
+    """Return the name of a chunk in claims/, results/ and done/."""
     return f"{chunk:08d}"
 
 
 def seal_path(folder: BatchFolder, chunk: int) -> Path:
-    """Where a sealed chunk lies."""
+    """Return the path of a sealed chunk."""
     return folder.done / f"{chunk_name(chunk)}.jsonl"
 
 
 def requests(folder: BatchFolder, row: Row) -> list[RequestLine]:
-    """The requests of a chunk, as they stand in the input. Raises Corrupt."""
+    """Read the requests of a chunk from the input, unparsed. Raises Corrupt."""
     offset, length, first, _, crc = row
     with folder.input.open("rb") as file:
         file.seek(offset)
@@ -105,17 +105,17 @@ def requests(folder: BatchFolder, row: Row) -> list[RequestLine]:
 
 
 def line_id(batch_id: str, number: int) -> str:
-    """The id of a line's result: the same whoever asks it, and however often."""
+    """Return the id of a line's result, which is the same for every worker and attempt."""
     return f"batch_req_{hashlib.sha256(f'{batch_id}:{number}'.encode()).hexdigest()[:24]}"
 
 
-def answered(
+def result_line(
     batch_id: str, number: int, custom_id: str, status: int, request_id: str, body: bytes
 ) -> tuple[bytes, bool, Tokens]:
-    """A result's line, whether it is a success, and what it used. The body stays as it is."""
+    """Return the stored line of a result, its success, and its tokens. Keeps the body's bytes."""
     try:
         value = orjson.loads(body)
-    except ValueError:  # no gateway's answer, but some proxy's page
+    except ValueError:  # not from the gateway, but a proxy's error page
         value = {"error": {"message": body[:2000].decode(errors="replace"), "code": "not_json"}}
         body = orjson.dumps(value)
     if b"\n" in body:
@@ -128,20 +128,20 @@ def answered(
 
 
 def results_so_far(folder: BatchFolder, chunk: int) -> dict[int, Result]:
-    """By line number, what earlier claims had finished of a chunk. The first result stays.
+    """Return the results of a chunk under all claims, by line number. The first result counts.
 
-    A damaged line is no result: it is asked again, and the gateway answers with what it recorded.
+    A damaged line is ignored and sent again; the gateway then repeats its recorded answer.
     """
-    found: dict[int, Result] = {}
+    results: dict[int, Result] = {}
     for path in sorted(folder.results.glob(f"{chunk_name(chunk)}.*"), key=_fence):
         for place, line in read_lines(path, 0):
             try:
-                head, _ = _parts(line, place)
+                head, _ = _split_result(line, place)
             except Corrupt as error:
                 log.error("%s; it is asked again", error)
                 continue
-            found.setdefault(head["line"], Result(head["ok"], _tokens(head), place))
-    return found
+            results.setdefault(head["line"], Result(head["ok"], _tokens(head), place))
+    return results
 
 
 def seal(
@@ -151,38 +151,38 @@ def seal(
     results: dict[int, Result],
     stopped: Stopped | None,
 ) -> bool:
-    """Link a chunk with one result for every line into done/; False if somebody was first.
+    """Link a chunk with one result for every line into done/. False if it was sealed before.
 
-    Lines without a result get the error that says why the batch stopped. Raises Corrupt.
+    Lines without a result get an error with the reason why the batch stopped. Raises Corrupt.
     """
-    good: list[bytes] = []
-    bad: list[bytes] = []
+    outputs: list[bytes] = []
+    errors: list[bytes] = []
     tokens, unasked = NO_TOKENS, 0
-    found = dict(zip(results, fetch([result.place for result in results.values()]), strict=True))
+    stored = dict(zip(results, fetch([result.place for result in results.values()]), strict=True))
     for number, raw in lines:
         result = results.get(number)
         if result is None:
             if stopped is None:
                 raise Corrupt(f"{folder.id}: chunk {chunk} would be sealed without line {number}")
-            bad.append(_not_asked(folder.id, number, raw, stopped))
+            errors.append(_stopped_record(folder.id, number, raw, stopped))
             unasked += 1
             continue
-        (good if result.ok else bad).append(_parts(found[number], result.place)[1])
-        tokens = add(tokens, result.tokens)
+        (outputs if result.ok else errors).append(_split_result(stored[number], result.place)[1])
+        tokens = add_tokens(tokens, result.tokens)
     head = {
-        "completed": len(good),
-        "failed": len(bad),
+        "completed": len(outputs),
+        "failed": len(errors),
         "unasked": unasked,
         "usage": tokens,
-        "output": sum(map(len, good)) + len(good),
-        "errors": sum(map(len, bad)) + len(bad),
-        "body": reduce(lambda crc, line: zlib.crc32(line + b"\n", crc), [*good, *bad], 0),
+        "output": sum(map(len, outputs)) + len(outputs),
+        "errors": sum(map(len, errors)) + len(errors),
+        "body": reduce(lambda crc, line: zlib.crc32(line + b"\n", crc), [*outputs, *errors], 0),
     }
-    return _publish(seal_path(folder, chunk), [with_crc(orjson.dumps(head)), *good, *bad])
+    return _publish(seal_path(folder, chunk), [with_crc(orjson.dumps(head)), *outputs, *errors])
 
 
 def read_seal(path: Path) -> Seal:
-    """The head of a sealed chunk. Raises Corrupt."""
+    """Read the head of a sealed chunk. Raises Corrupt."""
     with path.open("rb") as file:
         line = file.readline()
     head: dict[str, Any] = parse(line, path)
@@ -193,28 +193,28 @@ def read_seal(path: Path) -> Seal:
 
 
 def verify_seal(path: Path) -> Seal:
-    """The same, of a chunk that was read whole. Raises Corrupt."""
+    """Read a sealed chunk whole, and return its head. Raises Corrupt."""
     seal, crc = read_seal(path), 0
     with path.open("rb") as file:
         file.seek(seal.start)
         while block := file.read(durable.BLOCK):
             crc = zlib.crc32(block, crc)
-    whole = seal.start + seal.output + seal.errors == path.stat().st_size
-    if not whole or seal.body not in (None, crc):
+    complete = seal.start + seal.output + seal.errors == path.stat().st_size
+    if not complete or seal.body not in (None, crc):
         raise Corrupt(f"{path} is damaged: its lines are not what its checksum says")
     return seal
 
 
 def set_aside(path: Path) -> None:
-    """Take a damaged seal away: its lines are asked again. The bytes stay beside it."""
+    """Rename a damaged seal, so that its lines are sent again."""
     with contextlib.suppress(FileNotFoundError):  # another worker was faster
         path.rename(path.with_name(f".{path.name}.{new_id('damaged')}"))
 
 
-def sealed(folder: BatchFolder) -> Iterator[int]:
-    """The numbers of the sealed chunks."""
+def sealed_chunks(folder: BatchFolder) -> Iterator[int]:
+    """Yield the numbers of the sealed chunks."""
     try:
-        names = os.listdir(folder.done)  # noqa: PTH208  names are all that is needed
+        names = os.listdir(folder.done)  # noqa: PTH208  only names are used
     except FileNotFoundError:
         return
     for name in names:
@@ -236,7 +236,7 @@ def _publish(path: Path, lines: list[bytes]) -> bool:
             file.flush()
             os.fsync(file.fileno())
         os.link(draft, path)
-    except (FileExistsError, FileNotFoundError):  # sealed already; or the batch has even ended
+    except (FileExistsError, FileNotFoundError):  # already sealed, or the batch has ended
         return False
     finally:
         draft.unlink(missing_ok=True)
@@ -244,7 +244,7 @@ def _publish(path: Path, lines: list[bytes]) -> bool:
     return True
 
 
-def _not_asked(batch_id: str, number: int, raw: bytes, stopped: Stopped) -> bytes:
+def _stopped_record(batch_id: str, number: int, raw: bytes, stopped: Stopped) -> bytes:
     error = {"code": f"batch_{stopped}", "message": STOPPED[stopped]}
     return _record(batch_id, number, orjson.loads(raw)["custom_id"], None, error)
 
@@ -264,15 +264,15 @@ def _record(
             "error": error,
         }
     )
-    for mark, escaped in BREAKS:
-        record = record.replace(mark, escaped)
+    for character, escape in BREAKS:
+        record = record.replace(character, escape)
     return record
 
 
-def _parts(line: bytes, place: ResultPlace) -> tuple[dict[str, Any], bytes]:
-    """What a stored line says of its result, and the output file's line. Raises Corrupt."""
+def _split_result(line: bytes, place: ResultPlace) -> tuple[dict[str, Any], bytes]:
+    """Split a stored line into its head and the line for the output file. Raises Corrupt."""
     at = f"{place.path}: byte {place.offset}"
-    text = proven(line, at)
+    text = verify_crc(line, at)
     begin = text.find(RESULT)
     if begin < 0:
         raise Corrupt(f"{at} is damaged: it is no result")

@@ -1,10 +1,12 @@
-"""Who works on what: leases over the shared root, by hard links and one heartbeat a worker.
+"""Claims of workers on chunks: leases by hard links, with one heartbeat a worker.
 
-A worker has one small file that says who it is; a claim is a hard link to it, under a name that
-only one can make. So one touch of that file renews every claim of the worker, and ages are told by
-the file server's clock, for both times are its own. A claim is taken over under the next fence
-number: at once if its process is gone from this very machine, else when the lease is over. A worker
-that was only slow may then go on: what it links into done/ comes too late, or first; either is one.
+A worker has one small file that identifies it. A claim is a hard link to that file, under a name
+that only one worker can create. So touching the file renews every claim of the worker. Ages compare
+two times set by the file server, so clock differences between hosts do not matter.
+
+A claim is taken over under the next fence number. This happens at once if the process ran on this
+machine and is gone; otherwise after the lease. A slow worker may still go on after its claim was
+taken over: only the first link into done/ counts.
 
 Used by worker.py.
 """
@@ -32,7 +34,7 @@ _CLAIM = re.compile(r"([a-z0-9]+)\.([0-9]+)")
 
 
 class Holder:
-    """This process as holder of claims. `lease`: seconds."""
+    """This process as a holder of claims. `lease` is in seconds."""
 
     def __init__(self, directory: Path, lease: float = LEASE) -> None:
         self.id = new_id("worker")
@@ -40,54 +42,54 @@ class Holder:
         self.path = directory / f"{self.id}.json"
         self._machine = _machine()
         pid = os.getpid()
-        me = {"machine": self._machine, "pid": pid, "since": _started(pid)}
-        durable.create_file(self.path, checksums.with_crc(orjson.dumps(me)))
+        record = {"machine": self._machine, "pid": pid, "since": _start_ticks(pid)}
+        durable.create_file(self.path, checksums.with_crc(orjson.dumps(record)))
 
     def beat(self) -> None:
         """Renew every claim."""
         os.utime(self.path)
 
     def leave(self) -> None:
-        """Give up every claim: they are taken over at once."""
+        """Give up every claim; other workers may take them over at once."""
         os.utime(self.path, (0, 0))
         self.path.unlink()
 
     def take(self, claims: Path, name: str, newest: int) -> int | None:
-        """Claim something whose newest fence number was seen to be `newest` (0: none yet).
+        """Claim a name whose newest fence number is `newest` (0: never claimed).
 
-        Returns the fence number, or None if it is somebody's.
+        Returns the new fence number, or None if another worker holds the claim.
         """
-        if newest and not self._free(claims / f"{name}.{newest}"):
+        if newest and not self._is_abandoned(claims / f"{name}.{newest}"):
             return None
         try:
             os.link(self.path, claims / f"{name}.{newest + 1}")
-        except (FileExistsError, FileNotFoundError):  # somebody was first; the batch has ended
+        except (FileExistsError, FileNotFoundError):  # claimed by another; the batch has ended
             return None
         return newest + 1
 
-    def _free(self, claim: Path) -> bool:
-        """Whether the holder of a claim is dead, as far as one can tell."""
+    def _is_abandoned(self, claim: Path) -> bool:
+        """Tell whether the holder of a claim is dead, or its lease is over."""
         try:
-            with claim.open("rb") as file:  # opened, so that NFS asks the server for the time
-                theirs = os.fstat(file.fileno()).st_mtime
+            with claim.open("rb") as file:  # opening makes NFS fetch the time anew
+                renewed = os.fstat(file.fileno()).st_mtime
                 holder = checksums.parse(file.read(), claim)
         except FileNotFoundError:
             return False
-        except Corrupt as error:  # who holds it is not known any more; that it lives, by its time
+        except Corrupt as error:  # the holder is unknown, but the time is valid
             log.error("%s; its lease decides", error)
-            return self.path.stat().st_mtime - theirs > self.lease
+            return self.path.stat().st_mtime - renewed > self.lease
         pid = holder["pid"]
-        here = holder["machine"] == self._machine
-        if here and (not alive(pid) or _started(pid) != holder["since"]):
+        is_local = holder["machine"] == self._machine
+        if is_local and (not alive(pid) or _start_ticks(pid) != holder["since"]):
             return True
-        return self.path.stat().st_mtime - theirs > self.lease
+        return self.path.stat().st_mtime - renewed > self.lease
 
 
 def fences(claims: Path) -> dict[str, int]:
-    """The newest fence number of everything that is claimed."""
+    """Return the newest fence number of every claimed name."""
     newest: dict[str, int] = {}
     try:
-        names = os.listdir(claims)  # noqa: PTH208  names are all that is needed
+        names = os.listdir(claims)  # noqa: PTH208  only names are used
     except FileNotFoundError:
         return {}
     for match in filter(None, map(_CLAIM.fullmatch, names)):
@@ -96,13 +98,13 @@ def fences(claims: Path) -> dict[str, int]:
 
 
 def release(claims: Path, name: str, fence: int) -> None:
-    """Remove the claims on something that is finished."""
+    """Remove all claims on a finished chunk, up to fence number `fence`."""
     for number in range(1, fence + 1):
         (claims / f"{name}.{number}").unlink(missing_ok=True)
 
 
 def forget_dead(directory: Path) -> None:
-    """Remove the files of workers that have long been gone; called when one starts."""
+    """Remove the files of workers without a heartbeat for FORGET seconds."""
     now = time.time()
     for path in directory.glob("worker_*.json"):
         try:
@@ -113,18 +115,18 @@ def forget_dead(directory: Path) -> None:
 
 
 def _machine() -> str:
-    """Names what a pid is meaningful in: this boot of this host, this container."""
-    parts = [socket.gethostname()]
+    """Identify the scope of a pid: host, boot and container."""
+    names = [socket.gethostname()]
     try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115  it is no path
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        names.append(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115  not a path
     except OSError:
         pass
-    return " ".join(parts)
+    return " ".join(names)
 
 
-def _started(pid: int) -> int:
-    """When a process began, in its kernel's ticks: tells it from a later one with its pid."""
+def _start_ticks(pid: int) -> int:
+    """Return the start time of a process in kernel ticks, which tells reused pids apart."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,7 +1,7 @@
-"""A batch's folder: its paths named once, and the files that say where the batch stands.
+"""A batch's folder: its paths, and the files that record its state.
 
-Each of these files is made once, by an exclusive link, and never changes: so any process can make
-the next step, and the same step twice is the step once. Used by all of batches/.
+Each state file is made once, by an exclusive link, and never changes. So any process can take the
+next step, and repeating a step has no effect. Used by all of batches/.
 """
 
 import shutil
@@ -28,7 +28,7 @@ Kind = TypeVar("Kind", bound=Record)
 
 @dataclass(frozen=True)
 class BatchFolder:
-    """`batches/<id>` under the home."""
+    """The folder `batches/<id>` under the home."""
 
     root: Path
 
@@ -77,53 +77,53 @@ class BatchFolder:
         return self.root / "end.json"
 
     def request(self) -> BatchRequest:
-        """What was asked. Raises FileNotFoundError, Corrupt."""
+        """Read the request for the batch. Raises FileNotFoundError, Corrupt."""
         return _parse(BatchRequest, self.request_file)
 
     def accepted(self) -> Accepted | None:
-        """That the input is valid."""
+        """Read in_progress.json, which exists once the input is valid."""
         return _read(Accepted, self.accepted_file)
 
     def finalizing(self) -> Finalizing | None:
-        """That every line has its result."""
+        """Read finalizing.json, which exists once every line has its result."""
         return _read(Finalizing, self.finalizing_file)
 
     def end(self) -> BatchEnd | None:
-        """How the batch ended."""
+        """Read end.json, which exists once the batch has ended."""
         return _read(BatchEnd, self.end_file)
 
     def cancelled_at(self) -> int | None:
-        """When the batch was asked to stop."""
+        """Return the time of the request to cancel the batch."""
         cancelling = _read(Cancelling, self.cancelling_file)
         return cancelling.at if cancelling else None
 
     def stopped(self, request: BatchRequest) -> Stopped | None:
-        """Why no more lines are to be asked."""
+        """Return the reason to send no more lines, or None."""
         if self.cancelling_file.exists():
             return "cancelled"
         return "expired" if time.time() >= request.expires_at else None
 
     def accept(self, accepted: Accepted) -> None:
-        """The index is there, the input valid: lines may be asked."""
+        """Record that the input is valid. The index must be written before."""
         durable.create_file(self.accepted_file, _json(accepted))
 
     def cancel(self) -> None:
-        """Ask for no more lines."""
+        """Record a request to send no more lines."""
         durable.create_file(self.cancelling_file, _json(Cancelling(at=int(time.time()))))
 
     def finalize(self, finalizing: Finalizing) -> Finalizing:
-        """Say how the batch will end; what was said first stays."""
+        """Record the outcome of the batch. Return the outcome recorded first."""
         durable.create_file(self.finalizing_file, _json(finalizing))
         return _parse(Finalizing, self.finalizing_file)
 
     def finish(self, end: BatchEnd) -> None:
-        """Say how the batch ended; what was said first stays."""
+        """Record the end of the batch. An end recorded earlier stays."""
         durable.create_file(self.end_file, _json(end))
 
     def clean(self) -> None:
-        """Remove what an ended batch needs no more: all its lines are in its output files."""
-        for leftover in (self.claims, self.results, self.done):
-            shutil.rmtree(leftover, ignore_errors=True)
+        """Remove the working files of an ended batch. Its output files hold all lines."""
+        for directory in (self.claims, self.results, self.done):
+            shutil.rmtree(directory, ignore_errors=True)
         for file in (self.input, self.index):
             file.unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
-"""One line of a batch as an ordinary request to the gateway, asked until it has an answer.
+"""Line requests: send one line of a batch to the gateway until it has an answer.
 
-What says nothing of the line itself (the gateway is away, full, or has no replica) is waited out.
-Every attempt carries the same idempotency key, so that a gateway which had answered answers the
-same. Called by worker.py, which cancels it when the batch stops.
+Failures unrelated to the line are retried: the gateway is unreachable, full, or has no replica.
+Every attempt carries the same idempotency key, so the gateway repeats an answer it gave before.
+Called by worker.py, which cancels the request when the batch stops.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ import orjson
 
 from cray_agents.runtime.batches.chunks import RequestLine
 
-AWAY = {408, 425, 429, 503, 504}  # of the moment, not of the line
-OURS = {401, 403}  # of this worker's key, not of the line
-BROKEN = {500, 502}  # of the moment, or of this line: asked some times more
-BROKEN_TIMES = 8  # in about 20 seconds
+TEMPORARY = {408, 425, 429, 503, 504}  # temporary, not caused by the line
+UNAUTHORIZED = {401, 403}  # caused by this worker's key, not by the line
+SERVER_ERRORS = {500, 502}  # temporary or caused by the line: tried SERVER_ERROR_ATTEMPTS times
+SERVER_ERROR_ATTEMPTS = 8  # attempts, in about 20 seconds
 FIRST_PAUSE = 0.1  # seconds; doubles with every attempt
-LONGEST_PAUSE = 20.0
-LONGEST_AWAY = 2.0  # seconds between attempts to reach a gateway that is not there
+LONGEST_PAUSE = 20.0  # seconds
+LONGEST_UNREACHABLE_PAUSE = 2.0  # seconds between attempts to reach an unreachable gateway
 TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600, sock_connect=10)
 
 log = logging.getLogger(__name__)
 
 
 class LineAnswer(NamedTuple):
-    """An answer that is the line's result."""
+    """The final answer to a line."""
 
     custom_id: str
     status: int
@@ -38,8 +38,8 @@ class LineAnswer(NamedTuple):
     body: bytes
 
 
-class Asker:
-    """The worker's connection to the gateway at `url`. Close it."""
+class LineSender:
+    """The worker's connection to the gateway at `url`. Call close() at the end."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -57,10 +57,10 @@ class Asker:
         """Close the connections."""
         await self._session.close()
 
-    async def ask(
+    async def send(
         self, batch_id: str, endpoint: str, line: RequestLine, owner: str = ""
     ) -> LineAnswer:
-        """The line's answer, however long it takes. `owner`: whose its run is to be."""
+        """Send a line until it has an answer. `owner` becomes the owner of its run."""
         request = orjson.loads(line.raw)
         body = orjson.dumps(request["body"])
         headers = {
@@ -77,36 +77,38 @@ class Asker:
                 ) as answer:
                     content = await answer.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                pause = _pause(attempt, LONGEST_AWAY)
-                _tell(attempt, batch_id, line, f"{type(error).__name__}: {error}")
+                pause = _pause(attempt, LONGEST_UNREACHABLE_PAUSE)
+                _log_attempt(attempt, batch_id, line, f"{type(error).__name__}: {error}")
             else:
-                no_more = answer.headers.get("x-should-retry") == "false"
-                if _final(answer.status, attempt) or (no_more and answer.status in BROKEN):
+                is_permanent = answer.headers.get("x-should-retry") == "false"
+                if _is_final(answer.status, attempt) or (
+                    is_permanent and answer.status in SERVER_ERRORS
+                ):
                     request_id = answer.headers.get("x-request-id", "")
                     return LineAnswer(request["custom_id"], answer.status, request_id, content)
-                pause = _asked_pause(answer.headers) or _pause(attempt, LONGEST_PAUSE)
-                _tell(attempt, batch_id, line, f"{answer.status} {content[:200]!r}")
+                pause = _requested_pause(answer.headers) or _pause(attempt, LONGEST_PAUSE)
+                _log_attempt(attempt, batch_id, line, f"{answer.status} {content[:200]!r}")
             await asyncio.sleep(pause)
 
 
 def api_key() -> str | None:
-    """The key that workers are started with."""
+    """Return the API key from the environment."""
     return os.environ.get("CRAY_AGENTS_API_KEY") or None
 
 
-def _final(status: int, attempt: int) -> bool:
-    if status in AWAY or status in OURS:
+def _is_final(status: int, attempt: int) -> bool:
+    if status in TEMPORARY or status in UNAUTHORIZED:
         return False
-    return status not in BROKEN or attempt >= BROKEN_TIMES
+    return status not in SERVER_ERRORS or attempt >= SERVER_ERROR_ATTEMPTS
 
 
 def _pause(attempt: int, longest: float) -> float:
-    """Seconds, with jitter, so that many lines do not come back at once."""
+    """Return seconds to wait, with jitter, so that many lines do not retry at once."""
     return float(min(longest, FIRST_PAUSE * 2 ** min(attempt, 20)) * random.uniform(0.5, 1.0))
 
 
-def _asked_pause(headers: Mapping[str, str]) -> float | None:
-    """Seconds the gateway asks to wait, with a little jitter."""
+def _requested_pause(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that the gateway asks to wait, with a little jitter."""
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         value = headers.get(name)
         if value and value.isascii() and value.isdecimal():
@@ -114,7 +116,7 @@ def _asked_pause(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-def _tell(attempt: int, batch_id: str, line: RequestLine, why: str) -> None:
-    """In the log at the 1st, 8th, 64th ... attempt."""
+def _log_attempt(attempt: int, batch_id: str, line: RequestLine, reason: str) -> None:
+    """Log a failed attempt, but only the 1st, 8th, 64th and so on."""
     if attempt & (attempt - 1) == 0 and attempt.bit_length() % 3 == 1:
-        log.warning("%s line %d, attempt %d: %s", batch_id, line.number, attempt, why)
+        log.warning("%s line %d, attempt %d: %s", batch_id, line.number, attempt, reason)

@@ -1,7 +1,7 @@
-"""How far batches are: counted from the heads of sealed chunks, each read once, and open results.
+"""Progress counts of running batches, from sealed chunks and open result files.
 
-A sealed chunk never changes, so what was counted of it is kept; of the few results that lie open
-only what was appended since the last look is read. Called by queue.py, in threads.
+A sealed chunk never changes, so its head is read once. Of a result file, only lines appended since
+the last count are read. Called by queue.py, in threads.
 """
 
 import logging
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.batches.batch_records import NO_TOKENS, LineCounts, Tokens, add
-from cray_agents.runtime.batches.chunks import read_seal, seal_path, sealed
+from cray_agents.runtime.batches.batch_records import NO_TOKENS, LineCounts, Tokens, add_tokens
+from cray_agents.runtime.batches.chunks import read_seal, seal_path, sealed_chunks
 from cray_agents.runtime.batches.folder import BatchFolder
-from cray_agents.runtime.disk.checksums import proven
+from cray_agents.runtime.disk.checksums import verify_crc
 
 log = logging.getLogger(__name__)
 
-HEAD = 40  # bytes of a result within which its "ok" stands
+HEAD = 40  # the "ok" of a result lies within its first bytes
 
 
 @dataclass
-class Open:
-    """Results of a chunk that is not sealed: so far read to `offset`."""
+class OpenResults:
+    """The counted results of one result file, up to byte `offset`."""
 
     offset: int = 0
     completed: int = 0
@@ -31,83 +31,85 @@ class Open:
 
 @dataclass
 class CountedBatch:
-    """What has been counted of a batch."""
+    """The counts of one batch so far."""
 
     chunks: set[int] = field(default_factory=set)
     completed: int = 0
     failed: int = 0
     tokens: Tokens = NO_TOKENS
-    open: dict[Path, Open] = field(default_factory=dict)
+    open: dict[Path, OpenResults] = field(default_factory=dict)
 
 
 class BatchProgress:
-    """Counts of the batches that are under way."""
+    """The counts of all running batches."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, CountedBatch] = {}
+        self._batches: dict[str, CountedBatch] = {}
         self._lock = threading.Lock()
 
     def forget(self, batch_id: str) -> None:
-        """The batch has ended: its counts stand in its end."""
+        """Drop the counts of an ended batch; end.json holds its counts."""
         with self._lock:
-            self._seen.pop(batch_id, None)
+            self._batches.pop(batch_id, None)
 
     def counts(self, folder: BatchFolder, total: int) -> tuple[LineCounts, Tokens]:
-        """Lines answered and failed by now; tokens only of sealed chunks."""
+        """Count completed and failed lines so far. Tokens cover sealed chunks only."""
         with self._lock:
-            seen = self._seen.setdefault(folder.id, CountedBatch())
-            seen.open = _open_results(folder, seen.open)
-            for chunk in sealed(folder):
-                _count_seal(folder, chunk, seen)
-            running = [part for path, part in seen.open.items() if _chunk(path) not in seen.chunks]
-            failed = min(total, seen.failed + sum(part.failed for part in running))
-            completed = seen.completed + sum(part.completed for part in running)
+            counted = self._batches.setdefault(folder.id, CountedBatch())
+            counted.open = _open_results(folder, counted.open)
+            for chunk in sealed_chunks(folder):
+                _count_seal(folder, chunk, counted)
+            open_files = [
+                file for path, file in counted.open.items() if _chunk(path) not in counted.chunks
+            ]
+            failed = min(total, counted.failed + sum(file.failed for file in open_files))
+            completed = counted.completed + sum(file.completed for file in open_files)
             counts = LineCounts(
                 total=total, completed=min(completed, total - failed), failed=failed
             )
-            return counts, seen.tokens
+            return counts, counted.tokens
 
 
-def _count_seal(folder: BatchFolder, chunk: int, seen: CountedBatch) -> None:
-    if chunk in seen.chunks:
+def _count_seal(folder: BatchFolder, chunk: int, counted: CountedBatch) -> None:
+    if chunk in counted.chunks:
         return
     try:
         seal = read_seal(seal_path(folder, chunk))
     except FileNotFoundError:  # the batch has ended meanwhile
         return
-    seen.chunks.add(chunk)
-    seen.completed += seal.counts.completed
-    seen.failed += seal.counts.failed
-    seen.tokens = add(seen.tokens, seal.tokens)
+    counted.chunks.add(chunk)
+    counted.completed += seal.counts.completed
+    counted.failed += seal.counts.failed
+    counted.tokens = add_tokens(counted.tokens, seal.tokens)
 
 
-def _open_results(folder: BatchFolder, known: dict[Path, Open]) -> dict[Path, Open]:
-    found: dict[Path, Open] = {}
+def _open_results(folder: BatchFolder, known: dict[Path, OpenResults]) -> dict[Path, OpenResults]:
+    results: dict[Path, OpenResults] = {}
     for path in folder.results.glob("*.jsonl"):
-        part = known.get(path, Open())
+        counts = known.get(path, OpenResults())
         try:
             with path.open("rb") as file:
-                file.seek(part.offset)
+                file.seek(counts.offset)
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
-                    part.offset += len(line)
+                    counts.offset += len(line)
                     if not _is_sound(line, path):
                         continue
                     if b'"ok":true' in line[:HEAD]:
-                        part.completed += 1
+                        counts.completed += 1
                     else:
-                        part.failed += 1
+                        counts.failed += 1
         except FileNotFoundError:  # sealed meanwhile
             continue
-        found[path] = part
-    return found
+        results[path] = counts
+    return results
 
 
 def _is_sound(line: bytes, path: Path) -> bool:
-    """Whether a result counts; the worker asks again for one that is damaged."""
+    """Tell whether a result is undamaged. The worker sends a damaged one's line again."""
     try:
-        proven(line, path)
+        verify_crc(line, path)
     except Corrupt as error:
         log.error("%s: a result that does not count, and is asked again", error)
         return False

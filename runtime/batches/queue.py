@@ -1,7 +1,7 @@
-"""Batches as their owner sees them: made, shown, listed, cancelled. Called by the gateway.
+"""The batch queue for the gateway: create, show, list and cancel batches.
 
-All of it reads and writes small files; the work is the workers' (worker.py). Blocking: call it in a
-thread.
+It only reads and writes small files; the workers do the work (worker.py). All methods block: call
+them in a thread.
 """
 
 import os
@@ -31,7 +31,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import Files
 
 FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
-PURPOSE = "batch"  # what an input file must have been uploaded for
+PURPOSE = "batch"  # the purpose that an input file must have
 
 
 class BatchQueue:
@@ -41,13 +41,13 @@ class BatchQueue:
         self._home = home
         self._files = files
         self._progress = BatchProgress()
-        self._created: dict[str, int] = {}  # by id; it never changes
+        self._created: dict[str, int] = {}  # creation times by id
 
     def create(self, body: dict[str, Any], key: str | None = None, caller: str = "") -> Batch:
-        """Queue what a client asks for; with the same `key` of a `caller` it is the same batch.
+        """Queue a batch. The same idempotency `key` of a `caller` returns the same batch.
 
-        Raises BadInput for what cannot be a batch, or is another than the key was used for, and
-        NotFound for an input file that is not there.
+        Raises BadInput for an invalid body, or if the key was used with another body. Raises
+        NotFound if the input file does not exist.
         """
         batch_id = f"{PREFIX}{digest(['key', caller, key], 24)}" if key else new_id("batch")
         request = _request(body, batch_id, int(time.time())).model_copy(update={"owner": caller})
@@ -55,10 +55,10 @@ class BatchQueue:
         if not folder.request_file.is_file():
             self._publish(request, folder)
         _check_same(request, folder.request())
-        return self._show(folder)
+        return self._to_batch(folder)
 
     def _publish(self, request: BatchRequest, folder: BatchFolder) -> None:
-        """Make a batch's folder, unless another has in this moment."""
+        """Make the folder of a batch, unless another process makes it first."""
         try:
             file = self._files.get(request.input_file_id)
         except NotFound as error:
@@ -68,15 +68,15 @@ class BatchQueue:
                 f"file {file.id} has purpose {file.purpose!r}: upload it with purpose {PURPOSE!r}",
                 param="input_file_id",
             )
-        known = request.model_copy(update={"input_sha256": file.sha256})
+        complete = request.model_copy(update={"input_sha256": file.sha256})
         draft = BatchFolder(durable.draft_directory(folder.root))
         published = False
         try:
             for directory in (draft.claims, draft.results, draft.done):
                 directory.mkdir()
-            # a link: the batch keeps its input whatever becomes of the file
+            # a link, so that the batch keeps its input if the file is deleted
             os.link(self._files.path(request.input_file_id), draft.input)
-            text = checksums.with_crc(known.model_dump_json().encode())
+            text = checksums.with_crc(complete.model_dump_json().encode())
             durable.write_file(draft.request_file, text)
             published = durable.publish_directory(draft.root, folder.root)
         finally:
@@ -84,17 +84,17 @@ class BatchQueue:
                 shutil.rmtree(draft.root)
 
     def get(self, batch_id: str) -> Batch:
-        """One batch. Raises NotFound."""
-        return self._show(self._known(batch_id))
+        """Return one batch. Raises NotFound."""
+        return self._to_batch(self._existing_folder(batch_id))
 
     def owner(self, batch_id: str) -> str:
-        """Who made a batch. Raises NotFound."""
-        return self._known(batch_id).request().owner
+        """Return the owner of a batch. Raises NotFound."""
+        return self._existing_folder(batch_id).request().owner
 
     def page(self, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """Batches, the newest first, after one of them; and whether there are more.
+        """Return batches after `after`, newest first, and whether more follow.
 
-        Raises NotFound for an `after` that is none.
+        Raises NotFound if there is no batch `after`.
         """
         ids = self._ids()
         start = 0
@@ -103,12 +103,12 @@ class BatchQueue:
                 raise NotFound(f"no batch {after!r}", param="after")
             start = ids.index(after) + 1
         page = ids[start : start + limit]
-        return [self._show(self._folder(name)) for name in page], len(ids) > start + limit
+        return [self._to_batch(self._folder(name)) for name in page], len(ids) > start + limit
 
     def cancel(self, batch_id: str) -> Batch:
-        """Ask no more lines of a batch. Raises NotFound; BadInput if it has ended otherwise."""
-        folder = self._known(batch_id)
-        batch = self._show(folder)
+        """Cancel a batch. Raises NotFound; BadInput if it is ending or has ended otherwise."""
+        folder = self._existing_folder(batch_id)
+        batch = self._to_batch(folder)
         if batch.status in ("finalizing", "completed", "failed", "expired"):
             raise BadInput(
                 f"batch {batch_id} is {batch.status}: it cannot be cancelled any more",
@@ -117,12 +117,12 @@ class BatchQueue:
             )
         if batch.status not in ("cancelling", "cancelled"):
             folder.cancel()
-        return self._show(folder)
+        return self._to_batch(folder)
 
     def _folder(self, batch_id: str) -> BatchFolder:
         return BatchFolder(self._home.batches / batch_id)
 
-    def _known(self, batch_id: str) -> BatchFolder:
+    def _existing_folder(self, batch_id: str) -> BatchFolder:
         folder = self._folder(batch_id)
         if not batch_id.startswith(PREFIX) or not folder.request_file.is_file():
             raise NotFound(f"no batch {batch_id!r}", param="batch_id")
@@ -137,8 +137,8 @@ class BatchQueue:
                 self._created[name] = self._folder(name).request().created_at
         return sorted(names, key=lambda name: (self._created[name], name), reverse=True)
 
-    def _show(self, folder: BatchFolder) -> Batch:
-        """OpenAI's object, from the files that are there. The end is looked for last but wins."""
+    def _to_batch(self, folder: BatchFolder) -> Batch:
+        """Build OpenAI's object from the state files. The end is read last and takes precedence."""
         request = folder.request()
         accepted = folder.accepted()
         finalizing = folder.finalizing()
@@ -165,10 +165,10 @@ class BatchQueue:
         if end is None:
             return batch
         self._progress.forget(folder.id)
-        return _ended(batch, end, accepted, cancelled_at)
+        return _with_end(batch, end, accepted, cancelled_at)
 
 
-def _ended(
+def _with_end(
     batch: Batch, end: BatchEnd, accepted: Accepted | None, cancelled_at: int | None
 ) -> Batch:
     return batch.model_copy(
@@ -186,7 +186,7 @@ def _ended(
 
 
 def _check_same(request: BatchRequest, first: BatchRequest) -> None:
-    """Raise BadInput where a batch is asked for that is not the one which its key has made."""
+    """Raise BadInput if an idempotency key was used for a different batch."""
     if any(getattr(request, name) != getattr(first, name) for name in FIELDS):
         raise BadInput(
             "this Idempotency-Key was used for another batch: send the same request again, or "
@@ -197,7 +197,7 @@ def _check_same(request: BatchRequest, first: BatchRequest) -> None:
 
 
 def _request(body: dict[str, Any], batch_id: str, now: int) -> BatchRequest:
-    """What a client's body asks for. Raises BadInput."""
+    """Parse the body of a client's request. Raises BadInput."""
     for name in body:
         if name not in FIELDS:
             raise BadInput(

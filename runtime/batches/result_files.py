@@ -1,7 +1,7 @@
-"""The end of a batch: sealed chunks joined to an output and an error file. Called by worker.py.
+"""Result files: join sealed chunks to an output and an error file, and end the batch.
 
-The files have fixed ids, and every step is made once: a worker that dies here leaves the next one
-to do the same again, with the same bytes.
+The files have fixed ids, and each step takes effect once. So after a worker died here, the next one
+repeats its steps with the same bytes. Called by worker.py.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from cray_agents.runtime.batches.batch_records import (
     BatchUsage,
     Finalizing,
     LineCounts,
-    add,
+    add_tokens,
 )
 from cray_agents.runtime.batches.chunks import (
     Seal,
@@ -42,7 +42,8 @@ def finish(
 ) -> list[int]:
     """Publish the files of a batch whose chunks are all sealed, and end it.
 
-    Returns the chunks whose seals are damaged: then nothing is published, and they are asked again.
+    Returns the chunks with damaged seals. If there are any, nothing is published, and their lines
+    are sent again.
     """
     paths = [seal_path(folder, chunk) for chunk in range(accepted.chunks)]
     try:
@@ -56,14 +57,14 @@ def finish(
                 completed=counts.completed + seal.counts.completed,
                 failed=counts.failed + seal.counts.failed,
             )
-            tokens = add(tokens, seal.tokens)
+            tokens = add_tokens(tokens, seal.tokens)
         finalizing = folder.finalize(
             Finalizing(at=int(time.time()), outcome=_outcome(folder, seals))
         )
         output = _join(files, request, paths, seals, "output") if counts.completed else None
         errors = _join(files, request, paths, seals, "error") if counts.failed else None
     except FileNotFoundError:
-        if folder.end_file.exists():  # another worker was faster, and has cleaned up
+        if folder.end_file.exists():  # another worker published and cleaned up first
             return []
         raise
     folder.finish(
@@ -81,15 +82,15 @@ def finish(
 
 
 def _set_damaged_aside(paths: Sequence[Path]) -> list[int]:
-    found = []
+    damaged = []
     for chunk, path in enumerate(paths):
         try:
             verify_seal(path)
         except Corrupt as error:
             log.error("%s; its lines are asked again", error)
             set_aside(path)
-            found.append(chunk)
-    return found
+            damaged.append(chunk)
+    return damaged
 
 
 def _outcome(
@@ -105,27 +106,27 @@ def _join(
     request: BatchRequest,
     paths: Sequence[Path],
     seals: Sequence[Seal],
-    which: Literal["output", "error"],
+    kind: Literal["output", "error"],
 ) -> str:
-    """Publish all output lines, or all error lines, as a file; returns its id."""
-    file_id = f"file-{request.id}-{which}"
+    """Publish all output lines or all error lines as a file. Return its id."""
+    file_id = f"file-{request.id}-{kind}"
     expiry = request.output_expires_after
     with files.blobs.draft() as draft:
         for path, seal in zip(paths, seals, strict=True):
             with path.open("rb") as file:
-                file.seek(seal.start if which == "output" else seal.start + seal.output)
-                left = seal.output if which == "output" else seal.errors
-                while left:
-                    piece = file.read(min(left, PIECE))
+                file.seek(seal.start if kind == "output" else seal.start + seal.output)
+                remaining = seal.output if kind == "output" else seal.errors
+                while remaining:
+                    piece = file.read(min(remaining, PIECE))
                     if not piece:
                         break
                     draft.write(piece)
-                    left -= len(piece)
+                    remaining -= len(piece)
         blob = draft.publish()
-    with contextlib.suppress(NotFound):  # published before, and deleted by its owner since
+    with contextlib.suppress(NotFound):  # published before, then deleted by its owner
         files.publish(
             blob,
-            filename=f"{request.id}_{which}.jsonl",
+            filename=f"{request.id}_{kind}.jsonl",
             purpose="batch_output",
             expires_at=time.time() + expiry.seconds if expiry else None,
             file_id=file_id,

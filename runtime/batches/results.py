@@ -1,4 +1,4 @@
-"""The results of a chunk, as they come: lines in files of one writer each, and where they lie.
+"""Result lines of a chunk: append them to files of one writer each, and read them back.
 
 Written by worker.py; read by chunks.py.
 """
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from cray_agents.errors import StoreError
 from cray_agents.runtime.disk.group_commit import GroupCommit, LineFile
 
-ROLL_BYTES = 256 * 2**20  # a file is left for a new one once it is larger
+ROLL_BYTES = 256 * 2**20  # a larger file is closed, and a new one is begun
 
 
 class ResultPlace(NamedTuple):
-    """Where a line lies: `length` bytes from `offset`, its newline not counted."""
+    """The place of a line in a file: `length` bytes from `offset`, without its newline."""
 
     path: str
     offset: int
@@ -24,30 +24,32 @@ class ResultPlace(NamedTuple):
 
 
 class ResultWriter:
-    """Appends lines to files `<name>-<part>.jsonl` that nobody else writes. One event loop."""
+    """A writer of lines to its own files `<name>-<part>.jsonl`. Use it in one event loop."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._name = name
         self._part = 0
         self._file: LineFile | None = None
-        self._commits: GroupCommit[bytes, ResultPlace] = GroupCommit(self._write, self._failed)
+        self._commits: GroupCommit[bytes, ResultPlace] = GroupCommit(
+            self._write, self._handle_failure
+        )
 
     def submit(self, line: bytes) -> "asyncio.Future[ResultPlace]":
-        """Queue a line (without newline); the future is done when it is on the disk.
+        """Queue a line (without newline). The future is done when the line is on the disk.
 
-        It fails with StoreError if it could not be written.
+        The future raises StoreError if the line could not be written.
         """
         return self._commits.submit(line)
 
     async def close(self) -> None:
         """Wait until everything queued is on the disk, and close the file."""
         await self._commits.close()
-        self._leave()
+        self._close_file()
 
     def _write(self, lines: list[bytes]) -> list[ResultPlace]:
         if self._file is not None and self._file.size > ROLL_BYTES:
-            self._leave()
+            self._close_file()
         if self._file is None:
             path = self._directory / f"{self._name}-{self._part:04d}.jsonl"
             self._part += 1
@@ -55,20 +57,20 @@ class ResultWriter:
         name = str(self._file.path)
         return [ResultPlace(name, *span) for span in self._file.append(lines)]
 
-    def _failed(self, error: OSError) -> StoreError:
-        """Leave the file: it may end in half a line."""
-        where = self._file.path if self._file else self._directory
-        self._leave()
-        return StoreError.of(f"cannot write to {where}", error)
+    def _handle_failure(self, error: OSError) -> StoreError:
+        """Close the file, since it may end in a partial line. Return the error to raise."""
+        path = self._file.path if self._file else self._directory
+        self._close_file()
+        return StoreError.of(f"cannot write to {path}", error)
 
-    def _leave(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def read_lines(path: Path, offset: int) -> Iterator[tuple[ResultPlace, bytes]]:
-    """The whole lines of a file from a byte offset on; a line without its newline is not one."""
+    """Yield the lines of a file from a byte offset on, except a last line without a newline."""
     name = str(path)
     with path.open("rb") as file:
         file.seek(offset)
@@ -80,7 +82,7 @@ def read_lines(path: Path, offset: int) -> Iterator[tuple[ResultPlace, bytes]]:
 
 
 def fetch(places: Sequence[ResultPlace]) -> list[bytes]:
-    """The lines at some places, in their order; each file is opened once."""
+    """Read the lines at some places, in the given order. Opens each file once."""
     lines: dict[ResultPlace, bytes] = {}
     handles: dict[str, int] = {}
     try:

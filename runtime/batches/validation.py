@@ -1,8 +1,8 @@
-"""Is a batch's input valid, and where does each chunk of its lines begin? One pass, flat memory.
+"""Input validation: check every line of a batch's input, and index its chunks in one pass.
 
-A line costs some microseconds and leaves eight bytes, the hash of its custom_id. Equal hashes are
-looked at once more, in a second pass that only an input with duplicates needs. Called by worker.py
-in a thread; the chunk index is read by chunks.py.
+A line costs some microseconds and eight bytes of memory, the hash of its custom_id. If two hashes
+are equal, a second pass compares their custom_ids. Called by worker.py in a thread; chunks.py reads
+the chunk index.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from cray_agents.runtime.disk import checksums, durable
 CHUNK_LINES = 500
 CHUNK_BYTES = 4 * 2**20  # a chunk ends with the line that reaches this
 MAX_LINE = 16 * 2**20  # bytes
-MAX_ERRORS = 100  # told of one input
-LOOK = 10_000  # lines between looks whether the batch was cancelled
+MAX_ERRORS = 100  # reported for one input
+CANCEL_CHECK_LINES = 10_000  # lines between checks for a cancelled batch
 MAX_ID = 512  # characters of a custom_id
 
-#: Of the index: byte offset, bytes, first line number, requests, CRC-32 of the bytes (None: of an
-#: index from before that was kept).
+#: A row of the index: byte offset, bytes, first line number, requests, CRC-32 of the bytes. The CRC
+#: is None in an index older than this column.
 Row = tuple[int, int, int, int, int | None]
 
 
 class Validation:
-    """One pass over an input. `errors` is empty if it is valid."""
+    """The validation of one input. `errors` is empty if the input is valid."""
 
     def __init__(self, request: BatchRequest) -> None:
         self.request = request
@@ -44,12 +44,12 @@ class Validation:
         self._hashes = array("q")
 
     def run(self, folder: BatchFolder) -> None:
-        """Read the input, until its end, MAX_ERRORS, or the batch is cancelled."""
+        """Read the input until its end, MAX_ERRORS errors, or a cancelled batch."""
         with folder.input.open("rb") as file:
             self._first_pass(file, folder)
-            if twice := self._equal_hashes():
+            if repeated := self._equal_hashes():
                 file.seek(0)
-                self._find_duplicates(file, twice)
+                self._find_duplicates(file, repeated)
         if not self.lines and not self.errors:
             self.errors.append(LineError(code="empty_file", message="The input file is empty."))
         self.errors.sort(key=lambda error: error.line or 0)
@@ -63,25 +63,26 @@ class Validation:
                 start, first, requests, crc = offset, number, 0, 0
             offset += len(raw)
             crc = zlib.crc32(raw, crc)
-            if number % LOOK == 0 and folder.cancelling_file.exists():
+            if number % CANCEL_CHECK_LINES == 0 and folder.cancelling_file.exists():
                 return
             if raw.isspace():
                 continue
             requests += 1
-            self._line(number, raw)
+            self._check(number, raw)
             if len(self.errors) >= MAX_ERRORS:
                 return
         if requests:
             self.rows.append((start, offset - start, first, requests, crc))
 
-    def _line(self, number: int, raw: bytes) -> None:
+    def _check(self, number: int, raw: bytes) -> None:
         self.lines += 1
         try:
             custom_id, model = check_line(raw, self.request.endpoint)
         except Refused as refused:
             self.errors.append(refused.error(number))
             return
-        self._hashes.append(hash(custom_id))  # of this process alone: nobody can make them equal
+        # salted by process, so that clients cannot construct collisions
+        self._hashes.append(hash(custom_id))
         if len(self.models) < 2:
             self.models.add(model)
 
@@ -124,7 +125,7 @@ class Validation:
 
 
 class Refused(Exception):
-    """A line cannot be a request."""
+    """An invalid line of the input."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -132,34 +133,34 @@ class Refused(Exception):
         self.param = param
 
     def error(self, line: int) -> LineError:
-        """As the batch tells it."""
+        """Return the error as listed in the batch object."""
         return LineError(code=self.code, message=str(self), line=line, param=self.param)
 
 
 def validate(folder: BatchFolder, request: BatchRequest) -> None:
-    """Accept a batch's input, or fail the batch. Harmless when done twice, or by two at once.
+    """Accept the input of a batch, or fail the batch. Safe to repeat and to run concurrently.
 
-    Raises Corrupt for an input that is not the file that was given.
+    Raises Corrupt if the input differs from the file that the client named.
     """
     if request.input_sha256:
         checksums.prove(folder.input, request.input_sha256)
-    check = Validation(request)
-    check.run(folder)
+    validation = Validation(request)
+    validation.run(folder)
     now = int(time.time())
     if folder.cancelling_file.exists():
-        return  # whoever looks next ends it
-    if check.errors:
-        folder.finish(BatchEnd(at=now, status="failed", errors=check.errors))
+        return  # a worker ends it at its next refresh
+    if validation.errors:
+        folder.finish(BatchEnd(at=now, status="failed", errors=validation.errors))
         return
-    index = b"".join(orjson.dumps(row) + b"\n" for row in check.rows)
+    index = b"".join(orjson.dumps(row) + b"\n" for row in validation.rows)
     durable.create_file(folder.index, index)
-    model = check.models.pop() if len(check.models) == 1 else None
+    model = validation.models.pop() if len(validation.models) == 1 else None
     sha256 = hashlib.sha256(index).hexdigest()
     folder.accept(
         Accepted(
             at=now,
-            lines=check.lines,
-            chunks=len(check.rows),
+            lines=validation.lines,
+            chunks=len(validation.rows),
             model=model,
             index_sha256=sha256,
         )
@@ -167,7 +168,7 @@ def validate(folder: BatchFolder, request: BatchRequest) -> None:
 
 
 def read_index(path: Path, sha256: str = "") -> list[Row]:
-    """The chunks of an input, in order. Raises Corrupt."""
+    """Read the chunks of an input, in order. Raises Corrupt."""
     text = path.read_bytes()
     if sha256 and hashlib.sha256(text).hexdigest() != sha256:
         raise Corrupt(f"{path} is damaged: it is not what its checksum says")
@@ -176,7 +177,7 @@ def read_index(path: Path, sha256: str = "") -> list[Row]:
 
 
 def check_line(raw: bytes, endpoint: str) -> tuple[str, str]:
-    """The custom_id and the model of a line. Raises Refused."""
+    """Return the custom_id and the model of a line. Raises Refused."""
     if len(raw) > MAX_LINE:
         raise Refused("line_too_long", f"This line is longer than {MAX_LINE} bytes.")
     try:
@@ -212,12 +213,12 @@ def _model(body: Any) -> str:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines; of one that is too long, only so much that it shows."""
+    """Yield numbered lines. Cuts a line that is too long to just over MAX_LINE bytes."""
     number = 0
     while raw := file.readline(MAX_LINE + 2):
         number += 1
         yield number, raw
-        while len(raw) > MAX_LINE and not raw.endswith(b"\n"):  # the rest of it
+        while len(raw) > MAX_LINE and not raw.endswith(b"\n"):  # skip the rest of the line
             raw = file.readline(MAX_LINE + 2)
             if not raw:
                 break

@@ -1,4 +1,4 @@
-"""Keeps a batch worker running: starts it, and again when it dies. `cray-agents up` calls this."""
+"""Worker supervisor: restart the batch worker when it dies. Called by `cray-agents up`."""
 
 import asyncio
 import logging
@@ -9,27 +9,31 @@ from pathlib import Path
 
 from cray_agents.paths import Home
 
-PAUSE = (0.5, 30.0)  # seconds before it is started again: the least, and the most in a row of ends
-STEADY = 60.0  # a worker that lived so many seconds was well
-STOP = 5.0  # seconds that it has to end by itself
+PAUSE_SECONDS = (0.5, 30.0)  # seconds before a restart: at first, and at most after repeated deaths
+STEADY_SECONDS = 60.0  # seconds of life that reset the pause
+STOP_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
 
 log = logging.getLogger(__name__)
 
 
 async def keep(home: Home, url: str, log_file: Path, *, key: str | None = None) -> None:
-    """Run a worker of `home` that asks the gateway at `url`, until cancelled.
+    """Keep a worker of `home` running that uses the gateway at `url`, until cancelled.
 
-    `key` is its API key; what it logs is appended to `log_file`. It dies with this process.
+    `key` is its API key. Its log is appended to `log_file`. The worker dies with this process.
     """
-    pause = PAUSE[0]
+    pause = PAUSE_SECONDS[0]
     while True:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         process = await _start(home, url, log_file, key)
         try:
             code = await process.wait()
         finally:
             await _stop(process)
-        pause = PAUSE[0] if time.monotonic() - begun > STEADY else min(2 * pause, PAUSE[1])
+        pause = (
+            PAUSE_SECONDS[0]
+            if time.monotonic() - started_at > STEADY_SECONDS
+            else min(2 * pause, PAUSE_SECONDS[1])
+        )
         log.warning("the batch worker ended (%s), again in %.1f s; see %s", code, pause, log_file)
         await asyncio.sleep(pause)
 
@@ -53,12 +57,12 @@ async def _start(
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End it, if it has not ended."""
+    """Terminate the process, unless it has ended."""
     if process.returncode is not None:
         return
     process.terminate()
     try:
-        async with asyncio.timeout(STOP):
+        async with asyncio.timeout(STOP_SECONDS):
             await process.wait()
     except TimeoutError:
         process.kill()

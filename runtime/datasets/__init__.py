@@ -1,16 +1,16 @@
-"""Immutable training sets: from recorded runs and demonstrations to a directory named by content.
+"""Immutable training sets, built from recorded runs and demonstrations and named by content.
 
-    <home>/datasets/<id>/train-00000.parquet, ...      token samples, as token_shards.py has it
-                         validation-00000.parquet, ... where the recipe asks for such a split
+    <home>/datasets/<id>/train-00000.parquet, ...      token samples (token_shards.py)
+                         validation-00000.parquet, ... only if the recipe has a validation split
                          runs.parquet                  each run and demonstration considered, with
-                                                       in or out, and why: considered.py
+                                                       decision and reason: considered_runs.py
                          recipe.json                   the whole recipe
                          README.md, croissant.json, histogram.html    for people, hubs and tools
-                         manifest.json                 last: counts, and every file's SHA-256
+                         manifest.json                 written last: counts, SHA-256 of every file
 
-The same recipe over the same runs gives the same id, whatever order they came in, on any machine.
-Called by the gateway (process.py: in a process of its own), fine_tuning and the command line. Read
-next: building.py, the conductor; reading.py, for those who use a dataset.
+The same recipe over the same runs gives the same id on any machine and in any order of recording.
+Called by the gateway (in a process of its own, build_process.py), fine_tuning and the command line.
+Read next: build.py, which builds a dataset; reader.py, which reads one.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Building is imported when first asked for: a light install has no numpy, and may look."""
+    """Import build.py on first use: a light install has no numpy but may read datasets."""
     if name not in ("build_dataset", "plan_dataset"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from cray_agents.runtime.datasets import build

@@ -1,7 +1,7 @@
-"""What each run of a group teaches: its advantage, by its outcome or by the steps on the way.
+"""Advantages of a group of runs, from their outcomes or from the rewards of their turns.
 
-Both forms are of arXiv 2402.03300 (GRPO): section 4.1.2, outcome supervision, and 4.1.3, process
-supervision. Called by methods.py, with what a group's runs were rewarded.
+Both forms are from arXiv 2402.03300 (GRPO): section 4.1.2, outcome supervision, and 4.1.3, process
+supervision. Called by methods.py with the rewards of a group.
 """
 
 import math
@@ -11,26 +11,26 @@ from typing import NamedTuple
 from cray_agents.queries import Deviation
 from cray_agents.runtime.store.index import RunFacts
 
-EQUAL = 1e-9  # rewards this near to each other are equal: sums of the same parts differ in order
+EQUAL = 1e-9  # rewards this close are equal: sums of the same rewards vary with their order
 
 
 class Steps(NamedTuple):
-    """The rewards of a run of `turns` turns, by turn; a turn without any is no step."""
+    """The rewards of a run of `turns` turns, by turn. A turn without a reward is no step."""
 
     turns: int
     rewards: Mapping[int, float]
 
 
-def equal(values: Sequence[float]) -> bool:
-    """Whether rewards say nothing, because they are all the same."""
+def all_equal(values: Sequence[float]) -> bool:
+    """Tell whether all rewards are equal."""
     return math.isclose(min(values), max(values), rel_tol=EQUAL, abs_tol=EQUAL)
 
 
-def of_outcomes(values: Sequence[float], deviation: Deviation | None) -> list[float]:
-    """Each run's reward minus the group's mean; over their standard deviation, if one is named.
+def outcome_advantages(values: Sequence[float], deviation: Deviation | None) -> list[float]:
+    """Return each reward minus the group's mean, divided by the standard deviation if one is named.
 
-    The squares of n values are divided by n - 1 for the deviation of a `sample`, by n for that of
-    a `population`. The paper says std and not which; TRL 1.16 and verl take the sample's.
+    The variance of n values divides by n - 1 for `sample` and by n for `population`. The paper does
+    not say which of them it means; TRL 1.16 and verl use `sample`.
     """
     mean = math.fsum(values) / len(values)
     scale = 1.0
@@ -40,55 +40,55 @@ def of_outcomes(values: Sequence[float], deviation: Deviation | None) -> list[fl
     return [(value - mean) / scale for value in values]
 
 
-def of_steps(
+def step_advantages(
     group: Sequence[Steps], deviation: Deviation | None, discount: float
 ) -> list[list[float]]:
-    """The advantages of each run's turns: [runs][turns].
+    """Return the advantages of each run's turns: [runs][turns].
 
-    All step rewards of the group are normalised together, as outcomes are; the advantage of a
-    turn's tokens is the sum of the normalised rewards of its own turn and those that follow, one
-    that is k turns ahead times discount**k (the paper's discount is 1).
+    All step rewards of the group are normalised together, as outcomes are. The advantage of a turn
+    is the sum of the normalised rewards of this turn and all later ones. The reward k turns later
+    is multiplied by discount**k (the paper's discount is 1).
     """
     rewards = [reward for run in group for reward in run.rewards.values()]
-    flat = iter(of_outcomes(rewards, deviation))
-    found = []
+    normalised = iter(outcome_advantages(rewards, deviation))
+    by_run = []
     for run in group:
-        normal = {turn: next(flat) for turn in run.rewards}
+        step_values = {turn: next(normalised) for turn in run.rewards}
         advantages = [0.0] * run.turns
-        ahead = 0.0
+        total = 0.0
         for turn in reversed(range(run.turns)):
-            ahead = normal.get(turn, 0.0) + discount * ahead
-            advantages[turn] = ahead
-        found.append(advantages)
-    return found
+            total = step_values.get(turn, 0.0) + discount * total
+            advantages[turn] = total
+        by_run.append(advantages)
+    return by_run
 
 
-def steps_among(runs: Sequence[RunFacts], instead: Mapping[str, float]) -> list[Steps]:
-    """What turns of these runs were rewarded, run by run; of none if no turn of any was.
+def rewarded_steps(runs: Sequence[RunFacts], overrides: Mapping[str, float]) -> list[Steps]:
+    """Return the step rewards of each run, or an empty list if no single turn was rewarded.
 
-    `instead`: rewards of whole runs, by id, that count in the place of all that was recorded.
+    `overrides` maps run ids to rewards of whole runs, which replace all recorded rewards.
     """
-    judged = [facts for facts in runs if facts.run_id not in instead]
+    judged = [facts for facts in runs if facts.run_id not in overrides]
     if not any(turn is not None for facts in judged for *_, turn in facts.rewards):
         return []
     return [
-        Steps(facts.turns, {facts.turns - 1: instead[facts.run_id]})
-        if facts.run_id in instead
+        Steps(facts.turns, {facts.turns - 1: overrides[facts.run_id]})
+        if facts.run_id in overrides
         else _steps_of(facts)
         for facts in runs
     ]
 
 
-def turn_beyond(facts: RunFacts) -> int | None:
-    """The first turn that is rewarded and that the run has not."""
+def first_missing_turn(facts: RunFacts) -> int | None:
+    """Return the first rewarded turn that the run does not have."""
     turns = (turn for *_, turn in facts.rewards if turn is not None)
     return next((turn for turn in turns if not 0 <= turn < facts.turns), None)
 
 
 def _steps_of(facts: RunFacts) -> Steps:
-    """A run's rewards by turn; what was given for the whole run counts at its last turn."""
-    found: dict[int, float] = {}
+    """Sum the rewards of a run by turn. Rewards for the whole run count at its last turn."""
+    by_turn: dict[int, float] = {}
     for _, _, value, turn in facts.rewards:
-        place = facts.turns - 1 if turn is None else turn
-        found[place] = found.get(place, 0.0) + value
-    return Steps(facts.turns, found)
+        index = facts.turns - 1 if turn is None else turn
+        by_turn[index] = by_turn.get(index, 0.0) + value
+    return Steps(facts.turns, by_turn)

@@ -1,7 +1,7 @@
-"""The texts of a file that a recipe must not train on: a benchmark, say. JSONL, or plain text.
+"""Blocked files: read the texts that a recipe must not train on, such as a benchmark's.
 
-A line that is a JSON object is its `input`, `prompt`, `question`, `text` or last user message; any
-other line is a text as it is. Lines are read one by one. Called by decontamination.py.
+Files are JSONL or plain text. The text of a JSON object is its `input`, `prompt`, `question`,
+`text` or last user message. Any other line is a text itself. Called by decontamination.py.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ FIELDS = ("input", "prompt", "question", "text", "messages")
 
 
 def texts_of_file(files: Files, name: str) -> Iterator[tuple[str, str]]:
-    """(`file.jsonl:17`, text) for each line of an uploaded file's id or of a path.
+    """Yield (`file.jsonl:17`, text) for each line of a file, named by upload id or path.
 
-    Raises BadInput where there is no such file, or it cannot be read as UTF-8.
+    Raises BadInput if the file does not exist or is not readable as UTF-8.
     """
-    path, shown = _resolved(files, name)
+    path, title = _resolve_file(files, name)
     line = 0
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for line, content in enumerate(lines, 1):
                 text = text_in(content)
                 if text:
-                    yield f"{shown}:{line}", text
+                    yield f"{title}:{line}", text
     except UnicodeDecodeError as error:
         raise BadInput(
             f"{name} is not UTF-8 after line {line}: {error.reason}", param=PARAM
@@ -41,17 +41,17 @@ def texts_of_file(files: Files, name: str) -> Iterator[tuple[str, str]]:
 
 
 def text_in(line: str) -> str:
-    """The text that a line holds; "" for an empty one."""
+    """Return the text of a line; "" for an empty line."""
     line = line.strip()
     if line.startswith("{"):
         try:
-            return _told(orjson.loads(line)) or line
+            return _text_of_record(orjson.loads(line)) or line
         except ValueError:
             return line
     return line
 
 
-def _told(record: dict[str, Any]) -> str:
+def _text_of_record(record: dict[str, Any]) -> str:
     for field in FIELDS:
         value = record.get(field)
         if isinstance(value, dict):  # OpenAI's preferences: {"input": {"messages": [...]}}
@@ -64,16 +64,16 @@ def _told(record: dict[str, Any]) -> str:
     return ""
 
 
-def _resolved(files: Files, name: str) -> tuple[Path, str]:
-    """Where it lies, and what to call it."""
+def _resolve_file(files: Files, name: str) -> tuple[Path, str]:
+    """Return the path of a file and its title. Raises BadInput."""
     with contextlib.suppress(NotFound):
         return files.path(name), files.get(name).filename
     path = Path(name)
     try:
-        there = path.is_file()
-    except OSError:  # a name too long to be one
-        there = False
-    if not there:
+        exists = path.is_file()
+    except OSError:  # for example, a name that is too long
+        exists = False
+    if not exists:
         raise BadInput(
             f"{name!r} is neither an uploaded file's id nor a file on this host", param=PARAM
         )

@@ -1,10 +1,10 @@
-"""Builds a dataset: one pass over the runs a recipe considers, in flat memory, then one rename.
+"""Dataset build: one pass over the runs a recipe considers, in constant memory, then one rename.
 
-The store's index tells the runs in the order of their tasks; selection.py and methods.py settle
-them group by group; what is accepted goes into shards (token_shards.py), every run into
-runs.parquet (considered.py), and all of it into a hidden draft (making.py), which becomes the
-dataset when it is whole. A step of a loop is built once (uses.py). Called by process.py,
-fine_tuning and the command line.
+The store's index lists the runs in the order of their tasks. selection.py and methods.py accept or
+refuse them, group by group. Samples go into shards (token_shards.py), and every run into
+runs.parquet (considered_runs.py). All files go into a hidden draft (draft.py), which is renamed to
+the dataset when it is complete. A step of a loop is built once (uses.py). Called by
+build_process.py, fine_tuning and the command line.
 """
 
 import logging
@@ -19,7 +19,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import new_id
 from cray_agents.runtime.datasets.counts import BuildCounts
-from cray_agents.runtime.datasets.draft import Making, OnLine, OnProgress
+from cray_agents.runtime.datasets.draft import BuildPass, OnLine, OnProgress
 from cray_agents.runtime.datasets.reader import MANIFEST, read_dataset, verify
 from cray_agents.runtime.datasets.recipe_checks import check
 from cray_agents.runtime.datasets.uses import Ledger, Uses
@@ -27,23 +27,23 @@ from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store import Store
 
 DRAFT = "building"
-LEFT_SECONDS = 86_400.0  # a draft that nobody wrote to for so long has lost its builder
+ABANDONED_SECONDS = 86_400.0  # a draft without writes for so long has lost its builder
 
 log = logging.getLogger(__name__)
 
 
-def _silent(done: int, total: int, what: str) -> None:
-    """Nobody wants to know."""
+def _ignore_progress(done: int, total: int, stage: str) -> None:
+    """Ignore the progress."""
 
 
 def build_dataset(
-    store: Store, home: Home, recipe: DatasetRecipe, on_progress: OnProgress = _silent
+    store: Store, home: Home, recipe: DatasetRecipe, on_progress: OnProgress = _ignore_progress
 ) -> dict[str, Any]:
-    """Build the dataset, or find it; returns its manifest. `recipe.tokenizer` is a directory.
+    """Build a dataset, unless it exists. Return its manifest. `recipe.tokenizer` is a directory.
 
-    `on_progress(done, total, what)` counts runs and demonstrations. Raises BadInput, with the code
-    `empty_dataset` if nothing was accepted, `step_taken` if the step has another recipe's dataset;
-    StoreError where the shared root cannot be read or written.
+    `on_progress(done, total, stage)` counts runs and demonstrations. Raises BadInput with the code
+    `empty_dataset` if nothing was accepted, or `step_taken` if the step has another recipe's
+    dataset. Raises StoreError if the shared root cannot be read or written.
     """
     check(recipe)
     ledger = Ledger.of(home, recipe)
@@ -57,37 +57,38 @@ def build_dataset(
 
 
 def _build_step(make: Callable[..., str], ledger: Ledger) -> str:
-    """The dataset of a step: what is committed, or what becomes so. uses.py tells how."""
+    """Return the dataset of a step; build and commit it if there is none (uses.py)."""
     while True:
-        found = ledger.committed()
-        counted = ledger.count() if found is None else None
+        dataset = ledger.find_or_resume()
+        counted = ledger.count() if dataset is None else None
         if counted is not None:
             seen, uses = counted
-            made = make(uses, partial(ledger.prepare, seen=seen))
-            found = ledger.commit(made, seen)
-        if found is not None:
-            return found
+            built = make(uses, partial(ledger.prepare, seen=seen))
+            dataset = ledger.commit(built, seen)
+        if dataset is not None:
+            return dataset
 
 
 def plan_dataset(
     store: Store,
     home: Home,
     recipe: DatasetRecipe,
-    on_progress: OnProgress = _silent,
+    on_progress: OnProgress = _ignore_progress,
     on_line: OnLine = lambda line: None,
 ) -> dict[str, Any]:
-    """What `build_dataset` would make: the counts of its manifest. Nothing is written.
+    """Return the counts of the manifest that `build_dataset` would write. Writes nothing.
 
-    `on_line` is told of each run. `step_taken` holds the dataset that the step has already, if it
-    has one: that is what building it again gives. Raises BadInput, but not for an empty dataset.
+    `on_line` is called for each run. If the step already has a dataset, `step_taken` names it;
+    building the step again returns that one. Raises BadInput, but not for an empty dataset.
     """
     check(recipe)
     ledger = Ledger.of(home, recipe)
-    has, uses = ledger.look() if ledger is not None else (None, Uses())
-    making = Making(store, home, recipe, uses, on_progress, None, on_line)
-    counts = making.run()
-    found = {"id": making.naming.name if counts.total("samples") else None, **counts.plain()}
-    return found if has is None else {**found, "step_taken": has}
+    existing, uses = ledger.read() if ledger is not None else (None, Uses())
+    build_pass = BuildPass(store, home, recipe, uses, on_progress, None, on_line)
+    counts = build_pass.run()
+    name = build_pass.naming.name if counts.total("samples") else None
+    plan = {"id": name, **counts.manifest_fields()}
+    return plan if existing is None else {**plan, "step_taken": existing}
 
 
 def _build(
@@ -98,18 +99,18 @@ def _build(
     uses: Uses | None = None,
     prepare: Callable[[str], None] = lambda name: None,
 ) -> str:
-    """Make a dataset and publish it, unless it is there; returns its id. Raises BadInput.
+    """Build a dataset and publish it, unless it exists. Return its id. Raises BadInput.
 
-    `prepare` is told the id when all but the publishing is done.
+    `prepare` is called with the id right before the dataset is published.
     """
     draft = durable.draft_directory(home.dataset(DRAFT))
     try:
-        _sweep(draft)
-        making = Making(store, home, recipe, uses or Uses(), on_progress, draft)
-        _check_filled(making.run())
-        name = making.naming.name
-        if not _whole(home.dataset(name)):
-            making.finish(name)
+        _remove_abandoned(draft)
+        build_pass = BuildPass(store, home, recipe, uses or Uses(), on_progress, draft)
+        _check_filled(build_pass.run())
+        name = build_pass.naming.name
+        if not _is_intact(home.dataset(name)):
+            build_pass.finish(name)
             prepare(name)
             durable.publish_directory(draft, home.dataset(name))
         return name
@@ -118,8 +119,8 @@ def _build(
             shutil.rmtree(draft)
 
 
-def _whole(directory: Path) -> bool:
-    """Whether a dataset is there; a damaged one is set aside, and so made anew."""
+def _is_intact(directory: Path) -> bool:
+    """Tell whether a dataset exists undamaged. A damaged one is renamed, to be built anew."""
     if not (directory / MANIFEST).is_file():
         return False
     try:
@@ -136,9 +137,9 @@ def _check_filled(counts: BuildCounts) -> None:
     if "train" in counts.splits:
         return
     reasons = counts.rejected + counts.rejected_demonstrations
-    told = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
+    cause = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
     if counts.splits:
-        told = f"all {counts.total('samples')} samples fell to the validation split"
+        cause = f"all {counts.total('samples')} samples fell to the validation split"
     hint = ""
     if reasons and reasons.most_common(1)[0][0] == "contaminated":
         hint = (
@@ -146,18 +147,18 @@ def _check_filled(counts: BuildCounts) -> None:
             "the agent's instructions, or raise decontamination.threshold"
         )
     raise BadInput(
-        f"no run can be trained on: {counts.considered} considered ({told or 'none match'}){hint}",
+        f"no run can be trained on: {counts.considered} considered ({cause or 'none match'}){hint}",
         code="empty_dataset",
     )
 
 
-def _sweep(draft: Path) -> None:
-    """Remove drafts whose builders are gone, on whatever host: by the file system's own clock."""
+def _remove_abandoned(draft: Path) -> None:
+    """Remove drafts of dead builders on any host. Ages use the clock of the file system."""
     now = draft.stat().st_mtime
     for other in draft.parent.glob(f".{DRAFT}.draft_*"):
         try:
             written = max(path.stat().st_mtime for path in (other, *other.iterdir()))
-        except FileNotFoundError:  # published or swept in this moment
+        except FileNotFoundError:  # published or removed meanwhile
             continue
-        if now - written > LEFT_SECONDS:
+        if now - written > ABANDONED_SECONDS:
             shutil.rmtree(other, ignore_errors=True)

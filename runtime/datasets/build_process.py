@@ -1,8 +1,8 @@
-"""Builds datasets in a process beside this one: a build would hold Python's lock for seconds.
+"""Build process: build datasets in a child process, away from the gateway's interpreter lock.
 
-The gateway holds one BuildProcess, used from its event loop. The child is started by the first
-build and kept, for importing transformers takes seconds; it gives way to the gateway, and dies with
-it. What it raises on purpose comes back as it is. Read next: building.py, what the child does.
+The gateway has one BuildProcess and uses it from its event loop. The first build starts the child,
+which is kept because importing transformers takes seconds. The child has a lower priority than the
+gateway and dies with it. Errors raised by a build are raised again here. Read next: build.py.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.store import Store
 
 NICE = 10
-TRIES = 2  # a build whose process died, for want of memory say, is tried once more
+TRIES = 2  # a build is tried again if its process died, for example for lack of memory
 
 
 class BuildProcess:
-    """One build at a time, the others wait. `close` ends the process, whatever it does."""
+    """A child process that runs one build at a time. `close` kills it even during a build."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -36,11 +36,11 @@ class BuildProcess:
         self._closed = False
 
     async def build(self, recipe: DatasetRecipe) -> dict[str, Any]:
-        """As build_dataset; also raises StoreError if the process died twice."""
+        """Build a dataset like build_dataset. Raises StoreError, too, if the process died twice."""
         async with self._turn:
             for _ in range(TRIES):
-                executor = self._started()
-                try:  # submitting raises, too, once its death was noticed
+                executor = self._start()
+                try:  # submit() also raises BrokenProcessPool after a death
                     work = executor.submit(_build, str(self._home.root), recipe.model_dump_json())
                     return await asyncio.wrap_future(work)
                 except BrokenProcessPool:
@@ -50,17 +50,17 @@ class BuildProcess:
         raise StoreError("the process that builds datasets died, twice: see the platform's log")
 
     async def close(self) -> None:
-        """End the process. A draft it leaves is swept by a later build."""
+        """End the process. A later build removes its draft."""
         self._closed = True
         await asyncio.to_thread(self._end)
 
-    def _started(self) -> Executor:
-        """Called on the event loop's thread: the kernel ends the child when that thread ends."""
+    def _start(self) -> Executor:
+        """Start the child, on the thread of the event loop: the child dies with that thread."""
         if self._executor is None:
             self._executor = ProcessPoolExecutor(
                 1,
                 mp_context=multiprocessing.get_context("spawn"),
-                initializer=_begin,
+                initializer=_initialize,
                 initargs=(os.getpid(),),
             )
         return self._executor
@@ -69,25 +69,26 @@ class BuildProcess:
         executor, self._executor = self._executor, None
         if executor is None:
             return
-        for process in list((executor._processes or {}).values()):  # kill_workers() of 3.14
+        # like kill_workers() of Python 3.14
+        for process in list((executor._processes or {}).values()):
             process.kill()
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(parent: int) -> None:
-    """In the child, before anything else."""
+def _initialize(parent: int) -> None:
+    """Prepare the child process."""
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the platform's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the platform handles Ctrl-C
     os.nice(NICE)
 
 
 def _build(root: str, recipe: str) -> dict[str, Any]:
-    """In the child."""
+    """Build a dataset, in the child process."""
     home = Home(Path(root))
     return build_dataset(_store(root), home, DatasetRecipe.model_validate_json(recipe))
 
 
 @functools.lru_cache(maxsize=1)
 def _store(root: str) -> Store:
-    """The child's own view of the store: it only reads."""
+    """Open the store in the child process, which only reads it."""
     return Store(Home(Path(root)))

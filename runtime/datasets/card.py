@@ -1,9 +1,9 @@
-"""The card of a dataset: README.md, which people, the Hugging Face hub and `datasets` read.
+"""Dataset card: write README.md for people, the Hugging Face hub and `datasets`.
 
-Its front matter names the shards of each split, so that `datasets.load_dataset(directory)` loads
-the directory as it is; croissant.json beside it (croissant.py) says the same to mlcroissant. The
-card depends on nothing but what it is told: the same dataset has the same card on every machine.
-Written by the builder before the manifest. Read next: histogram.py, the page with the figures.
+Its front matter names the shards of each split, so `datasets.load_dataset(directory)` loads the
+directory without changes. croissant.json (croissant.py) is the same for mlcroissant. The card
+depends on its arguments only, so a dataset has the same card on every machine. Called by counts.py
+before the manifest is written. Read next: histogram.py, the page of figures.
 """
 
 import json
@@ -22,10 +22,10 @@ from cray_agents.runtime.disk import durable
 
 CROISSANT = "croissant.json"
 EXAMPLES = 5
-HEAD = 160  # characters of a text that are shown
+HEAD = 160  # characters shown of a text
 LONG = (*DEMONSTRATIONS, "tools", "rewards")
-SPECIAL = re.compile(r"[\\`*_\[\]#~$]")  # what Markdown would take for its own
-SIZES = (  # the hub's names
+SPECIAL = re.compile(r"[\\`*_\[\]#~$]")  # characters with a meaning in Markdown
+SIZES = (  # size categories of the Hugging Face hub, by upper bound
     (1e3, "n<1K"),
     (1e4, "1K<n<10K"),
     (1e5, "10K<n<100K"),
@@ -96,10 +96,10 @@ cray-agents dataset build --recipe recipe.json
 
 
 class Removed(NamedTuple):
-    """An example of what was left out, and why: texts, or their heads; 1.0 means equal.
+    """An example of a removed run or demonstration. Similarity 1.0 means equal.
 
-    `run_id` is "" for a demonstration; `source` the earlier sample's run, or the held text's name;
-    `matched` is "" where there is nothing to show.
+    `run_id` is "" for a demonstration. `source` is the run of the earlier sample, or the name of
+    the held text. `text` and `matched` may be only heads of texts; `matched` may be "".
     """
 
     run_id: str
@@ -111,12 +111,12 @@ class Removed(NamedTuple):
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the card tells. Counts are of runs and demonstrations together, but where it says runs.
+    """The facts on a card. Counts cover runs and demonstrations, unless named after one of them.
 
-    `shards`: file names by split (`train`, and `validation` where there is one), in order; `rows`:
-    samples by split. `rejected`: how many by reason. `versions`: trained tokens by `name@N`.
-    `rewards`: the distribution, as (label, count), which `Histograms.rewards()` gives.
-    `files`: the manifest's entries of the shards and of runs.parquet ({"sha256", "bytes"}).
+    `shards`: file names by split (`train`, and perhaps `validation`), in order. `rows`: samples by
+    split. `rejected`: counts by reason. `versions`: trained tokens by `name@N`. `rewards`: the
+    distribution as (label, count), from `Histograms.rewards()`. `files`: the manifest's entries of
+    the shards and of runs.parquet ({"sha256", "bytes"}).
     """
 
     id: str
@@ -136,43 +136,43 @@ class CardFacts:
     contaminated: Sequence[Removed] = ()
 
 
-def write_card(directory: Path, about: CardFacts) -> None:
-    """Write README.md and croissant.json into a draft directory that holds the shards already."""
-    durable.write_file(directory / CARD, card(about).encode())
-    described = croissant(about.id, _summary(about), about.shards, about.files)
-    durable.write_file(directory / CROISSANT, described)
+def write_card(directory: Path, facts: CardFacts) -> None:
+    """Write README.md and croissant.json into a draft directory that already has the shards."""
+    durable.write_file(directory / CARD, card(facts).encode())
+    metadata = croissant(facts.id, _summary(facts), facts.shards, facts.files)
+    durable.write_file(directory / CROISSANT, metadata)
 
 
-def card(about: CardFacts) -> str:
-    """The Markdown of README.md."""
-    parts = [
-        f"---\n{_front_matter(about)}---\n",
-        f"# {about.id}\n\n{_summary(about)}\n",
-        _recipe(about.recipe),
-        _counts(about),
-        _left_out(about),
-        _distribution("Rewards of the accepted runs", "Reward", "Runs", about.rewards),
+def card(facts: CardFacts) -> str:
+    """Return the Markdown of README.md."""
+    sections = [
+        f"---\n{_front_matter(facts)}---\n",
+        f"# {facts.id}\n\n{_summary(facts)}\n",
+        _recipe(facts.recipe),
+        _counts(facts),
+        _rejections(facts),
+        _distribution("Rewards of the accepted runs", "Reward", "Runs", facts.rewards),
         _distribution(
             "Versions that sampled what is trained on",
             "Version",
             "Trained tokens",
-            list(about.versions.items()),
+            list(facts.versions.items()),
         ),
-        _examples("Duplicates that were removed", "repeats", about.duplicates),
-        _examples("Contamination that was removed", "matches", about.contaminated),
-        _loading(about),
+        _examples("Duplicates that were removed", "repeats", facts.duplicates),
+        _examples("Contamination that was removed", "matches", facts.contaminated),
+        _loading(facts),
     ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(section for section in sections if section)
 
 
-def _front_matter(about: CardFacts) -> str:
-    """What the hub and `datasets` read. JSON strings are YAML strings."""
-    total = sum(about.rows.values())
+def _front_matter(facts: CardFacts) -> str:
+    """Return the YAML front matter for the hub and `datasets`. JSON strings are valid YAML."""
+    total = sum(facts.rows.values())
     size = next((name for most, name in SIZES if total < most), "n>1T")
     lines = [
-        f"pretty_name: {json.dumps(about.id)}",
+        f"pretty_name: {json.dumps(facts.id)}",
         "tags:",
-        *(f"- {tag}" for tag in ("cray-agents", about.recipe.method, "token-ids", "croissant")),
+        *(f"- {tag}" for tag in ("cray-agents", facts.recipe.method, "token-ids", "croissant")),
         "size_categories:",
         f"- {size}",
         "configs:",
@@ -180,84 +180,89 @@ def _front_matter(about: CardFacts) -> str:
         "  default: true",
         "  data_files:",
     ]
-    for split in about.shards:
+    for split in facts.shards:
         lines += [f"  - split: {split}", f'    path: "{split}-*.parquet"']
     lines += ["- config_name: runs", "  data_files:", "  - split: train", "    path: runs.parquet"]
     return "\n".join(lines) + "\n"
 
 
-def _summary(about: CardFacts) -> str:
-    rows = sum(about.rows.values())
+def _summary(facts: CardFacts) -> str:
+    rows = sum(facts.rows.values())
     return (
-        f"A training set of {_many(rows, 'token sample')} for {METHODS[about.recipe.method]}, "
-        f"built by cray-agents from {_many(about.accepted_runs, 'run')} of "
-        f"{about.considered_runs:,} considered and {_many(about.demonstrations, 'demonstration')}. "
+        f"A training set of {_plural(rows, 'token sample')} for {METHODS[facts.recipe.method]}, "
+        f"built by cray-agents from {_plural(facts.accepted_runs, 'run')} of "
+        f"{facts.considered_runs:,} considered and "
+        f"{_plural(facts.demonstrations, 'demonstration')}. "
         "Its name is the hash of its content: the same recipe over the same runs gives it again."
     )
 
 
 def _recipe(recipe: DatasetRecipe) -> str:
-    given = recipe.model_dump(mode="json", exclude_defaults=True)
-    given["method"] = recipe.method
-    if recipe.tokenizer:  # where things lie is another matter on another machine
-        given["tokenizer"] = Path(recipe.tokenizer).name
+    fields = recipe.model_dump(mode="json", exclude_defaults=True)
+    fields["method"] = recipe.method
+    if recipe.tokenizer:  # paths differ between machines
+        fields["tokenizer"] = Path(recipe.tokenizer).name
     if recipe.decontamination.files:
         names = [Path(name).name for name in recipe.decontamination.files]
-        given["decontamination"]["files"] = names
+        fields["decontamination"]["files"] = names
     for name in LONG:
-        if name in given:
-            given[name] = f"{len(given[name]):,} given"
-    lines = [f"| `{name}` | {_cell(json.dumps(given[name]))} |" for name in sorted(given)]
+        if name in fields:
+            fields[name] = f"{len(fields[name]):,} given"
+    lines = [f"| `{name}` | {_cell(json.dumps(fields[name]))} |" for name in sorted(fields)]
     text = "What was asked for, but for defaults; `recipe.json` has all of it."
     return "\n".join(["## Recipe", "", text, "", "| Field | Value |", "|---|---|", *lines, ""])
 
 
-def _counts(about: CardFacts) -> str:
-    rows = [(f"Samples ({split})", count) for split, count in about.rows.items()]
+def _counts(facts: CardFacts) -> str:
+    rows = [(f"Samples ({split})", count) for split, count in facts.rows.items()]
     rows += [
-        ("Tokens", about.tokens),
-        ("Trained tokens", about.trained_tokens),
-        ("Runs considered", about.considered_runs),
-        ("Runs accepted", about.accepted_runs),
-        ("Demonstrations accepted", about.demonstrations),
+        ("Tokens", facts.tokens),
+        ("Trained tokens", facts.trained_tokens),
+        ("Runs considered", facts.considered_runs),
+        ("Runs accepted", facts.accepted_runs),
+        ("Demonstrations accepted", facts.demonstrations),
     ]
     return _distribution("Counts", "What", "Count", rows)
 
 
-def _left_out(about: CardFacts) -> str:
-    if not about.rejected:
+def _rejections(facts: CardFacts) -> str:
+    if not facts.rejected:
         return "## Left out\n\nNothing that was considered was left out.\n"
     lines = [
         f"| `{_code(reason)}` | {REASONS.get(reason, '')} | {count:,} |"
-        for reason, count in sorted(about.rejected.items(), key=lambda item: (-item[1], item[0]))
+        for reason, count in sorted(facts.rejected.items(), key=lambda item: (-item[1], item[0]))
     ]
     head = ["## Left out", "", "`runs.parquet` says it of each run.", ""]
     return "\n".join([*head, "| Reason | That is | Count |", "|---|---|---:|", *lines, ""])
 
 
-def _distribution(title: str, what: str, count: str, rows: Sequence[tuple[str, int]]) -> str:
+def _distribution(
+    title: str, label_name: str, count_name: str, rows: Sequence[tuple[str, int]]
+) -> str:
     if not rows:
         return ""
     lines = [f"| {_cell(label)} | {n:,} |" for label, n in rows]
-    return "\n".join([f"## {title}", "", f"| {what} | {count} |", "|---|---:|", *lines, ""])
+    return "\n".join(
+        [f"## {title}", "", f"| {label_name} | {count_name} |", "|---|---:|", *lines, ""]
+    )
 
 
 def _examples(title: str, verb: str, removed: Sequence[Removed]) -> str:
     if not removed:
         return ""
     lines = []
-    for one in removed[:EXAMPLES]:
-        who = f"`{_code(one.run_id or 'a demonstration')}` {verb} `{_code(one.source)}`"
-        lines.append(f"- {who} (similarity {one.similarity:.2f})")
-        lines += [f"  - {_quoted(text)}" for text in (one.text, one.matched) if text]
+    for example in removed[:EXAMPLES]:
+        pair = f"`{_code(example.run_id or 'a demonstration')}` {verb} `{_code(example.source)}`"
+        lines.append(f"- {pair} (similarity {example.similarity:.2f})")
+        lines += [f"  - {_quote(text)}" for text in (example.text, example.matched) if text]
     return "\n".join([f"## {title}", "", f"Up to {EXAMPLES} of them:", "", *lines, ""])
 
 
-def _loading(about: CardFacts) -> str:
-    return LOADING.format(split=next(iter(about.shards), "train"))
+def _loading(facts: CardFacts) -> str:
+    return LOADING.format(split=next(iter(facts.shards), "train"))
 
 
-def _many(count: int, noun: str) -> str:
+def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -267,19 +272,19 @@ def _head(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in a table: no pipe ends the cell, no tag is one."""
+    """Escape a text for a cell of a table."""
     return _plain(text).replace("|", "\\|")
 
 
 def _code(text: str) -> str:
-    """Text in a code span."""
+    """Shorten and escape a text for a code span."""
     return _head(text).replace("`", "'").replace("|", "¦")
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return f"“{_plain(_head(text))}”"
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown and HTML show as it is."""
+    """Escape a text for Markdown and HTML."""
     return SPECIAL.sub(r"\\\g<0>", escape(text, quote=False)).replace("\n", " ")

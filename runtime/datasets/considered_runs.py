@@ -1,21 +1,21 @@
-"""runs.parquet: a line for each run and demonstration that was considered, with in or out and why.
+"""runs.parquet: one line for each run and demonstration considered, with decision and reason.
 
-    run         its id; `demonstration/<n>`, from 0, for those of the recipe (in the shards of dpo,
-                `demonstration/<n>/rejected` is the answer that it is preferred to)
-    task, generation, attempt, reward      null where there is none
-    accepted    whether it is in; then `samples` says in how many rows of the shards
-    reason      why it is not:
+    run         the id; `demonstration/<n>`, from 0, for demonstrations of the recipe (in the shards
+                of dpo, `demonstration/<n>/rejected` is the rejected answer)
+    task, generation, attempt, reward      null if missing
+    accepted    true if the run is in the dataset; `samples` counts its rows in the shards
+    reason      the reason for leaving the run out:
                 held_out, infrastructure_error, reward_error (one of its rewards failed), no_reward,
-                no_such_turn (grpo: that a reward is for), used_up (max_uses)
-                imported (has no tokens, and is not rendered), not_renderable
+                no_such_turn (grpo: a reward names a missing turn), used_up (max_uses)
+                imported (has no tokens and is not rendered), not_renderable
                 empty (nothing was sampled), missing_call, no_tokens, no_logprobs, redacted, corrupt
-                ambiguous_choices (of one request, and nothing tells which was gone on with)
+                ambiguous_choices (one request has several answers, and the next turn is unknown)
                 low_reward, not_best, alone, zero_variance, no_pair, broken_prefix (dpo: a template
                 breaks it into several samples), over_max_per_task
                 contaminated, too_long, duplicate, near_duplicate
-    detail      with what: the run it repeats, the held-out task it equals, how similar, how long
+    detail      details of the reason: the repeated run, the held-out task, similarity, length
 
-Written by making.py as it decides, a few thousand lines at a time.
+Written by draft.py, a few thousand lines at a time.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ from cray_agents.runtime.disk import durable
 
 
 class ConsideredRun(NamedTuple):
-    """What became of a run or demonstration."""
+    """A line of runs.parquet."""
 
     run: str
     task: str | None = None
@@ -40,16 +40,16 @@ class ConsideredRun(NamedTuple):
 
 
 class LineWriter:
-    """Writes lines into runs.parquet of a draft directory."""
+    """A writer of runs.parquet in a draft directory."""
 
     def __init__(self, directory: Path) -> None:
         import pyarrow
         import pyarrow.parquet
 
         self._path = directory / RUNS
-        text, whole = pyarrow.string(), pyarrow.int64()
-        kinds = (text, text, whole, whole, pyarrow.float64(), pyarrow.bool_(), text, text, whole)
-        self._schema = pyarrow.schema(list(zip(ConsideredRun._fields, kinds, strict=True)))
+        text, integer, boolean = pyarrow.string(), pyarrow.int64(), pyarrow.bool_()
+        types = (text, text, integer, integer, pyarrow.float64(), boolean, text, text, integer)
+        self._schema = pyarrow.schema(list(zip(ConsideredRun._fields, types, strict=True)))
         self._writer: Any = pyarrow.parquet.ParquetWriter(
             self._path, self._schema, compression="zstd", use_dictionary=["task", "reason"]
         )
@@ -57,14 +57,14 @@ class LineWriter:
         self.count = 0
 
     def add(self, line: ConsideredRun) -> None:
-        """Write a line, soon."""
+        """Add a line. Lines are written in batches."""
         self._lines.append(line)
         self.count += 1
         if len(self._lines) == BATCH:
             self._flush()
 
     def finish(self) -> dict[str, int]:
-        """Write what is left; returns the rows of the file."""
+        """Write the remaining lines. Return the number of rows by file name."""
         self._flush()
         self._writer.close()
         durable.sync(self._path)

@@ -1,7 +1,7 @@
-"""The name of a dataset: a hash of its recipe and of every sample, in order.
+"""Content name of a dataset: a hash of its recipe and of every sample, in order.
 
-Where the tokenizer lies does not matter, for its work is in the samples; nor does how often, or in
-which order, a generation is named. Called by making.py and, for recipes alone, by uses.py.
+The path of the tokenizer is left out, since the samples contain its tokens. Repeated and reordered
+generations do not matter either. Called by draft.py and, for recipes alone, by uses.py.
 """
 
 import hashlib
@@ -16,48 +16,48 @@ LARGE = (*DEMONSTRATIONS, "rewards")
 
 
 def recipe_name(recipe: DatasetRecipe) -> str:
-    """What tells a recipe from another: 64 hex digits."""
-    return digest(essence(recipe), 64)
+    """Return the hash of a recipe: 64 hex digits."""
+    return digest(defining_fields(recipe), 64)
 
 
-def essence(recipe: DatasetRecipe) -> dict[str, Any]:
-    """A recipe without what decides nothing."""
-    what = recipe.model_dump(mode="json", exclude={"tokenizer"})
-    what["generations"] = recipe.generations and sorted(set(recipe.generations))
+def defining_fields(recipe: DatasetRecipe) -> dict[str, Any]:
+    """Return the fields of a recipe that decide the content of its dataset."""
+    fields = recipe.model_dump(mode="json", exclude={"tokenizer"})
+    fields["generations"] = recipe.generations and sorted(set(recipe.generations))
     if recipe.discount == 1.0:
-        del what["discount"]
-    # without the key it is the population's: what was made before there was a choice keeps its name
+        del fields["discount"]
+    # a missing key means `population`: so datasets older than this field keep their names
     if recipe.method != "grpo" or not recipe.normalize or recipe.deviation == "population":
-        del what["deviation"]
+        del fields["deviation"]
     if recipe.givers is None:
-        del what["givers"]
+        del fields["givers"]
     else:
-        what["givers"] = sorted(set(recipe.givers))
-    return what
+        fields["givers"] = sorted(set(recipe.givers))
+    return fields
 
 
-def brief(recipe: DatasetRecipe) -> dict[str, Any]:
-    """A recipe as manifests show it; the parts that grow with the data are in recipe.json."""
+def manifest_recipe(recipe: DatasetRecipe) -> dict[str, Any]:
+    """Return a recipe for the manifest. Fields that grow with the data are only in recipe.json."""
     return recipe.model_dump(mode="json", exclude=set(LARGE))
 
 
 class Naming:
-    """Takes in the rows in their order, and makes the name."""
+    """A running hash of all rows, in order, that becomes the name."""
 
     def __init__(self, recipe: DatasetRecipe) -> None:
         self._recipe = recipe
         self._hasher = hashlib.sha256()
 
     def add(self, split: str, row: SampleRow) -> None:
-        """Take a row in: all that is in its shard, and its group of balance for its weight."""
+        """Add a row: all its columns except the weight, which the balance group stands for."""
         sample = row.sample
-        about = [split, *row[1:-1], sample.spans, sample.versions, len(sample.input_ids)]
-        about += [sample.temperature, sample.shaped, *row.advantages]
-        self._hasher.update(canonical(about))
+        values = [split, *row[1:-1], sample.spans, sample.versions, len(sample.input_ids)]
+        values += [sample.temperature, sample.shaped, *row.advantages]
+        self._hasher.update(canonical(values))
         self._hasher.update(sample.input_ids.tobytes())
         self._hasher.update(sample.logprobs.tobytes())
 
     @property
     def name(self) -> str:
-        """`ds-` and 16 hex digits."""
-        return f"ds-{digest([essence(self._recipe), self._hasher.hexdigest()])}"
+        """The name of the dataset: `ds-` and 16 hex digits."""
+        return f"ds-{digest([defining_fields(self._recipe), self._hasher.hexdigest()])}"

@@ -1,6 +1,6 @@
-"""What is counted while a dataset is made, and the papers that tell of it.
+"""Build counts: count runs, samples and tokens of a build, for its manifest, card and figures.
 
-Filled by making.py; the card is card.py's, the page histogram.py's.
+Filled by draft.py. The card is written by card.py, the page of figures by histogram.py.
 """
 
 from collections import Counter
@@ -12,20 +12,20 @@ from typing import Any
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.card import CardFacts, Removed, write_card
 from cray_agents.runtime.datasets.considered_runs import ConsideredRun
-from cray_agents.runtime.datasets.content_name import brief
+from cray_agents.runtime.datasets.content_name import manifest_recipe
 from cray_agents.runtime.datasets.decontamination import Match, head
 from cray_agents.runtime.datasets.histogram import Histograms
 from cray_agents.runtime.datasets.near_duplicates import Repeat
 from cray_agents.runtime.datasets.selection import CandidateRun
 from cray_agents.runtime.datasets.token_shards import SampleRow
 
-EXAMPLES = 5  # of each kind of removal that the card shows
+EXAMPLES = 5  # of duplicates and of contamination on the card
 PAGE = "histogram.html"
 
 
 @dataclass
 class BuildCounts:
-    """Counts of one build. `rejected` is of runs; demonstrations are counted apart."""
+    """Counts of one build. `rejected` counts runs; `rejected_demonstrations` demonstrations."""
 
     recipe: DatasetRecipe
     considered: int = 0
@@ -39,55 +39,55 @@ class BuildCounts:
     contaminated: list[Removed] = field(default_factory=list)
     histograms: Histograms = field(default_factory=Histograms)
 
-    def run(self, candidate: CandidateRun, line: ConsideredRun) -> None:
-        """Count a run that was considered."""
+    def add_run(self, candidate: CandidateRun, line: ConsideredRun) -> None:
+        """Count a considered run."""
         facts = candidate.facts
         self.considered += 1
         self.accepted += line.accepted
         if line.reason is not None:
             self.rejected[line.reason] += 1
-        self.histograms.run(
+        self.histograms.add_run(
             reward=candidate.reward,
             turns=facts.turns,
             calls=facts.calls,
             task=facts.task or "",
             accepted=line.accepted,
         )
-        self._removed(facts.run_id, facts.input, candidate.match, candidate.repeats)
+        self._add_examples(facts.run_id, facts.input, candidate.match, candidate.repeats)
 
-    def demonstration(
+    def add_demonstration(
         self,
         line: ConsideredRun,
         text: str,
         match: Match | None = None,
         repeats: Repeat | None = None,
     ) -> None:
-        """Count a demonstration."""
+        """Count a considered demonstration."""
         self.demonstrations += line.accepted
         if line.reason is not None:
             self.rejected_demonstrations[line.reason] += 1
-        self._removed("", head(text), match, repeats)
+        self._add_examples("", head(text), match, repeats)
 
-    def row(self, split: str, row: SampleRow) -> None:
-        """Count a sample that is in."""
+    def add_row(self, split: str, row: SampleRow) -> None:
+        """Count a sample of the dataset."""
         sample, trained = row.sample, row.sample.trained
         counts = self.splits.setdefault(split, Counter())
         counts.update(samples=1, tokens=len(sample.input_ids), trained_tokens=trained)
         by_version = sample.by_version()
         self.versions.update(by_version)
-        self.histograms.sample(
+        self.histograms.add_sample(
             tokens=len(sample.input_ids),
             trained=trained,
             advantage=row.advantage if self.recipe.method == "grpo" else None,
             versions=by_version,
         )
 
-    def total(self, what: str) -> int:
-        """samples, tokens or trained_tokens of all splits."""
-        return sum(counts[what] for counts in self.splits.values())
+    def total(self, name: str) -> int:
+        """Return the sum of `samples`, `tokens` or `trained_tokens` over all splits."""
+        return sum(counts[name] for counts in self.splits.values())
 
-    def plain(self) -> dict[str, Any]:
-        """The counts, as the manifest has them."""
+    def manifest_fields(self) -> dict[str, Any]:
+        """Return the counts as fields of the manifest."""
         names = ("samples", "tokens", "trained_tokens")
         return {
             "method": self.recipe.method,
@@ -102,14 +102,14 @@ class BuildCounts:
             "rejected": dict(sorted(self.rejected.items())),
             "demonstrations": self.demonstrations,
             "rejected_demonstrations": dict(sorted(self.rejected_demonstrations.items())),
-            "recipe": brief(self.recipe),
+            "recipe": manifest_recipe(self.recipe),
         }
 
     def write_papers(self, directory: Path, name: str, files: dict[str, dict[str, Any]]) -> None:
-        """Write card and page into a draft that holds the files. They tell no time and no place."""
+        """Write the card and the page of figures into a draft. They have no times and no paths."""
         shards = sorted(file for file in files if "-" in file)
         self.histograms.write(directory / PAGE, title=name)
-        about = CardFacts(
+        facts = CardFacts(
             id=name,
             recipe=self.recipe,
             shards={k: list(v) for k, v in groupby(shards, lambda s: s.partition("-")[0])},
@@ -126,9 +126,11 @@ class BuildCounts:
             duplicates=self.duplicates,
             contaminated=self.contaminated,
         )
-        write_card(directory, about)
+        write_card(directory, facts)
 
-    def _removed(self, run_id: str, text: str, match: Match | None, repeats: Repeat | None) -> None:
+    def _add_examples(
+        self, run_id: str, text: str, match: Match | None, repeats: Repeat | None
+    ) -> None:
         if match is not None and len(self.contaminated) < EXAMPLES:
             removed = Removed(run_id, text, match.source, match.text, match.similarity)
             self.contaminated.append(removed)

@@ -1,8 +1,7 @@
-"""croissant.json: the dataset in the words of MLCommons' Croissant 1.1, as mlcroissant reads it.
+"""croissant.json: describe a dataset in MLCommons' Croissant 1.1, as mlcroissant reads it.
 
-A record set for each split, and `runs`, which tells of each run whether it is in. License,
-author and date are not known here and left out; whoever publishes the dataset adds them. Written by
-card.py beside the card.
+It has a record set for each split, and `runs`, with the decision on each run. License, author and
+date are unknown here; the publisher of a dataset adds them. Written by card.py beside the card.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +12,14 @@ import orjson
 from cray_agents.runtime.datasets.reader import RUNS
 
 FORMAT = "application/x-parquet"
-PER_TOKEN = {
+TOKEN_COLUMNS = {
     "input_ids": "cr:Int32",
     "loss_mask": "cr:Int8",
     "logprobs": "cr:Float32",
     "advantages": "cr:Float32",
     "version_index": "cr:Int16",
 }
-PER_SAMPLE = {
+SAMPLE_COLUMNS = {
     "weight": "cr:Float64",
     "reward": "cr:Float64",
     "advantage": "cr:Float64",
@@ -28,7 +27,7 @@ PER_SAMPLE = {
     "task_id": "sc:Text",
     "group": "sc:Text",
 }
-OF_RUN = {"run": "sc:Text", "accepted": "sc:Boolean", "samples": "cr:Int64"}
+RUN_COLUMNS = {"run": "sc:Text", "accepted": "sc:Boolean", "samples": "cr:Int64"}
 CONTEXT = {
     "@language": "en",
     "@vocab": "https://schema.org/",
@@ -80,19 +79,19 @@ def croissant(
     splits: Mapping[str, Sequence[str]],
     files: Mapping[str, Mapping[str, Any]],
 ) -> bytes:
-    """The JSON-LD of a directory: its splits' shards, and the checksum of each of the `files`."""
+    """Return the JSON-LD of a dataset: the shards of its splits, and checksums of the `files`."""
     sets = [_file_set(split) for split in splits]
     objects = [_file_object(file, files[file]) for file in sorted(files)]
     records = [_samples(split) for split in splits]
     if RUNS in files:
-        records.append(_record_set("runs", {"fileObject": {"@id": RUNS}}, OF_RUN, {}))
+        records.append(_record_set("runs", {"fileObject": {"@id": RUNS}}, RUN_COLUMNS, {}))
     return orjson.dumps(
         {
             "@context": CONTEXT,
             "@type": "sc:Dataset",
             "conformsTo": "http://mlcommons.org/croissant/1.1",
             "name": name,
-            "version": "1.0.0",  # it never changes: another one has another name
+            "version": "1.0.0",  # a dataset never changes: another one has another name
             "description": description,
             "distribution": [*sets, *objects],
             "recordSet": records,
@@ -122,22 +121,26 @@ def _file_object(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples(split: str) -> dict[str, Any]:
-    return _record_set(split, {"fileSet": {"@id": f"{split}-shards"}}, PER_SAMPLE, PER_TOKEN)
+    return _record_set(
+        split, {"fileSet": {"@id": f"{split}-shards"}}, SAMPLE_COLUMNS, TOKEN_COLUMNS
+    )
 
 
 def _record_set(
     name: str, source: dict[str, Any], single: Mapping[str, str], lists: Mapping[str, str]
 ) -> dict[str, Any]:
-    fields = [_field(name, source, column, kind) for column, kind in single.items()]
-    for column, kind in lists.items():
-        fields.append({**_field(name, source, column, kind), "isArray": True, "arrayShape": "-1"})
+    fields = [_field(name, source, column, data_type) for column, data_type in single.items()]
+    for column, data_type in lists.items():
+        fields.append(
+            {**_field(name, source, column, data_type), "isArray": True, "arrayShape": "-1"}
+        )
     return {"@type": "cr:RecordSet", "@id": name, "field": fields}
 
 
-def _field(name: str, source: dict[str, Any], column: str, kind: str) -> dict[str, Any]:
+def _field(name: str, source: dict[str, Any], column: str, data_type: str) -> dict[str, Any]:
     return {
         "@type": "cr:Field",
         "@id": f"{name}/{column}",
-        "dataType": kind,
+        "dataType": data_type,
         "source": {**source, "extract": {"column": column}},
     }

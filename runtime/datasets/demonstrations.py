@@ -1,9 +1,9 @@
-"""Conversations to imitate, as training sequences: what the model would have read and sampled.
+"""Demonstrations: render conversations to imitate into training sequences.
 
-Each assistant turn is rendered as the engine would render its prompt; what the template then adds
-for the answer is what would have been sampled, up to and with the end-of-turn token. The turns are
-merged as those of a recorded run are (samples.py), so both kinds of sample look the same.
-Called by making.py and selection.py. transformers is imported on first use: it takes seconds.
+The prompt of each assistant turn is rendered as the engine would render it. The text that the
+template adds for the answer, up to and with the end-of-turn token, counts as sampled. The turns are
+merged like those of a recorded run (run_samples.py), so both kinds of sample look the same. Called
+by draft.py and selection.py. transformers is imported on first use because it takes seconds.
 """
 
 import functools
@@ -15,15 +15,15 @@ from typing import Any
 from cray_agents.errors import BadInput
 from cray_agents.records import Message
 from cray_agents.runtime.datasets.run_samples import TokenSample, TokenTurn, merge_turns
-from cray_agents.runtime.vllm_plugins.template_time import TemplateTooSlow, limited
+from cray_agents.runtime.vllm_plugins.template_time import TemplateTooSlow, limit_template
 
-# what transformers raises for files that are damaged, or hold other JSON than it thinks
+# errors that transformers raises for damaged files and for unexpected JSON
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @functools.lru_cache(maxsize=4)
 def renderer_of(checkpoint: Path) -> "Renderer":
-    """The Renderer of a checkpoint, which never changes; reading a tokenizer takes a while."""
+    """Return the Renderer of a checkpoint, cached because loading a tokenizer is slow."""
     return Renderer(checkpoint)
 
 
@@ -47,17 +47,17 @@ class Renderer:
     def samples(
         self, conversation: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> list[TokenSample]:
-        """The sequences of a conversation; only the assistant's tokens are trained on.
+        """Render a conversation. Only the assistant's tokens are trained on.
 
-        A turn of `weight` 0 is context for the turns after it. Raises BadInput if no turn is left,
-        the template refuses the conversation, or marks no end of a turn.
+        A turn of `weight` 0 is only context for later turns. Raises BadInput if no turn is left, or
+        if the template refuses the conversation or marks no end of a turn.
         """
-        messages = [as_rendered(message) for message in conversation]
-        signatures = [as_declared(tool) for tool in tools] or None
+        messages = [template_message(message) for message in conversation]
+        signatures = [template_tool(tool) for tool in tools] or None
         turns = [
-            self._turn(messages[: place + 1], signatures)
-            for place, message in enumerate(messages)
-            if message["role"] == "assistant" and conversation[place].get("weight") != 0
+            self._turn(messages[: index + 1], signatures)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and conversation[index].get("weight") != 0
         ]
         if not turns:
             raise BadInput(
@@ -68,22 +68,22 @@ class Renderer:
     def answer(
         self, conversation: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> TokenSample:
-        """The same of its last message alone, the assistant's; all before it is context."""
+        """Render a conversation, and train only on its last message, the assistant's."""
         context = [{**message, "weight": 0} for message in conversation[:-1]]
         [sample] = self.samples([*context, {**conversation[-1], "weight": 1}], tools)
         return sample
 
     def _turn(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> TokenTurn:
         prompt = self._render(messages[:-1], tools, generation=True)
-        whole = self._render(messages, tools, generation=False)
-        if not whole.startswith(prompt):
+        full = self._render(messages, tools, generation=False)
+        if not full.startswith(prompt):
             raise BadInput(
                 "the chat template renders an answer differently from its generation prompt: "
-                f"{whole[-200:]!r} does not start with {prompt[-200:]!r}",
+                f"{full[-200:]!r} does not start with {prompt[-200:]!r}",
                 param="tokenizer",
             )
-        answer = self._tokens(whole[len(prompt) :])
-        ends = [place for place, token in enumerate(answer) if token in self._ends]
+        answer = self._tokens(full[len(prompt) :])
+        ends = [index for index, token in enumerate(answer) if token in self._ends]
         if not ends:
             raise BadInput("the chat template ends a turn with no special token", param="tokenizer")
         sampled = answer[: ends[-1] + 1]
@@ -95,7 +95,7 @@ class Renderer:
         from jinja2 import TemplateError
 
         try:
-            with limited():
+            with limit_template():
                 return str(
                     self._tokenizer.apply_chat_template(
                         messages, tools=tools, add_generation_prompt=generation, tokenize=False
@@ -103,7 +103,7 @@ class Renderer:
                 )
         except TemplateTooSlow as error:
             raise BadInput(str(error), param="tokenizer") from error
-        except (TemplateError, TypeError, ValueError) as error:  # a template is its author's code
+        except (TemplateError, TypeError, ValueError) as error:  # raised by the template
             message = f"the chat template refuses a demonstration: {error}"
             raise BadInput(message, param="demonstrations") from error
 
@@ -111,30 +111,30 @@ class Renderer:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def as_rendered(message: Message) -> Message:
-    """A message as vLLM hands it to a chat template: tool arguments as a dict, text as a string."""
-    shown = {**message, "content": _text(message.get("content"))}
-    shown.pop("weight", None)  # of training, not of what is said
-    calls = shown.pop("tool_calls", None)
+def template_message(message: Message) -> Message:
+    """Convert a message as vLLM does for a chat template: arguments to a dict, text to a string."""
+    rendered = {**message, "content": _text(message.get("content"))}
+    rendered.pop("weight", None)  # for training only
+    calls = rendered.pop("tool_calls", None)
     if calls:
-        shown["tool_calls"] = [
+        rendered["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
             for call in calls
         ]
-    return shown
+    return rendered
 
 
-def as_declared(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as vLLM hands it to a chat template: fields in its order, absent ones as None."""
+def template_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Convert a tool as vLLM does for a chat template: fixed field order, None if missing."""
     function = tool["function"]
-    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
+    fields = {name: function.get(name) for name in ("name", "description", "parameters")}
     if function.get("strict") is not None:
-        shown["strict"] = function["strict"]
-    return {"type": "function", "function": shown}
+        fields["strict"] = function["strict"]
+    return {"type": "function", "function": fields}
 
 
 def _text(content: Any) -> Any:
-    """None as the empty string; OpenAI's list of text parts as lines; anything else as it is."""
+    """Return "" for None, and a list of text parts joined by newlines. Keep other content."""
     if content is None:
         return ""
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
@@ -143,7 +143,7 @@ def _text(content: Any) -> Any:
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as an object; what is no JSON object becomes an empty one, as in vLLM."""
+    """Parse the arguments. Anything but a JSON object becomes an empty one, as in vLLM."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

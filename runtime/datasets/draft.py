@@ -1,6 +1,6 @@
-"""One pass over demonstrations and runs: settled, counted, named, written into a draft.
+"""Dataset draft: decide on all demonstrations and runs in one pass, and write the samples.
 
-Called by building.py, which publishes the draft; with none, nothing is written.
+Called by build.py, which publishes the draft. Without a draft directory nothing is written.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from cray_agents.runtime.datasets.decontamination import (
     inputs_of_messages,
 )
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
-from cray_agents.runtime.datasets.methods import settled
+from cray_agents.runtime.datasets.methods import settle_groups
 from cray_agents.runtime.datasets.near_duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.reader import MANIFEST, RECIPE
 from cray_agents.runtime.datasets.recipe_checks import query_of
 from cray_agents.runtime.datasets.run_samples import TokenSample
 from cray_agents.runtime.datasets.sample_weights import Balance
-from cray_agents.runtime.datasets.selection import CandidateRun, Selection, too_long
+from cray_agents.runtime.datasets.selection import CandidateRun, Selection, is_too_long
 from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.datasets.uses import Uses
 from cray_agents.runtime.disk import checksums, durable
@@ -41,12 +41,12 @@ from cray_agents.runtime.store import Store
 OnProgress = Callable[[int, int, str], None]
 OnLine = Callable[[ConsideredRun], None]
 
-TELL_EVERY = 256  # runs between reports of progress
+REPORT_EVERY = 256  # runs between reports of progress
 
 
 @dataclass
-class Making:
-    """What a dataset becomes. `naming` and `counts` are whole when `run` has returned."""
+class BuildPass:
+    """One pass over a recipe's inputs. `naming` and `counts` are complete once `run` returns."""
 
     store: Store
     home: Home
@@ -60,7 +60,7 @@ class Making:
     selection: Selection = field(init=False)
 
     def run(self) -> BuildCounts:
-        """Settle everything. Raises BadInput."""
+        """Accept or refuse every demonstration and run. Raises BadInput."""
         recipe = self.recipe
         self.naming, self.counts = Naming(recipe), BuildCounts(recipe)
         self._writers: dict[str, ShardWriter] = {}
@@ -80,35 +80,35 @@ class Making:
             Balance(recipe.balance_by, recipe.balance_power),
         )
         try:
-            self._demonstrations()
+            self._add_demonstrations()
             if query is not None:
                 judged = map(self.selection.judge, self.store.facts(query))
-                for group in settled(judged, self.selection):
-                    self._settle(group)
+                for group in settle_groups(judged, self.selection):
+                    self._add_group(group)
         finally:
             self.selection.seen.close()
         self.on_progress(self._total, self._total, "writing")
         return self.counts
 
     def finish(self, name: str) -> None:
-        """Write the draft's last files, the manifest at the end. Raises BadInput."""
+        """Write the remaining files of the draft, the manifest last. Raises BadInput."""
         assert self.draft is not None and self._lines is not None
         rows = self._lines.finish()
         for split, writer in self._writers.items():
             shards = writer.finish()
             self.selection.balance.apply(self.draft, split, shards)
             rows |= shards
-        whole = self.recipe.model_dump(mode="json")
-        durable.write_file(self.draft / RECIPE, canonical(whole))
-        files = {file: self._about(file, rows) for file in sorted([*rows, RECIPE])}
+        recipe = self.recipe.model_dump(mode="json")
+        durable.write_file(self.draft / RECIPE, canonical(recipe))
+        files = {file: self._file_entry(file, rows) for file in sorted([*rows, RECIPE])}
         self.counts.write_papers(self.draft, name, files)
         for path in self.draft.iterdir():
             if path.name not in files:
                 durable.sync(path)
-                files[path.name] = self._about(path.name, rows)
+                files[path.name] = self._file_entry(path.name, rows)
         manifest = {
             "id": name,
-            **self.counts.plain(),
+            **self.counts.manifest_fields(),
             "loop": self.recipe.loop,
             "step": self.recipe.step,
             "files": dict(sorted(files.items())),
@@ -116,57 +116,57 @@ class Making:
         }
         durable.write_file(self.draft / MANIFEST, checksums.with_crc(orjson.dumps(manifest)))
 
-    def _about(self, file: str, rows: dict[str, int]) -> dict[str, Any]:
+    def _file_entry(self, file: str, rows: dict[str, int]) -> dict[str, Any]:
         assert self.draft is not None
         path = self.draft / file
-        about = {"sha256": durable.sha256_file(path), "bytes": path.stat().st_size}
-        return {**about, "rows": rows[file]} if file in rows else about
+        entry = {"sha256": durable.sha256_file(path), "bytes": path.stat().st_size}
+        return {**entry, "rows": rows[file]} if file in rows else entry
 
     def _renderer(self) -> Renderer | None:
-        wanted = self.recipe.demonstrations or self.recipe.render
-        if not wanted or self.recipe.tokenizer is None:
+        renders = self.recipe.demonstrations or self.recipe.render
+        if not renders or self.recipe.tokenizer is None:
             return None
         tokenizer = Path(self.recipe.tokenizer)
         verify_settings(tokenizer)
         return renderer_of(tokenizer)
 
-    def _settle(self, group: Sequence[CandidateRun]) -> None:
-        """Write a settled group: its rows side by side, and a line for each run."""
+    def _add_group(self, group: Sequence[CandidateRun]) -> None:
+        """Write the rows of a group side by side, and a line for each of its runs."""
         by_split: dict[str, list[SampleRow]] = {}
         for candidate in group:
             if candidate.gone:
                 continue
             line = candidate.line()
-            self._say(line)
-            self.counts.run(candidate, line)
+            self._write_line(line)
+            self.counts.add_run(candidate, line)
             if candidate.rows:
                 facts = candidate.facts
-                split = self._split(facts.task or facts.input)
+                split = self._split_of(facts.task or facts.input)
                 by_split.setdefault(split, []).extend(candidate.rows)
         for split, rows in by_split.items():
             self._write(split, rows)
         self._count(len(group))
 
-    def _demonstrations(self) -> None:
+    def _add_demonstrations(self) -> None:
         recipe, count = self.recipe, len(self.recipe.demonstrations)
         metadata = recipe.demonstrations_metadata or [{}] * count
         tools = recipe.demonstrations_tools or [recipe.tools] * count
         renderer = self.selection.renderer
         for number, messages in enumerate(recipe.demonstrations):
-            assert renderer is not None  # checked: demonstrations come with a tokenizer
+            assert renderer is not None  # recipe_checks requires a tokenizer
             text = input_of_messages(messages)
             if recipe.method == "dpo":
-                other = [*messages[:-1], recipe.demonstrations_rejected[number]]
-                samples = [renderer.answer(each, tools[number]) for each in (messages, other)]
+                worse = [*messages[:-1], recipe.demonstrations_rejected[number]]
+                samples = [renderer.answer(each, tools[number]) for each in (messages, worse)]
             else:
                 samples = renderer.samples(messages, tools[number])
-            split = recipe.demonstrations_splits[number] if recipe.demonstrations_splits else None
-            match = self.selection.held.match_any(inputs_of_messages(messages))
-            split_of = split or self._split(text)
-            self._demonstration(number, text, match, samples, metadata[number], split_of)
+            named = recipe.demonstrations_splits[number] if recipe.demonstrations_splits else None
+            match = self.selection.blocked.match_any(inputs_of_messages(messages))
+            split = named or self._split_of(text)
+            self._add_demonstration(number, text, match, samples, metadata[number], split)
             self._count(1)
 
-    def _demonstration(
+    def _add_demonstration(
         self,
         number: int,
         text: str,
@@ -175,18 +175,18 @@ class Making:
         metadata: dict[str, Any],
         split: str,
     ) -> None:
-        """Settle a demonstration as a run is; `text` is what was asked first."""
-        name = f"demonstration/{number}"  # no run has such an id: it holds no slash
+        """Decide on a demonstration and write its rows. `text`: the first message of the user."""
+        name = f"demonstration/{number}"  # run ids have no slash
         longest = max(len(sample.input_ids) for sample in samples)
         reason, detail, repeat = None, None, None
         if match is not None:
-            reason, detail = "contaminated", match.told
-        elif too_long(longest, self.recipe):
+            reason, detail = "contaminated", match.description
+        elif is_too_long(longest, self.recipe):
             reason, detail = "too_long", f"{longest} tokens"
         elif self.recipe.method == "dpo" and samples[0].input_ids == samples[1].input_ids:
             reason, detail = "no_pair", "both answers are the same"
         else:
-            samples, repeat = self._fresh(name, samples)
+            samples, repeat = self._drop_repeats(name, samples)
             if repeat is not None and not samples:
                 reason, detail = repeat.reason, repeat.detail
         if reason is not None:
@@ -195,15 +195,15 @@ class Making:
             line = ConsideredRun(name, accepted=True, samples=len(samples))
             balance = self.selection.balance.group_of(metadata)
             self._write(split, self._rows(name, samples, balance))
-        self._say(line)
-        self.counts.demonstration(line, text, match, repeat)
+        self._write_line(line)
+        self.counts.add_demonstration(line, text, match, repeat)
 
-    def _fresh(
+    def _drop_repeats(
         self, name: str, samples: list[TokenSample]
     ) -> tuple[list[TokenSample], Repeat | None]:
-        """Those that were not there before; of a pair both or none."""
+        """Return the samples that repeat no earlier sample; both or none of a pair."""
         if self.recipe.method != "dpo":
-            return self.selection.seen.fresh(name, samples)
+            return self.selection.seen.drop_repeats(name, samples)
         better, worse = samples
         repeat = self.selection.seen.repeat(name, better.input_ids + worse.input_ids)
         return ([], repeat) if repeat is not None else (samples, None)
@@ -211,36 +211,36 @@ class Making:
     def _rows(self, name: str, samples: list[TokenSample], balance: int) -> list[SampleRow]:
         if self.recipe.method != "dpo":
             return [SampleRow(sample, name, "", 0.0, balance=balance) for sample in samples]
-        about: dict[str, Any] = {"group": name, "pair": name, "balance": balance}
+        pair: dict[str, Any] = {"group": name, "pair": name, "balance": balance}
         better, worse = samples
         return [
-            SampleRow(better, name, "", 0.0, chosen=True, **about),
-            SampleRow(worse, f"{name}/rejected", "", 0.0, chosen=False, **about),
+            SampleRow(better, name, "", 0.0, chosen=True, **pair),
+            SampleRow(worse, f"{name}/rejected", "", 0.0, chosen=False, **pair),
         ]
 
     def _write(self, split: str, rows: list[SampleRow]) -> None:
         for row in rows:
             self.naming.add(split, row)
-            self.counts.row(split, row)
+            self.counts.add_row(split, row)
             self.selection.balance.add(split, row.balance)
         if self.draft is not None:
             if split not in self._writers:
                 self._writers[split] = ShardWriter(self.draft, split)
             self._writers[split].add(rows)
 
-    def _say(self, line: ConsideredRun) -> None:
+    def _write_line(self, line: ConsideredRun) -> None:
         if self._lines is not None:
             self._lines.add(line)
         self.on_line(line)
 
-    def _split(self, task: str) -> str:
-        """The split of all samples of a task, by the hash of its id (or of what was asked)."""
+    def _split_of(self, task: str) -> str:
+        """Return the split of a task, by the hash of its id (or of its input)."""
         if not self.recipe.validation:
             return "train"
-        place = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big") / 2**64
-        return "validation" if place < self.recipe.validation else "train"
+        fraction = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big") / 2**64
+        return "validation" if fraction < self.recipe.validation else "train"
 
-    def _count(self, more: int) -> None:
-        before, self._done = self._done, self._done + more
-        if before // TELL_EVERY != self._done // TELL_EVERY:
+    def _count(self, items: int) -> None:
+        before, self._done = self._done, self._done + items
+        if before // REPORT_EVERY != self._done // REPORT_EVERY:
             self.on_progress(self._done, self._total, "settling runs")

@@ -1,7 +1,7 @@
-"""A page of figures about a dataset: histogram.html, whole in itself, for any browser.
+"""histogram.html: a self-contained page of figures about a dataset.
 
-`Histograms` is told of runs and samples while they stream by and keeps counts only. Each figure is
-a few bars of inline SVG with its numbers in a table below. Written by the builder beside the card.
+`Histograms` counts runs and samples one by one and keeps only the counts. Each figure is a few bars
+of inline SVG, with its numbers in a table below. Called by counts.py.
 """
 
 from collections import Counter
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from cray_agents.runtime.datasets.tallies import ValueCounts
 from cray_agents.runtime.disk import durable
 
-TOP = 20  # versions that are shown
-WIDTH, HEIGHT, GAP = 640, 160, 2  # of a figure's bars, in its own units
+TOP = 20  # versions shown
+WIDTH, HEIGHT, GAP = 640, 160, 2  # of a figure's bars, in SVG units
 
 STYLE = """
 :root { color-scheme: light dark; --bar: #2f6fb0; --line: #c8ccd2; --soft: #5a6270; }
@@ -33,7 +33,7 @@ th, td { text-align: right; padding: 0.1rem 1rem 0.1rem 0; border-bottom: 1px so
 
 
 class Figure(NamedTuple):
-    """Bars: what is counted, a line about it, and (label, count) in order."""
+    """A figure: its title, a line about it, and its bars as (label, count)."""
 
     title: str
     about: str
@@ -41,7 +41,7 @@ class Figure(NamedTuple):
 
 
 class Histograms:
-    """Counts of what a dataset is made of."""
+    """Distributions of the runs and samples of a dataset."""
 
     def __init__(self) -> None:
         self._rewards, self._turns, self._calls = ValueCounts(), ValueCounts(), ValueCounts()
@@ -49,9 +49,9 @@ class Histograms:
         self._per_task = ValueCounts()
         self._versions: Counter[str] = Counter()
         self._task: str | None = None
-        self._of_task = 0  # accepted runs of it
+        self._task_runs = 0  # accepted runs of that task
 
-    def run(
+    def add_run(
         self,
         *,
         reward: float | None,
@@ -60,19 +60,19 @@ class Histograms:
         task: str | None,
         accepted: bool,
     ) -> None:
-        """A run that was considered. Those of a task come one after another."""
+        """Count a considered run. Runs of one task must be consecutive."""
         if task != self._task:
             self._end_task()
             self._task = task
         if not accepted:
             return
-        self._of_task += 1
+        self._task_runs += 1
         self._turns.add(turns)
         self._calls.add(calls)
         if reward is not None:
             self._rewards.add(reward)
 
-    def sample(
+    def add_sample(
         self,
         *,
         tokens: int,
@@ -80,7 +80,7 @@ class Histograms:
         advantage: float | None = None,
         versions: Mapping[str, int] | None = None,
     ) -> None:
-        """A sample that was kept; `versions`: its trained tokens by `name@N`."""
+        """Count a sample of the dataset. `versions`: its trained tokens by `name@N`."""
         self._tokens.add(tokens)
         self._trained.add(trained)
         if advantage is not None:
@@ -89,15 +89,15 @@ class Histograms:
             self._versions.update(versions)
 
     def rewards(self) -> list[tuple[str, int]]:
-        """(label, count) of the accepted runs' rewards."""
+        """Return the rewards of the accepted runs as (label, count)."""
         return self._rewards.rows() if self._rewards.count else []
 
     def versions(self) -> dict[str, int]:
-        """Trained tokens by `name@N`, the most first."""
+        """Return trained tokens by `name@N`, largest first."""
         return dict(sorted(self._versions.items(), key=lambda item: (-item[1], item[0])))
 
     def figures(self) -> list[Figure]:
-        """Every figure that has something to show."""
+        """Return every figure with at least one value."""
         self._end_task()
         tallies = [
             ("Reward of a run", self._rewards),
@@ -108,24 +108,24 @@ class Histograms:
             ("Model calls of a run", self._calls),
             ("Accepted runs of a task", self._per_task),
         ]
-        found = [
+        figures = [
             Figure(title, tally.about(), tally.rows()) for title, tally in tallies if tally.count
         ]
         if self._versions:
             about = f"{len(self._versions):,} versions sampled what is trained on"
             top = list(self.versions().items())[:TOP]
-            found.append(Figure("Trained tokens by version", about, top))
-        return found
+            figures.append(Figure("Trained tokens by version", about, top))
+        return figures
 
     def write(self, path: Path, *, title: str) -> None:
-        """Write the page; `title` is the dataset's id."""
+        """Write the page. `title` is the id of the dataset."""
         body = "\n".join(_html(n, figure) for n, figure in enumerate(self.figures()))
         durable.write_file(path, PAGE.format(title=escape(title), style=STYLE, body=body).encode())
 
     def _end_task(self) -> None:
         if self._task is not None:
-            self._per_task.add(self._of_task)
-        self._task, self._of_task = None, 0
+            self._per_task.add(self._task_runs)
+        self._task, self._task_runs = None, 0
 
 
 PAGE = """<!doctype html>
@@ -174,10 +174,10 @@ def _bars(number: int, figure: Figure) -> str:
     most = max(count for _, count in figure.rows)
     step = WIDTH / len(figure.rows)
     bars = []
-    for place, (label, count) in enumerate(figure.rows):
+    for index, (label, count) in enumerate(figure.rows):
         height = HEIGHT * count / most if most else 0.0
         bars.append(
-            f'<rect x="{place * step:.1f}" y="{HEIGHT - height:.1f}" width="{step - GAP:.1f}" '
+            f'<rect x="{index * step:.1f}" y="{HEIGHT - height:.1f}" width="{step - GAP:.1f}" '
             f'height="{height:.1f}"><title>{escape(label)}: {count:,}</title></rect>'
         )
     highest = max(figure.rows, key=lambda row: row[1])

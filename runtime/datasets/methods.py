@@ -1,7 +1,7 @@
-"""Which of a task's runs are wanted, by method: sft, grpo, dpo, kto (recipes.DatasetRecipe).
+"""Dataset methods: choose the runs of a task for sft, grpo, dpo or kto (queries.DatasetRecipe).
 
-A method gets the candidates group by group, in the order of task, generation and attempt, and
-settles each: refused, or with rows. Only those it asks `samples` of are read. Called by making.py.
+A method gets candidates group by group, in the order of task, generation and attempt. It refuses
+each candidate or gives it rows. Only runs whose `samples` it requests are read. Called by draft.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,71 +11,71 @@ from typing import Any, Protocol
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.advantages import (
     Steps,
-    equal,
-    of_outcomes,
-    of_steps,
-    steps_among,
+    all_equal,
+    outcome_advantages,
+    rewarded_steps,
+    step_advantages,
 )
 from cray_agents.runtime.datasets.run_samples import TokenSample
 from cray_agents.runtime.datasets.selection import AHEAD, CandidateRun, Selection
 
 Group = list[CandidateRun]
-GROUPS = 1024  # looked at together
+GROUPS = 1024  # at most in one page
 
 
 class GroupMethod(Protocol):
-    """How groups are made and settled."""
+    """A method of forming groups and deciding on their candidates."""
 
     def key(self, candidate: CandidateRun) -> Any:
-        """What those have in common that come one after the other and are looked at together."""
+        """Return a key. Consecutive candidates with the same key are passed to `groups`."""
         ...
 
-    def groups(self, together: Group) -> list[Group]:
-        """The groups among them."""
+    def groups(self, candidates: Group) -> list[Group]:
+        """Split candidates with the same key into groups."""
         ...
 
-    def ahead(self, group: Group) -> Sequence[CandidateRun]:
-        """Those of a group that will most likely be read."""
+    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
+        """Return the candidates of a group that will most likely be read."""
         ...
 
     def settle(self, group: Group) -> Group:
-        """Settle all of a group; returns them in the order of their rows."""
+        """Decide on every candidate of a group. Return them in the order of their rows."""
         ...
 
 
-def settled(candidates: Iterable[CandidateRun], selection: Selection) -> Iterator[Group]:
-    """The groups of a recipe's method, settled. Bodies are read for several groups at once."""
+def settle_groups(candidates: Iterable[CandidateRun], selection: Selection) -> Iterator[Group]:
+    """Yield groups with all decisions made. Bodies are read for several groups at once."""
     method = METHODS[selection.recipe.method](selection)
     page: list[Group] = []
-    ahead: list[CandidateRun] = []
-    for _, together in groupby(candidates, method.key):
-        for group in method.groups(list(together)):
+    to_read: list[CandidateRun] = []
+    for _, same_key in groupby(candidates, method.key):
+        for group in method.groups(list(same_key)):
             page.append(group)
-            ahead += method.ahead(group)
-        if len(ahead) >= AHEAD or len(page) == GROUPS:
-            selection.read(ahead)
+            to_read += method.candidates_to_read(group)
+        if len(to_read) >= AHEAD or len(page) == GROUPS:
+            selection.read(to_read)
             yield from map(method.settle, page)
-            page, ahead = [], []
-    selection.read(ahead)
+            page, to_read = [], []
+    selection.read(to_read)
     yield from map(method.settle, page)
 
 
 class Limit:
-    """How many of the current task are in; there is no limit on runs without a task."""
+    """A limit on accepted runs per task. Runs without a task have no limit."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
         self._task: str | None = None
-        self._taken = 0
+        self._accepted = 0
 
-    def reached(self, task: str | None) -> bool:
-        """Whether no more of this task may come in."""
-        taken = self._taken if task == self._task else 0
-        return self._most is not None and task is not None and taken >= self._most
+    def is_reached(self, task: str | None) -> bool:
+        """Tell whether the task has all the runs it may have."""
+        accepted = self._accepted if task == self._task else 0
+        return self._most is not None and task is not None and accepted >= self._most
 
-    def took(self, task: str | None) -> None:
-        """Count one in."""
-        self._taken = self._taken + 1 if task == self._task else 1
+    def count(self, task: str | None) -> None:
+        """Count an accepted run."""
+        self._accepted = self._accepted + 1 if task == self._task else 1
         self._task = task
 
 
@@ -87,32 +87,31 @@ class Sft:
         self._limit = Limit(selection.recipe.max_per_task)
 
     def key(self, candidate: CandidateRun) -> Any:
-        """A task's runs where the best are looked for, else each alone."""
+        """Group by task if `best_of` is set, else each run alone."""
         task = candidate.facts.task
         return candidate.facts.run_id if task is None or self._best_of is None else (task,)
 
-    def groups(self, together: Group) -> list[Group]:
-        """One, whatever loops the runs are of."""
-        return [together]
+    def groups(self, candidates: Group) -> list[Group]:
+        """Return one group, whatever the loops of its runs."""
+        return [candidates]
 
-    def ahead(self, group: Group) -> Sequence[CandidateRun]:
-        """The best of those that may come in."""
-        if self._limit.reached(group[0].facts.task):
+    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
+        """Return the best runs not refused yet."""
+        if self._limit.is_reached(group[0].facts.task):
             return []
-        return _ranked(group)[: self._best_of]
+        return _rank(group)[: self._best_of]
 
     def settle(self, group: Group) -> Group:
-        """The best that can be used; of these, equal samples once, and as many as may be."""
-        chosen = [c for c in group if c.reason is None]
+        """Accept the best usable runs, up to the limit. Repeated samples count once."""
+        chosen = {c for c in group if c.reason is None}
         if self._best_of is not None:
-            chosen = self._best(_ranked(group), self._best_of)
-        wanted = set(chosen)
-        for candidate in (c for c in group if c in wanted):
+            chosen = set(self._best(_rank(group), self._best_of))
+        for candidate in (c for c in group if c in chosen):
             task = candidate.facts.task
-            if self._limit.reached(task):
+            if self._limit.is_reached(task):
                 candidate.refuse("over_max_per_task")
             elif self._selection.keep(candidate):
-                self._limit.took(task)
+                self._limit.count(task)
         return group
 
     def _best(self, ranked: Sequence[CandidateRun], most: int) -> Group:
@@ -128,8 +127,8 @@ class Sft:
 class Grpo:
     """Groups of a task's scored runs, with advantages (advantages.py).
 
-    The mean and the standard deviation are of all that was scored in the group: also of those whose
-    tokens are then missing, contaminated or over the limit.
+    The mean and the standard deviation cover every scored run of the group. This includes runs with
+    missing or contaminated tokens, and runs over the limit.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -137,59 +136,59 @@ class Grpo:
         self._limit = Limit(selection.recipe.max_per_task)
 
     def key(self, candidate: CandidateRun) -> Any:
-        """A task's runs in a generation."""
+        """Group by task and generation."""
         return _generation_key(candidate)
 
-    def groups(self, together: Group) -> list[Group]:
-        """Those of each loop."""
-        return _by_loop(together)
+    def groups(self, candidates: Group) -> list[Group]:
+        """Split by loop."""
+        return _by_loop(candidates)
 
-    def ahead(self, group: Group) -> Sequence[CandidateRun]:
-        """All but those of a group that says nothing."""
-        return [] if self._silence(group) else [c for c in group if not c.reason]
+    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
+        """Return the runs not refused yet, or none if the group has no signal."""
+        return [] if self._no_signal(group) else [c for c in group if not c.reason]
 
     def settle(self, group: Group) -> Group:
-        """Refuse the group, or give each its advantage."""
-        if reason := self._silence(group):
+        """Give each scored run its advantage, or refuse the whole group."""
+        if reason := self._no_signal(group):
             for candidate in group:
                 candidate.refuse(reason, f"reward {candidate.value:g}")
             return group
         recipe, scored = self._selection.recipe, [c for c in group if c.scored]
         deviation = recipe.deviation if recipe.normalize else None
-        about: list[dict[str, Any]]
+        arguments: list[dict[str, Any]]
         if steps := self._steps(scored):
-            turns = of_steps(steps, deviation, recipe.discount)
-            about = [{"turns": advantages} for advantages in turns]
+            turns = step_advantages(steps, deviation, recipe.discount)
+            arguments = [{"turns": advantages} for advantages in turns]
         else:
-            outcomes = of_outcomes([c.value for c in scored], deviation)
-            about = [{"advantage": advantage} for advantage in outcomes]
-        for candidate, advantages in zip(scored, about, strict=True):
+            outcomes = outcome_advantages([c.value for c in scored], deviation)
+            arguments = [{"advantage": advantage} for advantage in outcomes]
+        for candidate, advantages in zip(scored, arguments, strict=True):
             self._settle_one(candidate, advantages)
         return group
 
-    def _silence(self, group: Group) -> str | None:
-        """Why a group says nothing."""
+    def _no_signal(self, group: Group) -> str | None:
+        """Return the reason why a group has no training signal."""
         scored = [c for c in group if c.scored]
         if len(scored) < 2:
             return "alone"
         rewards = [r for steps in self._steps(scored) for r in steps.rewards.values()]
-        return "zero_variance" if equal(rewards or [c.value for c in scored]) else None
+        return "zero_variance" if all_equal(rewards or [c.value for c in scored]) else None
 
     def _steps(self, scored: Group) -> list[Steps]:
-        return steps_among([c.facts for c in scored], self._selection.recipe.rewards or {})
+        return rewarded_steps([c.facts for c in scored], self._selection.recipe.rewards or {})
 
     def _settle_one(self, candidate: CandidateRun, advantages: dict[str, Any]) -> None:
         task = candidate.facts.task
         if candidate.reason is not None:
             return
-        if self._limit.reached(task):
+        if self._limit.is_reached(task):
             candidate.refuse("over_max_per_task")
             return
         name = group_name(candidate, self._selection.recipe)
-        # equal samples are draws, not repeats: without one of them the advantages do not sum to 0
+        # equal samples stay: without one of them the advantages would not sum to 0
         if samples := self._selection.samples(candidate):
-            self._selection.take(candidate, samples, group=name, **advantages)
-            self._limit.took(task)
+            self._selection.add_rows(candidate, samples, group=name, **advantages)
+            self._limit.count(task)
 
 
 class Dpo:
@@ -200,22 +199,22 @@ class Dpo:
         self._limit = Limit(selection.recipe.max_per_task)
 
     def key(self, candidate: CandidateRun) -> Any:
-        """A task's runs in a generation."""
+        """Group by task and generation."""
         return _generation_key(candidate)
 
-    def groups(self, together: Group) -> list[Group]:
-        """Those of each loop."""
-        return _by_loop(together)
+    def groups(self, candidates: Group) -> list[Group]:
+        """Split by loop."""
+        return _by_loop(candidates)
 
-    def ahead(self, group: Group) -> Sequence[CandidateRun]:
-        """The best and the worst."""
-        ranked = _ranked(group)
+    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
+        """Return the best and the worst run, unless their rewards rule out a pair."""
+        ranked = _rank(group)
         return [ranked[0], ranked[-1]] if not self._fault(ranked) else []
 
     def settle(self, group: Group) -> Group:
-        """Find the pair; the others are neither the best nor the worst."""
-        ranked = _ranked(group)
-        if ranked and self._limit.reached(ranked[0].facts.task):
+        """Pair the best and the worst usable run, and refuse the rest."""
+        ranked = _rank(group)
+        if ranked and self._limit.is_reached(ranked[0].facts.task):
             _refuse(ranked, "over_max_per_task")
             return group
         fault = self._fault(ranked)
@@ -233,11 +232,11 @@ class Dpo:
         return [best, worst, *(c for c in group if c is not best and c is not worst)]
 
     def _fault(self, ranked: Sequence[CandidateRun]) -> str | None:
-        """Why the first and the last make no pair, by their rewards."""
+        """Return the reason why the rewards of the first and the last run rule out a pair."""
         if len(ranked) < 2:
             return "no other run to compare it with"
         best, worst = ranked[0].value, ranked[-1].value
-        if equal([best, worst]) or best - worst < self._recipe.min_margin:
+        if all_equal([best, worst]) or best - worst < self._recipe.min_margin:
             return f"rewards from {worst:g} to {best:g}"
         if self._recipe.min_reward is not None and best < self._recipe.min_reward:
             return f"the best reward is {best:g}"
@@ -255,7 +254,7 @@ class Dpo:
     def _pair(
         self, best: CandidateRun, worst: CandidateRun, better: TokenSample, worse: TokenSample
     ) -> None:
-        """Take a pair in, unless it was there before: both its samples, side by side."""
+        """Accept both samples of a pair, unless an earlier pair had the same."""
         name = group_name(best, self._recipe)
         both = better.input_ids + worse.input_ids
         repeat = self._selection.seen.repeat(best.facts.run_id, both)
@@ -264,40 +263,40 @@ class Dpo:
             _refuse([best, worst], repeat.reason, f"the pair of {repeat.detail}")
             return
         for candidate, sample in ((best, better), (worst, worse)):
-            about: dict[str, Any] = {"group": name, "pair": name, "chosen": candidate is best}
-            self._selection.take(candidate, [sample], **about)
-        self._limit.took(best.facts.task)
+            fields: dict[str, Any] = {"group": name, "pair": name, "chosen": candidate is best}
+            self._selection.add_rows(candidate, [sample], **fields)
+        self._limit.count(best.facts.task)
 
 
 class Kto:
-    """Scored runs, each alone: desirable from the least reward on, else undesirable."""
+    """Scored runs without groups: desirable if the reward reaches `least`, else undesirable."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
         self._limit = Limit(selection.recipe.max_per_task)
 
     def key(self, candidate: CandidateRun) -> Any:
-        """Each by itself."""
+        """Put each run into a group of its own."""
         return candidate.facts.run_id
 
-    def groups(self, together: Group) -> list[Group]:
-        """That one."""
-        return [together]
+    def groups(self, candidates: Group) -> list[Group]:
+        """Return the single group."""
+        return [candidates]
 
-    def ahead(self, group: Group) -> Sequence[CandidateRun]:
-        """It, if it may come in."""
-        return [] if self._limit.reached(group[0].facts.task) else _ranked(group)
+    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
+        """Return the run, unless it was refused or its task has enough runs."""
+        return [] if self._limit.is_reached(group[0].facts.task) else _rank(group)
 
     def settle(self, group: Group) -> Group:
-        """Take it in, with what it is."""
+        """Accept the run as desirable or undesirable."""
         [candidate] = group
         task = candidate.facts.task
         if candidate.reason is not None:
             return group
-        if self._limit.reached(task):
+        if self._limit.is_reached(task):
             candidate.refuse("over_max_per_task")
         elif self._selection.keep(candidate, chosen=candidate.value >= self._selection.least):
-            self._limit.took(task)
+            self._limit.count(task)
         return group
 
 
@@ -310,14 +309,14 @@ METHODS: dict[str, type[Sft | Grpo | Dpo | Kto]] = {
 
 
 def group_name(candidate: CandidateRun, recipe: DatasetRecipe) -> str:
-    """What runs are compared within, in words: `task/g3`, and the loop unless there is but one."""
+    """Return the name of a comparison group: `task/g3`, or `loop/task/g3` across loops."""
     facts = candidate.facts
-    parts = [facts.task or facts.run_id]
+    names = [facts.task or facts.run_id]
     if facts.generation is not None:
-        parts.append(f"g{facts.generation}")
+        names.append(f"g{facts.generation}")
     if recipe.loop is None and facts.loop is not None:
-        parts.insert(0, facts.loop)
-    return "/".join(parts)
+        names.insert(0, facts.loop)
+    return "/".join(names)
 
 
 def _generation_key(candidate: CandidateRun) -> Any:
@@ -325,15 +324,15 @@ def _generation_key(candidate: CandidateRun) -> Any:
     return facts.run_id if facts.task is None else (facts.task, facts.generation)
 
 
-def _by_loop(together: Group) -> list[Group]:
-    found: dict[str | None, Group] = {}
-    for candidate in together:
-        found.setdefault(candidate.facts.loop, []).append(candidate)
-    return list(found.values())
+def _by_loop(candidates: Group) -> list[Group]:
+    groups: dict[str | None, Group] = {}
+    for candidate in candidates:
+        groups.setdefault(candidate.facts.loop, []).append(candidate)
+    return list(groups.values())
 
 
-def _ranked(group: Sequence[CandidateRun]) -> Group:
-    """Those that may come in, the best first; of equals the earlier."""
+def _rank(group: Sequence[CandidateRun]) -> Group:
+    """Return the runs not refused yet, best first. Equal runs keep their order."""
     return sorted((c for c in group if c.reason is None), key=lambda c: -c.value)
 
 

@@ -1,13 +1,13 @@
-"""Which sample is nearly another that came before: for a dataset that says everything once.
+"""Near duplicates: find samples that nearly repeat an earlier sample of a dataset.
 
-Similarity is the Jaccard index of two sequences' sets of token 5-grams. A MinHash signature
-(Broder 1997) in bands finds those that may be similar; each is then compared exactly, so whatever
-is reported is at least as similar as was asked. What is missed is stated at `NearDuplicates`.
+Similarity is the Jaccard index of two sequences' sets of token 5-grams. Banded MinHash signatures
+(Broder 1997) find candidates, and each candidate is then compared exactly. So every reported pair
+reaches the threshold. `NearDuplicates` states the share of missed pairs.
 
-Signatures are rensa's: written in Rust, it makes 190,000 a second of 200 tokens and 100,000 of
-2,000 on one core, where datasketch 2.0 makes 19,000 and 2,500, from hashes of ours and a seed, so
-that they are the same everywhere (a test holds one). Called by the builder; see decontamination.py
-for texts.
+Signatures come from rensa, written in Rust. On one core it makes 190,000 a second of 200 tokens and
+100,000 of 2,000; datasketch 2.0 makes 19,000 and 2,500. Hashes and seed are ours, so signatures are
+the same everywhere (a test pins one). Called by draft.py, methods.py and selection.py; see
+decontamination.py for texts.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ _SHIFT = np.uint64(29)
 
 
 def shingles(ids: Sequence[int] | NDArray[np.uint64]) -> Shingles:
-    """The distinct hashes of a sequence's 5-grams, sorted; none for less than five ids."""
-    each = np.asarray(ids, dtype=np.uint64)
-    count = len(each) - GRAM + 1
+    """Return the distinct hashes of a sequence's 5-grams, sorted. Empty for fewer than five ids."""
+    numbers = np.asarray(ids, dtype=np.uint64)
+    count = len(numbers) - GRAM + 1
     if count <= 0:
         return np.empty(0, np.uint64)
     hashes = np.zeros(count, np.uint64)
-    for place in range(GRAM):
-        hashes ^= each[place : place + count]
+    for start in range(GRAM):
+        hashes ^= numbers[start : start + count]
         hashes *= _MIX
         hashes ^= hashes >> _SHIFT
     hashes.sort()
@@ -47,107 +47,110 @@ def shingles(ids: Sequence[int] | NDArray[np.uint64]) -> Shingles:
     return distinct
 
 
-def shared(few: Shingles, many: Shingles) -> int:
-    """How many of the first are in the second; both sorted and distinct."""
+def count_shared(few: Shingles, many: Shingles) -> int:
+    """Count the common shingles of two sets. Searches `many` for each of `few`."""
     places = np.searchsorted(many, few)
     places[places == len(many)] = 0
     return int(np.count_nonzero(many[places] == few)) if len(many) else 0
 
 
-HASHES = 128  # at most, in a signature
-RECALL = 0.999  # of pairs just as similar as the threshold, by the banding alone
+HASHES = 128  # at most, per signature
+RECALL = 0.999  # share of pairs at the threshold that share a band
 SEED = 42
-MOST = 64  # sequences in a bucket, and candidates that are compared
-IN_MEMORY = 256 * 2**20  # bytes of shingles before they go to a temporary file
+MOST = 64  # sequences in a bucket, and candidates compared
+IN_MEMORY = 256 * 2**20  # bytes of shingles kept in memory; more go to a temporary file
 
 
 class NearDuplicates:
-    """The sequences that were kept so far. What it answers depends on the order of `add` alone.
+    """The sequences kept so far. Results depend only on the order of `add` calls.
 
-    Of pairs as similar as `threshold` (from 0.1 on), one in a thousand is missed, of more similar
-    ones fewer. A bucket that more than 64 sequences share is that of a common beginning (a system
-    prompt, tools), not of duplicates: it is given up, and the others find them. Held in memory:
-    about 3 KB a kept sequence; its shingles, 8 bytes each, go to a temporary file beyond 256 MiB.
+    One in a thousand pairs at `threshold` (0.1 or more) is missed, and fewer of more similar pairs.
+    A bucket of more than 64 sequences comes from a common beginning (a system prompt, tools). It is
+    given up, and other buckets find the duplicates. Memory: about 3 KB a kept sequence. Shingles
+    take 8 bytes each; beyond 256 MiB they go to a temporary file.
     """
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self._rows, self._bands = banding(threshold)
         self._equal: dict[bytes, int] = {}
-        self._first: dict[int, int] = {}  # of a bucket; most have but one
-        self._more: dict[int, array[int]] = {}
+        self._first: dict[int, int] = {}  # the first sequence of each bucket; most have only one
+        self._more: dict[int, array[int]] = {}  # further sequences
         self._keys: list[str] = []
-        self._places = array("Q", [0])  # where each one's shingles begin in the file; the end
+        self._offsets = array("Q", [0])  # byte offsets of each sequence's shingles in the file
         self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
 
     def __len__(self) -> int:
-        """How many were kept."""
+        """Return the number of kept sequences."""
         return len(self._keys)
 
     def add(self, key: str, token_ids: Sequence[int]) -> tuple[str, float] | None:
-        """The kept sequence that this one nearly is, and how similar; None: now it is kept, too.
+        """Return the most similar kept sequence and its similarity; else keep this one.
 
-        Of several the most similar, and of those the first. One of less than five tokens is
-        compared as a whole.
+        Of equally similar ones the first is returned. A sequence of fewer than five tokens only
+        matches an equal one.
         """
         ids = np.asarray(token_ids, dtype=np.uint64)
-        whole = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-        equal = self._equal.get(whole)
+        content_hash = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+        equal = self._equal.get(content_hash)
         if equal is not None:
             return self._keys[equal], 1.0
-        mine = shingles(ids)
-        buckets = self._buckets_of(mine) if len(mine) else []
-        found = self._most_similar(mine, buckets)
-        if found is None:
-            self._keep(key, whole, mine, buckets)
-        return found
+        shingle_set = shingles(ids)
+        buckets = self._buckets_of(shingle_set) if len(shingle_set) else []
+        match = self._most_similar(shingle_set, buckets)
+        if match is None:
+            self._keep(key, content_hash, shingle_set, buckets)
+        return match
 
     def close(self) -> None:
-        """Give the temporary file back."""
+        """Remove the temporary file."""
         self._file.close()
 
-    def _buckets_of(self, mine: Shingles) -> list[int]:
-        """A hash for each band of the signature."""
+    def _buckets_of(self, shingle_set: Shingles) -> list[int]:
+        """Return a hash for each band of the signature."""
         count = self._rows * self._bands
         matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
-            mine, [0, len(mine)], count, SEED
+            shingle_set, [0, len(shingle_set)], count, SEED
         )
         signature = np.array(matrix.to_rows()[0], dtype=np.uint64).reshape(self._bands, self._rows)
-        hashes = np.arange(self._bands, dtype=np.uint64)  # equal rows of two bands are no match
+        # the band numbers, so that equal rows of different bands do not match
+        hashes = np.arange(self._bands, dtype=np.uint64)
         for row in range(self._rows):
             hashes = (hashes ^ signature[:, row]) * np.uint64(0xD6E8FEB86659FD93)
             hashes ^= hashes >> np.uint64(32)
-        found: list[int] = hashes.tolist()
-        return found
+        buckets: list[int] = hashes.tolist()
+        return buckets
 
-    def _most_similar(self, mine: Shingles, buckets: list[int]) -> tuple[str, float] | None:
-        met: Counter[int] = Counter()
+    def _most_similar(self, shingle_set: Shingles, buckets: list[int]) -> tuple[str, float] | None:
+        common: Counter[int] = Counter()  # common buckets by sequence
         for bucket in buckets:
-            met.update(self._members(bucket))
+            common.update(self._members(bucket))
         best, similarity = -1, self._threshold
-        for one in sorted(met, key=lambda one: (-met[one], one))[:MOST]:
-            found = self._similarity(mine, one)
-            if found > similarity or (found == similarity and (best < 0 or one < best)):
-                best, similarity = one, found
+        for number in sorted(common, key=lambda number: (-common[number], number))[:MOST]:
+            value = self._similarity(shingle_set, number)
+            if value > similarity or (value == similarity and (best < 0 or number < best)):
+                best, similarity = number, value
         return (self._keys[best], similarity) if best >= 0 else None
 
-    def _similarity(self, mine: Shingles, one: int) -> float:
-        start, end = self._places[one], self._places[one + 1]
-        fewer, more = sorted((len(mine), (end - start) // mine.itemsize))
-        if fewer < self._threshold * more:  # cannot be; spares reading it
+    def _similarity(self, shingle_set: Shingles, number: int) -> float:
+        start, end = self._offsets[number], self._offsets[number + 1]
+        fewer, more = sorted((len(shingle_set), (end - start) // shingle_set.itemsize))
+        if fewer < self._threshold * more:  # cannot reach the threshold
             return 0.0
         self._file.seek(start)
-        theirs = np.frombuffer(self._file.read(end - start), dtype=np.uint64)
-        both = shared(mine, theirs)
-        return both / (len(mine) + len(theirs) - both)
+        kept = np.frombuffer(self._file.read(end - start), dtype=np.uint64)
+        both = count_shared(shingle_set, kept)
+        return both / (len(shingle_set) + len(kept) - both)
 
-    def _keep(self, key: str, whole: bytes, mine: Shingles, buckets: list[int]) -> None:
+    def _keep(
+        self, key: str, content_hash: bytes, shingle_set: Shingles, buckets: list[int]
+    ) -> None:
         number = len(self._keys)
         self._keys.append(key)
-        self._equal[whole] = number
-        self._file.seek(self._places[-1])
-        self._file.write(mine.tobytes())
-        self._places.append(self._places[-1] + mine.nbytes)
+        self._equal[content_hash] = number
+        self._file.seek(self._offsets[-1])
+        self._file.write(shingle_set.tobytes())
+        self._offsets.append(self._offsets[-1] + shingle_set.nbytes)
         for bucket in buckets:
             if self._first.setdefault(bucket, number) != number:
                 more = self._more.setdefault(bucket, array("I"))
@@ -163,7 +166,7 @@ class NearDuplicates:
 
 
 def banding(threshold: float) -> tuple[int, int]:
-    """Rows and bands of a signature: the most rows that still find pairs of this similarity.
+    """Return rows and bands of a signature: the most rows that reach RECALL at this similarity.
 
     Two sequences of similarity s share a band of r rows with probability s**r (Leskovec,
     Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
@@ -176,7 +179,7 @@ def banding(threshold: float) -> tuple[int, int]:
 
 
 class Repeat(NamedTuple):
-    """The earlier run (or demonstration) whose sample this repeats; `exact`: to the token."""
+    """An earlier run or demonstration with the same sample. `exact`: all tokens are equal."""
 
     run: str
     similarity: float
@@ -184,56 +187,56 @@ class Repeat(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """As considered.py lists them."""
+        """The reason, as listed in considered_runs.py."""
         return "duplicate" if self.exact else "near_duplicate"
 
     @property
     def detail(self) -> str:
-        """With what."""
+        """The detail for runs.parquet."""
         return self.run if self.exact else f"{self.run} ({self.similarity:.3f})"
 
 
 class KeptSamples:
-    """The samples that were kept: about 200 bytes each, and what NearDuplicates needs."""
+    """The samples kept so far: about 200 bytes each, plus the memory of NearDuplicates."""
 
     def __init__(self, threshold: float | None) -> None:
         self._near = None if threshold is None else NearDuplicates(threshold)
-        self._places: dict[bytes, int] = {}  # in the names below
+        self._indexes: dict[bytes, int] = {}  # index into the names by content hash
         self._names = bytearray()
         self._ends = array("Q", [0])
 
     def repeat(self, run: str, tokens: "array[int]") -> Repeat | None:
-        """What these tokens repeat; None: nothing, and now they are kept."""
+        """Return the sample that these tokens repeat, or keep them and return None."""
         key = blake2b(tokens.tobytes(), digest_size=16).digest()
-        place = self._places.get(key)
-        if place is not None:
-            return Repeat(self._name(place), 1.0, exact=True)
+        index = self._indexes.get(key)
+        if index is not None:
+            return Repeat(self._name(index), 1.0, exact=True)
         if self._near is not None:
-            found = self._near.add(run, tokens)
-            if found is not None:
-                return Repeat(*found)
-        self._places[key] = len(self._ends) - 1
+            match = self._near.add(run, tokens)
+            if match is not None:
+                return Repeat(*match)
+        self._indexes[key] = len(self._ends) - 1
         self._names += run.encode()
         self._ends.append(len(self._names))
         return None
 
-    def fresh(
+    def drop_repeats(
         self, run: str, samples: Iterable[TokenSample]
     ) -> tuple[list[TokenSample], Repeat | None]:
-        """The samples that repeat nothing, now kept; and what the last of the others repeats."""
-        found, last = [], None
+        """Keep and return the samples that repeat nothing. Also return the last repeat."""
+        kept, last = [], None
         for sample in samples:
             repeat = self.repeat(run, sample.input_ids)
             if repeat is None:
-                found.append(sample)
+                kept.append(sample)
             else:
                 last = repeat
-        return found, last
+        return kept, last
 
     def close(self) -> None:
-        """Give temporary files back."""
+        """Remove temporary files."""
         if self._near is not None:
             self._near.close()
 
-    def _name(self, place: int) -> str:
-        return self._names[self._ends[place] : self._ends[place + 1]].decode()
+    def _name(self, index: int) -> str:
+        return self._names[self._ends[index] : self._ends[index + 1]].decode()

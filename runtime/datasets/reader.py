@@ -1,6 +1,6 @@
-"""What a published dataset says: its manifest, its shards, why each run is in or out.
+"""Dataset reader: read the manifest, shards and considered runs of published datasets.
 
-Called by the gateway, the trainers, exports and the command line. Nothing here is ever changed.
+Called by the gateway, the trainers, exports and the command line. It never writes.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SplitName = Literal["train", "validation"]
 
 
 def read_dataset(home: Home, dataset_id: str) -> dict[str, Any]:
-    """A dataset's manifest. Raises NotFound, Corrupt."""
+    """Read the manifest of a dataset. Raises NotFound, Corrupt."""
     try:
         return read_manifest(home.dataset(dataset_id))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -26,7 +26,7 @@ def read_dataset(home: Home, dataset_id: str) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The same, of a dataset's directory. Raises FileNotFoundError, Corrupt."""
+    """Read the manifest in a dataset's directory. Raises FileNotFoundError, Corrupt."""
     path = directory / MANIFEST
     manifest = checksums.read_json(path)
     if not isinstance(manifest, dict):
@@ -35,46 +35,46 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def verify(directory: Path) -> None:
-    """Hash every file that a dataset's manifest names. Raises Corrupt, naming the file."""
+    """Check the hash of every file in the manifest. Raises Corrupt, naming the file."""
     for name in read_manifest(directory).get("files", {}):
         file_in(directory, name)
 
 
 def file_in(directory: Path, name: str) -> Path:
-    """A dataset's file, proven by its manifest: read whole, once a process. Raises Corrupt."""
-    told = read_manifest(directory).get("files", {}).get(name)
-    if told is None:
+    """Return the path of a file after checking its hash, once a process. Raises Corrupt."""
+    entry = read_manifest(directory).get("files", {}).get(name)
+    if entry is None:
         raise Corrupt(f"{directory / MANIFEST} does not name {name}")
-    return checksums.prove(directory / name, told["sha256"])
+    return checksums.prove(directory / name, entry["sha256"])
 
 
 def shards(home: Home, dataset_id: str, split: SplitName = "train") -> list[Path]:
-    """The token shards of a split, in order, each proven. Raises NotFound, Corrupt."""
+    """Return the token shards of a split in order, hashes checked. Raises NotFound, Corrupt."""
     return shards_in(home.dataset(dataset_id), read_dataset(home, dataset_id), split)
 
 
 def shards_in(directory: Path, manifest: dict[str, Any], split: SplitName = "train") -> list[Path]:
-    """The same, of a directory whose manifest is at hand."""
+    """Return the token shards of a split, given a directory and its manifest. Raises Corrupt."""
     files = manifest.get("files", {})
     names = sorted(name for name in files if name.startswith(f"{split}-"))
     return [checksums.prove(directory / name, files[name]["sha256"]) for name in names]
 
 
 def dataset_runs(home: Home, dataset_id: str) -> Iterator[dict[str, Any]]:
-    """The rows of runs.parquet, in order: see considered.py. Raises NotFound, Corrupt."""
+    """Yield the rows of runs.parquet (considered_runs.py), in order. Raises NotFound, Corrupt."""
     read_dataset(home, dataset_id)
     for batch in _batches(home.dataset(dataset_id)):
         yield from batch.to_pylist()
 
 
 def accepted_runs(home: Home, dataset_id: str) -> Iterator[str]:
-    """The ids of the runs (and demonstrations) that are in a dataset. Raises Corrupt."""
+    """Yield the ids of the accepted runs and demonstrations of a dataset. Raises Corrupt."""
     for batch in _batches(home.dataset(dataset_id), ["run", "accepted"]):
         yield from batch.filter(batch.column("accepted")).column("run").to_pylist()
 
 
 class RunsPage(NamedTuple):
-    """Some rows of runs.parquet, and whether more follow."""
+    """A page of rows of runs.parquet. `has_more` tells whether more rows follow."""
 
     rows: list[dict[str, Any]]
     has_more: bool
@@ -89,9 +89,9 @@ def runs_page(
     after: str | None = None,
     limit: int = 100,
 ) -> RunsPage:
-    """At most `limit` rows after the run `after`. Raises NotFound, Corrupt, BadInput."""
+    """Return at most `limit` rows after the run `after`. Raises NotFound, Corrupt, BadInput."""
     read_dataset(home, dataset_id)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     waiting = after is not None
     for batch in _batches(home.dataset(dataset_id)):
         if waiting:
@@ -101,24 +101,24 @@ def runs_page(
             waiting, batch = False, batch.slice(names.index(after) + 1)
         for row in batch.to_pylist():
             if accepted in (None, row["accepted"]) and reason in (None, row["reason"]):
-                if len(found) == limit:
-                    return RunsPage(found, True)
-                found.append(row)
+                if len(rows) == limit:
+                    return RunsPage(rows, True)
+                rows.append(row)
     if waiting:
         message = f"after: {str(after)[:200]!r} is no run that {dataset_id} considered"
         raise BadInput(message, param="after")
-    return RunsPage(found, False)
+    return RunsPage(rows, False)
 
 
 class DatasetsPage(NamedTuple):
-    """Some manifests, and whether there are older ones."""
+    """A page of manifests. `has_more` tells whether older ones follow."""
 
     manifests: list[dict[str, Any]]
     has_more: bool
 
 
 def list_datasets(home: Home, *, after: str | None = None, limit: int = 20) -> DatasetsPage:
-    """Manifests, the newest first, after the dataset `after`. Raises BadInput, Corrupt."""
+    """Return manifests, newest first, after the dataset `after`. Raises BadInput, Corrupt."""
     dated = []
     for directory in home.datasets.iterdir() if home.datasets.exists() else ():
         manifest = directory / MANIFEST
@@ -133,7 +133,7 @@ def list_datasets(home: Home, *, after: str | None = None, limit: int = 20) -> D
 
 
 def _batches(directory: Path, columns: list[str] | None = None) -> Iterator[Any]:
-    """Rows of runs.parquet. Raises Corrupt."""
+    """Yield the rows of runs.parquet in record batches. Raises Corrupt."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,7 +1,7 @@
-"""What a recipe must not say: options that would have no effect, or cannot be done.
+"""Recipe checks: reject options of a recipe that have no effect or cannot be satisfied.
 
-Called by building.py before anything is read. An option that does nothing would be a silent lie
-about what is in the dataset, so each is an error that names its field.
+Called by build.py before anything is read. An option without effect would misdescribe the dataset,
+so each is an error that names its field.
 """
 
 import re
@@ -9,7 +9,7 @@ import re
 from cray_agents.errors import BadInput
 from cray_agents.queries import DatasetRecipe, RunQuery
 
-LOOP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # safe as a folder
+LOOP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # safe as a folder name
 DEMONSTRATIONS = (
     "demonstrations",
     "demonstrations_metadata",
@@ -29,7 +29,7 @@ EFFECTLESS = {
 
 
 def check(recipe: DatasetRecipe) -> None:
-    """Raises BadInput."""
+    """Check a recipe. Raises BadInput."""
     if recipe.split != "train":
         raise BadInput(
             f"split {recipe.split!r} never enters a training set: it is kept to judge by",
@@ -66,9 +66,9 @@ def _check_rendering(recipe: DatasetRecipe) -> None:
         raise BadInput("render needs a tokenizer to render with", param="tokenizer")
     count = len(recipe.demonstrations)
     for name in DEMONSTRATIONS[1:]:
-        given = getattr(recipe, name)
-        if given and len(given) != count:
-            message = f"{len(given)} {name} for {count} demonstrations: give one each"
+        values = getattr(recipe, name)
+        if values and len(values) != count:
+            message = f"{len(values)} {name} for {count} demonstrations: give one each"
             raise BadInput(message, param=name)
     if recipe.method == "dpo" and recipe.demonstrations:
         _check_pairs(recipe)
@@ -89,19 +89,19 @@ def _check_pairs(recipe: DatasetRecipe) -> None:
 
 
 def query_of(recipe: DatasetRecipe) -> RunQuery | None:
-    """The runs to consider, task by task; None: none at all. Raises BadInput."""
-    wanted = recipe.where.model_dump() if recipe.where else {}
-    if recipe.loop is not None and wanted.get("loop") not in (None, recipe.loop):
+    """Return the query for the runs to consider, or None if there can be none. Raises BadInput."""
+    filters = recipe.where.model_dump() if recipe.where else {}
+    if recipe.loop is not None and filters.get("loop") not in (None, recipe.loop):
         raise BadInput(
-            f"loop is {recipe.loop!r}, and where.loop {wanted['loop']!r}: no run is in both",
+            f"loop is {recipe.loop!r}, and where.loop {filters['loop']!r}: no run is in both",
             param="where.loop",
         )
     if recipe.loop is not None:
-        wanted["loop"] = recipe.loop
-    chosen = [set(g) for g in (recipe.generations, wanted.get("generations")) if g is not None]
+        filters["loop"] = recipe.loop
+    chosen = [set(g) for g in (recipe.generations, filters.get("generations")) if g is not None]
     if chosen:
         both = set.intersection(*chosen)
         if not both:
             return None
-        wanted["generations"] = sorted(both)
-    return RunQuery(**wanted, order="task")
+        filters["generations"] = sorted(both)
+    return RunQuery(**filters, order="task")

@@ -1,7 +1,7 @@
-"""From turns to training sequences: the tokens that were sampled, never a text tokenised again.
+"""Run samples: merge the turns of a run into training sequences of the sampled tokens.
 
-Called by selection.py for recorded runs and by demonstrations.py for conversations to imitate.
-token_shards.py writes what comes of it.
+No text is tokenised again. Called by selection.py for recorded runs and by demonstrations.py for
+conversations to imitate. token_shards.py writes the samples.
 """
 
 import math
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from cray_agents.records import ModelCall
 
-GREEDY = 1e-5  # temperatures below it are 0 to vLLM
+GREEDY = 1e-5  # vLLM treats lower temperatures as 0
 
-#: Options that change the distribution beyond its temperature -> values that do not; nor does null
+#: Options that reshape the distribution -> values without effect (null has none, either).
 SHAPING: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -41,51 +41,52 @@ SHAPING: dict[str, tuple[Any, ...]] = {
 
 
 def temperature_of(sampling: Mapping[str, Any]) -> float | None:
-    """The temperature of a request: 1 where it says none, 0 where it is greedy, None if no number.
+    """Return the temperature of a request: 1 by default, 0 if greedy.
 
-    What was imported may say anything.
+    Returns None if it is not a number, which can happen in imported runs.
     """
-    given = sampling.get("temperature")
-    if given is None:
+    value = sampling.get("temperature")
+    if value is None:
         return 1.0
-    if not isinstance(given, int | float) or not math.isfinite(given):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         return None
-    return 0.0 if given < GREEDY else float(given)
+    return 0.0 if value < GREEDY else float(value)
 
 
 def is_shaped(sampling: Mapping[str, Any]) -> bool:
-    """Whether more than the temperature decided what could be sampled."""
-    given = ((name, sampling.get(name)) for name in SHAPING)
-    return any(value is not None and value not in SHAPING[name] for name, value in given)
+    """Tell whether an option other than the temperature reshaped the distribution."""
+    options = ((name, sampling.get(name)) for name in SHAPING)
+    return any(value is not None and value not in SHAPING[name] for name, value in options)
 
 
-def is_held(tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a tool is `strict`: the server then holds its arguments to a grammar."""
+def has_strict_tool(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether a tool is `strict`: the server then forces its arguments into a grammar."""
     return any(tool.get("strict") or (tool.get("function") or {}).get("strict") for tool in tools)
 
 
-CONTEXT = -1  # the version of a token that no version sampled
+CONTEXT = -1  # the version index of tokens that no version sampled
 
 
 class TokenTurn(NamedTuple):
     """One model call as tokens. `logprobs` is parallel to `sampled`; `version` is `name@N`.
 
-    `seams`: from which sampled token on another version sampled. `shaped`: more than the
-    temperature decided what could be sampled (sampling.py), or, after a seam, what stands before it
-    was read under other weights: the trainer would not find the same log-probabilities.
+    `seams` are (first sampled token, version) of each change of version. `shaped` means that an
+    option other than the temperature reshaped the distribution, or that there are seams. After a
+    seam, earlier tokens had been read under other weights. In both cases the trainer would compute
+    other log-probabilities.
     """
 
     prompt: Sequence[int]
     sampled: Sequence[int]
     logprobs: Sequence[float]
     version: str = ""
-    temperature: float | None = None  # None: nothing was sampled, or not known how
+    temperature: float | None = None  # None: nothing was sampled, or the temperature is unknown
     shaped: bool = False
     seams: Sequence[tuple[int, str]] = ()
 
 
 class Span(NamedTuple):
-    """So many tokens in a row: trained on (1) or not, and the place of their version."""
+    """A run of tokens: their number, trained on (1) or not, and the index of their version."""
 
     tokens: int
     trained: int
@@ -96,9 +97,9 @@ class Span(NamedTuple):
 class TokenSample:
     """One training sequence. `input_ids` and `logprobs` are parallel: [tokens], int32, float32.
 
-    `spans` cover them; `turns` are those that the trained spans are of, counted from 0 in the whole
-    run; `versions` are those that sampled, in order of their first token, and `temperatures`
-    theirs. A rendered demonstration was sampled by none.
+    `spans` cover all tokens. `turns` has the turn of each trained span, counted from 0 in the whole
+    run. `versions` sampled the tokens, in order of their first token, at `temperatures`. A rendered
+    demonstration has no versions.
     """
 
     input_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -111,43 +112,43 @@ class TokenSample:
 
     @property
     def temperature(self) -> float | None:
-        """At which all of it was sampled; None: nothing was, or at several, or not known."""
+        """The single sampling temperature, or None if there are none, several or unknown ones."""
         return next(iter(self.temperatures)) if len(self.temperatures) == 1 else None
 
     @property
     def trained(self) -> int:
-        """How many tokens are trained on."""
+        """The number of tokens trained on."""
         return sum(span.tokens for span in self.spans if span.trained)
 
     @property
     def loss_mask(self) -> list[int]:
-        """[tokens]; 1: trained on."""
+        """The loss mask: [tokens], 1 if trained on."""
         return list(chain.from_iterable(repeat(s.trained, s.tokens) for s in self.spans))
 
     @property
     def version_index(self) -> list[int]:
-        """[tokens]; places in `versions`, -1 where nothing was sampled."""
+        """The indexes into `versions`: [tokens], -1 if not sampled."""
         return list(chain.from_iterable(repeat(s.version, s.tokens) for s in self.spans))
 
     @property
     def prompt(self) -> "array[int]":
-        """What stands before the first token that is trained on."""
+        """The tokens before the first one trained on."""
         first = self.spans[0]
         return self.input_ids[: 0 if first.trained else first.tokens]
 
     def by_span(self, turns: Sequence[float]) -> tuple[float, ...]:
-        """A number for each span, from those of the run's turns; 0 for what is not trained on."""
+        """Return each span's value, given values by turn; 0.0 for spans not trained on."""
         trained = iter(self.turns)
         return tuple(turns[next(trained)] if span.trained else 0.0 for span in self.spans)
 
     def by_version(self) -> dict[str, int]:
-        """Trained tokens of each version."""
-        found: dict[str, int] = {}
+        """Count the trained tokens of each version."""
+        counts: dict[str, int] = {}
         for span in self.spans:
             if span.trained and span.version != CONTEXT:
                 name = self.versions[span.version]
-                found[name] = found.get(name, 0) + span.tokens
-        return found
+                counts[name] = counts.get(name, 0) + span.tokens
+        return counts
 
     def _add_context(self, tokens: "array[int]") -> None:
         if tokens:
@@ -158,14 +159,14 @@ class TokenSample:
     def _add_sampled(self, turn: TokenTurn, number: int) -> None:
         self.input_ids += array("i", turn.sampled)
         self.logprobs += array("f", turn.logprobs)
-        parts = [(0, turn.version), *turn.seams, (len(turn.sampled), "")]
-        for (start, version), (end, _) in pairwise(parts):
-            self.spans.append(Span(end - start, 1, self._place(version)))
+        seams = [(0, turn.version), *turn.seams, (len(turn.sampled), "")]
+        for (start, version), (end, _) in pairwise(seams):
+            self.spans.append(Span(end - start, 1, self._version_index(version)))
             self.turns.append(number)
         self.temperatures.add(turn.temperature)
         self.shaped = self.shaped or turn.shaped
 
-    def _place(self, version: str) -> int:
+    def _version_index(self, version: str) -> int:
         if not version:
             return CONTEXT
         if version not in self.versions:
@@ -174,32 +175,32 @@ class TokenSample:
 
 
 def merge_turns(turns: Iterable[TokenTurn]) -> list[TokenSample]:
-    """One sample for turns that extend each other, a further one where the prefix breaks.
+    """Merge turns that extend each other into one sample. Start another if the prefix breaks.
 
-    A turn extends the sequence when its prompt starts with all of it: then only what the prompt
-    adds is new context (mask 0), and the sampled tokens are trained on (mask 1). A chat template
+    A turn extends the sequence if its prompt starts with the whole sequence. Then the rest of the
+    prompt is new context (mask 0), and the sampled tokens are trained on (mask 1). A chat template
     that renders an earlier turn differently breaks the prefix, and a new sequence starts.
     """
-    found: list[TokenSample] = []
+    samples: list[TokenSample] = []
     for number, turn in enumerate(turns):
         prompt = array("i", turn.prompt)
-        length = len(found[-1].input_ids) if found else 0
-        if not found or prompt[:length] != found[-1].input_ids:
-            found.append(TokenSample())
+        length = len(samples[-1].input_ids) if samples else 0
+        if not samples or prompt[:length] != samples[-1].input_ids:
+            samples.append(TokenSample())
             length = 0
-        found[-1]._add_context(prompt[length:])
-        found[-1]._add_sampled(turn, number)
-    return found
+        samples[-1]._add_context(prompt[length:])
+        samples[-1]._add_sampled(turn, number)
+    return samples
 
 
 def turn_of(call: ModelCall) -> TokenTurn:
-    """A recorded call as a turn."""
+    """Convert a recorded call to a turn."""
     return TokenTurn(
         call.prompt_token_ids,
         call.token_ids,
         call.logprobs,
         call.model,
         temperature_of(call.sampling),
-        is_shaped(call.sampling) or is_held(call.tools) or bool(call.seams),
+        is_shaped(call.sampling) or has_strict_tool(call.tools) or bool(call.seams),
         [(seam.at, seam.model) for seam in call.seams],
     )

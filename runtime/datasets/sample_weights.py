@@ -1,8 +1,7 @@
-"""How much each sample weighs: balanced by a key of the tasks' metadata, once all are counted.
+"""Sample weights: balance the groups of a dataset by a key of the tasks' metadata.
 
-A group of n samples weighs n**power in all, and the mean weight of a split is 1. What group a
-sample is in is known when it is written, how many it has only at the end: the shards are then
-written once more, with their weights. Called by making.py.
+A group of n samples has the total weight n**power, and the mean weight of a split is 1. The size of
+a group is only known at the end, so the shards are then rewritten with weights. Called by draft.py.
 """
 
 from array import array
@@ -20,25 +19,25 @@ from cray_agents.runtime.disk import durable
 
 
 class Balance:
-    """The groups of a dataset, and which each row is in: 4 bytes a row."""
+    """The groups of a dataset and the group of each row, in 4 bytes a row."""
 
     def __init__(self, key: str | None, power: float) -> None:
         self.key, self._power = key, power
-        self._places: dict[bytes, int] = {}
+        self._groups: dict[bytes, int] = {}
         self._rows: dict[str, array[int]] = {}
-        self._named = False
+        self._any_value = False
 
     def group_of(self, metadata: dict[str, Any]) -> int:
-        """The group of a task, by its metadata; those that lack the key are one."""
+        """Return the group of a task by its metadata. Tasks without the key form one group."""
         if self.key is None:
             return 0
         value = metadata.get(self.key)
-        self._named = self._named or value is not None
+        self._any_value = self._any_value or value is not None
         # values need not be hashable
-        return self._places.setdefault(canonical(value), len(self._places))
+        return self._groups.setdefault(canonical(value), len(self._groups))
 
     def add(self, split: str, group: int) -> None:
-        """Count a row."""
+        """Record the group of a row."""
         if self.key is not None:
             self._rows.setdefault(split, array("I")).append(group)
 
@@ -53,14 +52,14 @@ class Balance:
             start += rows
 
     def weights(self, split: str) -> npt.NDArray[np.float64]:
-        """The weight of each row of a split: [rows]. Raises BadInput."""
-        if not self._named:
+        """Return the weight of each row of a split: [rows]. Raises BadInput."""
+        if not self._any_value:
             message = f"no accepted run or demonstration has {self.key!r} in its metadata"
             raise BadInput(message, param="balance_by")
         groups = np.frombuffer(self._rows[split], np.uint32)
         counts = Counter(groups.tolist())
         scale = len(groups) / sum(count**self._power for count in counts.values())
-        by_group = np.zeros(len(self._places), np.float64)
+        by_group = np.zeros(len(self._groups), np.float64)
         for group, count in counts.items():
             by_group[group] = scale * count ** (self._power - 1)
         return by_group[groups]
@@ -77,8 +76,8 @@ def _rewrite(path: Path, weights: npt.NDArray[np.float64]) -> None:
         with pyarrow.parquet.ParquetWriter(draft, schema, **OPTIONS) as new:
             for number in range(old.num_row_groups):
                 table = old.read_row_group(number)
-                mine = weights[start : start + table.num_rows]
-                new.write_table(table.set_column(column, "weight", pyarrow.array(mine)))
+                row_weights = weights[start : start + table.num_rows]
+                new.write_table(table.set_column(column, "weight", pyarrow.array(row_weights)))
                 start += table.num_rows
     durable.sync(draft)
     draft.replace(path)

@@ -1,9 +1,9 @@
-"""Whether a run may be trained on: first by what the index knows, then by its tokens.
+"""Selection: decide on each run, first by the facts in the index, then by its tokens.
 
-A Candidate goes from `judge` (no body is read) to a method (methods.py: which of a task's runs are
-wanted), which asks for its `samples`, and `keep`s them. Whoever refuses it says why, once; the
-reasons are listed in considered.py. Bodies are read a few dozen at a time, and only their tokens
-are kept. Called by making.py.
+`judge` makes a CandidateRun without reading its body. A method (methods.py) then chooses among the
+runs of a task; it requests their `samples` and calls `keep`. A refusal names one of the reasons in
+considered_runs.py. Bodies are read a few dozen at a time, and only their tokens are kept. Called by
+draft.py.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.queries import DatasetRecipe
-from cray_agents.records import UNSCORED, ModelCall, Run, by_givers, reward_by
-from cray_agents.runtime.datasets.advantages import turn_beyond
+from cray_agents.records import UNSCORED, ModelCall, Run, reward_of_givers, rewards_of_givers
+from cray_agents.runtime.datasets.advantages import first_missing_turn
 from cray_agents.runtime.datasets.considered_runs import ConsideredRun
 from cray_agents.runtime.datasets.decontamination import BlockedTexts, Match
 from cray_agents.runtime.datasets.demonstrations import Renderer
@@ -24,7 +24,7 @@ from cray_agents.runtime.datasets.sample_weights import Balance
 from cray_agents.runtime.datasets.token_shards import SampleRow
 from cray_agents.runtime.datasets.uses import Uses
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.branch_choice import by_request
+from cray_agents.runtime.store.branch_choice import group_by_request
 from cray_agents.runtime.store.index import RunFacts
 
 AHEAD = 64  # runs whose bodies are read at once
@@ -32,30 +32,30 @@ AHEAD = 64  # runs whose bodies are read at once
 
 @dataclass(slots=True, eq=False)
 class CandidateRun:
-    """A run on its way in. `reason` says why it was left out; `scored`: its reward counts."""
+    """A candidate for the dataset. `reason` is set if refused; `scored` if its reward counts."""
 
     facts: RunFacts
     reward: float | None
     scored: bool = False
     reason: str | None = None
     detail: str | None = None
-    gone: bool = False  # forgotten since it was found: nothing is said of it any more
+    gone: bool = False  # deleted during the build: left out of runs.parquet, too
     match: Match | None = None
     repeats: Repeat | None = None
     rows: list[SampleRow] = field(default_factory=list)
 
     def refuse(self, reason: str, detail: str | None = None) -> None:
-        """Leave it out; the first reason stays."""
+        """Refuse the run. The first reason stays."""
         if self.reason is None:
             self.reason, self.detail, self.rows = reason, detail, []
 
     @property
     def value(self) -> float:
-        """The reward, of one that has it."""
+        """The reward, or 0.0 if there is none."""
         return self.reward or 0.0
 
     def line(self) -> ConsideredRun:
-        """What runs.parquet says of it."""
+        """Return the line for runs.parquet."""
         return ConsideredRun(
             self.facts.run_id,
             self.facts.task,
@@ -70,7 +70,7 @@ class CandidateRun:
 
 
 class Body(NamedTuple):
-    """What is kept of a run that was read: its samples, or why there are none."""
+    """The samples of a run that was read, or the reason why there are none."""
 
     samples: list[TokenSample]
     metadata: dict[str, Any]
@@ -81,11 +81,11 @@ class Body(NamedTuple):
 
 @dataclass
 class Selection:
-    """What judging needs. `seen` and `balance` are filled by what is kept."""
+    """The selection of one build. Accepted samples are added to `seen` and `balance`."""
 
     store: Store
     recipe: DatasetRecipe
-    held: BlockedTexts
+    blocked: BlockedTexts
     uses: Uses
     renderer: Renderer | None
     seen: KeptSamples
@@ -94,14 +94,14 @@ class Selection:
 
     @property
     def least(self) -> float:
-        """The reward from which on a run is good enough: to be imitated, to be desirable."""
+        """The least reward of a run to imitate (sft) or a desirable one (kto)."""
         return 1.0 if self.recipe.min_reward is None else self.recipe.min_reward
 
     def judge(self, facts: RunFacts) -> CandidateRun:
-        """All that can be said of a run without its body."""
-        given = (self.recipe.rewards or {}).get(facts.run_id)
-        rewarded, facts = facts.reward is not None, self._counted(facts)
-        reward = facts.reward if given is None else given
+        """Make a candidate. Refuse it here if that needs no body."""
+        override = (self.recipe.rewards or {}).get(facts.run_id)
+        rewarded, facts = facts.reward is not None, self._with_givers(facts)
+        reward = facts.reward if override is None else override
         candidate = CandidateRun(facts, reward)
         if facts.split not in (None, "train"):
             candidate.refuse("held_out", facts.split)
@@ -112,21 +112,26 @@ class Selection:
         elif reward is None:
             detail = "from nobody whom the recipe names as a giver" if rewarded else None
             candidate.refuse("no_reward", detail)
-        elif _silent(facts):
+        elif _is_empty(facts):
             candidate.refuse("empty", "nothing was sampled" if facts.calls else "no turn")
-        elif self.recipe.method == "grpo" and given is None and turn_beyond(facts) is not None:
-            candidate.refuse("no_such_turn", f"{turn_beyond(facts)} of {facts.turns}")
+        elif (
+            self.recipe.method == "grpo"
+            and override is None
+            and first_missing_turn(facts) is not None
+        ):
+            candidate.refuse("no_such_turn", f"{first_missing_turn(facts)} of {facts.turns}")
         else:
             candidate.scored = True
             self._judge_scored(candidate)
         return candidate
 
-    def _counted(self, facts: RunFacts) -> RunFacts:
-        """The run with the rewards of those givers that the recipe names."""
+    def _with_givers(self, facts: RunFacts) -> RunFacts:
+        """Return the facts with only the rewards from givers that the recipe names."""
         if self.recipe.givers is None or not facts.given:
             return facts
-        reward = reward_by(facts.reward, facts.given, self.recipe.givers)
-        return facts._replace(reward=reward, rewards=by_givers(facts.given, self.recipe.givers))
+        reward = reward_of_givers(facts.reward, facts.given, self.recipe.givers)
+        rewards = rewards_of_givers(facts.given, self.recipe.givers)
+        return facts._replace(reward=reward, rewards=rewards)
 
     def _judge_scored(self, candidate: CandidateRun) -> None:
         facts, recipe = candidate.facts, self.recipe
@@ -140,17 +145,17 @@ class Selection:
                 candidate.refuse("used_up", f"{used} of {recipe.max_uses}")
 
     def read(self, candidates: Sequence[CandidateRun]) -> None:
-        """Read the bodies of these ahead, and forget those that were read before."""
-        wanted = [c.facts.run_id for c in candidates if c.reason is None]
-        self._bodies = dict.fromkeys(wanted)
-        for run in self.store.whole(wanted):
+        """Read the bodies of these candidates in advance, and drop bodies read before."""
+        run_ids = [c.facts.run_id for c in candidates if c.reason is None]
+        self._bodies = dict.fromkeys(run_ids)
+        for run in self.store.runs_by_id(run_ids):
             self._bodies[run.id] = self._body(run)
 
     def samples(self, candidate: CandidateRun) -> list[TokenSample]:
-        """A candidate's samples; none, and it is refused, if it cannot be trained on."""
+        """Return a candidate's samples. If it cannot be trained on, refuse it and return none."""
         run_id = candidate.facts.run_id
         if run_id not in self._bodies:
-            self._bodies[run_id] = next(map(self._body, self.store.whole([run_id])), None)
+            self._bodies[run_id] = next(map(self._body, self.store.runs_by_id([run_id])), None)
         body = self._bodies[run_id]
         if body is None:
             self._refuse_unread(candidate)
@@ -160,36 +165,36 @@ class Selection:
             candidate.refuse(body.reason, body.detail)
         return body.samples
 
-    def keep(self, candidate: CandidateRun, **about: Any) -> bool:
-        """Take a candidate in, but for those of its samples that were there before."""
+    def keep(self, candidate: CandidateRun, **fields: Any) -> bool:
+        """Accept a candidate without its repeated samples; refuse it if all are repeated."""
         samples = self.samples(candidate)
         if not samples:
             return False
-        fresh, repeat = self.seen.fresh(candidate.facts.run_id, samples)
+        fresh, repeat = self.seen.drop_repeats(candidate.facts.run_id, samples)
         if repeat is not None and not fresh:
             candidate.repeats = repeat
             candidate.refuse(repeat.reason, repeat.detail)
             return False
-        self.take(candidate, fresh, **about)
+        self.add_rows(candidate, fresh, **fields)
         return True
 
-    def take(
+    def add_rows(
         self,
         candidate: CandidateRun,
         samples: Iterable[TokenSample],
         turns: Sequence[float] | None = None,
-        **about: Any,
+        **fields: Any,
     ) -> None:
-        """Make rows of samples. `about`: fields of Row; `turns`: the advantages of its turns."""
+        """Make rows of samples. `turns` are advantages by turn; `fields` go to SampleRow."""
         facts = candidate.facts
         body = self._bodies[facts.run_id]
-        about["balance"] = self.balance.group_of(body.metadata if body else {})
+        fields["balance"] = self.balance.group_of(body.metadata if body else {})
         candidate.rows = [
-            SampleRow(sample, facts.run_id, facts.task or "", candidate.value, **about)
+            SampleRow(sample, facts.run_id, facts.task or "", candidate.value, **fields)
             for sample in samples
         ]
         if turns is not None:
-            candidate.rows = [_by_turn(row, turns) for row in candidate.rows]
+            candidate.rows = [_with_turn_advantages(row, turns) for row in candidate.rows]
 
     def _refuse_unread(self, candidate: CandidateRun) -> None:
         try:
@@ -203,14 +208,14 @@ class Selection:
             candidate.refuse("corrupt", "it could not be read")
 
     def _body(self, run: Run) -> Body:
-        """A run's samples, or what is wrong with them."""
+        """Make the samples of a run, or find the reason why there are none."""
         metadata = run.task.metadata if run.task else {}
         fault = _token_fault(run)
         if fault is not None:
             return Body([], metadata, *fault)
-        match = self.held.match_run(run)
+        match = self.blocked.match_run(run)
         if match is not None:
-            return Body([], metadata, "contaminated", match.told, match)
+            return Body([], metadata, "contaminated", match.description, match)
         if run.calls:
             samples = merge_turns(map(turn_of, run.calls))
         else:
@@ -219,41 +224,41 @@ class Selection:
             except BadInput as error:
                 return Body([], metadata, "not_renderable", str(error))
         longest = max(len(sample.input_ids) for sample in samples)
-        if too_long(longest, self.recipe):
+        if is_too_long(longest, self.recipe):
             return Body([], metadata, "too_long", f"{longest} tokens")
         return Body(samples, metadata)
 
     def _render(self, run: Run) -> list[TokenSample]:
-        """What was imported, as the model would have said it. Raises BadInput."""
+        """Render an imported run with the chat template. Raises BadInput."""
         if self.renderer is None:
             raise BadInput("there is no tokenizer to render it with", param="tokenizer")
         return self.renderer.samples(run.trajectory.messages, run.trajectory.tools)
 
 
-def _by_turn(row: SampleRow, turns: Sequence[float]) -> SampleRow:
+def _with_turn_advantages(row: SampleRow, turns: Sequence[float]) -> SampleRow:
     each = row.sample.by_span(turns)
     tokens = [span.tokens for span in row.sample.spans]
     mean = math.fsum(n * value for n, value in zip(tokens, each, strict=True)) / row.sample.trained
     return row._replace(advantage=mean, advantages=each)
 
 
-def too_long(tokens: int, recipe: DatasetRecipe) -> bool:
-    """Whether a sample of so many tokens is left out."""
+def is_too_long(tokens: int, recipe: DatasetRecipe) -> bool:
+    """Tell whether a sample of so many tokens exceeds the recipe's `max_tokens`."""
     return recipe.max_tokens is not None and tokens > recipe.max_tokens
 
 
-def _silent(facts: RunFacts) -> bool:
-    """Whether nothing was sampled. Tokens that are missing are another matter."""
+def _is_empty(facts: RunFacts) -> bool:
+    """Tell whether nothing was sampled, as opposed to tokens missing from the record."""
     if facts.imported is not None:
         return False
     if not facts.calls:
         return not facts.turns
-    asked = facts.calls >= facts.turns and facts.prompt_tokens > 0 and not facts.redacted
-    return asked and not facts.sampled_tokens
+    is_complete = facts.calls >= facts.turns and facts.prompt_tokens > 0 and not facts.redacted
+    return is_complete and not facts.sampled_tokens
 
 
 def _token_fault(run: Run) -> tuple[str, str | None] | None:
-    """Why a run's tokens cannot be trained on, and which call's."""
+    """Return the reason why the tokens of a run cannot be trained on, and the call's id."""
     calls = run.calls
     if run.imported is not None and not calls:
         return None
@@ -262,14 +267,14 @@ def _token_fault(run: Run) -> tuple[str, str | None] | None:
         return "missing_call", missing
     redacted = next((c for c in calls if c.redacted and not c.token_ids), None)
     if redacted is not None:
-        return "redacted", ", ".join(sorted({found.kind for found in redacted.redacted}))
+        return "redacted", ", ".join(sorted({redaction.kind for redaction in redacted.redacted}))
     if not any(c.token_ids for c in calls) and all(c.prompt_token_ids for c in calls):
         return "empty", "nothing was sampled" if calls else "no turn"
     return _call_fault(calls)
 
 
 def _call_fault(calls: Sequence[ModelCall]) -> tuple[str, str] | None:
-    for choices in by_request(calls):
+    for choices in group_by_request(calls):
         if len(choices) > 1:
             return "ambiguous_choices", f"{len(choices)} of {choices[0].id}"
     for call in calls:

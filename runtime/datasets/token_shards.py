@@ -1,12 +1,24 @@
-"""Token samples as Parquet shards: written a thousand rows at a time, the same bytes every time.
+"""Token shards: write samples to Parquet files, with the same bytes for the same rows.
 
-A row is a sample. Parallel, [tokens]: input_ids; loss_mask (1: trained on); logprobs, advantages
-(0 off the mask); version_index (into versions, those that sampled; -1: not sampled). Of the sample:
-weight, reward, advantage; run_id, task_id; group (grpo and dpo: what is compared with each other);
-pair (dpo; else null) and chosen (dpo: true on the better row of a pair, which comes first; kto:
-whether it is desirable; else null); temperature (at which it was sampled; null: it was not, or at
-several) and shaped (whether more decided what was sampled: sampling.py). Rows that belong together
-stand side by side. Called by making.py; weights.py writes the weights once they are known.
+A row is a sample. Columns of [tokens], all parallel:
+
+    input_ids
+    loss_mask       1: trained on
+    logprobs        0 off the mask
+    advantages      0 off the mask
+    version_index   into `versions`, the versions that sampled; -1: not sampled
+
+Columns with one value for the sample:
+
+    weight, reward, advantage, run_id, task_id
+    group           grpo and dpo: the name of the comparison group
+    pair            dpo: the name of the pair; else null
+    chosen          dpo: true on the better row of a pair, which is first; kto: true if desirable;
+                    else null
+    temperature     of sampling; null: not sampled, or at several temperatures
+    shaped          true if other options reshaped the distribution (run_samples.py)
+
+The rows of a group are consecutive. Called by draft.py; sample_weights.py fills in the weights.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,8 +32,8 @@ from cray_agents.runtime.datasets.run_samples import TokenSample
 from cray_agents.runtime.disk import durable
 
 SHARD_ROWS = 10_000
-BATCH_ROWS = 1_000  # a row group; held in memory
-MASKS = ("loss_mask", "advantages", "version_index")  # of few values: worth a dictionary
+BATCH_ROWS = 1_000  # in a row group, which is kept in memory
+MASKS = ("loss_mask", "advantages", "version_index")  # columns of few values, dictionary-encoded
 NAMES = ("run_id", "task_id", "group", "pair")
 OPTIONS: dict[str, Any] = {
     "compression": "zstd",
@@ -32,10 +44,10 @@ OPTIONS: dict[str, Any] = {
 
 
 class SampleRow(NamedTuple):
-    """A sample and what is said of it. `balance` is the place of its group in weights.py.
+    """A sample with its other columns. `balance` is its group in sample_weights.py.
 
-    `advantages`: one for each of the sample's spans; () where all are `advantage`, which is else
-    their mean over the trained tokens.
+    `advantages` has one number for each span of the sample, and `advantage` is their mean over the
+    trained tokens. If `advantages` is (), every span has `advantage`.
     """
 
     sample: TokenSample
@@ -51,7 +63,7 @@ class SampleRow(NamedTuple):
 
 
 class ShardWriter:
-    """Writes the rows of a split into a draft directory, as `<split>-00000.parquet` and on."""
+    """A writer of the shards of a split, `<split>-00000.parquet` and so on."""
 
     def __init__(
         self,
@@ -68,9 +80,9 @@ class ShardWriter:
         self.files: dict[str, int] = {}  # name -> rows
 
     def add(self, rows: Sequence[SampleRow]) -> None:
-        """Rows that belong together: they go into one shard, unless it cannot hold them."""
-        held = self._written + len(self._rows)
-        if held and held + len(rows) > self._shard_rows:
+        """Add the rows of a group. They go into one shard, unless they exceed a shard's size."""
+        pending = self._written + len(self._rows)
+        if pending and pending + len(rows) > self._shard_rows:
             self._close()
         for row in rows:
             self._rows.append(row)
@@ -80,7 +92,7 @@ class ShardWriter:
                 self._flush()
 
     def finish(self) -> dict[str, int]:
-        """Write what is left; returns the rows of each file."""
+        """Write the remaining rows. Return the number of rows of each file."""
         self._close()
         return self.files
 
@@ -109,30 +121,30 @@ class ShardWriter:
 
 
 def table_of(rows: Sequence[SampleRow]) -> Any:
-    """Rows as an Arrow table, made from flat arrays: no number becomes a Python object again."""
+    """Make an Arrow table of rows from flat arrays, without a Python object per number."""
     import pyarrow
 
     samples = [row.sample for row in rows]
     sizes = [len(sample.input_ids) for sample in samples]
     spans = np.array([span for sample in samples for span in sample.spans], np.int64)
     lengths, trained, versions = spans[:, 0], spans[:, 1], spans[:, 2]
-    each = [
+    span_advantages = [
         value for row in rows for value in row.advantages or [row.advantage] * len(row.sample.spans)
     ]
-    advantages = np.where(trained, each, 0.0).astype(np.float32)
+    advantages = np.where(trained, span_advantages, 0.0).astype(np.float32)
 
     def tokens(values: npt.NDArray[Any]) -> Any:
-        return _lists(sizes, values)
+        return _list_column(sizes, values)
 
     names = [name for sample in samples for name in sample.versions]
     return pyarrow.table(
         {
-            "input_ids": tokens(_joined((s.input_ids for s in samples), np.int32)),
+            "input_ids": tokens(_concatenate((s.input_ids for s in samples), np.int32)),
             "loss_mask": tokens(np.repeat(trained.astype(np.int8), lengths)),
-            "logprobs": tokens(_joined((s.logprobs for s in samples), np.float32)),
+            "logprobs": tokens(_concatenate((s.logprobs for s in samples), np.float32)),
             "advantages": tokens(np.repeat(advantages, lengths)),
             "version_index": tokens(np.repeat(versions.astype(np.int16), lengths)),
-            "versions": _lists([len(s.versions) for s in samples], names),
+            "versions": _list_column([len(s.versions) for s in samples], names),
             "weight": pyarrow.array([1.0] * len(rows), pyarrow.float64()),
             "reward": pyarrow.array([row.reward for row in rows], pyarrow.float64()),
             "advantage": pyarrow.array([row.advantage for row in rows], pyarrow.float64()),
@@ -147,22 +159,26 @@ def table_of(rows: Sequence[SampleRow]) -> Any:
     )
 
 
-def _joined(arrays: Iterable[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return np.frombuffer(b"".join(each.tobytes() for each in arrays), dtype)
+def _concatenate(arrays: Iterable[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.frombuffer(b"".join(array.tobytes() for array in arrays), dtype)
 
 
-def _lists(sizes: Sequence[int], values: Any) -> Any:
-    """A list column: so many of the values for each row."""
+def _list_column(sizes: Sequence[int], values: Any) -> Any:
+    """Make a list column with `sizes[i]` of the values in row i."""
     import pyarrow
 
-    offsets = _flat(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
-    flat = pyarrow.array(values, pyarrow.string()) if isinstance(values, list) else _flat(values)
+    offsets = _flat_column(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+    flat = (
+        pyarrow.array(values, pyarrow.string())
+        if isinstance(values, list)
+        else _flat_column(values)
+    )
     return pyarrow.ListArray.from_arrays(offsets, flat)
 
 
-def _flat(values: npt.NDArray[Any]) -> Any:
-    """An array as a column, without a copy."""
+def _flat_column(values: npt.NDArray[Any]) -> Any:
+    """Make a column of an array, without a copy."""
     import pyarrow
 
-    kind = pyarrow.from_numpy_dtype(values.dtype)
-    return pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(values)])
+    data_type = pyarrow.from_numpy_dtype(values.dtype)
+    return pyarrow.Array.from_buffers(data_type, len(values), [None, pyarrow.py_buffer(values)])

@@ -1,26 +1,25 @@
-"""Which dataset each step of a loop has, once and for all, and how often a run was used by them.
+"""Uses ledger: fix the dataset of each step of a loop, and count the uses of each run.
 
     <home>/loops/<loop>/datasets/commits/<n>.json    n = 0, 1, ...: {step, recipe, dataset, seen}
                                  <step>.json         the same, by step
                                  <step>.<recipe>.ready   a dataset about to be committed
 
-A build counts the runs' uses in all commits there are, say n of them, and commits as number n by
-exclusive create: if another was faster the number is taken, and it counts and builds again. So no
-two builds can miss each other's uses, whatever step they are of and whichever host they run on.
+A build counts the uses of runs in all n commits, and commits as number n by exclusive create. If
+another build has taken the number, it counts and builds again. So no two builds miss each other's
+uses, for any steps and on any hosts.
 
-Where a builder may be killed, and what the next one finds:
+A builder may be killed at any point. The next builder then resumes:
 
-    before the draft is whole       a hidden draft, swept a day later; the build begins anew
-    before `ready` is written       the same
-    `ready`, not yet published      the named dataset does not exist: the build begins anew
-    published, not yet committed    the dataset that `ready` names exists: it is committed as it is,
-                                    though other runs have come in since; unless another step was
-                                    committed meanwhile and uses are bounded: then it would use
-                                    runs too often, and is built anew
-    committed, no `<step>.json`     the commits are read: the step's is among them
-    after that                      `<step>.json` answers
+    draft not complete              the draft is removed a day later; the build begins anew
+    `ready` not written             the same
+    `ready`, not yet published      the named dataset does not exist; the build begins anew
+    published, not yet committed    the dataset named by `ready` is committed, even if there are new
+                                    runs; if uses are bounded and another step was committed
+                                    meanwhile, it is built anew, or it might use runs too often
+    committed, no `<step>.json`     the step's commit is found among the commits
+    `<step>.json` written           `<step>.json` is read
 
-A commit never names a dataset that does not exist: it is made last. Called by building.py.
+A commit is made last, so it always names an existing dataset. Called by build.py.
 """
 
 import time
@@ -39,11 +38,11 @@ from cray_agents.runtime.datasets.content_name import recipe_name
 from cray_agents.runtime.datasets.reader import MANIFEST, accepted_runs
 from cray_agents.runtime.disk import checksums, durable
 
-LAG = 0.1  # seconds
+LAG = 0.1  # seconds between reads of a file that is not visible yet
 
 
 class Commit(Record):
-    """That a step has a dataset. `recipe` is the recipe's name, `seen` how many came before."""
+    """The dataset of a step. `recipe` is the recipe's hash, `seen` the number of commits before."""
 
     step: int
     recipe: str
@@ -52,7 +51,7 @@ class Commit(Record):
 
 
 class Uses:
-    """How often each run is in the datasets of a loop's other steps: about 100 bytes a run."""
+    """Counts of each run's uses in datasets of the loop's other steps: about 100 bytes a run."""
 
     def __init__(self) -> None:
         self._counts: dict[bytes, int] = {}
@@ -63,44 +62,44 @@ class Uses:
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def of(self, run_id: str) -> int:
-        """How often it was used."""
+        """Return the number of uses of a run."""
         return self._counts.get(_key(run_id), 0)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The steps of one loop, as seen by the build of one of them."""
+    """The ledger of a loop, for the build of one of its steps."""
 
     home: Home
     loop: str
     step: int
     recipe: str
-    bounded: bool  # whether uses are
+    bounded: bool  # the recipe has `max_uses`
 
     @classmethod
     def of(cls, home: Home, recipe: DatasetRecipe) -> "Ledger | None":
-        """The ledger that a recipe's dataset goes into, if it is of a step."""
+        """Return the ledger for a recipe, or None if it names no loop and step."""
         if recipe.loop is None or recipe.step is None:
             return None
         bounded = recipe.max_uses is not None
         return cls(home, recipe.loop, recipe.step, recipe_name(recipe), bounded)
 
-    def committed(self) -> str | None:
-        """The step's dataset; what a killed build had ready is committed first.
+    def find_or_resume(self) -> str | None:
+        """Return the dataset of the step, or None. Commits a dataset that a killed build published.
 
-        Raises BadInput if the step is another recipe's.
+        Raises BadInput if the step has another recipe's dataset.
         """
-        found = self._find()
-        if found is None:
+        commit = self._find()
+        if commit is None:
             ready = _read(self._ready)
             if ready is not None and self._exists(ready.dataset):
-                found = self._commit(ready)
-        return self._mine(found) if found is not None else None
+                commit = self._commit(ready)
+        return self._checked_dataset(commit) if commit is not None else None
 
     def count(self) -> tuple[int, Uses] | None:
-        """How many commits there are, and the uses in their datasets.
+        """Return the number of commits, and the uses in their datasets.
 
-        None if the step's own is among them: another builder was faster.
+        Returns None if another builder has committed this step.
         """
         commits = list(self._commits())
         if any(commit.step == self.step for commit in commits):
@@ -108,24 +107,24 @@ class Ledger:
         return len(commits), self._uses(commits)
 
     def prepare(self, dataset: str, seen: int) -> None:
-        """Say which dataset will be committed: called when it is whole, before it is published."""
+        """Record the dataset to be committed, when it is complete but not yet published."""
         commit = Commit(step=self.step, recipe=self.recipe, dataset=dataset, seen=seen)
         durable.replace_file(self._ready, _line(commit))
 
     def commit(self, dataset: str, seen: int) -> str | None:
-        """Commit a published dataset; returns the step's, or None if uses must be counted again.
+        """Commit a published dataset. Return the step's, or None if uses must be counted again.
 
-        Raises BadInput if the step became another recipe's meanwhile.
+        Raises BadInput if the step got another recipe's dataset meanwhile.
         """
-        commit = Commit(step=self.step, recipe=self.recipe, dataset=dataset, seen=seen)
-        found = self._commit(commit)
-        return self._mine(found) if found is not None else None
+        own = Commit(step=self.step, recipe=self.recipe, dataset=dataset, seen=seen)
+        commit = self._commit(own)
+        return self._checked_dataset(commit) if commit is not None else None
 
-    def look(self) -> tuple[str | None, Uses]:
-        """The step's dataset, if it has one, and the uses in those of all others."""
+    def read(self) -> tuple[str | None, Uses]:
+        """Return the dataset of the step, or None, and the uses in datasets of all other steps."""
         commits = list(self._commits())
-        mine = next((c.dataset for c in commits if c.step == self.step), None)
-        return mine, self._uses([c for c in commits if c.step != self.step])
+        dataset = next((c.dataset for c in commits if c.step == self.step), None)
+        return dataset, self._uses([c for c in commits if c.step != self.step])
 
     def _uses(self, commits: Iterable[Commit]) -> Uses:
         uses = Uses()
@@ -136,13 +135,13 @@ class Ledger:
 
     def _commit(self, commit: Commit) -> Commit | None:
         number = commit.seen
-        while not durable.create_file(self._number(number), _line(commit)):
-            other = _read(self._number(number))
-            if other is None:  # a file system whose listing lags behind: it will be seen
+        while not durable.create_file(self._commit_path(number), _line(commit)):
+            other = _read(self._commit_path(number))
+            if other is None:  # a file system with a lag; the file will appear
                 time.sleep(LAG)
                 continue
             if other.step == self.step:
-                commit = other  # ours of another time, or another builder of the same step
+                commit = other  # an earlier commit of this step, ours or another builder's
                 break
             if self.bounded:
                 return None
@@ -152,14 +151,15 @@ class Ledger:
         return commit
 
     def _find(self) -> Commit | None:
-        found = _read(self._by_step)
-        if found is None:
-            found = next((c for c in self._commits() if c.step == self.step), None)
-            if found is not None:
-                durable.create_file(self._by_step, _line(found))
-        return found
+        commit = _read(self._by_step)
+        if commit is None:
+            commit = next((c for c in self._commits() if c.step == self.step), None)
+            if commit is not None:
+                durable.create_file(self._by_step, _line(commit))
+        return commit
 
-    def _mine(self, commit: Commit) -> str:
+    def _checked_dataset(self, commit: Commit) -> str:
+        """Return the dataset of a commit. Raises BadInput for another recipe's; Corrupt."""
         if commit.recipe != self.recipe:
             raise BadInput(
                 f"step {self.step} of loop {self.loop} has a training set, {commit.dataset}, made "
@@ -176,14 +176,14 @@ class Ledger:
 
     def _commits(self) -> Iterator[Commit]:
         number = 0
-        while (found := _read(self._number(number))) is not None:
-            yield found
+        while (commit := _read(self._commit_path(number))) is not None:
+            yield commit
             number += 1
 
     def _exists(self, dataset: str) -> bool:
         return (self.home.dataset(dataset) / MANIFEST).is_file()
 
-    def _number(self, number: int) -> Path:
+    def _commit_path(self, number: int) -> Path:
         return self._folder / "commits" / f"{number}.json"
 
     @property

@@ -1,1 +1,1 @@
-"""Files on a shared disk: whole or absent, checksummed, appended in groups, removed whole."""
+"""Files on a shared disk: written whole or not at all, checksummed, and appended in groups."""

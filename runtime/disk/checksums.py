@@ -1,13 +1,14 @@
-"""What is read is what was written: JSON records with a checksum, and files that a hash names.
+"""Checksums: prove that JSON records, journal lines and hashed files are read as written.
 
     {"id":"file-1","purpose":"batch","crc":"0a1b2c3d"}
 
-`crc` is zlib's CRC-32 over the bytes before `,"crc"`, as 8 hex digits. To every other reader a
-record stays plain JSON. A line of a journal has the same form. Records from before there were
-checksums have no such key, and are read as they are.
+`crc` is zlib's CRC-32 over the bytes before `,"crc"`, as 8 hex digits. A record stays plain JSON
+to every other reader. A line of a journal has the same form. Records older than the checksums lack
+the key, and are read unchecked.
 
-Every reader of the shared root calls this module; damage is Corrupt, which names the file. fsck.py
-reads the whole root with it. Who writes: durable.py, with `with_crc`.
+Every reader of the shared root calls this module. Damage raises Corrupt, which names the file.
+runtime/fsck.py reads the whole root with it. Writers add the checksum with `with_crc` and write
+with durable.py.
 """
 
 import zlib
@@ -25,14 +26,14 @@ from cray_agents.runtime.disk import durable
 MARK = b',"crc":"'
 END = b'"}'
 TAIL = len(MARK) + 8 + len(END)  # bytes from the mark to the end of the text
-ALIKE = 7  # bytes of mark and end that a damaged checksum still has; no other record has so many
-REMEMBERED = 65536  # files whose hash this process knows
+ALIKE = 7  # bytes of mark and end left in a damaged checksum; other records have fewer
+CACHED_HASHES = 65536  # files whose hash this process remembers
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def with_crc(text: bytes) -> bytes:
-    """A JSON object with its checksum as the last key; what has no keys stays as it is."""
+    """Return a JSON object with its checksum as the last key; other texts unchanged."""
     if text[-1:] != b"}" or text == b"{}":
         return text
     text = text[:-1]
@@ -40,17 +41,17 @@ def with_crc(text: bytes) -> bytes:
 
 
 def is_whole(text: bytes) -> bool:
-    """Whether a text has a checksum and is what that says."""
+    """Tell whether a text ends in a checksum and matches it."""
     start = len(text) - TAIL
     if start <= 0 or text[start:] != b'%b%08x"}' % (MARK, zlib.crc32(memoryview(text)[:start])):
         return False
     return text[0] == ord("{")
 
 
-def proven(text: bytes, place: object) -> bytes:
-    """The JSON that was given to `with_crc`; an older text is returned as it is.
+def verify_crc(text: bytes, place: object) -> bytes:
+    """Check a text and return it without its checksum; a text without one is returned unchanged.
 
-    `place` is where it was read: a file, or a line of one. Raises Corrupt.
+    `place` names the file or line in the error. Raises Corrupt.
     """
     text = text.removesuffix(b"\n")
     if is_whole(text):
@@ -62,8 +63,8 @@ def proven(text: bytes, place: object) -> bytes:
 
 
 def parse(text: bytes, place: object) -> Any:
-    """What a record or a line says. Raises Corrupt."""
-    text = proven(text, place)
+    """Verify and decode a record or a line. Raises Corrupt."""
+    text = verify_crc(text, place)
     try:
         return orjson.loads(text)
     except ValueError as error:
@@ -71,31 +72,31 @@ def parse(text: bytes, place: object) -> Any:
 
 
 def parse_as(kind: type[Kind], text: bytes, place: object) -> Kind:
-    """The same as one of our records. Raises Corrupt."""
-    text = proven(text, place)
+    """Verify a text and decode it as a pydantic record. Raises Corrupt."""
+    text = verify_crc(text, place)
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        field = ".".join(map(str, found["loc"]))
-        at = f"{field}: {found['msg']}" if field else found["msg"]
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        at = f"{field}: {first['msg']}" if field else first["msg"]
         raise Corrupt(f"{place} cannot be read: {at}") from error
 
 
 def read_json(path: Path) -> Any:
-    """What a file with one record says. Raises FileNotFoundError, Corrupt."""
+    """Read a file of one JSON record. Raises FileNotFoundError, Corrupt."""
     return parse(path.read_bytes(), path)
 
 
 def read_record(kind: type[Kind], path: Path) -> Kind:
-    """The same as one of our records. Raises FileNotFoundError, Corrupt."""
+    """Read a file of one pydantic record. Raises FileNotFoundError, Corrupt."""
     return parse_as(kind, path.read_bytes(), path)
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """What the whole lines of a journal say; a last one that is being written is left out.
+    """Decode the lines of a journal; an unfinished last line is left out.
 
-    Raises FileNotFoundError, Corrupt, which names the line.
+    Raises FileNotFoundError, or Corrupt, which names the line.
     """
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         if line:
@@ -103,26 +104,26 @@ def read_lines(path: Path) -> Iterator[Any]:
 
 
 def sha256_of(path: Path) -> str:
-    """The hex SHA-256 of a file's bytes: read once a process, unless the file changes.
+    """Return the hex SHA-256 of a file, cached for this process until the file changes.
 
     Raises FileNotFoundError.
     """
-    found = path.stat()
-    return _sha256_of(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    stat = path.stat()
+    return _sha256_of(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 def prove(path: Path, sha256: str) -> Path:
-    """The path of a file that holds what its hash says. Raises Corrupt, also if it is missing."""
+    """Return the path if the file matches its hash. Raises Corrupt, also for a missing file."""
     try:
-        found = sha256_of(path)
+        actual = sha256_of(path)
     except FileNotFoundError as error:
         raise Corrupt(f"{path} is missing") from error
-    if found != sha256:
-        raise Corrupt(f"{path} is damaged: its SHA-256 is {found}, and it was {sha256}")
+    if actual != sha256:
+        raise Corrupt(f"{path} is damaged: its SHA-256 is {actual}, and it was {sha256}")
     return path
 
 
-@lru_cache(REMEMBERED)
+@lru_cache(CACHED_HASHES)
 def _sha256_of(path: Path, *changed: int) -> str:
-    """`changed`: what would be another number, had the file changed."""
+    """Hash a file. `changed` are numbers of its stat, part of the cache key."""
     return durable.sha256_file(path)

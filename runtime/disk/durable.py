@@ -1,7 +1,7 @@
-"""Files that are either whole or absent, on a laptop's disk and on NFS, Lustre or Weka alike.
+"""Durable files: publish files and folders whole or not at all, also on NFS, Lustre or Weka.
 
-Everything immutable under the shared root goes through here: the registry's versions, checkpoints
-and datasets. Growing files are another matter: see appending.py.
+Everything immutable under the shared root is written here: the registry's versions, checkpoints
+and datasets. For files that grow see group_commit.py.
 """
 
 import hashlib
@@ -13,11 +13,11 @@ from pathlib import Path
 from cray_agents.records import new_id
 
 BLOCK = 1 << 20  # bytes read at a time
-ROOM = 64 * 1024  # bytes that a disk which is not full has room for
+PROBE_BYTES = 64 * 1024  # written to learn if a disk is full
 
 
 def sha256_file(path: Path) -> str:
-    """The hex SHA-256 of a file's bytes."""
+    """Return the hex SHA-256 of a file's bytes."""
     hasher = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -26,12 +26,12 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256(content: bytes) -> str:
-    """The hex SHA-256 of bytes."""
+    """Return the hex SHA-256 of bytes."""
     return hashlib.sha256(content).hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a directory's list of names to the disk."""
+    """Flush a file, or a directory's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -40,9 +40,9 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write and fsync a file that nobody reads yet: half of it may be seen meanwhile.
+    """Write and fsync a file that nobody reads yet: readers could see half of it.
 
-    `mode`, less the umask, is what a new file has from its first moment.
+    A new file has `mode`, less the umask, from its first moment.
     """
     with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
@@ -51,20 +51,20 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Put `data` at `path`: readers see the old file or the whole new one, which has this mode."""
+    """Replace a file: readers see the old one or the whole new one, which has this mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{new_id('draft')}")
     try:
         write_file(draft, data, mode)
         draft.replace(path)
-    except BaseException:  # such as a full disk: nothing of it stays
+    except BaseException:  # such as a full disk: leave nothing behind
         draft.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
 
 def create_file(path: Path, data: bytes) -> bool:
-    """Publish a file under a name nobody has; False if somebody was first.
+    """Publish a file under an unused name. Return False if the name is taken.
 
     The link is exclusive like O_EXCL, but the name never stands for a half-written file.
     """
@@ -82,23 +82,23 @@ def create_file(path: Path, data: bytes) -> bool:
 
 
 def check_room(directory: Path) -> None:
-    """Prove that a directory's disk takes data. Raises OSError."""
+    """Prove that a directory's disk still takes data. Raises OSError."""
     probe = directory / f".{new_id('room')}"
     try:
-        write_file(probe, bytes(ROOM))
+        write_file(probe, bytes(PROBE_BYTES))
     finally:
         probe.unlink(missing_ok=True)
 
 
 def draft_directory(target: Path) -> Path:
-    """An empty directory beside `target`, to be filled and then published as it."""
+    """Create an empty directory beside `target`, to fill and pass to `publish_directory`."""
     draft = target.with_name(f".{target.name}.{new_id('draft')}")
     draft.mkdir(parents=True)
     return draft
 
 
 def publish_directory(draft: Path, target: Path) -> bool:
-    """Rename a filled, fsynced draft to its name; False if the name is taken already."""
+    """Rename a filled, fsynced draft to its name. Return False if the name is taken."""
     sync(draft)
     try:
         draft.rename(target)
@@ -110,13 +110,13 @@ def publish_directory(draft: Path, target: Path) -> bool:
     return True
 
 
-OLD = ".old_"  # in the name of what is being deleted
+OLD = ".old_"  # in the name of a folder that is being deleted
 
 log = logging.getLogger(__name__)
 
 
 def remove(folder: Path) -> int:
-    """Delete a folder; returns the bytes that this gave back. 0 if somebody else was first."""
+    """Delete a folder. Return the bytes freed; 0 if another process was first."""
     aside = folder
     if OLD not in folder.name:
         aside = folder.with_name(f".{folder.name.removeprefix('.')}.{new_id('old')}")
@@ -127,7 +127,7 @@ def remove(folder: Path) -> int:
     before = size_of(aside)
     try:
         shutil.rmtree(aside)
-    except FileNotFoundError:  # somebody else deletes it, too
+    except FileNotFoundError:  # another process deletes it too
         return 0
     except OSError as error:
         log.warning("%s is not deleted whole: %s; `models prune` tries again", aside, error)
@@ -135,18 +135,18 @@ def remove(folder: Path) -> int:
 
 
 def resume_points(megatron: Path) -> list[Path]:
-    """The published resume points in a job's megatron/ folder, newest first."""
+    """Return the published resume points in a job's megatron/ folder, newest first."""
     return sorted(megatron.glob("step-*"), reverse=True)
 
 
 def keep_newest(megatron: Path, count: int) -> None:
-    """Delete all resume points of a job but the newest `count`."""
+    """Delete all but the newest `count` resume points of a job."""
     for point in resume_points(megatron)[count:]:
         remove(point)
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of the files in a folder and below; of what vanishes meanwhile none."""
+    """Return the bytes of all files below a folder; files that vanish meanwhile count 0."""
     total = 0
     for path in folder.rglob("*"):
         try:

@@ -1,8 +1,8 @@
 """Group commit: appends from many requests share one write and one fsync.
 
-While a thread writes and syncs one group, the next group gathers. The store's segments
-(store/segments/writer.py) and the results of batches (batches/results.py) are written so: each says
-what its files are; how a group comes together and who is told what is here.
+While a thread writes and syncs one group, the next group gathers. Used by the store's segments
+(runtime/store/segments/writer.py) and by batch results (runtime/batches/results.py). They choose
+the files; this module forms the groups and resolves their futures.
 """
 
 import asyncio
@@ -23,34 +23,35 @@ log = logging.getLogger(__name__)
 
 
 class GroupCommit(Generic[Item, Done]):
-    """Writes items in groups, in a thread of its own. Belongs to one event loop.
+    """A writer of items in groups, with a thread of its own. Belongs to one event loop.
 
-    `write`, in the thread: puts a group on the disk and answers for each item, or raises OSError.
-    `failed`, in the thread: what the waiters of a group are told that `write` failed on.
-    `then`, in the thread, once the waiters are told: what is done with a group before the next one
-    is written. An error of it is logged, no more.
+    All three functions run in the thread.
+    `write` puts a group on the disk and returns one answer for each item, or raises OSError.
+    `make_error` turns that OSError into the error that the group's waiters get.
+    `then` runs after the waiters have their answers, and before the next group is written. Its
+    errors are only logged.
     """
 
     def __init__(
         self,
         write: Callable[[list[Item]], list[Done]],
-        failed: Callable[[OSError], StoreError],
+        make_error: Callable[[OSError], StoreError],
         then: Callable[[list[Item], list[Done]], None] | None = None,
     ) -> None:
         self._write = write
-        self._failed = failed
+        self._make_error = make_error
         self._then = then
         self._waiting: list[tuple[Item, asyncio.Future[Done]]] = []
         self._writing: list[tuple[Item, asyncio.Future[Done]]] = []
         self._busy = False  # a group is being written, or about to be
         self._closed = False
-        # its own thread: a dataset that fills the default pool must not delay a commit
+        # its own thread, since a dataset may fill the default pool and would delay commits
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
 
     def submit(self, item: Item) -> "asyncio.Future[Done]":
-        """Queue an item; the future is done when it is on the disk, or fails with StoreError.
+        """Queue an item. The future is done once the item is on the disk, or has a StoreError.
 
-        Raises StoreError once this is closed.
+        Raises StoreError after `close`.
         """
         if self._closed:
             raise StoreError("nothing is written any more: the files are closed")
@@ -59,11 +60,11 @@ class GroupCommit(Generic[Item, Done]):
         self._waiting.append((item, done))
         if not self._busy:
             self._busy = True
-            loop.call_soon(self._start)  # not at once: others of this moment join the group
+            loop.call_soon(self._start)  # later, so that items of this moment join the group
         return done
 
     async def close(self) -> None:
-        """Wait until everything queued is on the disk, and `then` is through with it."""
+        """Wait until everything queued is on the disk, and `then` has run."""
         while self._busy:
             await asyncio.wait([done for _, done in [*self._writing, *self._waiting]])
             await asyncio.sleep(0)
@@ -77,14 +78,14 @@ class GroupCommit(Generic[Item, Done]):
         self._thread.submit(self._commit, items, loop).add_done_callback(_log_error)
 
     def _commit(self, items: list[Item], loop: asyncio.AbstractEventLoop) -> None:
-        """In the thread."""
+        """Write one group; runs in the thread."""
         outcome: list[Done] | StoreError = StoreError("the write failed: see the platform's log")
         try:
             outcome = self._write(items)
         except OSError as error:
-            outcome = self._failed(error)
+            outcome = self._make_error(error)
             log.error("%s", outcome)
-        finally:  # nobody waits forever, whatever it was
+        finally:  # whatever the error, waiters must get an answer
             loop.call_soon_threadsafe(self._committed, outcome)
         if self._then is not None and not isinstance(outcome, StoreError):
             self._then(items, outcome)
@@ -95,7 +96,8 @@ class GroupCommit(Generic[Item, Done]):
             if done.cancelled():
                 continue
             if isinstance(outcome, StoreError):
-                done.set_exception(type(outcome)(*outcome.args))  # one each: they gather tracebacks
+                # one exception each: tracebacks add up in an exception
+                done.set_exception(type(outcome)(*outcome.args))
             else:
                 done.set_result(outcome[number])
         if self._waiting:
@@ -105,9 +107,9 @@ class GroupCommit(Generic[Item, Done]):
 
 
 class LineFile:
-    """A file of lines that this process alone appends to, and that was not there before.
+    """A new file of lines that only this process appends to.
 
-    So the torn last line of a killed process stays the last line of its file. Raises OSError.
+    A killed process thus leaves its torn line at the end of a file. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,9 +126,9 @@ class LineFile:
             raise
 
     def append(self, lines: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Put lines (without newlines) on the disk. Returns where: (offset, length) in bytes.
+        """Put lines (without newlines) on the disk. Return their (offset, length) in bytes.
 
-        Raises OSError; then no half a line is left, if that can be helped.
+        Raises OSError, after cutting off a half-written line if possible.
         """
         spans, offset = [], self.size
         for line in lines:
@@ -137,25 +139,25 @@ class LineFile:
         try:
             while written < len(text):
                 written += os.write(self._file, memoryview(text)[written:])
-        except OSError:  # such as a full disk: whoever reads has seen whole lines at most
+        except OSError:  # such as a full disk; readers use whole lines only
             os.ftruncate(self._file, self.size + text.rfind(b"\n", 0, written) + 1)
             raise
         os.fdatasync(self._file)
         self.size = offset
         return spans
 
-    def stands(self) -> bool:
-        """Whether the path still names this file: nobody has renamed or removed it."""
+    def is_at_path(self) -> bool:
+        """Tell whether the path still names this file: nobody renamed or removed it."""
         try:
             return self.path.stat().st_ino == self._inode
         except FileNotFoundError:
             return False
 
     def close(self) -> bool:
-        """Close the file; whether it stays, as it is. One that nothing came into is removed."""
+        """Close the file and remove it if it is empty. Return whether it stays."""
         try:
             stays = os.fstat(self._file).st_size > 0
-            if not stays and self.stands():
+            if not stays and self.is_at_path():
                 self.path.unlink()
         finally:
             os.close(self._file)

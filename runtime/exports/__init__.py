@@ -1,1 +1,1 @@
-"""Runs and datasets in formats that other tools read."""
+"""Exports of runs and datasets in formats of other tools."""

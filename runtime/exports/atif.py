@@ -1,10 +1,10 @@
-"""ATIF, the Agent Trajectory Interchange Format: a document for each run, one to a line.
+"""ATIF, the Agent Trajectory Interchange Format: write a run as one document per line.
 
-Written as version 1.7, the first with `extra` on tool calls and results; later ones only added to
-it. An agent's step holds its exact tokens, the results of its tool calls, and in `extra` the call's
-id, sampling and times. What the schema has no field for (rewards, tags, task, why it ended) is in
-the root's `extra`, since the schema forbids other fields. Nothing is left out but what the store
-does not know. Listed in format.py; the parts of a step are in atif_parts.py.
+Documents are of version 1.7, the first with `extra` on tool calls and results; later versions only
+add fields. An agent's step holds its exact tokens, the results of its tool calls, and in `extra`
+the call's id, sampling and times. Rewards, tags, task and stop reason have no field, so they are in
+the root's `extra`. Only fields of content parts, such as an image's detail, are left out. Listed
+in line_formats.py; the contents and tool calls of a step are in atif_parts.py.
 """
 
 from collections.abc import Sequence
@@ -12,38 +12,50 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cray_agents.records import Message, ModelCall, Run, Turn
-from cray_agents.runtime.exports.atif_parts import content_of, has_more, plain, tool_call_of
+from cray_agents.runtime.exports.atif_parts import (
+    content_of,
+    has_uncarried_fields,
+    tool_call_of,
+    without_none,
+)
 from cray_agents.runtime.exports.chat_messages import function_of
 from cray_agents.runtime.exports.conversation import Conversation, conversation_of
 from cray_agents.runtime.exports.export_format import Json, LineFormat, Written
 from cray_agents.runtime.exports.jsonl import check_finite
 
 VERSION = "ATIF-v1.7"
-UNKNOWN = "unknown"  # what the schema requires and a run may lack
-_TOLD = {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+UNKNOWN = "unknown"  # for fields that the schema requires and a run may lack
+_MESSAGE_FIELDS = {
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning",
+    "reasoning_content",
+}
 _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 _RESULTS = ("tool", "function")
 
 
-def _of_run(run: Run) -> Written:
+def _write_run(run: Run) -> Written:
     check_finite(run)
-    told = conversation_of(run)
-    steps = _steps(run, told)
+    conversation = conversation_of(run)
+    steps = _steps(run, conversation)
     document = {
         "schema_version": VERSION,
         "session_id": run.id,
         "trajectory_id": run.id,
-        "agent": _agent(run, told.tools),
+        "agent": _agent(run, conversation.tools),
         "steps": steps,
-        "final_metrics": _final(steps),
-        "extra": _about(run, told),
+        "final_metrics": _final_metrics(steps),
+        "extra": _root_extra(run, conversation),
     }
-    more = any(has_more(message.get("content")) for message in told.messages)
+    more = any(has_uncarried_fields(message.get("content")) for message in conversation.messages)
     return Written([document], ("message_fields",) if more else ())
 
 
 def _agent(run: Run, tools: list[Json]) -> Json:
-    """The agent, its tools in OpenAI's shape; as they were given too, where that is another."""
+    """Return the agent with its tools in OpenAI's shape; tools of another shape also in `extra`."""
     functions = [function_of(tool) for tool in tools]
     defined = [
         {"type": "function", "function": function} if function is not None else tool
@@ -56,16 +68,16 @@ def _agent(run: Run, tools: list[Json]) -> Json:
         "tool_definitions": defined or None,
         "extra": {"tools": tools} if defined != tools else None,
     }
-    return plain(agent)
+    return without_none(agent)
 
 
-def _steps(run: Run, told: Conversation) -> list[Json]:
-    """A step for each message; results of tools go with the step that asked for them."""
+def _steps(run: Run, conversation: Conversation) -> list[Json]:
+    """Return a step for each message; tool results join the step that called the tools."""
     steps: list[Json] = []
-    copied = _copied(told)
-    for place, message in enumerate(told.messages):
-        where = f"messages[{place}]"
-        content = content_of(run, where, message.get("content"))
+    history_end = _history_end(conversation)
+    for index, message in enumerate(conversation.messages):
+        path = f"messages[{index}]"
+        content = content_of(run, path, message.get("content"))
         if message.get("role") in _RESULTS:
             _add_result(steps, message, content)
             continue
@@ -74,78 +86,81 @@ def _steps(run: Run, told: Conversation) -> list[Json]:
             "source": _SOURCES.get(str(message.get("role")), "user"),
             "message": content or "",
         }
-        extra = _beside(message)
+        extra = _extra_fields(message)
         if step["source"] == "agent":
-            _add_answer(step, extra, place, told)
+            _add_answer(step, extra, index, conversation)
         if extra:
             step["extra"] = extra
-        if place < copied and step["source"] != "system":
+        if index < history_end and step["source"] != "system":
             step["is_copied_context"] = True
         steps.append(step)
-    if not steps:  # a run that ended before anything was said, or whose words nobody kept
+    if not steps:  # the run ended before its first message, or its messages were not kept
         steps.append({"step_id": 1, "source": "user", "message": run.input})
     return steps
 
 
-def _beside(message: Message) -> Json:
-    """What a message holds and a step has no field for."""
-    beside = {name: value for name, value in message.items() if name not in _TOLD and value}
+def _extra_fields(message: Message) -> Json:
+    """Return the fields of a message that a step has no field for."""
+    extra = {
+        name: value for name, value in message.items() if name not in _MESSAGE_FIELDS and value
+    }
     if "weight" in message:
-        beside["weight"] = message["weight"]
+        extra["weight"] = message["weight"]
     if message.get("role") not in ("system", "user", "assistant", "tool"):
-        beside["role"] = message.get("role")
-    return beside
+        extra["role"] = message.get("role")
+    return extra
 
 
-def _copied(told: Conversation) -> int:
-    """Up to where the messages are the history that the run was given, not its own doing."""
-    places = [p for p in range(told.own) if told.messages[p].get("role") == "assistant"]
-    if not places:
+def _history_end(conversation: Conversation) -> int:
+    """Return the end of the history given to the run: its last answer and that one's results."""
+    messages = conversation.messages[: conversation.own_start]
+    answers = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not answers:
         return 0
-    last = places[-1] + 1
-    while last < told.own and told.messages[last].get("role") in _RESULTS:
-        last += 1
-    return last
+    end = answers[-1] + 1
+    while end < len(messages) and messages[end].get("role") in _RESULTS:
+        end += 1
+    return end
 
 
-def _add_answer(step: Json, extra: Json, place: int, told: Conversation) -> None:
-    message, turn = told.messages[place], told.said.get(place)
+def _add_answer(step: Json, extra: Json, index: int, conversation: Conversation) -> None:
+    message, turn = conversation.messages[index], conversation.turns_by_message.get(index)
     thought = message.get("reasoning") or message.get("reasoning_content")
     if thought:
         step["reasoning_content"] = str(thought)
     if message.get("tool_calls"):
-        step["tool_calls"] = _tool_calls(message, turn, _answered(told.messages, place))
+        step["tool_calls"] = _tool_calls(message, turn, _answered_ids(conversation.messages, index))
     if turn is not None and turn.call is not None:
-        _add_call(step, extra, turn.call, told)
+        _add_call(step, extra, turn.call, conversation)
     elif turn is not None:
         extra["call_id"] = turn.call_id
 
 
 def _tool_calls(message: Message, turn: Turn | None, answered: set[str]) -> list[Json]:
-    asked = message["tool_calls"]
-    given = turn.call.message.get("tool_calls") if turn is not None and turn.call else None
-    done = {done.id: done for done in turn.tool_calls} if turn is not None else {}
+    calls = message["tool_calls"]
+    raw_calls = turn.call.message.get("tool_calls") if turn is not None and turn.call else None
+    done = {call.id: call for call in turn.tool_calls} if turn is not None else {}
     return [
-        tool_call_of(part, raw, done.get(str(part.get("id"))), str(part.get("id")) in answered)
-        for part, raw in zip(asked, given or asked, strict=True)
+        tool_call_of(call, raw, done.get(str(call.get("id"))), str(call.get("id")) in answered)
+        for call, raw in zip(calls, raw_calls or calls, strict=True)
     ]
 
 
-def _answered(messages: Sequence[Message], place: int) -> set[str]:
-    """The ids of the calls whose results stand right after a message."""
+def _answered_ids(messages: Sequence[Message], index: int) -> set[str]:
+    """Return the ids of the calls whose results stand right after a message."""
     answered = set()
-    for message in messages[place + 1 :]:
+    for message in messages[index + 1 :]:
         if message.get("role") not in _RESULTS:
             break
         answered.add(str(message.get("tool_call_id")))
     return answered
 
 
-def _add_call(step: Json, extra: Json, call: ModelCall, told: Conversation) -> None:
+def _add_call(step: Json, extra: Json, call: ModelCall, conversation: Conversation) -> None:
     step["model_name"] = call.model
     step["llm_call_count"] = 1
     if call.started:
-        step["timestamp"] = _time(call.started)
+        step["timestamp"] = _timestamp(call.started)
     if call.prompt_token_ids or call.token_ids:
         step["metrics"] = {
             "prompt_tokens": len(call.prompt_token_ids),
@@ -164,17 +179,17 @@ def _add_call(step: Json, extra: Json, call: ModelCall, told: Conversation) -> N
         "redacted": [removed.model_dump() for removed in call.redacted],
     }
     extra |= {name: value for name, value in known.items() if value}
-    if told.messages[: len(call.messages)] != call.messages:  # its history was another one
+    if conversation.messages[: len(call.messages)] != call.messages:  # it read another history
         extra["messages"] = call.messages
-    if call.tools != told.tools:
+    if call.tools != conversation.tools:
         extra["tools"] = call.tools
 
 
 def _add_result(steps: list[Json], message: Message, content: Any) -> None:
-    """Add a tool's result to the last step, or a step of its own where that did not ask for it."""
+    """Add a tool's result to the last step, or to a new step if the last did not call the tool."""
     call_id = str(message.get("tool_call_id") or "")
     result: Json = {"content": content if content is not None else ""}
-    extra = _beside(message)
+    extra = _extra_fields(message)
     step = steps[-1] if steps else {}
     if any(call["tool_call_id"] == call_id for call in step.get("tool_calls") or ()):
         result["source_call_id"] = call_id
@@ -187,7 +202,7 @@ def _add_result(steps: list[Json], message: Message, content: Any) -> None:
     step.setdefault("observation", {"results": []})["results"].append(result)
 
 
-def _final(steps: list[Json]) -> Json:
+def _final_metrics(steps: list[Json]) -> Json:
     metrics = [step["metrics"] for step in steps if "metrics" in step]
     final: Json = {"total_steps": len(steps)}
     if metrics:
@@ -196,17 +211,17 @@ def _final(steps: list[Json]) -> Json:
     return final
 
 
-def _about(run: Run, told: Conversation) -> Json:
-    """All of the run that the document says nowhere else, and the calls of other conversations."""
-    about = run.model_dump(mode="json", exclude={"id", "agent", "model", "trajectory"})
-    about = {n: value for n, value in about.items() if n == "output" or value not in (None, [])}
-    about["reward"] = run.reward
-    if told.others:
-        about["other_turns"] = [turn.model_dump(mode="json") for turn in told.others]
-    return plain(about)
+def _root_extra(run: Run, conversation: Conversation) -> Json:
+    """Return the run's fields that the document lacks, and its turns outside the conversation."""
+    extra = run.model_dump(mode="json", exclude={"id", "agent", "model", "trajectory"})
+    extra = {n: value for n, value in extra.items() if n == "output" or value not in (None, [])}
+    extra["reward"] = run.reward
+    if conversation.other_turns:
+        extra["other_turns"] = [turn.model_dump(mode="json") for turn in conversation.other_turns]
+    return without_none(extra)
 
 
-def _time(seconds: float) -> str:
+def _timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -215,5 +230,5 @@ ATIF = LineFormat(
     title="ATIF 1.7 (Agent Trajectory Interchange Format)",
     about="a trajectory document for each run, with exact tokens and logprobs; rewards, tags and "
     "task in `extra`; any validator of 1.7 or later",
-    of_run=_of_run,
+    write_run=_write_run,
 )

@@ -1,12 +1,12 @@
-"""A run's conversation: its messages, and which of them which model call said.
+"""A run's conversation: its messages, each answer matched to the model call that made it.
 
-The messages are the run record's; of a run that has none, those its last call read and said. Calls
-are found in them by what they read and said: where a client trimmed its history, or calls of other
-conversations stand in the run, some are in none of its messages. Used by all formats but `jsonl`.
+The messages come from the run record, or from the last call if the record has none. A call is
+matched to a message by its prompt and its answer. Some calls match none: the client trimmed its
+history, or the run holds calls of other conversations. Used by all formats but `jsonl`.
 
-Where calls began with different system messages, or were given different tools, as after a handoff,
-no one of these goes over all messages: formats to learn from get a conversation for each
-(`conversations_of`), as the calls under it saw it; what others said in it is its history.
+After a handoff, calls see other system messages or tools, and no single list fits all messages.
+Formats for training then get one conversation per beginning, from `conversations_of`. Each is as
+its own calls saw it; answers made by other calls count as its history.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,83 +19,85 @@ from cray_agents.runtime.store.segments.facts import text_of
 
 
 class Conversation(NamedTuple):
-    """A run's messages, its turns by the place of the message that each said, and the others.
+    """A run's messages, and its turns by the index of the message that each produced.
 
-    `own` is where its first call answered; an assistant's message before that was not said in this
-    run. It is 0 where not all calls are known, and all messages count as the run's. `history`: the
-    places of the assistant's messages that were not said here.
+    `other_turns` match no message. `own_start` is the index of the first call's answer: assistant
+    messages before it are not the run's own. It is 0 if a call is unknown, so that all messages
+    count as the run's own. `history` holds the indices of assistant messages not produced here.
     """
 
     messages: list[Message]
-    said: dict[int, Turn]
-    others: list[Turn]
+    turns_by_message: dict[int, Turn]
+    other_turns: list[Turn]
     tools: list[Json]
-    own: int
+    own_start: int
     history: frozenset[int]
 
 
 def conversation_of(run: Run) -> Conversation:
-    """A run's conversation; its messages are empty for a run that has neither any nor calls.
+    """Return a run's conversation; it is empty for a run without messages and calls.
 
-    Raises BadInput for messages whose tool calls are none: clients may send anything.
+    Raises BadInput for malformed tool calls, since clients may send anything.
     """
     messages = run.trajectory.messages
     if not messages and (calls := run.calls):
         messages = [*calls[-1].messages, calls[-1].message]
     check_calls(run, messages)
     check_calls(run, (call.message for call in run.calls))
-    said, others = _placed(messages, run.trajectory.turns)
-    calls = [turn.call for turn in said.values() if turn.call is not None]
-    tools = _tools([call.tools for call in calls] or [run.trajectory.tools])
+    placed, unplaced = _place_turns(messages, run.trajectory.turns)
+    calls = [turn.call for turn in placed.values() if turn.call is not None]
+    tools = _merge_tools([call.tools for call in calls] or [run.trajectory.tools])
     whole = all(turn.call is not None for turn in run.trajectory.turns)
-    own = min(said, default=0) if whole else 0
-    history = frozenset(place for place in _answers(messages) if place < own)
-    return Conversation(messages, said, others, tools or run.trajectory.tools, own, history)
+    start = min(placed, default=0) if whole else 0
+    history = frozenset(index for index in _answer_indices(messages) if index < start)
+    return Conversation(messages, placed, unplaced, tools or run.trajectory.tools, start, history)
 
 
 def conversations_of(run: Run) -> list[Conversation]:
-    """A run's conversations: one for each beginning (system messages, tools) that its calls saw.
+    """Return one conversation per beginning (system messages, tools) that the run's calls saw.
 
-    In the order in which they began; mostly it is one. Raises BadInput as `conversation_of` does.
+    They stand in the order in which they began; most runs have one. Raises BadInput as
+    `conversation_of` does.
     """
-    whole, parts = conversation_of(run), _parts(run.trajectory.turns)
-    if len(parts) < 2:
+    whole, groups = conversation_of(run), _group_turns(run.trajectory.turns)
+    if len(groups) < 2:
         return [whole]
-    as_sent = {id(turn): whole.messages[place] for place, turn in whole.said.items()}
-    found = []
-    for turns in parts:
+    as_sent = {id(turn): whole.messages[index] for index, turn in whole.turns_by_message.items()}
+    conversations = []
+    for turns in groups:
         ends = ((turn, turn.call) for turn in reversed(turns))
         last, call = next((turn, call) for turn, call in ends if call is not None)
         messages = [*call.messages, as_sent.get(id(last), call.message)]
-        part = Trajectory(messages=messages, turns=turns)
-        told = conversation_of(run.model_copy(update={"trajectory": part}))
-        found.append(told._replace(history=frozenset(_answers(messages) - told.said.keys())))
-    return found
+        trajectory = Trajectory(messages=messages, turns=turns)
+        conversation = conversation_of(run.model_copy(update={"trajectory": trajectory}))
+        history = frozenset(_answer_indices(messages) - conversation.turns_by_message.keys())
+        conversations.append(conversation._replace(history=history))
+    return conversations
 
 
-def _parts(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """The turns by what their calls began with; one whose call is not known goes with the last."""
-    parts: list[tuple[Any, list[Turn]]] = []
-    part: list[Turn] = []
+def _group_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Group turns by the beginning of their calls; a turn without a known call joins the last."""
+    groups: list[tuple[Any, list[Turn]]] = []
+    group: list[Turn] = []
     for turn in turns:
         if (call := turn.call) is not None:
             system = takewhile(lambda m: m.get("role") in ("system", "developer"), call.messages)
-            began = (list(system), call.tools)
-            known = next((found for how, found in parts if how == began), None)
+            beginning = (list(system), call.tools)
+            known = next((members for key, members in groups if key == beginning), None)
             if known is None:
-                known = [] if parts else part  # with those before the first that is known
-                parts.append((began, known))
-            part = known
-        part.append(turn)
-    return [found for _, found in parts]
+                known = [] if groups else group  # turns before the first known call join it
+                groups.append((beginning, known))
+            group = known
+        group.append(turn)
+    return [members for _, members in groups]
 
 
-def _answers(messages: Sequence[Message]) -> set[int]:
-    return {place for place, each in enumerate(messages) if each.get("role") == "assistant"}
+def _answer_indices(messages: Sequence[Message]) -> set[int]:
+    return {index for index, each in enumerate(messages) if each.get("role") == "assistant"}
 
 
 def check_calls(run: Run, messages: Iterable[Message]) -> None:
-    """Raise BadInput for tool calls that are not objects with a function (or custom tool)."""
+    """Raise BadInput for tool calls that are not objects with a function or custom tool."""
     for message in messages:
         calls = message.get("tool_calls")
         if not calls:
@@ -107,13 +109,13 @@ def check_calls(run: Run, messages: Iterable[Message]) -> None:
             raise unsupported(run, "tool_calls", f"of a message are none: {str(calls)[:80]}")
 
 
-def spoken(run: Run) -> list[Conversation]:
-    """`conversations_of` for formats that are to learn from. Raises BadInput if nothing is said.
+def trainable_conversations(run: Run) -> list[Conversation]:
+    """Return a run's conversations for a training format.
 
-    A run that failed before its model said anything cannot be learned from.
+    Raises BadInput for one without an answer, as of a run that failed before its model spoke.
     """
     conversations = conversations_of(run)
-    if not all(_answers(each.messages) for each in conversations):
+    if not all(_answer_indices(each.messages) for each in conversations):
         raise unsupported(run, "trajectory.messages", "has no message of the assistant")
     return conversations
 
@@ -123,69 +125,73 @@ def run_of_demonstration(
     tools: Sequence[Json] = (),
     metadata: Json | None = None,
 ) -> Run:
-    """A demonstration of a dataset as an imported run, named by its content."""
-    asked = next((text_of(m) for m in messages if m.get("role") == "user"), "")
+    """Return a demonstration of a dataset as an imported run, named by its content."""
+    question = next((text_of(m) for m in messages if m.get("role") == "user"), "")
     return Run(
         id=f"demonstration-{digest([list(messages), list(tools)])}",
         agent="",
         model="",
-        input=asked,
+        input=question,
         output=messages[-1].get("content") if messages else None,
         stop_reason=StopReason.completed,
         trajectory=Trajectory(messages=list(messages), tools=list(tools)),
-        task=Task(input=asked, metadata=metadata) if metadata else None,
+        task=Task(input=question, metadata=metadata) if metadata else None,
         imported="demonstration",
     )
 
 
-def _placed(
+def _place_turns(
     messages: Sequence[Message], turns: Sequence[Turn]
 ) -> tuple[dict[int, Turn], list[Turn]]:
-    """Each turn where its message stands: after all that it read, or else after the turn before."""
-    said: dict[int, Turn] = {}
-    others: list[Turn] = []
+    """Return the turns by the index of their message, and the turns without one.
+
+    A turn's message follows its prompt; if it does not, it is sought after the previous turn.
+    """
+    placed: dict[int, Turn] = {}
+    unplaced: list[Turn] = []
     after = 0
     for turn in turns:
         call = turn.call
-        place = len(call.messages) if call is not None else -1
-        if not (0 <= place < len(messages) and place not in said and _says(messages[place], turn)):
-            places = (p for p in range(after, len(messages)) if p not in said)
-            place = next((p for p in places if _says(messages[p], turn)), -1)
-        if place < 0:
-            others.append(turn)
+        index = len(call.messages) if call is not None else -1
+        fits = 0 <= index < len(messages) and index not in placed
+        if not (fits and _is_answer(messages[index], turn)):
+            free = (n for n in range(after, len(messages)) if n not in placed)
+            index = next((n for n in free if _is_answer(messages[n], turn)), -1)
+        if index < 0:
+            unplaced.append(turn)
         else:
-            said[place] = turn
-            after = max(after, place + 1)
-    return said, others
+            placed[index] = turn
+            after = max(after, index + 1)
+    return placed, unplaced
 
 
-def _says(message: Message, turn: Turn) -> bool:
-    """Whether the message is the turn's; arguments may have been mended on their way back."""
+def _is_answer(message: Message, turn: Turn) -> bool:
+    """Tell whether the turn produced the message; clients may send its arguments back repaired."""
     if message.get("role") != "assistant":
         return False
-    asked = [call.get("id") for call in message.get("tool_calls") or ()]
+    call_ids = [call.get("id") for call in message.get("tool_calls") or ()]
     if turn.call is None:
-        return bool(asked) and asked == [call.id for call in turn.tool_calls]
-    given = turn.call.message
-    if (written := message.get("written")) is not None and given.get("content") == written:
-        return True  # a constrained call: the model wrote JSON (cray_agents/constrained.py)
-    if asked or given.get("tool_calls"):
-        return asked == [call.get("id") for call in given.get("tool_calls") or ()]
-    return (message.get("content") or "") == (given.get("content") or "")
+        return bool(call_ids) and call_ids == [call.id for call in turn.tool_calls]
+    answer = turn.call.message
+    if (written := message.get("written")) is not None and answer.get("content") == written:
+        return True  # a constrained call: the model wrote JSON (engines/json_tool_calls.py)
+    if call_ids or answer.get("tool_calls"):
+        return call_ids == [call.get("id") for call in answer.get("tool_calls") or ()]
+    return (message.get("content") or "") == (answer.get("content") or "")
 
 
-def _tools(offered: Sequence[list[Json]]) -> list[Json]:
-    """All tools that were offered, the newest definition of each name."""
+def _merge_tools(offered: Sequence[list[Json]]) -> list[Json]:
+    """Return all tools that were offered, in the newest definition of each name."""
     last = offered[-1]
     if all(tools == last for tools in offered):
         return last
     newest: dict[str, Json] = {}
     for tools in offered:
-        newest |= {_name(tool): tool for tool in tools}
+        newest |= {_tool_name(tool): tool for tool in tools}
     return list(newest.values())
 
 
-def _name(tool: Json) -> str:
+def _tool_name(tool: Json) -> str:
     function = tool.get("function")
     named = function if isinstance(function, dict) else tool
     return str(named.get("name") or tool.get("type"))

@@ -1,6 +1,7 @@
-"""How far an export is, and what came of it: counts, and the losses it states.
+"""Counts of an export: its records, runs and losses so far, and the summary at its end.
 
-Kept by the drivers (lines.py, tables.py), journalled by journal.py, shown by the command line.
+Updated by jsonl_files.py and parquet_files.py, saved by resume_journal.py, printed by the command
+line.
 """
 
 from collections import Counter
@@ -14,7 +15,8 @@ from cray_agents.runtime.exports.line_formats import LOSSES, Written
 from cray_agents.runtime.exports.sources import Item
 
 MISSING, UNSUPPORTED = "missing_runs", "unsupported_runs"
-OURS: Mapping[str, str] = MappingProxyType(
+# losses beyond LOSSES: of sources and of Parquet formats
+EXPORT_LOSSES: Mapping[str, str] = MappingProxyType(
     {
         MISSING: "runs that are no longer in the store are left out",
         UNSUPPORTED: "runs that the format cannot carry are left out",
@@ -38,14 +40,14 @@ OURS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def sentence(code: str) -> str:
-    """What a loss is, in words."""
-    return LOSSES.get(code) or OURS.get(code) or code.replace("_", " ")
+def describe_loss(code: str) -> str:
+    """Return the sentence of a loss's code."""
+    return LOSSES.get(code) or EXPORT_LOSSES.get(code) or code.replace("_", " ")
 
 
 @dataclass(frozen=True)
 class ExportLoss:
-    """How many runs (pairs, tasks) lost something, and what."""
+    """A loss in words, and the number of runs, pairs or tasks that had it."""
 
     count: int
     sentence: str
@@ -53,7 +55,7 @@ class ExportLoss:
 
 @dataclass(frozen=True)
 class ExportProgress:
-    """How far an export is. `total`: items in all, if that is known."""
+    """Progress of an export. `total` is the number of all items, None if unknown."""
 
     records: int
     runs: int
@@ -63,7 +65,7 @@ class ExportProgress:
 
 @dataclass(frozen=True)
 class Summary:
-    """What an export wrote: `records` lines or rows of `runs` runs (or pairs, or samples)."""
+    """Result of an export: `records` lines or rows of `runs` runs (or pairs, or samples)."""
 
     records: int
     runs: int
@@ -78,7 +80,10 @@ OnProgress = Callable[[ExportProgress], None]
 
 @dataclass(frozen=True)
 class LossRules:
-    """What is done with losses: an error (`strict`, but for those allowed), or counted."""
+    """Rules for losses. `strict` makes each an error, except those in `allow`.
+
+    `skip_unsupported` turns a run that the format cannot carry into a loss.
+    """
 
     strict: bool = False
     allow: frozenset[str] = frozenset()
@@ -87,14 +92,14 @@ class LossRules:
 
 @dataclass
 class ExportCounts:
-    """Counts so far."""
+    """Running counts of an export."""
 
     records: int = 0
     runs: int = 0
     losses: Counter[str] = field(default_factory=Counter)
 
-    def of(self, item: Item, write: Callable[..., Written], rules: LossRules) -> Written:
-        """What a format writes of an item, counted. Raises BadInput as the rules want it."""
+    def write_item(self, item: Item, write: Callable[..., Written], rules: LossRules) -> Written:
+        """Write an item with a format and count it. Raises BadInput as the rules demand."""
         written = Written([])
         if item.runs:
             try:
@@ -103,30 +108,30 @@ class ExportCounts:
                 if error.code != "unsupported_export" or not rules.skip_unsupported:
                     raise
                 written = Written([], (UNSUPPORTED,))
-        whose = " and ".join(run.id for run in item.runs)
+        subject = " and ".join(run.id for run in item.runs)
         for code, count in (*item.lost, *((code, 1) for code in written.losses)):
-            self.add(code, count, rules, whose)
+            self.add(code, count, rules, subject)
         self.records += len(written.records)
         self.runs += item.covers
         return written
 
-    def add(self, code: str, count: int, rules: LossRules, whose: str = "") -> None:
-        """Count a loss of so many runs. Raises BadInput where the rules do not allow it."""
+    def add(self, code: str, count: int, rules: LossRules, subject: str = "") -> None:
+        """Count a loss of `count` runs. Raises BadInput if the rules forbid it."""
         if rules.strict and code not in rules.allow:
             raise BadInput(
-                f"{whose or 'what is exported'}: {sentence(code)} (the loss {code!r}, which strict "
-                "does not allow)",
+                f"{subject or 'what is exported'}: {describe_loss(code)} (the loss {code!r}, which "
+                "strict does not allow)",
                 param="strict",
                 code="export_loss",
             )
         self.losses[code] += count
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts as JSON values."""
         return {"records": self.records, "runs": self.runs, "losses": dict(self.losses)}
 
 
-def losses_of(counts: Mapping[str, int]) -> dict[str, ExportLoss]:
-    """Losses with what they mean, the most frequent first, then by name."""
+def describe_losses(counts: Mapping[str, int]) -> dict[str, ExportLoss]:
+    """Return the losses with their sentences, most frequent first, then by code."""
     order = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return {code: ExportLoss(count, sentence(code)) for code, count in order if count}
+    return {code: ExportLoss(count, describe_loss(code)) for code, count in order if count}

@@ -1,8 +1,8 @@
-"""croissant.json of an exported folder: what it is in the words of MLCommons' Croissant 1.1.
+"""croissant.json of an exported folder: describe it in MLCommons' Croissant 1.1.
 
-As mlcroissant validates and reads it. Conversations are lists of structs, for which Croissant has
-no name: they are told of in the card. License, author and date are not known here. Written by
-huggingface.py; runtime/datasets/croissant.py has that of a dataset.
+mlcroissant validates and reads it. Conversations are lists of structs, for which Croissant has no
+type, so only the card describes them. License, author and date are unknown here. Written by
+huggingface.py; runtime/datasets/croissant.py describes a dataset.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,11 @@ SHARDS = "shards"
 
 
 def croissant(
-    name: str, says: str, folder: FolderContents, fields: Mapping[str, tuple[str, str]]
+    name: str, description: str, folder: FolderContents, fields: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """The description of a folder. `fields`: of its columns that Croissant can tell of, the data
-    type and what they are.
+    """Return the description of a folder.
+
+    `fields` maps each column that Croissant can describe to its data type and its meaning.
     """
     files: list[dict[str, Any]] = [
         {
@@ -33,7 +34,7 @@ def croissant(
         }
         for path in folder.shards
     ]
-    together = {
+    file_set = {
         "@type": "cr:FileSet",
         "@id": SHARDS,
         "name": SHARDS,
@@ -45,16 +46,16 @@ def croissant(
         "@type": "sc:Dataset",
         "conformsTo": "http://mlcommons.org/croissant/1.1",
         "name": name,
-        "version": "1.0.0",  # it never changes: another export is another folder
-        "description": says,
-        "distribution": [*files, together],
+        "version": "1.0.0",  # constant: another export is another folder
+        "description": description,
+        "distribution": [*files, file_set],
         "recordSet": [
             {
                 "@type": "cr:RecordSet",
                 "@id": "runs",
                 "name": "runs",
                 "description": "A record per run.",
-                "field": [_field(column, *told) for column, told in fields.items()],
+                "field": [_field(column, kind, about) for column, (kind, about) in fields.items()],
             }
         ],
     }

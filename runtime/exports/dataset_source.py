@@ -1,8 +1,9 @@
-"""A dataset's runs, or its preference pairs, in the order of its shards.
+"""DatasetRuns: the export source of a dataset's runs or preference pairs.
 
-A source as sources.py says; cursors are rows of the shards. Demonstrations are in the recipe; runs
-are looked up in the store, a page at a time. One that was pruned since is an error, or a loss with
-`skip_missing`. Formats that need no conversation read the shards alone.
+Items come in the order of the shards; cursors are row numbers. Demonstrations are read from the
+recipe, runs from the store, a page at a time. A run pruned since the build is an error, or a loss
+with `skip_missing`. Formats without conversations read the shards alone. The port is ExportSource
+in sources.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,14 +27,14 @@ from cray_agents.runtime.exports.sources import ExportSource, Item
 from cray_agents.runtime.store import Store
 
 PAGE = 256  # runs whose bodies are read at once
-BATCH = 10_000  # rows of a shard's names read at once
+BATCH = 10_000  # rows whose names are read at once
 NAMED = 5  # missing runs that a message names
 DEMONSTRATION = "demonstration/"
-UNTOLD = {"dpo": "unpaired", "kto": "unlabelled"}  # what runs alone do not tell, by method
+METHOD_LOSSES = {"dpo": "unpaired", "kto": "unlabelled"}  # of single runs, by method
 
 
 class _Row(NamedTuple):
-    """What a row of a shard says of where it is from; the fields are columns, but for the first."""
+    """The origin of a shard's row: its row number, then the columns of these names."""
 
     number: int
     run_id: str
@@ -43,7 +44,7 @@ class _Row(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """What one item is made of: the runs, the task, and the number of the last row of it."""
+    """The origin of one item: its last row's number, its run ids and its task."""
 
     row: int
     run_ids: tuple[str, ...]
@@ -52,7 +53,7 @@ class _Use(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetRuns:
-    """A dataset as a source. `pairs`: its preference pairs, else its runs."""
+    """A dataset as a source: its preference pairs if `pairs`, else its runs."""
 
     store: Store
     home: Home
@@ -63,50 +64,50 @@ class DatasetRuns:
 
     @property
     def dataset(self) -> Path:
-        """Where it lies."""
+        """The dataset's folder."""
         return self.home.dataset(self.id)
 
     @property
     def name(self) -> str:
-        """What a folder of it is called."""
+        """The name of a folder that holds the export."""
         return self.id if self.split == "train" else f"{self.id}-{self.split}"
 
     @property
-    def says(self) -> str:
-        """See Source."""
-        what = "pairs" if self.pairs else "runs"
-        return f"{what} of the dataset {self.id} ({self.split})"
+    def description(self) -> str:
+        """See ExportSource."""
+        kind = "pairs" if self.pairs else "runs"
+        return f"{kind} of the dataset {self.id} ({self.split})"
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """Its manifest. Raises NotFound, Corrupt."""
+        """The dataset's manifest. Raises NotFound, Corrupt."""
         return read_dataset(self.home, self.id)
 
     def shards(self) -> list[Path]:
-        """Its token shards. Raises NotFound, and BadInput where it has no such split."""
-        found = shards(self.home, self.id, self.split)
-        if not found:
+        """Return the token shards. Raises NotFound, and BadInput if the split does not exist."""
+        paths = shards(self.home, self.id, self.split)
+        if not paths:
             raise BadInput(f"the dataset {self.id} has no split {self.split!r}", param="split")
-        return found
+        return paths
 
     def identity(self) -> dict[str, Any]:
-        """See Source."""
+        """See ExportSource."""
         return {"dataset": self.id, "split": self.split, "pairs": self.pairs}
 
     def state(self) -> dict[str, Any]:
-        """See Source."""
+        """See ExportSource."""
         return {}
 
-    def resumed(self, state: dict[str, Any]) -> ExportSource:
-        """See Source: a dataset never changes."""
+    def with_state(self, state: dict[str, Any]) -> ExportSource:
+        """See ExportSource. A dataset never changes, so it has no state."""
         return self
 
     def count(self) -> int | None:
-        """See Source."""
+        """See ExportSource."""
         return sum(1 for _ in self._uses())
 
     def check(self) -> None:
-        """See Source."""
+        """See ExportSource."""
         names = (name for use in self._uses() for name in use.run_ids)
         stored = (name for name in names if not name.startswith(DEMONSTRATION))
         missing = 0
@@ -120,47 +121,47 @@ class DatasetRuns:
             raise self._missing(missing, some)
 
     def items(self, after: str = "", *, by_task: bool = False) -> Iterator[Item]:
-        """See Source."""
+        """See ExportSource."""
         last = int(after or -1)
         seen: set[str] = set()
         uses = self._uses(0 if by_task else last + 1)
         while page := list(islice(uses, PAGE)):
             fresh = [not by_task or self._is_new(use, seen) for use in page]
             wanted = [(use, new) for use, new in zip(page, fresh, strict=True) if use.row > last]
-            found = self._read(name for use, new in wanted if new for name in use.run_ids)
+            runs = self._read(name for use, new in wanted if new for name in use.run_ids)
             for use, new in wanted:
                 lost = (("other_attempts", 1),)
-                yield self._item(use, found) if new else Item(str(use.row), (), 1, lost)
+                yield self._item(use, runs) if new else Item(str(use.row), (), 1, lost)
 
     def _is_new(self, use: _Use, seen: set[str]) -> bool:
-        """Whether it is the first on its task; what has no task always is."""
+        """Tell whether the item is the first on its task; one without a task always is."""
         if not use.task or use.task in seen:
             return not use.task
         seen.add(use.task)
         return True
 
-    def _item(self, use: _Use, found: dict[str, Run]) -> Item:
-        runs = [found[name] for name in use.run_ids if name in found]
-        if len(runs) == len(use.run_ids):
-            untold = UNTOLD.get(self.manifest.get("method", "")) if not self.pairs else None
-            return Item(str(use.row), tuple(runs), 1, ((untold, 1),) if untold else ())
+    def _item(self, use: _Use, runs: dict[str, Run]) -> Item:
+        own = tuple(runs[name] for name in use.run_ids if name in runs)
+        if len(own) == len(use.run_ids):
+            loss = METHOD_LOSSES.get(self.manifest.get("method", "")) if not self.pairs else None
+            return Item(str(use.row), own, 1, ((loss, 1),) if loss else ())
         if not self.skip_missing:
-            lost = [name for name in use.run_ids if name not in found]
+            lost = [name for name in use.run_ids if name not in runs]
             raise self._missing(len(lost), lost)
         return Item(str(use.row), (), 1, ((MISSING, 1),))
 
     def _read(self, names: Iterable[str]) -> dict[str, Run]:
         wanted = list(names)
-        found = {run.id: run for run in self.store.whole(
+        runs = {run.id: run for run in self.store.runs_by_id(
             [name for name in wanted if not name.startswith(DEMONSTRATION)])}  # fmt: skip
         for name in wanted:
             if name.startswith(DEMONSTRATION):
-                found[name] = self._demonstration(name)
-        return found
+                runs[name] = self._demonstration(name)
+        return runs
 
     def _demonstration(self, name: str) -> Run:
-        place, _, rejected = name.removeprefix(DEMONSTRATION).partition("/")
-        recipe, number = self._recipe, int(place)
+        position, _, rejected = name.removeprefix(DEMONSTRATION).partition("/")
+        recipe, number = self._recipe, int(position)
         tools, about = recipe["demonstrations_tools"], recipe["demonstrations_metadata"]
         messages = recipe["demonstrations"][number]
         if rejected:
@@ -187,7 +188,7 @@ class DatasetRuns:
         )
 
     def _uses(self, start: int = 0) -> Iterator[_Use]:
-        """What the rows from `start` on are of: a run's rows, and a pair's, are side by side."""
+        """Yield the items of the rows from `start` on; rows of one run or pair are adjacent."""
         if self.pairs:
             paired = (row for row in self._rows(start) if row.pair is not None)
             for _, both in groupby(paired, key=attrgetter("pair")):
@@ -200,7 +201,7 @@ class DatasetRuns:
                 yield _Use(last.number, (name,), last.task_id)
 
     def _rows(self, start: int) -> Iterator[_Row]:
-        """The rows of all shards from `start` on, without their tokens."""
+        """Yield the rows of all shards from `start` on, without their tokens."""
         from pyarrow import parquet
 
         number = 0

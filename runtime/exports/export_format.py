@@ -1,8 +1,8 @@
-"""What an export format is: from a run, or a pair of them, to JSON records, with what was lost.
+"""LineFormat: turn a run, or a pair of runs, into JSON records and codes of losses.
 
-A format's module defines a LineFormat and knows nothing of files; format.py lists them all. What a
-format cannot carry is an error, `unsupported_export`, or a loss that is stated by its code; LOSSES
-says each in a sentence.
+A format's module defines a LineFormat and knows nothing of files; line_formats.py lists all. A run
+that a format cannot carry is the error `unsupported_export`. Anything else left out is a loss,
+named by a code that LOSSES explains in a sentence.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class Written(NamedTuple):
-    """The records of a run or a pair, a line each, and the codes of what they leave out."""
+    """The records of a run or a pair, one per line, and the codes of their losses."""
 
     records: list[Json]
     losses: tuple[str, ...] = ()
@@ -27,18 +27,18 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class LineFormat:
-    """A format whose file is JSON lines. One of `of_run` and `of_pair` is given.
+    """A format whose file is JSON lines; it has `write_run` or `write_pair`.
 
-    `about` says what it carries, in a sentence. `of_run` gets whole runs, calls joined in;
-    `of_pair` the better and the worse of two runs on the same task. Both raise BadInput with the
-    code unsupported_export for a run that the format cannot carry.
+    `about` describes its contents in a sentence. `write_run` gets a whole run with its calls.
+    `write_pair` gets the better and the worse of two runs on one task. Both raise BadInput with
+    the code unsupported_export for a run that the format cannot carry.
     """
 
     name: str
     title: str
     about: str
-    of_run: Callable[[Run], Written] | None = None
-    of_pair: Callable[[Run, Run], Written] | None = None
+    write_run: Callable[[Run], Written] | None = None
+    write_pair: Callable[[Run, Run], Written] | None = None
     suffix: str = ".jsonl"
 
 
@@ -74,7 +74,7 @@ LOSSES = MappingProxyType(
 
 
 def unsupported(run: Run, field: str, problem: str) -> BadInput:
-    """The error of a run that a format cannot carry: which field of it, and what is wrong."""
+    """Return the error of a run that a format cannot carry, naming the field and the problem."""
     return BadInput(
         f"run {run.id} cannot be exported: {field} {problem}",
         param=field,
@@ -83,16 +83,16 @@ def unsupported(run: Run, field: str, problem: str) -> BadInput:
 
 
 def line_of(run: Run, record: Json) -> bytes:
-    """A record as a line, without its newline. Raises BadInput where JSON cannot carry it."""
-    return _json(run, "a value", record)
+    """Return a record as a line without its newline. Raises BadInput if JSON cannot carry it."""
+    return _encode(run, "a value", record)
 
 
 def json_text(run: Run, field: str, value: Any) -> str:
-    """A value as JSON within a record. Raises BadInput where JSON cannot carry it."""
-    return _json(run, field, value).decode()
+    """Return a value as JSON text. Raises BadInput if JSON cannot carry it."""
+    return _encode(run, field, value).decode()
 
 
-def _json(run: Run, field: str, value: Any) -> bytes:
+def _encode(run: Run, field: str, value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except TypeError as error:  # a lone surrogate, an integer beyond 64 bits

@@ -1,12 +1,12 @@
-"""An export for a client of the gateway, made in a process of its own: decoding takes a core.
+"""Export process: make an export for a client of the gateway, on a core of its own.
 
-    python -m cray_agents.runtime.exports.export_process <parent's pid>  < an Asked as JSON
+    python -m cray_agents.runtime.exports.export_process <parent's pid>  < ExportRequest as JSON
 
-Its stdout is a line of JSON, {"type", "name", "length"?, "losses"?} or {"error"}, and then the
-bytes. A small export of lines is made whole before anything is said, so that its length and losses
-are told and its failure is an error; so is every Parquet file and folder. Of a large one the losses
-are told if it is strict: it is then made twice. If it fails after that line, this process ends with
-FAILED, and the gateway breaks the connection off. Called by gateway/routes/exports.py.
+Stdout is a line of JSON, {"type", "name", "length"?, "losses"?} or {"error"}, and then the bytes. A
+small export of lines, a Parquet file and a folder are made whole before the line, so it has their
+length and losses, and a failure is an error. A large export of lines is streamed; if strict, it is
+made twice, and the line has its losses. After a failure in the bytes this process exits with
+FAILED, and the gateway breaks off the connection. Called by gateway/routes/exports.py.
 """
 
 import os
@@ -33,9 +33,9 @@ from cray_agents.runtime.exports.line_formats import LineFormat
 from cray_agents.runtime.exports.parquet_files import TableFormat
 from cray_agents.runtime.exports.sources import ExportSource
 
-NICE = 10  # it gives way to the gateway
+NICE = 10  # the gateway goes first
 FAILED = 3  # the exit code
-SMALL = 4 << 20  # bytes of lines that are made before any is sent
+SMALL = 4 << 20  # bytes of lines made before any is sent
 PIECE = 1 << 20  # bytes of a file read at a time
 LEFT_SECONDS = 86_400.0  # until a killed export's folder is removed
 LINES, PARQUET, TAR = "application/x-ndjson", "application/vnd.apache.parquet", "application/x-tar"
@@ -43,7 +43,7 @@ BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
 class ExportRequest(StrictRecord):
-    """What a client asks for: a dataset, or the runs of a filter."""
+    """A client's request: a dataset, or the runs of a filter."""
 
     home: Path
     format: str = "jsonl"
@@ -57,30 +57,30 @@ class ExportRequest(StrictRecord):
 
 
 def main() -> int:
-    """Answer on stdout; the exit code."""
+    """Answer on stdout and return the exit code."""
     die_with_parent(int(sys.argv[1]))
     os.nice(NICE)
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anything prints does not get between the bytes
-    begun = False
+    os.dup2(2, 1)  # prints go to stderr, not between the bytes
+    started = False
     try:
-        asked = ExportRequest.model_validate_json(sys.stdin.buffer.read())
-        for data in answer(asked):
+        request = ExportRequest.model_validate_json(sys.stdin.buffer.read())
+        for data in answer(request):
             out.write(data)
             out.flush()
-            begun = True
+            started = True
     except CrayError as error:
-        if begun:
+        if started:
             print(f"an export broke off: {error}", file=sys.stderr)
         else:
-            out.write(_line({"error": told(error)}))
+            out.write(_line({"error": error_json(error)}))
             out.flush()
         return FAILED
     return 0
 
 
-def told(error: CrayError) -> dict[str, Any]:
-    """An error as JSON; the gateway makes one of it again."""
+def error_json(error: CrayError) -> dict[str, Any]:
+    """Return an error as JSON, from which the gateway makes the same error."""
     return {
         "type": type(error).__name__,
         "message": str(error),
@@ -89,14 +89,16 @@ def told(error: CrayError) -> dict[str, Any]:
     }
 
 
-def answer(asked: ExportRequest) -> Iterator[bytes]:
-    """The line about the export, then its bytes. Raises CrayError."""
-    home, form = Home(asked.home), exporter.format_named(asked.format)
-    if asked.dataset is not None:
-        source = exporter.of_dataset(home, asked.dataset, form, asked.split, asked.skip_missing)
+def answer(request: ExportRequest) -> Iterator[bytes]:
+    """Yield the line about the export, then its bytes. Raises CrayError."""
+    home, form = Home(request.home), exporter.format_named(request.format)
+    if request.dataset is not None:
+        source = exporter.open_dataset(
+            home, request.dataset, form, request.split, request.skip_missing
+        )
     else:
-        source = exporter.of_runs(home, asked.filter, {}, asked.skip_missing)
-    rules = exporter.LossRules(asked.strict, frozenset(asked.allow), asked.skip_unsupported)
+        source = exporter.open_runs(home, request.filter, {}, request.skip_missing)
+    rules = exporter.LossRules(request.strict, frozenset(request.allow), request.skip_unsupported)
     if isinstance(form, LineFormat):
         return _lines(source, form, rules)
     return _files(home, source, form, rules)
@@ -104,7 +106,7 @@ def answer(asked: ExportRequest) -> Iterator[bytes]:
 
 def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) -> Iterator[bytes]:
     tally = exporter.ExportCounts()
-    data = exporter.stream(source, form, tally, rules, _quiet)
+    data = exporter.stream(source, form, tally, rules, _ignore_progress)
     first, size = [], 0
     while size < SMALL and (piece := next(data, None)) is not None:
         first.append(piece)
@@ -114,7 +116,7 @@ def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) ->
         head |= {"length": size, "losses": dict(tally.losses)}
     elif rules.strict:
         checked = exporter.ExportCounts()
-        for _ in exporter.stream(source, form, checked, rules, _quiet):
+        for _ in exporter.stream(source, form, checked, rules, _ignore_progress):
             pass
         head |= {"losses": dict(checked.losses)}
     yield _line(head)
@@ -124,8 +126,8 @@ def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) ->
 def _files(
     home: Home, source: ExportSource, form: TableFormat, rules: exporter.LossRules
 ) -> Iterator[bytes]:
-    """A Parquet file, or a folder as a tar, made whole before it is sent."""
-    _sweep(home)
+    """Yield a Parquet file, or a folder as a tar, made whole before it is sent."""
+    _remove_abandoned(home)
     folder = home.exports / new_id("export")
     name = f"{source.name}.{form.name}"
     target = folder / (name if form.finish is not None else f"{name}.parquet")
@@ -152,7 +154,7 @@ def _read(path: Path) -> Iterator[bytes]:
 
 
 def _tar(files: Sequence[Path], root: Path) -> Iterator[bytes]:
-    """A tar archive of files by their paths under `root`: the same bytes for the same files."""
+    """Yield a tar archive of files, named by their paths under `root`; it has no times."""
     written = 0
     for path in files:
         about = tarfile.TarInfo(path.relative_to(root).as_posix())
@@ -170,8 +172,8 @@ def _tar_size(files: Sequence[Path]) -> int:
     return written + -written % RECORD
 
 
-def _sweep(home: Home) -> None:
-    """Remove what killed exports left."""
+def _remove_abandoned(home: Home) -> None:
+    """Remove the folders of killed exports."""
     for left in home.exports.iterdir() if home.exports.exists() else ():
         if time.time() - left.stat().st_mtime > LEFT_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
@@ -181,7 +183,7 @@ def _line(value: dict[str, Any]) -> bytes:
     return orjson.dumps(value) + b"\n"
 
 
-def _quiet(progress: ExportProgress) -> None:
+def _ignore_progress(progress: ExportProgress) -> None:
     pass
 
 

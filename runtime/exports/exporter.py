@@ -1,9 +1,9 @@
-"""Exports: runs or a dataset in a format that other people's tools read, to a file or a folder.
+"""Exporter: write runs or a dataset in a format of other tools, to a file or a folder.
 
-`export` survives kills: started again, it goes on where it was, and ends with the same bytes.
-`stream` is for lines that go straight to a client. Called by the command line and the gateway.
-Read next: sources.py, what is exported; lines.py and tables.py, how it is written; format.py,
-tokens.py, verl.py and huggingface.py, the formats.
+`export` survives kills: started again, it resumes and ends with the same bytes. `stream` yields
+lines for a client. Called by the command line and export_process.py. Read next: sources.py for the
+items, jsonl_files.py and parquet_files.py for the writing, line_formats.py, tokens.py, verl.py and
+huggingface.py for the formats.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from cray_agents.runtime.exports.counts import (
     LossRules,
     OnProgress,
     Summary,
-    losses_of,
+    describe_losses,
 )
 from cray_agents.runtime.exports.dataset_source import DatasetRuns
 from cray_agents.runtime.exports.huggingface import HUGGINGFACE
@@ -50,17 +50,17 @@ __all__ = [
     "Format",
     "LossRules",
     "Summary",
+    "describe_losses",
     "export",
     "format_named",
     "formats",
     "has_validation",
-    "losses_of",
-    "of_dataset",
-    "of_runs",
+    "open_dataset",
+    "open_runs",
     "stream",
 ]
 
-EXPORTS = 2  # counted up when the same export writes other bytes: halves of old ones are refused
+EXPORTS = 2  # version of the bytes written: half-done exports of another version are refused
 SHARD_SIZE = 10_000  # rows
 
 Format = LineFormat | TableFormat
@@ -68,7 +68,10 @@ Format = LineFormat | TableFormat
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How to export. `shard_size`: rows in a Parquet file of a folder."""
+    """Options of an export. `shard_size` is the number of rows in a folder's Parquet file.
+
+    `restart` removes what an interrupted export left.
+    """
 
     rules: LossRules = field(default_factory=LossRules)
     shard_size: int = SHARD_SIZE
@@ -76,12 +79,12 @@ class ExportOptions:
 
 
 def formats() -> dict[str, Format]:
-    """All formats by name: lines first."""
+    """Return all formats by name, those of lines first."""
     return {**FORMATS, **{each.name: each for each in (TOKENS, VERL, HUGGINGFACE)}}
 
 
 def format_named(name: str) -> Format:
-    """A format. Raises BadInput naming the nearest."""
+    """Return the format of this name. Raises BadInput naming the nearest one."""
     known = formats()
     if name in known:
         return known[name]
@@ -94,14 +97,14 @@ def format_named(name: str) -> Format:
     )
 
 
-def of_runs(
-    home: Home, wanted: RunFilter, ages: dict[str, str], skip_missing: bool
+def open_runs(
+    home: Home, query: RunFilter, ages: dict[str, str], skip_missing: bool
 ) -> ExportSource:
-    """The stored runs that match, as a source. `ages`: what since and until were given as."""
-    return StoredRuns(Store(home), wanted, ages, skip_missing)
+    """Return the stored runs that match, as a source. `ages` is described at StoredRuns."""
+    return StoredRuns(Store(home), query, ages, skip_missing)
 
 
-def of_dataset(
+def open_dataset(
     home: Home,
     dataset: str,
     form: Format,
@@ -109,9 +112,9 @@ def of_dataset(
     skip_missing: bool,
     store: Store | None = None,
 ) -> ExportSource:
-    """A dataset as a source: its pairs for a format of pairs, else its runs.
+    """Return a dataset as a source: its pairs for a format of pairs, else its runs.
 
-    Raises NotFound, and BadInput where it has no such split.
+    Raises NotFound, and BadInput if the split does not exist.
     """
     if split not in get_args(SplitName):
         raise BadInput(
@@ -119,16 +122,16 @@ def of_dataset(
             param="split",
         )
     paired = read_dataset(home, dataset).get("method") == "dpo"
-    pairs = paired and isinstance(form, LineFormat) and form.of_pair is not None
-    found = DatasetRuns(
+    pairs = paired and isinstance(form, LineFormat) and form.write_pair is not None
+    source = DatasetRuns(
         store or Store(home), home, dataset, cast(SplitName, split), pairs, skip_missing
     )
-    found.shards()
-    return found
+    source.shards()  # raises if the split does not exist
+    return source
 
 
 def has_validation(home: Home, dataset: str) -> bool:
-    """Whether a dataset has a split that is exported by itself."""
+    """Tell whether a dataset has a validation split, which is exported on its own."""
     return bool(shards(home, dataset, "validation"))
 
 
@@ -140,24 +143,25 @@ def export(
     options: ExportOptions | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Summary:
-    """Write an export to a file or a folder; it goes on with what a kill left of the same one.
+    """Write an export to a file or a folder, resuming one that was killed.
 
-    Raises BadInput on what cannot be exported so, on another export's half beside the target, and
-    on a folder that exists; StoreError where the target cannot be written.
+    Raises BadInput if the source does not fit the format or the rules, if half of another export
+    lies beside the target, or if the folder exists. Raises StoreError if the target cannot be
+    written.
     """
     options = options or ExportOptions()
-    target = target.resolve()  # a link goes on being one
+    target = target.resolve()  # replaces the file behind a link, not the link
     draft = ExportDraft(target)
-    what = _identity(source, form, target, options)
-    source = source.resumed(draft.state(what) or {}) if not options.restart else source
+    identity = _identity(source, form, target, options)
+    source = source.with_state(draft.state(identity) or {}) if not options.restart else source
     if isinstance(form, LineFormat):
         writer_of(source, form)
         _check_file(target)
-    elif not draft.whole(what):
+    elif not draft.whole(identity):
         check_target(form, target)
     if isinstance(form, LineFormat) or not reads_shards(source, form):
         source.check()
-    fresh = ResumeJournal(what, f"{form.name} of {source.says}", source.state())
+    fresh = ResumeJournal(identity, f"{form.name} of {source.description}", source.state())
     journal, resumed = draft.begin(fresh, restart=options.restart)
     if isinstance(form, LineFormat):
         journal = write_lines(source, form, draft, journal, options.rules, on_progress)
@@ -165,16 +169,16 @@ def export(
         journal = write_tables(
             source, form, draft, journal, options.rules, on_progress, options.shard_size
         )
-    losses = losses_of(journal.losses)
+    losses = describe_losses(journal.losses)
     files = journal.files or 1
     return Summary(journal.records, journal.runs, files, journal.bytes, losses, resumed)
 
 
 def _check_file(target: Path) -> None:
     if target.exists() and not target.is_file():
-        what = "a directory" if target.is_dir() else "no file"
+        kind = "a directory" if target.is_dir() else "no file"
         raise BadInput(
-            f"{target} is {what}, and lines go into a file; without -o they go to stdout",
+            f"{target} is {kind}, and lines go into a file; without -o they go to stdout",
             param="output",
         )
 
@@ -186,7 +190,10 @@ def stream(
     rules: LossRules,
     on_progress: OnProgress,
 ) -> Iterator[bytes]:
-    """The lines of an export, in blocks; `tally` counts along. Raises BadInput, StoreError."""
+    """Return the lines of an export as blocks, counted in `tally` as they are read.
+
+    Raises BadInput, StoreError.
+    """
     if not isinstance(form, LineFormat):
         raise BadInput(
             f"format {form.name!r} makes Parquet files, not lines: give -o a folder or a file",
@@ -194,10 +201,10 @@ def stream(
         )
     writer_of(source, form)
     source.check()
-    return _streamed(source, form, tally, rules, on_progress)
+    return _stream_blocks(source, form, tally, rules, on_progress)
 
 
-def _streamed(
+def _stream_blocks(
     source: ExportSource,
     form: LineFormat,
     tally: ExportCounts,
@@ -212,8 +219,8 @@ def _streamed(
 
 
 def _identity(source: ExportSource, form: Format, target: Path, options: ExportOptions) -> str:
-    """Two exports with the same are the same one. What is skipped or refused is no part of it."""
-    how: dict[str, int] = {"zst": target.suffix == ".zst"}
+    """Return a digest that is equal for equal exports; the rules for losses are no part of it."""
+    layout: dict[str, int] = {"zst": target.suffix == ".zst"}
     if isinstance(form, TableFormat):
-        how = {"single": target.suffix == ".parquet", "shard_size": options.shard_size}
-    return digest([EXPORTS, form.name, source.identity(), how])
+        layout = {"single": target.suffix == ".parquet", "shard_size": options.shard_size}
+    return digest([EXPORTS, form.name, source.identity(), layout])

@@ -1,14 +1,15 @@
 """`huggingface`: a folder that `datasets.load_dataset` reads: Parquet shards, a card, Croissant.
 
-    data/train-00000-of-0000N.parquet    a row per run: its conversation, rewards, what it was; of
-                                         a run whose calls saw different system messages or tools,
-                                         as after a handoff, a row for each, `part` 0, 1, ...
+    data/train-00000-of-0000N.parquet    a row per run: its conversation, rewards and origin. If
+                                         its calls saw different system messages or tools, as
+                                         after a handoff, a row for each, `part` 0, 1, ...
     README.md                            the card; its front matter names the shards (`configs`)
     croissant.json                       MLCommons' description, with each shard's SHA-256
 
-Tool calls, tools, metadata and targets are JSON texts: Arrow fills the fields that some of them
-lack with nulls. Nothing in the folder tells of when it was made, so that the same runs give the
-same bytes. Called by tables.py; pyarrow is imported when one is written. Read next: croissant.py.
+Tool calls, tools, metadata and targets are JSON texts, because Arrow would fill fields that some of
+them lack with nulls. The folder holds no time of its making, so the same runs give the same bytes.
+Called by parquet_files.py; pyarrow is imported only when a folder is written. Read next:
+croissant.py.
 """
 
 from functools import cache
@@ -19,7 +20,7 @@ import orjson
 from cray_agents.records import Message, Run
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.exports.conversation import conversations_of
-from cray_agents.runtime.exports.counts import losses_of
+from cray_agents.runtime.exports.counts import describe_losses
 from cray_agents.runtime.exports.croissant import croissant
 from cray_agents.runtime.exports.line_formats import Written
 from cray_agents.runtime.exports.parquet_files import FolderContents, TableFormat
@@ -60,7 +61,7 @@ ABOUT = {
 
 @cache
 def schema() -> Any:
-    """The columns, as pyarrow has them."""
+    """Return the columns as a pyarrow schema."""
     import pyarrow as pa
 
     text, whole, real = pa.string(), pa.int64(), pa.float64()
@@ -81,7 +82,7 @@ def schema() -> Any:
 
 
 def rows_of(run: Run, first: int) -> Written:
-    """A run as a row of each of its conversations, and what they leave out."""
+    """Return a run as a row per conversation, and their losses."""
     task, usage = run.task, run.usage
     losses = ["exact_tokens"] if usage.calls else []
     if run.trajectory.turns:
@@ -115,16 +116,17 @@ def rows_of(run: Run, first: int) -> Written:
         about |= {"task_id": task.id, "target": _text(task.target), "split": task.split,
                   "metadata": _json(task.metadata)}  # fmt: skip
     rows = []
-    for part, told in enumerate(conversations_of(run)):
-        if told.others:
+    for part, conversation in enumerate(conversations_of(run)):
+        if conversation.other_turns:
             losses.append("other_calls")
-        messages = [_message(message, losses) for message in told.messages]
-        rows.append({**about, "part": part, "messages": messages, "tools": _json(told.tools)})
+        messages = [_message(message, losses) for message in conversation.messages]
+        tools = _json(conversation.tools)
+        rows.append({**about, "part": part, "messages": messages, "tools": tools})
     return Written(rows, tuple(dict.fromkeys(losses)))
 
 
 def _message(message: Message, losses: list[str]) -> dict[str, Any]:
-    """A message as a row of texts: parts that are more than texts as the JSON they are."""
+    """Return a message as a row of texts; content in several parts becomes JSON."""
     thought = next((message[name] for name in REASONING if message.get(name)), None)
     if any(message[name] for name in message if name not in CARRIED and name not in REASONING):
         losses.append("message_fields")
@@ -151,30 +153,31 @@ def _json(value: Any) -> str:
 
 
 def finish(folder: FolderContents) -> None:
-    """Put the card and Croissant's description beside the shards."""
+    """Write the card and Croissant's description beside the shards."""
     name = folder.source.name
-    says = f"{folder.source.says[0].upper()}{folder.source.says[1:]}, exported by cray-agents"
-    described = croissant(name, says, folder, _fields())
-    text = orjson.dumps(described, option=orjson.OPT_INDENT_2)
+    subject = folder.source.description
+    description = f"{subject[0].upper()}{subject[1:]}, exported by cray-agents"
+    metadata = croissant(name, description, folder, _fields())
+    text = orjson.dumps(metadata, option=orjson.OPT_INDENT_2)
     durable.write_file(folder.path / "croissant.json", text)
-    durable.write_file(folder.path / "README.md", _card(name, says, folder).encode())
+    durable.write_file(folder.path / "README.md", _card(name, description, folder).encode())
 
 
 def _fields() -> dict[str, tuple[str, str]]:
-    """The columns that are no lists: their Croissant type and what they are."""
+    """Return the Croissant type and the meaning of each column that is no list."""
     return {
-        field.name: (CROISSANT[str(field.type)], ABOUT[field.name])
-        for field in schema()
-        if str(field.type) in CROISSANT
+        column.name: (CROISSANT[str(column.type)], ABOUT[column.name])
+        for column in schema()
+        if str(column.type) in CROISSANT
     }
 
 
-def _card(name: str, says: str, folder: FolderContents) -> str:
+def _card(name: str, description: str, folder: FolderContents) -> str:
     rows = sum(folder.rows)
     size = next((words for most, words in SIZES if rows < most), "n>10M")
     columns = "\n".join(f"| `{column}` | {about} |" for column, about in ABOUT.items())
     lost = [f"- {loss.count:,} of them: {loss.sentence}" for loss in
-            losses_of(folder.losses).values()]  # fmt: skip
+            describe_losses(folder.losses).values()]  # fmt: skip
     losses = "\n".join(["What the rows do not carry:", "", *lost]) if lost else "Nothing is lost."
     return f"""---
 configs:
@@ -192,7 +195,7 @@ tags:
 
 # {name}
 
-{says}: {rows:,} rows in {len(folder.shards)} files.
+{description}: {rows:,} rows in {len(folder.shards)} files.
 
 | column | |
 |---|---|
@@ -213,7 +216,7 @@ HUGGINGFACE = TableFormat(
     title="Hugging Face dataset folder",
     about="a folder for datasets.load_dataset: Parquet shards, a card, croissant.json",
     schema=schema,
-    of_run=rows_of,
+    write_run=rows_of,
     within="data",
     finish=finish,
 )

@@ -1,6 +1,6 @@
-"""`jsonl`: the whole record, as the store has it; `Run.model_validate_json` reads a line back.
+"""`jsonl`: write the whole record as the store has it, one run per line.
 
-Listed in format.py.
+`Run.model_validate_json` reads a line back. Listed in line_formats.py.
 """
 
 import math
@@ -9,20 +9,20 @@ from cray_agents.records import Run
 from cray_agents.runtime.exports.export_format import LineFormat, Written, unsupported
 
 
-def _of_run(run: Run) -> Written:
+def _write_run(run: Run) -> Written:
     check_finite(run)
     return Written([run.model_dump(mode="json")])
 
 
 def check_finite(run: Run) -> None:
-    """Raise BadInput for a reward or logprob that is no number JSON has, which would be null."""
+    """Raise BadInput for a reward or logprob that is infinite or NaN: JSON would make it null."""
     if not all(math.isfinite(reward.value) for reward in run.rewards):
         raise unsupported(run, "rewards", "hold an infinity or NaN, which JSON cannot carry")
-    if not all(_finite(call.logprobs) for call in run.calls):
+    if not all(_all_finite(call.logprobs) for call in run.calls):
         raise unsupported(run, "logprobs", "hold an infinity or NaN, which JSON cannot carry")
 
 
-def _finite(numbers: list[float]) -> bool:
+def _all_finite(numbers: list[float]) -> bool:
     return math.isfinite(sum(numbers)) or all(map(math.isfinite, numbers))
 
 
@@ -30,5 +30,5 @@ JSONL = LineFormat(
     name="jsonl",
     title="JSON lines of the whole record",
     about="everything: messages, turns, exact tokens and logprobs, rewards, tags, times",
-    of_run=_of_run,
+    write_run=_write_run,
 )

@@ -1,8 +1,8 @@
 """The export formats whose files are JSON lines, by name.
 
-`FORMATS["openai"].of_run(run)` gives a run's records and the codes of what they leave out, which
-LOSSES explains; `line_of` makes a line of a record. Called by the driver that reads runs and writes
-files. A demonstration of a dataset is exported as the run that `run_of_demonstration` makes of it.
+`FORMATS["openai"].write_run(run)` gives a run's records and the codes of their losses, which LOSSES
+explains. `line_of` makes a line of a record; `run_of_demonstration` makes a run of a dataset's
+demonstration. Called by exporter.py, jsonl_files.py and dataset_source.py.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,9 @@
-"""OpenAI's fine-tuning files: `openai`, conversations to imitate, and `openai-preference`, pairs.
+"""OpenAI's fine-tuning files: `openai` for conversations, `openai-preference` for pairs.
 
-What `openai` writes is what POST /v1/fine_tuning/jobs reads, here (runtime/fine_tuning) and there:
-the conversation up to the assistant's last message. Messages of the history that a run was given,
-which it did not say itself, have the weight 0. A run whose calls saw different system messages or
-tools, as after a handoff, is a line for each, with its own answers to train on and the others' at
-weight 0. Listed in format.py.
+POST /v1/fine_tuning/jobs reads both, at OpenAI and here (runtime/fine_tuning). A line holds the
+conversation up to the assistant's last message. Answers in the history that a run was given have
+the weight 0. A run whose calls saw different system messages or tools, as after a handoff, is one
+line for each; answers of the other calls have the weight 0 in it. Listed in line_formats.py.
 """
 
 from cray_agents.records import Message, Run
@@ -13,37 +12,37 @@ from cray_agents.runtime.exports.export_format import Json, LineFormat, Written,
 from cray_agents.runtime.exports.pairs import difference
 
 
-def _of_run(run: Run) -> Written:
+def _write_run(run: Run) -> Written:
     chats = chats_of(run)
     records = [_record(run, chat) for chat in chats]
     return Written(records, tuple(sorted({code for chat in chats for code in _losses(chat)})))
 
 
 def _record(run: Run, chat: ChatMessages) -> Json:
-    messages = [_weighed(chat, place, m) for place, m in enumerate(chat.until_answer())]
+    messages = [_weighted(chat, index, m) for index, m in enumerate(chat.until_answer())]
     if all(m.get("weight") == 0 for m in messages if m["role"] == "assistant"):
         raise unsupported(run, "trajectory.messages", "hold no answer of this run to train on")
-    return _offered({"messages": messages}, chat)
+    return _add_tools({"messages": messages}, chat)
 
 
-def _weighed(chat: ChatMessages, place: int, message: Message) -> Message:
-    written = _bare(message)
-    if place in chat.history:
+def _weighted(chat: ChatMessages, index: int, message: Message) -> Message:
+    written = _without_empty_content(message)
+    if index in chat.history:
         written["weight"] = 0
     return written
 
 
-def _bare(message: Message) -> Message:
-    """The message as a line holds it: one that only calls tools has no content."""
+def _without_empty_content(message: Message) -> Message:
+    """Return the message; one that only calls tools loses its empty content."""
     if "tool_calls" in message and not message["content"]:
         return {name: value for name, value in message.items() if name != "content"}
     return {**message}
 
 
-def _of_pair(better: Run, worse: Run) -> Written:
-    """What both read, and the first message of each that the other did not say.
+def _write_pair(better: Run, worse: Run) -> Written:
+    """Write the common messages, and the first answer of each run that differs.
 
-    OpenAI takes one message of the assistant on each side, so what follows them is left out.
+    OpenAI takes one assistant message per side, so messages after them are left out.
     """
     one, other, same, losses = difference(better, worse, reasoning=False)
     if max(len(one.messages), len(other.messages)) > same + 1:
@@ -53,7 +52,7 @@ def _of_pair(better: Run, worse: Run) -> Written:
     if one.reasoning or other.reasoning:
         losses.add("reasoning")
     record = {
-        "input": _offered({"messages": [_plain(m) for m in one.messages[:same]]}, one),
+        "input": _add_tools({"messages": [_plain(m) for m in one.messages[:same]]}, one),
         "preferred_output": [_plain(one.messages[same])],
         "non_preferred_output": [_plain(other.messages[same])],
     }
@@ -61,11 +60,13 @@ def _of_pair(better: Run, worse: Run) -> Written:
 
 
 def _plain(message: Message) -> Message:
-    return {name: value for name, value in _bare(message).items() if name != "weight"}
+    return {
+        name: value for name, value in _without_empty_content(message).items() if name != "weight"
+    }
 
 
-def _offered(record: Json, chat: ChatMessages) -> Json:
-    """The record with the tools; only with tools may it say whether calls may be parallel."""
+def _add_tools(record: Json, chat: ChatMessages) -> Json:
+    """Add the tools to a record; parallel_tool_calls is allowed only with tools."""
     if chat.tools:
         record["tools"] = chat.tools
         if chat.parallel is not None:
@@ -82,11 +83,11 @@ OPENAI = LineFormat(
     title="OpenAI fine-tuning (chat)",
     about="conversations with their tools, up to the assistant's last message: messages, tools, "
     "parallel_tool_calls",
-    of_run=_of_run,
+    write_run=_write_run,
 )
 OPENAI_PREFERENCE = LineFormat(
     name="openai-preference",
     title="OpenAI fine-tuning (preference)",
     about="pairs of runs on a task: the messages both read, and the first answers that differ",
-    of_pair=_of_pair,
+    write_pair=_write_pair,
 )

@@ -1,11 +1,11 @@
-"""OpenTelemetry's GenAI spans, as OTLP/JSON: a line is the TracesData of one run.
+"""OpenTelemetry GenAI spans as OTLP/JSON: write a run as one line of TracesData.
 
 An `invoke_agent` span holds a `chat {model}` span for each model call and an `execute_tool {name}`
-span for each call of a tool. Attributes are those of the semantic conventions 1.41, the last
-release before its GenAI part went into a repository of its own, all still in development;
-`cray_agents.*` is what they do not have. Messages are JSON in strings. Ids are hashes of the run's
-and the call's, so that the same run gives the same spans. When a tool was called is not recorded:
-its span begins where that of the model call ends. Listed in format.py.
+span for each tool call. Attributes follow the semantic conventions 1.41, all still in development:
+the last release before their GenAI part moved to its own repository. Further ones are named
+`cray_agents.*`. Messages are JSON strings. Ids are hashes of the ids of run and call, so the same
+run gives the same spans. The start of a tool call is not recorded, so its span begins at the end of
+the model call. Listed in line_formats.py.
 """
 
 import hashlib
@@ -32,24 +32,31 @@ _SAMPLING = {
     "seed": "gen_ai.request.seed",
     "n": "gen_ai.request.choice.count",
 }
-_WHOLE = ("top_k", "max_tokens", "max_completion_tokens", "max_output_tokens", "seed", "n")
+_WHOLE = (
+    "top_k",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "seed",
+    "n",
+)  # whole numbers
 _OPERATIONS = {"/v1/completions": "text_completion"}
-_CUT = ("error", "cancelled")  # finish reasons of calls that did not come to their end
+_CUT = ("error", "cancelled")  # finish reasons of interrupted calls
 
 
-def _of_run(run: Run) -> Written:
-    told = conversation_of(run)
+def _write_run(run: Run) -> Written:
+    conversation = conversation_of(run)
     trace = _hash(run.id, 32)
-    texts = MessageCache(run, told)
-    root = _root(run, told, texts, trace)
+    texts = MessageCache(run, conversation)
+    root = _root(run, conversation, texts, trace)
     spans = [root]
     losses = set()
-    for place, turn in enumerate(run.trajectory.turns):
+    for index, turn in enumerate(run.trajectory.turns):
         parent, ended = root["spanId"], run.started
         if turn.call is None:
             losses.add("missing_calls")
         else:
-            chat = _chat(run, turn.call, texts, trace, root["spanId"], place)
+            chat = _chat(run, turn.call, texts, trace, root["spanId"], index)
             spans.append(chat)
             ended = turn.call.started + turn.call.seconds
             if turn.call.token_ids:
@@ -63,11 +70,11 @@ def _of_run(run: Run) -> Written:
     return Written([{"resourceSpans": [traces]}], tuple(sorted(losses)))
 
 
-def _root(run: Run, told: Conversation, texts: MessageCache, trace: str) -> Json:
-    """The run. Its messages are the whole conversation; of an answer at the end, the output."""
-    messages, output = told.messages, None
+def _root(run: Run, conversation: Conversation, texts: MessageCache, trace: str) -> Json:
+    """Return the run's span: the conversation is its input, an answer at the end its output."""
+    messages, output = conversation.messages, None
     if messages and messages[-1].get("role") == "assistant":
-        turn = told.said.get(len(messages) - 1)
+        turn = conversation.turns_by_message.get(len(messages) - 1)
         call = turn.call if turn is not None else None
         output = [answer_of(messages[-1], call.finish_reason if call is not None else None)]
         messages = messages[:-1]
@@ -83,9 +90,9 @@ def _root(run: Run, told: Conversation, texts: MessageCache, trace: str) -> Json
         "gen_ai.usage.output_tokens": usage.completion_tokens if known else None,
         "gen_ai.input.messages": texts.messages(messages),
         "gen_ai.output.messages": _json(run, output),
-        "gen_ai.tool.definitions": texts.tools(told.tools),
+        "gen_ai.tool.definitions": texts.tools(conversation.tools),
         "error.type": _failure(run),
-        **_own(run),
+        **_own_attributes(run),
     }
     name = f"invoke_agent {run.agent}" if run.agent else "invoke_agent"
     span = _span(trace, _hash(run.id, 16), name, _INTERNAL, run.started, run.seconds)
@@ -104,8 +111,8 @@ def _failure(run: Run) -> str | None:
     return str(run.stop_reason) if cut else None
 
 
-def _own(run: Run) -> Json:
-    """What a run has that the conventions do not know."""
+def _own_attributes(run: Run) -> Json:
+    """Return the run's attributes that the conventions lack."""
     return {
         "cray_agents.stop_reason": str(run.stop_reason),
         "cray_agents.error.infrastructure": run.error.infrastructure if run.error else None,
@@ -117,7 +124,7 @@ def _own(run: Run) -> Json:
         "cray_agents.attempt": run.attempt,
         "cray_agents.tags": run.tags or None,
         "cray_agents.imported": run.imported,
-        "cray_agents.redacted": _json(run, [told.model_dump() for told in run.redacted]),
+        "cray_agents.redacted": _json(run, [removed.model_dump() for removed in run.redacted]),
     }
 
 
@@ -137,7 +144,7 @@ def _evaluation(run: Run, reward: Reward) -> Json:
 
 
 def _chat(
-    run: Run, call: ModelCall, texts: MessageCache, trace: str, parent: str, place: int
+    run: Run, call: ModelCall, texts: MessageCache, trace: str, parent: str, index: int
 ) -> Json:
     operation = _OPERATIONS.get(call.api, "chat")
     known = bool(call.prompt_token_ids)
@@ -159,10 +166,10 @@ def _chat(
         **_sampling(run, call.sampling),
         "cray_agents.api": call.api,
         "cray_agents.tags": call.tags or None,
-        "cray_agents.redacted": _json(run, [told.model_dump() for told in call.redacted]),
+        "cray_agents.redacted": _json(run, [removed.model_dump() for removed in call.redacted]),
     }
     name = f"{operation} {call.model}"
-    span_id = _hash(f"{run.id}/{place}/{call.id}", 16)
+    span_id = _hash(f"{run.id}/{index}/{call.id}", 16)
     span = _span(trace, span_id, name, _CLIENT, call.started, call.seconds, parent)
     span["attributes"] = _attributes(run, values)
     if call.finish_reason in _CUT:
@@ -171,7 +178,7 @@ def _chat(
 
 
 def _sampling(run: Run, sampling: Json) -> Json:
-    """The request's parameters under the conventions' names, the others as JSON."""
+    """Return the request's parameters under the conventions' names, further ones as JSON."""
     named: Json = {}
     rest: Json = {}
     for name, value in sampling.items():
@@ -234,7 +241,7 @@ def _hash(text: str, digits: int) -> str:
 
 
 def _nanos(seconds: float) -> str:
-    """Unix nanoseconds, exact to the microsecond, which is all that a float holds."""
+    """Return Unix nanoseconds, rounded to a microsecond, the precision of a float."""
     return str(round(max(seconds, 0.0) * 1e6) * 1000)
 
 
@@ -243,11 +250,11 @@ def _json(run: Run, value: Any) -> str | None:
 
 
 def _attributes(run: Run, values: Json) -> list[Json]:
-    """OTLP's list of attributes; those that are None are not there."""
-    return list(_keyed(values))
+    """Return OTLP's list of attributes, without those that are None."""
+    return list(_key_values(values))
 
 
-def _keyed(values: Json) -> Iterator[Json]:
+def _key_values(values: Json) -> Iterator[Json]:
     for key, value in values.items():
         if value is not None:
             yield {"key": key, "value": _value(value)}
@@ -261,12 +268,12 @@ def _value(value: Any) -> Json:
     if isinstance(value, int):
         return {"intValue": str(value)}
     if isinstance(value, float):
-        return {"doubleValue": value if math.isfinite(value) else _not_finite(value)}
+        return {"doubleValue": value if math.isfinite(value) else _name_non_finite(value)}
     return {"arrayValue": {"values": [_value(one) for one in value]}}
 
 
-def _not_finite(value: float) -> str:
-    """As protobuf's JSON writes what JSON has no numbers for."""
+def _name_non_finite(value: float) -> str:
+    """Return protobuf's JSON string for an infinity or NaN."""
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
@@ -275,5 +282,5 @@ OTEL = LineFormat(
     title="OpenTelemetry GenAI spans (OTLP/JSON)",
     about="a trace for each run: spans of the run, its model calls and its tool calls, with "
     "messages, usage and rewards (semantic conventions 1.41); no exact tokens",
-    of_run=_of_run,
+    write_run=_write_run,
 )

@@ -1,9 +1,9 @@
-"""Exports whose files are Parquet: shards in a folder that is published whole, or one file of them.
+"""Parquet exports: write a folder of shards that is published whole, or a single file.
 
-A shard ends where its rows reach `shard_size`, on the border of an item; it is published within the
-hidden part, and then the journal tells of it. What a kill leaves of the next one is written again.
-So a folder has the same bytes however often its export was killed. Called by exporting.py; the
-formats are in tokens.py, verl.py and huggingface.py. pyarrow is imported when one is written.
+A shard ends at the item that fills `shard_size` rows. It gets its name in the hidden part, then the
+journal records it. A shard that a kill interrupts is written again, so a folder has the same bytes
+however often its export was killed. Called by exporter.py; the formats are in tokens.py, verl.py
+and huggingface.py. pyarrow is imported only when a file is written.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from cray_agents.runtime.exports.line_formats import Written
 from cray_agents.runtime.exports.resume_journal import ExportDraft, ResumeJournal
 from cray_agents.runtime.exports.sources import ExportSource
 
-ROWS = 64  # made of runs before they become columns
+ROWS = 64  # rows of runs that become columns at once
 GROUP = 16 << 20  # bytes of columns in a row group, about
 JOINED = "joined.parquet"
 
@@ -31,12 +31,12 @@ class RowBatch(NamedTuple):
     cursor: str
 
 
-Pieces = Callable[[ExportSource, ExportCounts, LossRules, str], Iterator[RowBatch]]
+DatasetWriter = Callable[[ExportSource, ExportCounts, LossRules, str], Iterator[RowBatch]]
 
 
 @dataclass(frozen=True)
 class FolderContents:
-    """What a finished folder is about, for the files that a format adds to its shards."""
+    """Contents of a finished folder, for the files that a format adds to its shards."""
 
     path: Path
     shards: Sequence[Path]
@@ -50,17 +50,17 @@ class FolderContents:
 class TableFormat:
     """A format whose files are Parquet.
 
-    `of_run` gives the rows of a run, the first of which has the index given. `of_dataset` makes
-    them of a dataset's own shards, without the store. `by_task`: it wants one run of each task.
-    `finish` adds further files to the folder; a format that has it is never one file.
+    `write_run` gets a run and the index of its first row. `write_dataset` rewrites a dataset's own
+    shards, without the store. `by_task` demands one run of each task. `within` is the folder of the
+    shards. `finish` adds further files to the folder; such a format is never a single file.
     """
 
     name: str
     title: str
     about: str
     schema: Callable[[], Any]
-    of_run: Callable[[Run, int], Written]
-    of_dataset: Pieces | None = None
+    write_run: Callable[[Run, int], Written]
+    write_dataset: DatasetWriter | None = None
     by_task: bool = False
     within: str = ""
     finish: Callable[[FolderContents], None] | None = None
@@ -73,18 +73,21 @@ def write_tables(
     draft: ExportDraft,
     journal: ResumeJournal,
     rules: LossRules,
-    on: OnProgress,
+    on_progress: OnProgress,
     shard_size: int,
 ) -> ResumeJournal:
-    """Go on with a folder, or a single file, and publish it. Raises BadInput, StoreError."""
+    """Write a folder or a single file from the journal's cursor on and publish it.
+
+    Raises BadInput, StoreError.
+    """
     single = draft.target.suffix == ".parquet"
     made = draft.part / JOINED if single else draft.part
     if journal.whole:
         draft.publish(journal, made)
         return journal
     try:
-        journal = _shards(source, form, draft, journal, rules, on, shard_size)
-        files = _finish(source, form, draft, journal, made if single else None)
+        journal = _write_shards(source, form, draft, journal, rules, on_progress, shard_size)
+        files = _finish_files(source, form, draft, journal, made if single else None)
     except OSError as error:
         if isinstance(error, StoreError):
             raise
@@ -97,52 +100,52 @@ def write_tables(
     return journal
 
 
-def _shards(
+def _write_shards(
     source: ExportSource,
     form: TableFormat,
     draft: ExportDraft,
     journal: ResumeJournal,
     rules: LossRules,
-    on: OnProgress,
+    on_progress: OnProgress,
     shard_size: int,
 ) -> ResumeJournal:
-    """Write the shards that lack."""
+    """Write the shards that are missing."""
     folder = draft.part / form.within
     folder.mkdir(parents=True, exist_ok=True)
     tally, total = journal.tally(), _total(source, form)
     shard: Shard | None = None
-    for piece in _pieces(source, form, tally, rules, journal.cursor, shard_size):
+    for batch in _batches(source, form, tally, rules, journal.cursor, shard_size):
         shard = shard or Shard(_draft_name(folder, len(journal.shards)), form)
-        shard.add(piece.batch)
+        shard.add(batch.batch)
         if shard.rows >= shard_size:
-            journal = _closed(draft, journal, piece.cursor, shard, tally)
+            journal = _close_shard(draft, journal, batch.cursor, shard, tally)
             shard = None
         written = journal.bytes + (shard.bytes if shard else 0)
-        on(ExportProgress(tally.records, tally.runs, written, total))
-        cursor = piece.cursor
+        on_progress(ExportProgress(tally.records, tally.runs, written, total))
+        cursor = batch.cursor
     if shard is not None:
-        journal = _closed(draft, journal, cursor, shard, tally)
+        journal = _close_shard(draft, journal, cursor, shard, tally)
     elif not journal.shards:
-        journal = _closed(draft, journal, "", Shard(_draft_name(folder, 0), form), tally)
+        journal = _close_shard(draft, journal, "", Shard(_draft_name(folder, 0), form), tally)
     return journal
 
 
-def _closed(
+def _close_shard(
     draft: ExportDraft, journal: ResumeJournal, cursor: str, shard: "Shard", tally: ExportCounts
 ) -> ResumeJournal:
     size = journal.bytes + shard.close()
-    journal = replace(journal.moved(cursor, size, tally), shards=[*journal.shards, shard.rows])
+    journal = replace(journal.advance(cursor, size, tally), shards=[*journal.shards, shard.rows])
     draft.save(journal)
     return journal
 
 
 def reads_shards(source: ExportSource, form: TableFormat) -> bool:
-    """Whether this format is made of a dataset's shards, and the store is not asked."""
-    return form.of_dataset is not None and source.dataset is not None
+    """Tell whether the format is written from a dataset's shards, without the store."""
+    return form.write_dataset is not None and source.dataset is not None
 
 
 def _total(source: ExportSource, form: TableFormat) -> int | None:
-    """How many items there are, or rows of shards."""
+    """Return the number of items, or of rows in the shards; None if unknown."""
     from pyarrow import parquet
 
     if reads_shards(source, form):
@@ -150,7 +153,7 @@ def _total(source: ExportSource, form: TableFormat) -> int | None:
     return source.count()
 
 
-def _pieces(
+def _batches(
     source: ExportSource,
     form: TableFormat,
     tally: ExportCounts,
@@ -158,12 +161,12 @@ def _pieces(
     after: str,
     shard_size: int,
 ) -> Iterator[RowBatch]:
-    if form.of_dataset is not None and reads_shards(source, form):
-        return form.of_dataset(source, tally, rules, after)
-    return _pieces_of_runs(source, form, tally, rules, after, shard_size)
+    if form.write_dataset is not None and reads_shards(source, form):
+        return form.write_dataset(source, tally, rules, after)
+    return _batches_of_runs(source, form, tally, rules, after, shard_size)
 
 
-def _pieces_of_runs(
+def _batches_of_runs(
     source: ExportSource,
     form: TableFormat,
     tally: ExportCounts,
@@ -171,14 +174,15 @@ def _pieces_of_runs(
     after: str,
     shard_size: int,
 ) -> Iterator[RowBatch]:
-    """The rows of runs, in pieces whose borders depend on the rows since the shard's start."""
+    """Yield the rows of runs in batches whose borders depend only on the rows of their shard."""
     import pyarrow
 
     schema = form.schema()
     rows: list[dict[str, Any]] = []
     in_shard, cursor = 0, ""
     for item in source.items(after, by_task=form.by_task):
-        rows += tally.of(item, lambda run: form.of_run(run, tally.records), rules).records
+        written = tally.write_item(item, lambda run: form.write_run(run, tally.records), rules)
+        rows += written.records
         cursor = item.cursor
         if len(rows) >= min(ROWS, shard_size - in_shard):
             yield RowBatch(pyarrow.RecordBatch.from_pylist(rows, schema=schema), cursor)
@@ -190,7 +194,7 @@ def _pieces_of_runs(
 
 
 class Shard:
-    """A Parquet file that is being written beside the name it gets when it is closed."""
+    """A Parquet file in the making; it gets its final name on close()."""
 
     def __init__(self, path: Path, form: TableFormat) -> None:
         from pyarrow import parquet
@@ -200,21 +204,21 @@ class Shard:
         self._draft = path.with_name(f"{path.name}.draft")
         self._schema = form.schema()
         self._writer = parquet.ParquetWriter(self._draft, self._schema, **form.options)
-        self._held: list[Any] = []
-        self._size = 0
-        self.bytes = 0  # of columns, before they are encoded
+        self._batches: list[Any] = []
+        self._size = 0  # bytes of the batches that are not written yet
+        self.bytes = 0  # of all columns, before they are encoded
 
     def add(self, batch: Any) -> None:
-        """Add rows; they are written a row group at a time."""
+        """Add rows, which are written a row group at a time."""
         self.rows += batch.num_rows
         self.bytes += batch.nbytes
         self._size += batch.nbytes
-        self._held.append(batch)
+        self._batches.append(batch)
         if self._size >= GROUP:
             self._flush()
 
     def close(self) -> int:
-        """Publish the file; its size."""
+        """Publish the file and return its size in bytes."""
         self._flush()
         self._writer.close()
         durable.sync(self._draft)
@@ -225,20 +229,20 @@ class Shard:
     def _flush(self) -> None:
         import pyarrow
 
-        if sum(batch.num_rows for batch in self._held):
-            table = pyarrow.Table.from_batches(self._held, self._schema)
+        if sum(batch.num_rows for batch in self._batches):
+            table = pyarrow.Table.from_batches(self._batches, self._schema)
             self._writer.write_table(table, row_group_size=max(table.num_rows, 1))
-        self._held, self._size = [], 0
+        self._batches, self._size = [], 0
 
 
-def _finish(
+def _finish_files(
     source: ExportSource,
     form: TableFormat,
     draft: ExportDraft,
     journal: ResumeJournal,
     joined: Path | None,
 ) -> list[Path]:
-    """Give the shards their names and add what else belongs there; all files. May be done again."""
+    """Name the shards, add the format's further files and return all files. Repeatable."""
     folder = draft.part / form.within
     count = len(journal.shards)
     named = [folder / f"{source.split}-{n:05}-of-{count:05}.parquet" for n in range(count)]
@@ -246,7 +250,7 @@ def _finish(
         if not path.exists():
             _draft_name(folder, number).replace(path)
     for left in (*folder.glob("*.draft"), *folder.glob("shard-*")):
-        left.unlink()  # of a kill
+        left.unlink()  # a kill left it
     if joined is not None:
         _join(named, joined, form)
         return [joined]
@@ -260,7 +264,7 @@ def _finish(
 
 
 def _join(shards: Sequence[Path], path: Path, form: TableFormat) -> None:
-    """One file with the row groups of all shards."""
+    """Write one file with the row groups of all shards."""
     from pyarrow import parquet
 
     with parquet.ParquetWriter(path, form.schema(), **form.options) as writer:
@@ -277,7 +281,7 @@ def _draft_name(folder: Path, number: int) -> Path:
 
 
 def check_target(form: TableFormat, target: Path) -> None:
-    """Raise BadInput where a folder cannot be published under this name."""
+    """Raise BadInput if the export cannot be published under this name."""
     if form.finish is not None and target.suffix == ".parquet":
         raise BadInput(
             f"format {form.name!r} is a folder: {target} looks like a file", param="output"

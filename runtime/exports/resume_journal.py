@@ -1,11 +1,12 @@
-"""How far an interrupted export came: a small file beside its target, replaced atomically.
+"""Resume journal: record an export's progress in a small file beside its target.
 
-    <target>                   absent, or what an earlier export published
-    .<target>.part             what is written so far: a file of lines, or a directory of shards
-    .<target>.export.json      the journal: which export this is, and up to where the part is good
+    <target>                   absent, or the result of an earlier export
+    .<target>.part             the data written so far: a file of lines, or a directory of shards
+    .<target>.export.json      the journal: the export's identity, and the valid end of the part
 
-What the part holds beyond the journal is cut off or written again, so that a killed export goes on
-and ends with the same bytes as an undisturbed one. Used by lines.py and tables.py.
+The journal is replaced atomically. Data in the part beyond it is cut off or written again, so a
+killed export ends with the same bytes as an undisturbed one. Used by exporter.py, jsonl_files.py
+and parquet_files.py.
 """
 
 import os
@@ -26,10 +27,11 @@ from cray_agents.runtime.exports.counts import ExportCounts
 
 @dataclass(frozen=True)
 class ResumeJournal:
-    """Where an export stands. `cursor`: of the last item that is written, `bytes` with it.
+    """Progress of an export. `cursor` is the last written item's, `bytes` the size up to it.
 
-    `digest` names the export, `says` it in words. `state` is its source's. `shards` are the rows of
-    each. `whole`: the part is all there and only wants its name.
+    `digest` identifies the export, `says` describes it for people. `state` is the source's.
+    `shards` holds the number of rows of each shard. `whole` means that the part is complete and
+    lacks only its name. `writer` is the process that writes it.
     """
 
     digest: str
@@ -46,19 +48,16 @@ class ResumeJournal:
     writer: dict[str, Any] = field(default_factory=dict)
 
     def tally(self) -> ExportCounts:
-        """Its counts, to go on counting."""
+        """Return the counts so far, for counting on."""
         return ExportCounts(self.records, self.runs, Counter(self.losses))
 
-    def moved(self, cursor: str, size: int, tally: ExportCounts) -> "ResumeJournal":
-        """It, further on."""
-        return replace(self, cursor=cursor, bytes=size, **tally.plain())
+    def advance(self, cursor: str, size: int, tally: ExportCounts) -> "ResumeJournal":
+        """Return the journal with a later cursor."""
+        return replace(self, cursor=cursor, bytes=size, **tally.as_json())
 
 
 class ExportDraft:
-    """The hidden part of a target and its journal; `begin` finds them, or makes the journal.
-
-    Raises BadInput where another export is under way, or lies there half done.
-    """
+    """The hidden part of a target and its journal."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -66,67 +65,72 @@ class ExportDraft:
         self._path = target.with_name(f".{target.name}.export.json")
 
     def begin(self, fresh: ResumeJournal, *, restart: bool) -> tuple[ResumeJournal, bool]:
-        """The journal to go on from, and whether anything is there to go on from."""
+        """Return the journal to go on from, and True if it holds any progress.
+
+        Raises BadInput if the target has an export in progress, or half of another one.
+        """
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        found = self._read()
-        if found is not None:
-            self._check_idle(found)
+        journal = self._read()
+        if journal is not None:
+            self._check_idle(journal)
             if restart:
                 self.remove()
-                found = None
-            elif found.digest != fresh.digest:
+                journal = None
+            elif journal.digest != fresh.digest:
                 raise BadInput(
-                    f"beside {self.target} lies half of another export ({found.says}, "
-                    f"{found.records:,} records): finish it by its own command, or begin anew "
+                    f"beside {self.target} lies half of another export ({journal.says}, "
+                    f"{journal.records:,} records): finish it by its own command, or begin anew "
                     "with --restart, which removes it",
                     param="output",
                     code="other_export",
                 )
-        if found is not None and not (self.part.exists() or (found.whole and self.target.exists())):
-            self.remove()  # somebody took the part away
-            found = None
-        if found is None:
+        if journal is not None and not (
+            self.part.exists() or (journal.whole and self.target.exists())
+        ):
+            self.remove()  # the part was removed by hand
+            journal = None
+        if journal is None:
             self._remove_part()
-            mine = replace(fresh, writer=_writer())
-            if not durable.create_file(self._path, _text(mine)):
+            own = replace(fresh, writer=_writer())
+            if not durable.create_file(self._path, _encode(own)):
                 raise _busy(self.target, "another process")
-            return mine, False
-        mine = replace(found, writer=_writer())
-        self.save(mine)
-        return mine, mine.runs > 0 or mine.whole
+            return own, False
+        own = replace(journal, writer=_writer())
+        self.save(own)
+        return own, own.runs > 0 or own.whole
 
     def save(self, journal: ResumeJournal) -> None:
-        """Let an export that is killed after this go on from here."""
-        durable.replace_file(self._path, _text(journal))
+        """Save the journal: an export killed after this resumes from it."""
+        durable.replace_file(self._path, _encode(journal))
 
     def state(self, digest: str) -> dict[str, Any] | None:
-        """The source's state in the journal of this export, if it lies here."""
-        found = self._read()
-        return found.state if found is not None and found.digest == digest else None
+        """Return the source's state from the journal of this export, None without one."""
+        journal = self._read()
+        return journal.state if journal is not None and journal.digest == digest else None
 
     def whole(self, digest: str) -> bool:
-        """Whether this export is written and only wants its name, or its journal's removal."""
-        found = self._read()
-        return found is not None and found.digest == digest and found.whole
+        """Tell whether the export is fully written, so that only publish() is left."""
+        journal = self._read()
+        return journal is not None and journal.digest == digest and journal.whole
 
-    def publish(self, journal: ResumeJournal, made: Path) -> None:
-        """Give the whole part its name. Again, after a kill: whatever of it was left to do."""
+    def publish(self, journal: ResumeJournal, complete: Path) -> None:
+        """Rename the complete part to the target; repeatable after a kill."""
         self.save(replace(journal, whole=True))
-        if made.exists():
-            self._rename(made)
+        if complete.exists():
+            self._rename(complete)
             durable.sync(self.target.parent)
         self.remove()
 
     def remove(self) -> None:
-        """Part and journal, and what kills left of journals; the journal itself last."""
+        """Remove the part, drafts of journals that kills left, and last the journal."""
         self._remove_part()
         for left in self.target.parent.glob(f".{escape(self._path.name)}.draft_*"):
             left.unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
 
-    def _rename(self, made: Path) -> None:
+    def _rename(self, complete: Path) -> None:
         try:
-            made.replace(self.target)
+            complete.replace(self.target)
         except OSError as error:
             raise StoreError(
                 f"{self.target} cannot be published: {error.strerror}; once it can be, the same "
@@ -147,13 +151,13 @@ class ExportDraft:
         except (Corrupt, TypeError) as error:
             raise Corrupt(f"{self._path} is no export's journal: remove it ({error})") from error
 
-    def _check_idle(self, found: ResumeJournal) -> None:
-        mine = _writer(found.writer.get("pid", 0))
-        if mine["started"] and found.writer == mine and mine["pid"] != os.getpid():
-            raise _busy(self.target, f"process {mine['pid']}")
+    def _check_idle(self, journal: ResumeJournal) -> None:
+        writer = _writer(journal.writer.get("pid", 0))
+        if writer["started"] and journal.writer == writer and writer["pid"] != os.getpid():
+            raise _busy(self.target, f"process {writer['pid']}")
 
 
-def _text(journal: ResumeJournal) -> bytes:
+def _encode(journal: ResumeJournal) -> bytes:
     return checksums.with_crc(orjson.dumps(asdict(journal)))
 
 
@@ -162,7 +166,7 @@ def _busy(target: Path, who: str) -> BadInput:
 
 
 def _writer(pid: int | None = None) -> dict[str, Any]:
-    """Which process writes; its start tells it from a later one of the same number."""
+    """Identify a process; its start time tells it from a later process with the same pid."""
     pid = os.getpid() if pid is None else pid
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

@@ -1,14 +1,15 @@
-"""ShareGPT: `conversations` of {from, value}, with `tools` as JSON in a string, and the run's `id`.
+"""ShareGPT: `conversations` of {from, value}, with `tools` as a JSON string, and the run's `id`.
 
-Turns alternate, as LLaMA-Factory's converter demands (it drops a record that does not): after the
-system's come `human` or `observation`, then `gpt` or `function_call`, and so on; the model's is the
-last. A call of a tool is a turn whose value is {"name", "arguments"}, its result the turn that
-follows it. There are no ids of calls: of calls made at once, each is told with its result, one
-after another; of calls without results the value is a list. What was said beside a call has no
-place. Turns of one speaker in a row are joined, and a record ends where turns do not alternate. A
-run whose calls saw different system messages or tools, as after a handoff, is a
-record for each, with the ids `<run>.1`, `<run>.2`, ...; answers of others in it are the loss
-`weights`. Listed in format.py.
+LLaMA-Factory's converter drops a record whose turns do not alternate. After a system turn, `human`
+or `observation` alternates with `gpt` or `function_call`; a turn of the model is last. A tool call
+is a turn whose value is {"name", "arguments"}; the next turn is its result. Calls have no ids:
+parallel calls are written one by one, each with its result. Calls without results share one turn,
+whose value is a list. The text beside a call is left out. Turns of one speaker in a row are joined,
+and a record ends at the first turn that does not alternate.
+
+A run whose calls saw different system messages or tools, as after a handoff, is one record for
+each, with the ids `<run>.1`, `<run>.2`, ... Answers of the other calls in it are the loss
+`weights`. Listed in line_formats.py.
 """
 
 from collections.abc import Iterator
@@ -35,12 +36,12 @@ _FROM = {
 _QUESTIONS, _ANSWERS = ("human", "observation"), ("gpt", "function_call")
 
 
-def _of_run(run: Run) -> Written:
+def _write_run(run: Run) -> Written:
     records, losses, chats = [], set[str](), chats_of(run)
     for number, chat in enumerate(chats, 1):
         chat.messages = chat.until_answer()
         name = run.id if len(chats) == 1 else f"{run.id}.{number}"
-        turns = _alternating(_joined(list(_turns(run, chat)), chat), chat)
+        turns = _cut_to_alternating(_join_turns(list(_turns(run, chat)), chat), chat)
         if not any(turn["from"] in _ANSWERS for turn in turns):
             raise unsupported(run, "messages", "hold no question with an answer after it")
         record: Json = {"id": name, "conversations": turns}
@@ -48,15 +49,15 @@ def _of_run(run: Run) -> Written:
             functions = [tool["function"] for tool in chat.tools]
             record["tools"] = json_text(run, "tools", functions)
         records.append(record)
-        losses |= chat.losses | _left_out(chat)
+        losses |= chat.losses | _lost_fields(chat)
     return Written(records, tuple(sorted(losses)))
 
 
 def _turns(run: Run, chat: ChatMessages) -> Iterator[Json]:
-    """The messages in order, but each result of a tool right after its call."""
-    told: set[int] = set()
-    for place, message in enumerate(chat.messages):
-        if place in told:
+    """Yield the messages in order, but each result of a tool right after its call."""
+    written: set[int] = set()
+    for index, message in enumerate(chat.messages):
+        if index in written:
             continue
         calls = message.get("tool_calls") or ()
         text = _text(message, chat)
@@ -68,29 +69,29 @@ def _turns(run: Run, chat: ChatMessages) -> Iterator[Json]:
             chat.losses.add("split_turns")
         for call in calls:
             function = call["function"]
-            name = json_text(run, f"messages[{place}].tool_calls", function["name"])
+            name = json_text(run, f"messages[{index}].tool_calls", function["name"])
             value = f'{{"name":{name},"arguments":{function["arguments"]}}}'
             yield {"from": "function_call", "value": value}
-            result = _result(chat.messages, place, call["id"], told)
+            result = _result(chat.messages, index, call["id"], written)
             if result is not None:
-                told.add(result)
+                written.add(result)
                 yield {"from": "observation", "value": _text(chat.messages[result], chat)}
 
 
-def _joined(turns: list[Json], chat: ChatMessages) -> list[Json]:
-    """Turns of one speaker in a row as one: texts as paragraphs, calls as a list."""
-    found: list[Json] = []
+def _join_turns(turns: list[Json], chat: ChatMessages) -> list[Json]:
+    """Join turns of one speaker in a row: texts become paragraphs, calls a list."""
+    joined: list[Json] = []
     for speaker, same in groupby(turns, key=itemgetter("from")):
         values = [turn["value"] for turn in same]
         if len(values) > 1 and speaker != "function_call":
             chat.losses.add("joined_turns")
-        together = f"[{','.join(values)}]" if speaker == "function_call" else "\n\n".join(values)
-        found.append({"from": speaker, "value": together if len(values) > 1 else values[0]})
-    return found
+        value = f"[{','.join(values)}]" if speaker == "function_call" else "\n\n".join(values)
+        joined.append({"from": speaker, "value": value if len(values) > 1 else values[0]})
+    return joined
 
 
-def _alternating(turns: list[Json], chat: ChatMessages) -> list[Json]:
-    """The turns up to where they alternate; answers before the first question are left out."""
+def _cut_to_alternating(turns: list[Json], chat: ChatMessages) -> list[Json]:
+    """Return the turns as far as they alternate, without answers before the first question."""
     begin = 1 if turns and turns[0]["from"] == "system" else 0
     while begin < len(turns) and turns[begin]["from"] in _ANSWERS:
         del turns[begin]
@@ -104,13 +105,13 @@ def _alternating(turns: list[Json], chat: ChatMessages) -> list[Json]:
     return turns[:end]
 
 
-def _result(messages: list[Message], asked: int, call_id: str, told: set[int]) -> int | None:
-    """The place of the message that answers a call, among the results right after it."""
-    for place in range(asked + 1, len(messages)):
-        if messages[place]["role"] != "tool":
+def _result(messages: list[Message], caller: int, call_id: str, written: set[int]) -> int | None:
+    """Return the index of a call's result, among the results right after the calling message."""
+    for index in range(caller + 1, len(messages)):
+        if messages[index]["role"] != "tool":
             return None
-        if messages[place]["tool_call_id"] == call_id and place not in told:
-            return place
+        if messages[index]["tool_call_id"] == call_id and index not in written:
+            return index
     return None
 
 
@@ -123,10 +124,10 @@ def _text(message: Message, chat: ChatMessages) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _left_out(chat: ChatMessages) -> set[str]:
-    """What the chat knows and no turn has a field for."""
+def _lost_fields(chat: ChatMessages) -> set[str]:
+    """Return the losses of the chat's fields that no turn has."""
     lost = {"reasoning"} if chat.reasoning else set()
-    if chat.untaught():
+    if chat.has_untrained():
         lost.add("weights")
     for message in chat.messages:
         if message["role"] == "developer":
@@ -143,5 +144,5 @@ SHAREGPT = LineFormat(
     title="ShareGPT",
     about="conversations of {from: system, human, gpt, function_call or observation, value} up to "
     "the assistant's last message, and tools",
-    of_run=_of_run,
+    write_run=_write_run,
 )

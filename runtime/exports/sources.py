@@ -1,7 +1,8 @@
-"""What an export reads: items in an order that does not change, each with a cursor.
+"""ExportSource: the port through which an export reads its items, in a fixed order.
 
-An interrupted export goes on after the last cursor it had written. Two there are: stored.py, the
-runs that match a filter; chosen.py, the runs or pairs of a dataset. Used by lines.py and tables.py.
+Each item has a cursor; an interrupted export goes on after the last cursor it wrote. Two sources
+exist: store_source.py, the runs that match a filter, and dataset_source.py, the runs or pairs of a
+dataset. Used by jsonl_files.py and parquet_files.py.
 """
 
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ from cray_agents.records import Run
 
 
 class Item(NamedTuple):
-    """A run, or the better and the worse run of a pair; and what is lost before it is written.
+    """A run, or the better and the worse run of a pair, to be written.
 
-    `covers`: how many runs or pairs it stands for. No runs: there is nothing of it to write.
+    `covers` is the number of runs or pairs that it counts as. `lost` holds the losses known before
+    writing, as (code, count). An item without runs writes nothing.
     """
 
     cursor: str
@@ -24,10 +26,10 @@ class Item(NamedTuple):
 
 
 class ExportSource(Protocol):
-    """What an export reads.
+    """Items to export. `pairs` tells that they are pairs of runs.
 
-    `pairs`: its items are pairs. `name` and `says` tell people what it is. `dataset`: the
-    directory, if it is one, and `split` the part of it.
+    `name` and `description` are for people. `dataset` is the folder of a dataset, None for stored
+    runs; `split` is its split.
     """
 
     @property
@@ -43,32 +45,32 @@ class ExportSource(Protocol):
     def split(self) -> str: ...
 
     @property
-    def says(self) -> str: ...
+    def description(self) -> str: ...
 
     def identity(self) -> dict[str, Any]:
-        """What makes two exports exports of the same, as JSON."""
+        """Return the source's identity as JSON: equal for equal exports."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What an export that goes on must be told again: when "7d ago" was when it began."""
+        """Return the state that a resumed export needs, such as the time meant by "7d"."""
         ...
 
-    def resumed(self, state: dict[str, Any]) -> "ExportSource":
-        """The source as it was when an export began."""
+    def with_state(self, state: dict[str, Any]) -> "ExportSource":
+        """Return the source with the state that an export began with."""
         ...
 
     def count(self) -> int | None:
-        """How many items there are in all, if that is known before they are read."""
+        """Return the number of items, or None if only reading would tell."""
         ...
 
     def check(self) -> None:
-        """Raise BadInput on what lacks and can be known before anything is written."""
+        """Raise BadInput for runs known to be missing, before anything is written."""
         ...
 
     def shards(self) -> list[Path]:
-        """A dataset's token shards. Raises BadInput where it has no such split."""
+        """Return a dataset's token shards. Raises BadInput if it lacks the split."""
         ...
 
     def items(self, after: str = "", *, by_task: bool = False) -> Iterator[Item]:
-        """The items after a cursor. `by_task`: those on one task side by side."""
+        """Yield the items after a cursor. `by_task`: one run of each task, the others counted."""
         ...

@@ -1,18 +1,18 @@
-"""`tokens`: exact token sequences as Parquet, for trainers that take them as they are.
+"""`tokens`: exact token sequences as Parquet, for trainers that read token ids.
 
     input_ids       list<int32>   attention_mask  list<int8>    all ones: nothing is padded
     labels          list<int32>   the input id where it is trained on, -100 elsewhere
-    logprobs        list<float>   as sampled; 0 where a token was not
+    logprobs        list<float>   as sampled; 0 for tokens that were not sampled
     advantages      list<float>   of a dataset; null for runs, which have none
     weight_version  string        name@N that sampled the last token; "" if none was sampled
-    versions        list<string>  all that sampled tokens of the sequence
-    version_index   list<int16>   of each token: its place in versions, -1 if it was not sampled
+    versions        list<string>  all versions that sampled tokens of the sequence
+    version_index   list<int16>   each token's index into versions, -1 if it was not sampled
     weight, reward, advantage     double
     run_id, task_id, group, pair  string       chosen  bool (pair and chosen: of preferences)
 
-Of a dataset, its own shards are rewritten column by column, without the store; of runs, the calls
-of each are merged as the dataset builder does it (datasets/samples.py). pyarrow is imported when
-one is written. Called by tables.py.
+A dataset's own shards are rewritten column by column, without the store. The calls of a stored run
+are merged as in the dataset builder (datasets/run_samples.py). pyarrow is imported only when a file
+is written. Called by parquet_files.py.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ from cray_agents.runtime.exports.line_formats import Written
 from cray_agents.runtime.exports.parquet_files import RowBatch, TableFormat
 from cray_agents.runtime.exports.sources import ExportSource
 
-IGNORED = -100  # the label of a token that is not trained on, as PyTorch's cross entropy has it
-PIECE = 1 << 20  # tokens that are rewritten at a time, about
+IGNORED = -100  # label of a token that is not trained on: ignore_index of PyTorch's cross entropy
+BATCH_TOKENS = 1 << 20  # tokens that are rewritten at a time, about
 KEPT = ("logprobs", "advantages", "versions", "version_index", "weight", "reward", "advantage",
         "run_id", "task_id", "group", "pair", "chosen")  # fmt: skip
 
-MASKS = ("attention_mask", "version_index", "versions")  # of few values: worth a dictionary
+MASKS = ("attention_mask", "version_index", "versions")  # few values, so a dictionary pays
 OPTIONS: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 1,
@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 
 @cache
 def schema() -> Any:
-    """The columns, as pyarrow has them."""
+    """Return the columns as a pyarrow schema."""
     import pyarrow as pa
 
     texts = ("run_id", "task_id", "group", "pair")
@@ -71,7 +71,7 @@ def schema() -> Any:
 
 
 def rows_of(run: Run, first: int) -> Written:
-    """A run's sequences as rows; no row, and a loss, where its tokens are not all there."""
+    """Return a run's sequences as rows; a run that lacks tokens has no row, and a loss."""
     calls = run.calls
     if not calls or len(calls) < len(run.trajectory.turns) or not all(map(_exact, calls)):
         return Written([], ("no_tokens",))
@@ -109,36 +109,36 @@ def _exact(call: ModelCall) -> bool:
     return sampled and len(call.logprobs) == len(call.token_ids)
 
 
-def pieces_of_dataset(
+def rewrite_shards(
     source: ExportSource, tally: ExportCounts, rules: LossRules, after: str
 ) -> Iterator[RowBatch]:
-    """A dataset's shards, rewritten; a cursor is the number of rows before it."""
+    """Yield a dataset's shards, rewritten in batches; a cursor counts the rows written with it."""
     skip, row = int(after or 0), 0
     for shard in source.shards():
         for batch in batches(shard):
             begin, row = row, row + batch.num_rows
-            if begin < skip:  # a cursor is always a piece's end
+            if begin < skip:  # a cursor is always the end of a batch
                 continue
             tally.records += batch.num_rows
             tally.runs += batch.num_rows
             tally.add("no_conversation", batch.num_rows, rules)
-            yield RowBatch(rewritten(batch), str(row))
+            yield RowBatch(rewrite_batch(batch), str(row))
 
 
 def batches(shard: Path) -> Iterator[Any]:
-    """A shard's rows in batches of about PIECE tokens, the same ones whenever it is read."""
+    """Yield a shard's rows in batches of about BATCH_TOKENS tokens, the same at every reading."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(shard) as file:
         rows = file.metadata.num_rows
         groups = range(file.metadata.num_row_groups)
         tokens = sum(file.metadata.row_group(group).column(0).num_values for group in groups)
-        size = max(1, min(rows, PIECE * rows // max(tokens, 1)))
+        size = max(1, min(rows, BATCH_TOKENS * rows // max(tokens, 1)))
         yield from file.iter_batches(size)
 
 
-def rewritten(batch: Any) -> Any:
-    """A batch of a dataset's shard as one of this format. All lists of a row are of one length."""
+def rewrite_batch(batch: Any) -> Any:
+    """Rewrite a batch of a dataset's shard in this format. All lists of a row have one length."""
     import numpy as np
     import pyarrow as pa
 
@@ -161,21 +161,21 @@ def rewritten(batch: Any) -> Any:
 
 
 def _last_versions(batch: Any) -> Any:
-    """Of each row the version of its last sampled token. versions: [rows][names]."""
+    """Return the version of each row's last sampled token. versions: [rows][names]."""
     import numpy as np
     import pyarrow as pa
 
     index = batch.column("version_index")
-    places = index.offsets.to_numpy() - index.offsets[0].as_py()
-    which = index.flatten().to_numpy()
-    # of each row the last place with a version: the running maximum of such places, at its end
-    last = np.maximum.accumulate(np.where(which >= 0, np.arange(len(which)), -1))
-    starts, ends = places[:-1], places[1:]
+    offsets = index.offsets.to_numpy() - index.offsets[0].as_py()
+    tokens = index.flatten().to_numpy()
+    # a row's last token with a version is the running maximum of such indices, at the row's end
+    last = np.maximum.accumulate(np.where(tokens >= 0, np.arange(len(tokens)), -1))
+    starts, ends = offsets[:-1], offsets[1:]
     at = np.where(ends > starts, last[np.maximum(ends - 1, 0)] if len(last) else -1, -1)
     known = at >= starts
     versions = batch.column("versions")
     names = versions.offsets.to_numpy()[:-1] - versions.offsets[0].as_py()
-    chosen = names + (which[np.maximum(at, 0)] if len(which) else 0)
+    chosen = names + (tokens[np.maximum(at, 0)] if len(tokens) else 0)
     taken = versions.flatten().take(pa.array(np.where(known, chosen, 0), mask=~known))
     return taken.fill_null("")
 
@@ -185,7 +185,7 @@ TOKENS = TableFormat(
     title="Token Parquet",
     about="exact token ids, labels, logprobs, advantages and versions, a row per sequence",
     schema=schema,
-    of_run=rows_of,
-    of_dataset=pieces_of_dataset,
+    write_run=rows_of,
+    write_dataset=rewrite_shards,
     options=OPTIONS,
 )

@@ -1,11 +1,10 @@
 """TRL's conversational datasets: `trl` (messages), `trl-prompt-completion` and `trl-preference`.
 
-As `datasets.load_dataset("json")` and TRL's trainers read them: `tools` is JSON in a string, or
-null, which the trainers parse; arguments of tool calls are objects and what only calls tools has an
-empty text, as chat templates want them (and as the engine hands them to the template). Reasoning
-stays, as `reasoning_content`. A run whose calls saw different system messages or tools, as after a
-handoff, is a row for each, up to its last answer; answers of others in it are the loss `weights`.
-Listed in format.py.
+`datasets.load_dataset("json")` and TRL's trainers read them. `tools` is a JSON string, or null.
+Chat templates demand arguments of tool calls as objects, and an empty text beside tool calls; the
+engine hands both to the template in the same way. Reasoning is kept as `reasoning_content`. A run
+whose calls saw different system messages or tools, as after a handoff, is one row for each, up to
+its last answer. Answers of the other calls in it are the loss `weights`. Listed in line_formats.py.
 """
 
 from collections.abc import Callable
@@ -24,16 +23,16 @@ from cray_agents.runtime.exports.export_format import (
 from cray_agents.runtime.exports.pairs import difference
 
 
-def _of_run(run: Run) -> Written:
+def _write_run(run: Run) -> Written:
     return _rows(run, lambda chat: {"messages": _messages(chat)})
 
 
-def _completion(run: Run) -> Written:
-    """The assistant's last message, and all that was said before it."""
-    return _rows(run, lambda chat: _asked(run, chat))
+def _write_completion(run: Run) -> Written:
+    """Write the assistant's last message, and all messages before it as the prompt."""
+    return _rows(run, lambda chat: _prompt_and_completion(run, chat))
 
 
-def _asked(run: Run, chat: ChatMessages) -> Json:
+def _prompt_and_completion(run: Run, chat: ChatMessages) -> Json:
     chat.messages = chat.until_answer()
     messages = _messages(chat)
     if len(messages) < 2 or messages[-2]["role"] == "system":
@@ -44,18 +43,18 @@ def _asked(run: Run, chat: ChatMessages) -> Json:
     return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
-def _rows(run: Run, of: Callable[[ChatMessages], Json]) -> Written:
-    """A row of each of a run's chats; what is lost of what is learned there."""
+def _rows(run: Run, columns: Callable[[ChatMessages], Json]) -> Written:
+    """Write a row for each of a run's chats, with the losses of its trained part."""
     rows, losses = [], set[str]()
     for chat in chats_of(run):
-        row = {**of(chat), "tools": _tools(run, chat)}
+        row = {**columns(chat), "tools": _tools(run, chat)}
         losses.update(_losses(chat, len(row.get("prompt", ()))))
         rows.append(row)
     return Written(rows, tuple(sorted(losses)))
 
 
-def _of_pair(better: Run, worse: Run) -> Written:
-    """What both read, and what each said and was told from the first difference on."""
+def _write_pair(better: Run, worse: Run) -> Written:
+    """Write the common messages, and the rest of each run from the first difference on."""
     one, other, same, losses = difference(better, worse, reasoning=True)
     chosen, rejected = _messages(one), _messages(other)
     if chosen[same - 1]["role"] == "system":
@@ -71,10 +70,10 @@ def _of_pair(better: Run, worse: Run) -> Written:
 
 
 def _messages(chat: ChatMessages) -> list[Message]:
-    return [_message(chat, place, message) for place, message in enumerate(chat.messages)]
+    return [_message(chat, index, message) for index, message in enumerate(chat.messages)]
 
 
-def _message(chat: ChatMessages, place: int, message: Message) -> Message:
+def _message(chat: ChatMessages, index: int, message: Message) -> Message:
     written = {name: value for name, value in message.items() if name != "weight"}
     if message["role"] == "developer":  # templates know no such role
         written["role"] = "system"
@@ -84,8 +83,8 @@ def _message(chat: ChatMessages, place: int, message: Message) -> Message:
         written["content"] = "\n".join(part["text"] for part in content)
         if len(content) > 1:
             chat.losses.add("text_parts")
-    if place in chat.reasoning:
-        written["reasoning_content"] = chat.reasoning[place]
+    if index in chat.reasoning:
+        written["reasoning_content"] = chat.reasoning[index]
     if "tool_calls" in message:
         written["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
     return written
@@ -101,27 +100,27 @@ def _tools(run: Run, chat: ChatMessages) -> str | None:
     return json_text(run, "tools", chat.tools) if chat.tools else None
 
 
-def _losses(chat: ChatMessages, learned: int = 0) -> tuple[str, ...]:
-    """What is lost of a chat of which is learned what stands from the place `learned` on."""
-    return tuple(sorted(chat.losses | ({"weights"} if chat.untaught(learned) else set())))
+def _losses(chat: ChatMessages, since: int = 0) -> tuple[str, ...]:
+    """Return the losses of a chat that is trained on from message `since` on."""
+    return tuple(sorted(chat.losses | ({"weights"} if chat.has_untrained(since) else set())))
 
 
 TRL = LineFormat(
     name="trl",
     title="TRL (language modeling)",
     about="conversations with their tools as TRL's SFTTrainer reads them: messages, tools",
-    of_run=_of_run,
+    write_run=_write_run,
 )
 TRL_PROMPT_COMPLETION = LineFormat(
     name="trl-prompt-completion",
     title="TRL (prompt and completion)",
     about="the assistant's last message and all before it: prompt, completion, tools",
-    of_run=_completion,
+    write_run=_write_completion,
 )
 TRL_PREFERENCE = LineFormat(
     name="trl-preference",
     title="TRL (preference)",
     about="pairs of runs on a task as TRL's DPOTrainer reads them: the messages both read, and "
     "what each said from the first answer on that differs: prompt, chosen, rejected, tools",
-    of_pair=_of_pair,
+    write_pair=_write_pair,
 )

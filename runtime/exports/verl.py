@@ -1,4 +1,4 @@
-"""`verl`: tasks as the Parquet that verl's RL trainers read, a row each: a prompt and its answer.
+"""`verl`: tasks as Parquet for verl's RL trainers, a row per task: prompt and ground truth.
 
     data_source   string: metadata["data_source"] of the task, else the loop, else the agent
     prompt        list<struct<role, content>>: what the model read before its first answer
@@ -7,8 +7,8 @@
     extra_info    struct<index, split, task_id, run_id, agent, loop, generation, model>
 
 verl picks its reward function by data_source, and hands it ground_truth and extra_info. The prompt
-is that of the task's first run, as its first call read it. Called by tables.py; pyarrow is imported
-when one is written.
+is the one that the first call of the task's first run read. Called by parquet_files.py; pyarrow is
+imported only when a file is written.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ from cray_agents.runtime.exports.parquet_files import TableFormat
 
 @cache
 def schema() -> Any:
-    """The columns, as pyarrow has them."""
+    """Return the columns as a pyarrow schema."""
     import pyarrow as pa
 
     text, number = pa.string(), pa.int64()
@@ -43,13 +43,13 @@ def schema() -> Any:
 
 
 def rows_of(run: Run, first: int) -> Written:
-    """The run's task as a row. Raises BadInput (unsupported_export) for a prompt with no text."""
+    """Return the task as a row. Raises BadInput (unsupported_export) for a prompt without text."""
     task = run.task
     if task is None:
         return Written([], ("no_task",))
     losses = ["answers"]
-    told = conversations_of(run)[0]
-    if told.tools:
+    conversation = conversations_of(run)[0]
+    if conversation.tools:
         losses.append("tools")
     target = task.target
     if target is None:
@@ -69,7 +69,7 @@ def rows_of(run: Run, first: int) -> Written:
     }
     row = {
         "data_source": str(task.metadata.get("data_source") or run.loop or run.agent),
-        "prompt": _prompt(run, told.messages, losses),
+        "prompt": _prompt(run, conversation.messages, losses),
         "ability": str(task.metadata.get("ability") or run.agent),
         "reward_model": {"style": "rule", "ground_truth": target},
         "extra_info": extra,
@@ -78,27 +78,27 @@ def rows_of(run: Run, first: int) -> Written:
 
 
 def _prompt(run: Run, messages: list[Message], losses: list[str]) -> list[dict[str, str]]:
-    """The messages before the first answer; the input, where none are known."""
-    asked = messages or [{"role": "user", "content": run.input}]
-    ends = (n for n, message in enumerate(asked) if message.get("role") == "assistant")
-    asked = asked[: next(ends, len(asked))]
-    if not asked:
+    """Return the messages before the first answer, or the run's input if it has no messages."""
+    prompt = messages or [{"role": "user", "content": run.input}]
+    ends = (n for n, message in enumerate(prompt) if message.get("role") == "assistant")
+    prompt = prompt[: next(ends, len(prompt))]
+    if not prompt:
         raise unsupported(run, "trajectory.messages", "begin with an answer: there is no prompt")
     return [
         {"role": str(message.get("role")), "content": _text(run, n, message, losses)}
-        for n, message in enumerate(asked)
+        for n, message in enumerate(prompt)
     ]
 
 
-def _text(run: Run, place: int, message: Message, losses: list[str]) -> str:
+def _text(run: Run, index: int, message: Message, losses: list[str]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        where = f"messages[{place}].content"
-        raise unsupported(run, where, "has parts that are no text, and verl's prompt has no others")
+    items = content if isinstance(content, list) else []
+    texts = [item.get("text") for item in items if isinstance(item, dict)]
+    if len(texts) < len(items) or not all(isinstance(text, str) for text in texts):
+        path = f"messages[{index}].content"
+        raise unsupported(run, path, "has parts that are no text, and verl's prompt has no others")
     losses.append("text_parts")
     return "".join(map(str, texts))
 
@@ -108,6 +108,6 @@ VERL = TableFormat(
     title="verl Parquet",
     about="tasks for RL: data_source, prompt, ability, reward_model, extra_info; a row per task",
     schema=schema,
-    of_run=rows_of,
+    write_run=rows_of,
     by_task=True,
 )

@@ -1,1 +1,1 @@
-"""OpenAI's files and uploads, over contents that are stored once each."""
+"""Files and uploads of OpenAI's API, over contents that are stored once each."""

@@ -1,8 +1,8 @@
-"""Contents by their SHA-256, each stored once: what files and the parts of uploads hold.
+"""Blobs: contents of files and upload parts, each stored once under its SHA-256.
 
-A content is written to a draft, hashed on the way, and linked to its name when it is whole and on
-the disk: a killed writer leaves a draft, never half a blob. Called by files.py and uploads.py;
-everything here blocks, so the gateway calls it in threads. Read next: sweeping.py, what is removed.
+A content is written to a draft and hashed on the way. It is linked to its name when it is whole and
+on the disk, so a killed writer leaves a draft, never half a blob. Called by files.py and
+uploads.py. Everything in here blocks, so the gateway calls it in threads. Read next: garbage.py.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from cray_agents.paths import Home
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums, durable
 
-PIECE = 1 << 20  # bytes that are read, or gathered before they are written
-STRETCH = 64 << 20  # bytes that the kernel is asked to copy at once
-DRAFT_SECONDS = 86400.0  # an older draft is a killed writer's
-GRACE_SECONDS = 3600.0  # a content stored or asked for this recently may be about to be referred to
+PIECE = 1 << 20  # bytes per read and write
+STRETCH = 64 << 20  # bytes per copy by the kernel
+DRAFT_SECONDS = 86400.0  # age at which a draft's writer must be dead
+GRACE_SECONDS = 3600.0  # since a content's last use: time in which a record of its use is written
 ASIDE = ".aside"
 NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
@@ -44,7 +44,7 @@ class Blob:
 
 
 class BlobDraft:
-    """A content that is being written. A context manager: what was not published is removed."""
+    """A content being written. A context manager: an unpublished draft is removed on exit."""
 
     def __init__(self, blobs: "Blobs") -> None:
         self.size = 0
@@ -67,27 +67,24 @@ class BlobDraft:
         self.discard()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append and hash. From a thread: a large piece takes a millisecond or two per MiB.
-
-        Raises StoreError.
-        """
+        """Append and hash. Call it from a thread: it takes 1 to 2 ms per MiB. Raises StoreError."""
         with _disk(self.path):
             self._file.write(data)
         self._hasher.update(data)
         self.size += len(data)
 
     def publish(self) -> Blob:
-        """Put what was written on the disk under its name, unless that is there already."""
+        """Sync the content to disk and link it to its name, unless it is stored already."""
         return self._publish(self._hasher.hexdigest())
 
     def discard(self) -> None:
-        """Remove the draft; nothing happens after `publish`."""
-        with contextlib.suppress(OSError):  # its last bytes may not fit on the disk
+        """Remove the draft. After `publish` this does nothing."""
+        with contextlib.suppress(OSError):  # the last bytes may not fit on the disk
             self._file.close()
         self.path.unlink(missing_ok=True)
 
     def copy(self, sources: Sequence[Path]) -> None:
-        """Append whole files without hashing them, in the kernel if it can."""
+        """Append whole files without hashing them, by the kernel if possible."""
         with _disk(self.path):
             for source in sources:
                 with source.open("rb") as file:
@@ -97,7 +94,7 @@ class BlobDraft:
         path = self._blobs.path(sha256)
         with _disk(path):
             self._file.flush()
-            os.utime(self._file.fileno())  # its last write may be longer ago than a sweep's grace
+            os.utime(self._file.fileno())  # the last write may be older than a sweep's grace
             os.fsync(self._file.fileno())
             self._file.close()
             if not path.parent.is_dir():
@@ -107,7 +104,7 @@ class BlobDraft:
                 if self._blobs.keep(sha256) is not None:
                     break
             self.discard()
-            durable.sync(path.parent)  # also if another linked it, who may not have come this far
+            durable.sync(path.parent)  # also if another process linked it: it may not have synced
         return Blob(sha256, self.size)
 
     def _link(self, path: Path) -> bool:
@@ -119,31 +116,34 @@ class BlobDraft:
 
 
 class Blobs:
-    """The contents under one home. Opening removes the drafts of writers killed a day ago."""
+    """The contents under one home. Opening it removes drafts older than DRAFT_SECONDS."""
 
     def __init__(self, home: Home) -> None:
         self.home = home
         self._sweep_drafts()
 
     def path(self, sha256: str) -> Path:
-        """Where a content lies, or would."""
+        """Return the path of a content, stored or not."""
         return self.home.blob(sha256)
 
-    def proven(self, sha256: str) -> Path:
-        """The same of one that is there and whole. Raises Corrupt, FileNotFoundError."""
+    def verified_path(self, sha256: str) -> Path:
+        """Return the path of a stored content, verified. Raises Corrupt, FileNotFoundError."""
         path = self.path(sha256)
         path.stat()
         return checksums.prove(path, sha256)
 
     def size(self, sha256: str) -> int | None:
-        """The bytes of a content; None if it is not there."""
+        """Return a content's bytes, or None if it is not stored."""
         try:
             return self.path(sha256).stat().st_size
         except FileNotFoundError:
             return None
 
     def keep(self, sha256: str) -> int | None:
-        """As `size`, and it is not swept for GRACE_SECONDS: time to write down who refers to it."""
+        """Return the size, and protect the content from sweeps for GRACE_SECONDS.
+
+        In that time the caller records its use.
+        """
         try:
             os.utime(self.path(sha256))
         except FileNotFoundError:
@@ -151,43 +151,43 @@ class Blobs:
         return self.size(sha256)
 
     def draft(self) -> BlobDraft:
-        """A new content, to be written and published. Raises StoreError."""
+        """Begin a new content. Raises StoreError."""
         return BlobDraft(self)
 
-    def join(self, parts: Sequence[str]) -> Blob:
-        """The content made of other contents in this order. Raises NotFound, StoreError.
+    def join(self, contents: Sequence[str]) -> Blob:
+        """Concatenate contents in this order to a new one. Raises NotFound, StoreError.
 
-        The kernel copies while a thread hashes. One part alone is the content itself.
+        The kernel copies while a thread hashes. One content alone is not copied.
         """
-        if len(parts) == 1 and (size := self.keep(parts[0])) is not None:
-            return Blob(parts[0], size)
+        if len(contents) == 1 and (size := self.keep(contents[0])) is not None:
+            return Blob(contents[0], size)
         with self.draft() as draft, ThreadPoolExecutor(1, "join") as copier:
-            paths = self._paths(parts)
+            paths = self._kept_paths(contents)
             copying = copier.submit(draft.copy, paths)
             sha256 = _digest(paths, "sha256")
             copying.result()
             return draft._publish(sha256)
 
-    def md5(self, parts: Sequence[str]) -> str:
-        """The MD5, in hex, of contents in this order: OpenAI's checksum. Raises NotFound."""
-        return _digest(self._paths(parts), "md5")
+    def md5(self, contents: Sequence[str]) -> str:
+        """Return the MD5, in hex, of concatenated contents. Raises NotFound."""
+        return _digest(self._kept_paths(contents), "md5")
 
     def sweep(self, used: Callable[[], Collection[str]], grace: float = GRACE_SECONDS) -> int:
-        """Remove contents that are not `used` and that nobody stored or kept for `grace` seconds.
+        """Remove contents neither `used` nor stored or kept for `grace` seconds; return how many.
 
-        Safe beside publishers in other processes: a content is set aside, looked at once more,
-        and put back if it was kept meanwhile. Returns how many were removed.
+        Safe while other processes publish: a content is first set aside, and put back if it was
+        kept meanwhile.
         """
-        self._put_back()
+        self._restore_all()
         before = time.time() - grace
         old = [path for path in self.home.blobs.glob("??/[!.]*") if _modified(path) < before]
-        wanted = used() if old else ()
+        in_use = used() if old else ()
         removed = 0
         for path in old:
-            if path.name in wanted:
+            if path.name in in_use:
                 continue
             aside = path.with_name(f".{path.name}{ASIDE}")
-            with contextlib.suppress(FileNotFoundError):  # another's sweep was faster
+            with contextlib.suppress(FileNotFoundError):  # another sweep was faster
                 path.rename(aside)
                 if _modified(aside) < before:
                     aside.unlink()
@@ -196,8 +196,8 @@ class Blobs:
                     _restore(aside)
         return removed
 
-    def _put_back(self) -> None:
-        """What a killed sweep left aside."""
+    def _restore_all(self) -> None:
+        """Put back contents that a killed sweep left aside."""
         for aside in self.home.blobs.glob(f"??/.*{ASIDE}"):
             _restore(aside)
 
@@ -208,11 +208,11 @@ class Blobs:
                 log.info("removing %s: its writer was killed", draft)
                 draft.unlink(missing_ok=True)
 
-    def _paths(self, parts: Sequence[str]) -> list[Path]:
-        for part in parts:
-            if self.keep(part) is None:
-                raise NotFound(f"no content {part!r}", param="sha256", code="content_unknown")
-        return [self.path(part) for part in parts]
+    def _kept_paths(self, contents: Sequence[str]) -> list[Path]:
+        for sha256 in contents:
+            if self.keep(sha256) is None:
+                raise NotFound(f"no content {sha256!r}", param="sha256", code="content_unknown")
+        return [self.path(sha256) for sha256 in contents]
 
 
 def _digest(paths: Sequence[Path], algorithm: str) -> str:
@@ -226,7 +226,7 @@ def _digest(paths: Sequence[Path], algorithm: str) -> str:
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> int:
-    """Append a file to another; returns its bytes."""
+    """Append a file to another; return the bytes copied."""
     target.flush()
     total = 0
     try:
@@ -242,7 +242,7 @@ def _copy(source: BinaryIO, target: BinaryIO) -> int:
 
 
 def _modified(path: Path) -> float:
-    """The time of a file that may vanish; then it is not old."""
+    """Return a file's modification time, or the present time if it vanished."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -250,14 +250,14 @@ def _modified(path: Path) -> float:
 
 
 def _restore(aside: Path) -> None:
-    """Give a content that was set aside its name again."""
+    """Give a content set aside its own name again."""
     with contextlib.suppress(FileNotFoundError):
         aside.rename(aside.with_name(aside.name[1 : -len(ASIDE)]))
 
 
 @contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """A full or broken disk is a StoreError, which names the file."""
+    """Raise an OSError of the block as a StoreError that names the file."""
     try:
         yield
     except StoreError:

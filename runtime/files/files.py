@@ -1,9 +1,9 @@
-"""OpenAI's file objects: a name, a purpose, an expiry, and a content that is a blob.
+"""File objects of OpenAI's API: a name, a purpose, an expiry, and a blob for the content.
 
-A file is `files/<id>.json`, made by exclusive create and never changed; a deleted one leaves
-`files/<id>.deleted`, so that it stays deleted and a list can be paged on from it. The gateway's
-routes/files.py calls this, and whoever makes files for clients: a batch writes its output with
-`files.blobs.draft()`, then `publish(draft.publish(), ...)`. Everything here blocks.
+A file is `files/<id>.json`, made by exclusive create and never changed. A deleted file leaves
+`files/<id>.deleted`, so that it stays deleted and a list can continue after it. Called by
+gateway/routes/files.py and by writers of files for clients: a batch writes its output with
+`files.blobs.draft()`, then `publish(draft.publish(), ...)`. Everything in here blocks.
 """
 
 import contextlib
@@ -25,25 +25,25 @@ from cray_agents.runtime.files.blobs import Blob, Blobs
 
 Order = Literal["asc", "desc"]
 ClientPurpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
-Purpose = ClientPurpose | Literal["batch_output", "fine-tune-results"]  # these two are ours alone
+Purpose = ClientPurpose | Literal["batch_output", "fine-tune-results"]  # the latter two by us only
 
 CLIENT_PURPOSES: tuple[str, ...] = get_args(ClientPurpose)
 PURPOSES = (*CLIENT_PURPOSES, "batch_output", "fine-tune-results")
-MOST = 10_000  # files in one page
+PAGE_LIMIT = 10_000  # files in one page
 LIVING, DELETED = ".json", ".deleted"
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 INTERNAL = {"sha256", "owner"}
 
 
 class ExpiresAfter(Record):
-    """When a file expires: `seconds` after it was created."""
+    """A file's expiry, `seconds` after its creation."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2_592_000)
 
 
 class FileObject(Record):
-    """A file as OpenAI shows it, and what it holds. Times are whole unix seconds."""
+    """A file's record: OpenAI's fields, the content and the owner. Times are whole unix seconds."""
 
     id: str
     bytes: int
@@ -59,17 +59,17 @@ class FileObject(Record):
 
     @property
     def expired(self) -> bool:
-        """Whether its time is over."""
+        """True after its expiry."""
         return self.expires_at is not None and self.expires_at <= time.time()
 
-    def shown(self) -> dict[str, Any]:
-        """What a client sees: the fields that are OpenAI's."""
+    def to_openai(self) -> dict[str, Any]:
+        """Return the file as clients see it: OpenAI's fields."""
         return self.model_dump(mode="json", exclude=INTERNAL, exclude_none=True)
 
 
 @dataclass(frozen=True)
 class FilesPage:
-    """Some files, in order, and whether there are more after them."""
+    """A page of files in order; `has_more` is True if others follow."""
 
     files: list[FileObject]
     has_more: bool
@@ -93,15 +93,15 @@ class Files:
         file_id: str | None = None,
         owner: str = "",
     ) -> FileObject:
-        """Make a file of a stored content (a blob or its sha256); durable when this returns.
+        """Make a file of a stored content (a blob or its sha256). It is durable on return.
 
-        With a `file_id`, which no client chose, it is idempotent: the file that has it stays as it
-        is, and one that was deleted stays so. Raises NotFound, BadInput.
+        With a `file_id`, which no client may choose, this is idempotent: an existing file stays
+        unchanged, and a deleted one stays deleted. Raises NotFound, BadInput.
         """
         sha256 = content if isinstance(content, str) else content.sha256
         if purpose not in PURPOSES:
             raise BadInput(f"no purpose {purpose!r}: {', '.join(PURPOSES)}", param="purpose")
-        if file_id is not None and self._stone(file_id).exists():
+        if file_id is not None and self._tombstone(file_id).exists():
             raise NotFound(f"file {file_id!r} was deleted", param="file_id")
         size = self.blobs.keep(sha256)
         if size is None:
@@ -121,8 +121,8 @@ class Files:
         return self.get(file.id)
 
     def get(self, file_id: str) -> FileObject:
-        """A file by id. Raises NotFound, also for one that expired or was deleted."""
-        if ID.fullmatch(file_id) and not self._stone(file_id).exists():
+        """Return a file by id. Raises NotFound, also for an expired or deleted one."""
+        if ID.fullmatch(file_id) and not self._tombstone(file_id).exists():
             with contextlib.suppress(FileNotFoundError):
                 file = _read(self._path(file_id))
                 if not file.expired:
@@ -132,49 +132,49 @@ class Files:
         )
 
     def path(self, file_id: str) -> Path:
-        """Where a file's content lies, to be read only, and proven. Raises NotFound, Corrupt."""
-        return self.blobs.proven(self.get(file_id).sha256)
+        """Return the path of a file's content, verified, for reading. Raises NotFound, Corrupt."""
+        return self.blobs.verified_path(self.get(file_id).sha256)
 
     def list(
         self,
         after: str | None = None,
-        limit: int = MOST,
+        limit: int = PAGE_LIMIT,
         order: Order = "desc",
         purpose: str | None = None,
     ) -> FilesPage:
-        """Files by time of creation, those after the one named `after`. Raises BadInput."""
+        """Return a page of files by creation time, after the file `after`. Raises BadInput."""
         files = [file for file in self._all() if not file.expired]
         if purpose is not None:
             files = [file for file in files if file.purpose == purpose]
         if after is not None:
-            last = _place(self._even_if_deleted(after))
+            last = _sort_key(self._find_even_deleted(after))
             if order == "desc":
-                files = [file for file in files if _place(file) < last]
+                files = [file for file in files if _sort_key(file) < last]
             else:
-                files = [file for file in files if _place(file) > last]
-        files.sort(key=_place, reverse=order == "desc")
+                files = [file for file in files if _sort_key(file) > last]
+        files.sort(key=_sort_key, reverse=order == "desc")
         return FilesPage(files[:limit], len(files) > limit)
 
     def delete(self, file_id: str) -> None:
-        """Delete a file for good; its content stays until a sweep. Raises NotFound."""
-        self._bury(self.get(file_id))
+        """Delete a file for good. Its content stays until a sweep. Raises NotFound."""
+        self._delete(self.get(file_id))
 
-    def sweep(self) -> set[str]:
-        """Delete what expired; returns the contents that files still hold."""
+    def delete_expired(self) -> set[str]:
+        """Delete expired files; return the contents of the others."""
         files = list(self._all())
         for file in files:
             if file.expired:
-                self._bury(file)
+                self._delete(file)
         return {file.sha256 for file in files if not file.expired}
 
-    def _bury(self, file: FileObject) -> None:
+    def _delete(self, file: FileObject) -> None:
         text = checksums.with_crc(file.model_dump_json().encode())
-        durable.create_file(self._stone(file.id), text)
+        durable.create_file(self._tombstone(file.id), text)
         self._path(file.id).unlink(missing_ok=True)
         self._known.pop(file.id, None)
 
     def _all(self) -> Iterator[FileObject]:
-        """Every file that was not deleted, expired or not."""
+        """Yield every file that was not deleted, expired ones too."""
         try:
             with os.scandir(self.home.files) as entries:
                 names = {entry.name for entry in entries}
@@ -192,9 +192,9 @@ class Files:
                     continue
             yield file
 
-    def _even_if_deleted(self, file_id: str) -> FileObject:
+    def _find_even_deleted(self, file_id: str) -> FileObject:
         if ID.fullmatch(file_id):
-            for path in (self._path(file_id), self._stone(file_id)):
+            for path in (self._path(file_id), self._tombstone(file_id)):
                 with contextlib.suppress(FileNotFoundError):
                     return _read(path)
         raise BadInput(f"no file {file_id!r} to list on from", param="after", code="not_found")
@@ -202,7 +202,7 @@ class Files:
     def _path(self, file_id: str) -> Path:
         return self.home.files / f"{file_id}{LIVING}"
 
-    def _stone(self, file_id: str) -> Path:
+    def _tombstone(self, file_id: str) -> Path:
         return self.home.files / f"{file_id}{DELETED}"
 
 
@@ -210,6 +210,6 @@ def _read(path: Path) -> FileObject:
     return checksums.read_record(FileObject, path)
 
 
-def _place(file: FileObject) -> tuple[int, str]:
-    """Where a file stands in a list: ids made later sort later."""
+def _sort_key(file: FileObject) -> tuple[int, str]:
+    # ids made later in the same second sort later
     return file.created_at, file.id

@@ -1,8 +1,8 @@
-"""What no file and no upload holds any more is removed from the disk, an hour after its last use.
+"""Garbage collection: remove contents that no file or upload uses, an hour after last use.
 
-A completed upload's parts go so, deleted and expired files, parts of uploads that nobody ended. The
-gateway asks now and then; several processes may do so at once (see Blobs.sweep). Records of ended
-uploads stay: they are small, and let a repeated `complete` answer.
+These are the parts of completed and abandoned uploads, and deleted and expired files. The gateway
+collects now and then; several processes may do so at once (see Blobs.sweep). Records of ended
+uploads stay: they are small, and a repeated `complete` needs them.
 """
 
 import logging
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 
 def sweep(files: Files, uploads: Uploads, grace: float = GRACE_SECONDS) -> int:
-    """Remove what nobody holds and nobody used for `grace` seconds; returns how many contents."""
+    """Remove contents not in use for `grace` seconds; return their number."""
 
-    def used() -> set[str]:
-        pending = uploads.used()  # first: it publishes the files of uploads that a crash cut short
-        return pending | files.sweep()
+    def in_use() -> set[str]:
+        pending = uploads.contents_in_use()  # first: this publishes files that a crash left out
+        return pending | files.delete_expired()
 
-    return files.blobs.sweep(used, grace)
+    return files.blobs.sweep(in_use, grace)
 
 
 class Sweeper:
-    """Sweeps when it is asked and the last time is EVERY_SECONDS ago; blocks, one at a time."""
+    """A sweep at most every EVERY_SECONDS, and one at a time. It blocks."""
 
     def __init__(self, files: Files, uploads: Uploads) -> None:
         self._files = files
@@ -38,14 +38,14 @@ class Sweeper:
         self._lock = threading.Lock()
         self._last = -EVERY_SECONDS
 
-    def now_and_then(self) -> None:
-        """Called after what leaves something behind."""
+    def sweep_if_due(self) -> None:
+        """Sweep if the last time was EVERY_SECONDS ago."""
         if time.monotonic() - self._last < EVERY_SECONDS or not self._lock.acquire(blocking=False):
             return
         try:
             self._last = time.monotonic()
             sweep(self._files, self._uploads)
-        except Corrupt as error:  # nothing may go while it is not known what holds it
+        except Corrupt as error:  # a record that cannot be read may use any content
             log.error("unused contents are kept: %s", error)
         finally:
             self._lock.release()

@@ -1,13 +1,13 @@
-"""OpenAI's uploads: a large file in parts, sent in any order and in parallel, put together once.
+"""Uploads: OpenAI's way to send a large file in parts, in any order and in parallel.
 
-    uploads/<id>/upload.json         what was announced
-    uploads/<id>/parts/<part>.json   a part that was acknowledged; its content is a blob
-    uploads/<id>/end.json            how it ended: completed, as which file, or cancelled
+    uploads/<id>/upload.json         the announced upload
+    uploads/<id>/parts/<part>.json   an acknowledged part; its content is a blob
+    uploads/<id>/end.json            the end: completed, with the file's id, or cancelled
 
-Each is made by exclusive create and never changed, so that of a `complete` and a `cancel`, or of
-two completes, the first counts, and whoever dies in between can do it again. An upload that names
-its content's sha256 is named by it: asking again finds it, with the parts that it has, and content
-that is there already is not sent. Called by routes/uploads.py; everything here blocks.
+Each record is made by exclusive create and never changed. Of a `complete` and a `cancel`, or of two
+completes, the first counts, and after a crash either can be repeated. An upload that announces its
+content's sha256 gets its id from that: creating it again finds it with its parts, and a content
+already stored need not be sent. Called by gateway/routes/uploads.py; everything in here blocks.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.blobs import GRACE_SECONDS, Blob
 from cray_agents.runtime.files.files import ID, ClientPurpose, ExpiresAfter, FileObject, Files
 
-IDLE_SECONDS = 86400.0  # without a new part an upload expires after this
-PART_BYTES = 64 * 2**20  # at most, in one part
+IDLE_SECONDS = 86400.0  # without a new part until an upload expires
+PART_BYTES = 64 * 2**20  # of one part, at most
 
 Status = Literal["pending", "completed", "cancelled", "expired"]
 
 
 class UploadRequest(Record):
-    """What a client announces. `bytes`: of the whole file; `sha256` is ours: see the module."""
+    """An announced upload. `bytes` is the whole file's size; `sha256` is not in OpenAI's API."""
 
     bytes: int = Field(ge=0, strict=True)
     filename: str = Field(min_length=1, max_length=512)
@@ -44,7 +44,7 @@ class UploadRequest(Record):
 
 
 class Upload(UploadRequest):
-    """What was announced, by whom and when (unix seconds)."""
+    """An upload's record: the announcement, its owner, and its time in unix seconds."""
 
     id: str
     created_at: float = Field(default_factory=time.time)
@@ -52,7 +52,7 @@ class Upload(UploadRequest):
 
 
 class UploadPart(Record):
-    """A part that was acknowledged: the same content sent again is the same part."""
+    """An acknowledged part. The same content sent again is the same part."""
 
     id: str
     upload_id: str
@@ -60,13 +60,13 @@ class UploadPart(Record):
     sha256: str
     created_at: int = Field(default_factory=lambda: int(time.time()))
 
-    def shown(self) -> dict[str, Any]:
-        """What a client sees: OpenAI's fields, `bytes` and `sha256`."""
+    def to_openai(self) -> dict[str, Any]:
+        """Return the part as clients see it: OpenAI's fields, `bytes` and `sha256`."""
         return {"object": "upload.part", **self.model_dump(mode="json")}
 
 
 class UploadEnd(Record):
-    """How an upload ended. `file`: what it completed as, to be published unless it is."""
+    """The end of an upload. A completed one is published as `file_id`, if it was not yet."""
 
     status: Literal["completed", "cancelled"]
     part_ids: list[str] = Field(default_factory=list)
@@ -84,24 +84,27 @@ class Uploads:
         self._blobs = files.blobs
 
     def create(self, request: UploadRequest, owner: str = "") -> dict[str, Any]:
-        """Begin an upload, or go on with one; completed at once if its content is there.
+        """Begin or continue an upload; return it as `show` does.
 
-        Only one that names its sha256 can be gone on with: that of the same owner, content,
-        filename and purpose. Returns what `show` does.
+        An upload with a sha256 is continued if owner, content, filename and purpose are the same.
+        If its content is stored already, it is completed at once.
         """
-        for name in _names(request, owner):
+        for name in _candidate_ids(request, owner):
             upload = Upload(**request.model_dump(), id=name, owner=owner)
             self._create(upload)
             upload = self._upload(name)
             if self.status(upload) == "pending":
                 self._touch(upload)
-                self._complete_known(upload)
+                self._complete_if_stored(upload)
             if self.status(upload) == "pending" or self._file(upload) is not None:
                 return self.show(upload.id)
         raise AssertionError("the names of an upload do not end")
 
     def show(self, upload_id: str) -> dict[str, Any]:
-        """An upload as clients see it: OpenAI's fields, `sha256` and `parts`. Raises NotFound."""
+        """Return an upload as clients see it: OpenAI's fields, `sha256` and `parts`.
+
+        Raises NotFound.
+        """
         upload = self._upload(upload_id)
         file = self._file(upload)
         return {
@@ -113,17 +116,17 @@ class Uploads:
             "filename": upload.filename,
             "purpose": upload.purpose,
             "status": self.status(upload),
-            "file": None if file is None else file.shown(),
+            "file": None if file is None else file.to_openai(),
             "sha256": upload.sha256,
-            "parts": [part.shown() for part in self._parts(upload.id)],
+            "parts": [part.to_openai() for part in self._list_parts(upload.id)],
         }
 
     def owner(self, upload_id: str) -> str:
-        """Who began an upload. Raises NotFound."""
+        """Return the owner of an upload. Raises NotFound."""
         return self._upload(upload_id).owner
 
     def check_pending(self, upload_id: str) -> Upload:
-        """An upload that still takes parts. Raises NotFound, BadInput."""
+        """Return an upload that still takes parts. Raises NotFound, BadInput."""
         upload = self._upload(upload_id)
         status = self.status(upload)
         if status != "pending":
@@ -135,7 +138,7 @@ class Uploads:
         return upload
 
     def add_part(self, upload_id: str, content: Blob) -> UploadPart:
-        """Acknowledge a stored content as a part. Raises NotFound, BadInput."""
+        """Record a stored content as a part. Raises NotFound, BadInput."""
         upload = self.check_pending(upload_id)
         if content.size > min(upload.bytes, PART_BYTES):
             raise BadInput(
@@ -151,11 +154,11 @@ class Uploads:
             sha256=content.sha256,
         )
         text = checksums.with_crc(part.model_dump_json().encode())
-        durable.create_file(self._part(upload_id, part.id), text)
-        return _read_part(self._part(upload_id, part.id))
+        durable.create_file(self._part_file(upload_id, part.id), text)
+        return _read_part(self._part_file(upload_id, part.id))
 
-    def known(self, sha256: str) -> Blob:
-        """A content that need not be sent. Raises NotFound, code `content_unknown`."""
+    def find_content(self, sha256: str) -> Blob:
+        """Return a stored content. Raises NotFound, code `content_unknown`."""
         size = self._blobs.keep(sha256) if len(sha256) == 64 and sha256.isalnum() else None
         if size is None:
             raise NotFound(
@@ -168,35 +171,35 @@ class Uploads:
     def complete(
         self, upload_id: str, part_ids: Sequence[str], md5: str | None = None
     ) -> dict[str, Any]:
-        """Put the parts together, in this order, as a file; the same again gives the same file.
+        """Join the parts in this order to a file. A repeat gives the same file.
 
-        md5: of the whole, in hex. Raises NotFound, BadInput. Takes about a second per GiB.
+        `md5` is the whole file's, in hex. Takes about a second per GiB. Raises NotFound, BadInput.
         """
         upload = self._upload(upload_id)
         if self.status(upload) != "completed":
             self.check_pending(upload_id)
-            parts = [part.sha256 for part in self._chosen(upload, part_ids)]
+            contents = [part.sha256 for part in self._select_parts(upload, part_ids)]
             if md5 is not None:
-                _same("md5", md5, self._blobs.md5(parts))
-            content = self._blobs.join(parts)
+                _check_hash("md5", md5, self._blobs.md5(contents))
+            content = self._blobs.join(contents)
             if upload.sha256 is not None:
-                _same("sha256", upload.sha256, content.sha256)
+                _check_hash("sha256", upload.sha256, content.sha256)
             self._finish(upload, content.sha256, part_ids)
         self._check_completed(upload_id, part_ids)
         return self.show(upload_id)
 
     def cancel(self, upload_id: str) -> dict[str, Any]:
-        """End an upload without a file; again is harmless. Raises NotFound, BadInput."""
+        """End an upload without a file. A repeat is harmless. Raises NotFound, BadInput."""
         upload = self._upload(upload_id)
         if self.status(upload) != "cancelled":
             self.check_pending(upload_id)
             self._write_end(upload_id, UploadEnd(status="cancelled"))
         if self.status(upload) != "cancelled":
-            self.check_pending(upload_id)  # a complete was faster
+            self.check_pending(upload_id)  # raises: a complete was faster
         return self.show(upload_id)
 
     def _check_completed(self, upload_id: str, part_ids: Sequence[str]) -> None:
-        """Whoever ended the upload first, was it as this caller wants it? Raises BadInput."""
+        """Raise BadInput if the upload ended otherwise than completed from these parts."""
         end = self._end(upload_id)
         if end is None or end.status != "completed":
             self.check_pending(upload_id)
@@ -208,14 +211,14 @@ class Uploads:
             )
 
     def status(self, upload: Upload) -> Status:
-        """Where an upload stands."""
+        """Return an upload's status."""
         end = self._end(upload.id)
         if end is not None:
             return end.status
         return "expired" if self._expires_at(upload) <= time.time() else "pending"
 
-    def used(self) -> set[str]:
-        """The contents that uploads hold which are not files yet."""
+    def contents_in_use(self) -> set[str]:
+        """Return the contents of pending uploads' parts."""
         used: set[str] = set()
         for folder in self.home.uploads.glob("upload_*"):
             try:
@@ -223,32 +226,32 @@ class Uploads:
             except NotFound:  # being created
                 continue
             if self._end(upload.id) is not None:
-                self._file(upload)  # a process that died may have had no time to publish it
+                self._file(upload)  # publishes it if a crash prevented that
             elif self._expires_at(upload) + GRACE_SECONDS > time.time():
-                used.update(part.sha256 for part in self._parts(upload.id))
+                used.update(part.sha256 for part in self._list_parts(upload.id))
         return used
 
-    def _chosen(self, upload: Upload, part_ids: Sequence[str]) -> list[UploadPart]:
-        known = {part.id: part for part in self._parts(upload.id)}
+    def _select_parts(self, upload: Upload, part_ids: Sequence[str]) -> list[UploadPart]:
+        by_id = {part.id: part for part in self._list_parts(upload.id)}
         for part_id in part_ids:
-            if part_id not in known:
+            if part_id not in by_id:
                 raise BadInput(
                     f"upload {upload.id} has no part {part_id!r}",
                     param="part_ids",
                     code="part_not_found",
                 )
-        parts = [known[part_id] for part_id in part_ids]
-        total = sum(part.bytes for part in parts)
+        selected = [by_id[part_id] for part_id in part_ids]
+        total = sum(part.bytes for part in selected)
         if total != upload.bytes:
             raise BadInput(
                 f"these parts hold {total} bytes; the upload was announced with {upload.bytes}",
                 param="part_ids",
                 code="bytes_mismatch",
             )
-        return parts
+        return selected
 
-    def _complete_known(self, upload: Upload) -> None:
-        """If the content is there, the upload is done. Raises BadInput."""
+    def _complete_if_stored(self, upload: Upload) -> None:
+        """Complete an upload whose content is stored already. Raises BadInput."""
         size = None if upload.sha256 is None else self._blobs.keep(upload.sha256)
         if upload.sha256 is None or size is None:
             return
@@ -274,7 +277,10 @@ class Uploads:
         )
 
     def _file(self, upload: Upload) -> FileObject | None:
-        """The file of a completed upload, published now if a crash came before; None if deleted."""
+        """Return a completed upload's file, or None if it was deleted.
+
+        Publishes the file if a crash prevented that.
+        """
         end = self._end(upload.id)
         if end is None or end.status != "completed":
             return None
@@ -299,11 +305,11 @@ class Uploads:
         durable.sync(self.home.uploads)
 
     def _touch(self, upload: Upload) -> None:
-        """Something was done: it expires later."""
+        """Postpone an upload's expiry."""
         os.utime(self.home.uploads / upload.id / "parts")
 
     def _expires_at(self, upload: Upload) -> float:
-        """The last part, or the last touch, is when the folder of parts changed."""
+        # the folder's time is that of the last part or the last touch
         return (self.home.uploads / upload.id / "parts").stat().st_mtime + IDLE_SECONDS
 
     def _upload(self, upload_id: str) -> Upload:
@@ -323,18 +329,21 @@ class Uploads:
         path = self.home.uploads / upload_id / "end.json"
         durable.create_file(path, checksums.with_crc(end.model_dump_json().encode()))
 
-    def _part(self, upload_id: str, part_id: str) -> Path:
+    def _part_file(self, upload_id: str, part_id: str) -> Path:
         return self.home.uploads / upload_id / "parts" / f"{part_id}.json"
 
-    def _parts(self, upload_id: str) -> list[UploadPart]:
-        """The parts that were acknowledged, oldest first."""
+    def _list_parts(self, upload_id: str) -> list[UploadPart]:
+        """Return the acknowledged parts, oldest first."""
         folder = self.home.uploads / upload_id / "parts"
-        parts = [_read_part(path) for path in folder.glob("part_*.json")]
-        return sorted(parts, key=lambda part: (part.created_at, part.id))
+        uploaded = [_read_part(path) for path in folder.glob("part_*.json")]
+        return sorted(uploaded, key=lambda part: (part.created_at, part.id))
 
 
-def _names(request: UploadRequest, owner: str) -> Iterator[str]:
-    """The names an upload may have: of its content, if that is told; a later one once it ended."""
+def _candidate_ids(request: UploadRequest, owner: str) -> Iterator[str]:
+    """Yield the ids that an upload may have.
+
+    A known sha256 gives the first id; each next one is for use after the one before has ended.
+    """
     if request.sha256 is None:
         yield new_id("upload")
         return
@@ -347,10 +356,10 @@ def _read_part(path: Path) -> UploadPart:
     return checksums.read_record(UploadPart, path)
 
 
-def _same(what: str, announced: str, actual: str) -> None:
+def _check_hash(algorithm: str, announced: str, actual: str) -> None:
     if announced.lower() != actual:
         raise BadInput(
-            f"the parts, in this order, have {what} {actual}, not {announced}",
-            param=what,
-            code=f"{what}_mismatch",
+            f"the parts, in this order, have {algorithm} {actual}, not {announced}",
+            param=algorithm,
+            code=f"{algorithm}_mismatch",
         )

@@ -1,12 +1,12 @@
-"""OpenAI's fine-tuning jobs over our datasets, trainer and registry.
+"""Fine-tuning jobs of OpenAI's API, over our datasets, trainer and registry.
 
 A fine-tuning job is a few files that are made by exclusive create and never changed:
 
-    fine_tuning/<id>.json        what was asked                              (records.py)
-    fine_tuning/<id>.validated   its file was good: the JobSpec it became    (preparing.py)
-    fine_tuning/<id>.ended       how it ended, and the version it gave
+    fine_tuning/<id>.json        the request                               (job_records.py)
+    fine_tuning/<id>.validated   the JobSpec made from its valid files     (job_inputs.py)
+    fine_tuning/<id>.ended       its end, and the version it gave
 
-Between the last two, the Trainer's job tells where it stands. `<id>` is a hash of all that decides
-the resulting weights, so asking twice, or from two clients at once, is asking once. Whatever dies
-in between, the next look goes on from what is there. Read next: jobs.py.
+Between the last two, the Trainer's job has the state. `<id>` is a hash of all that decides the
+resulting weights, so the same request twice, or from two clients at once, is one job. After any
+crash the next look continues from these files. Read next: tuning_jobs.py.
 """

@@ -1,10 +1,10 @@
-"""The lines of a training or validation file: OpenAI's, each checked before anything is trained.
+"""Training examples: read and check the lines of a training file in OpenAI's formats.
 
-Of the method `supervised` a line is `{"messages", "tools"?, "parallel_tool_calls"?}`; of `dpo`
-`{"input": {"messages", "tools"?, "parallel_tool_calls"?}, "preferred_output",
-"non_preferred_output"}`, each output a list of one message. What could not be trained on as it is
-written (images, audio, refusals, functions in their old form) is an error and is never dropped
-silently. Called by preparing.py, in a thread, and by runtime/imports.
+A line of the method `supervised` is `{"messages", "tools"?, "parallel_tool_calls"?}`. A line of
+`dpo` is `{"input": {"messages", "tools"?, "parallel_tool_calls"?}, "preferred_output",
+"non_preferred_output"}`, each output a list of one message. Content that cannot be trained on
+(images, audio, refusals, functions in their old form) is an error and is never dropped silently.
+Called by job_inputs.py and by runtime/imports.
 """
 
 import json
@@ -21,7 +21,7 @@ from cray_agents.records import Message
 Kind = Literal["supervised", "dpo"]
 
 SIDES = ("preferred_output", "non_preferred_output")
-TOLD = 10  # bad lines that an error names; it counts the others
+NAMED_LINES = 10  # bad lines that an error names; it counts the rest
 FIELDS = {
     "system": {"role", "content", "name"},
     "developer": {"role", "content", "name"},
@@ -32,16 +32,16 @@ FIELDS = {
 
 
 class BadExamples(BadInput):
-    """A file holds lines that cannot be trained on; the message names them, `param` the file."""
+    """Lines of a file cannot be trained on. The message names them; `param` is the file's."""
 
     code = "invalid_training_file"
 
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation to imitate, and the tools it was held with. `line` counts from 1.
+    """A conversation to imitate, and its tools. `line` counts from 1.
 
-    `rejected`: of a pair, what the last message is preferred to.
+    In a preference pair, `rejected` is the worse alternative to the last message.
     """
 
     line: int
@@ -53,8 +53,8 @@ class Example:
 def read_examples(
     path: Path, kind: Kind = "supervised", param: str = "training_file"
 ) -> list[Example]:
-    """All examples of a JSONL file; empty lines are skipped. Raises BadExamples, naming lines."""
-    read = example_of if kind == "supervised" else pair_of
+    """Return all examples of a JSONL file, without empty lines. Raises BadExamples."""
+    parse = parse_example if kind == "supervised" else parse_pair
     examples: list[Example] = []
     problems: list[str] = []
     with path.open("rb") as file:
@@ -62,7 +62,7 @@ def read_examples(
             if not line.strip():
                 continue
             try:
-                examples.append(read(number, _json(line)))
+                examples.append(parse(number, _parse_json(line)))
             except BadInput as problem:
                 problems.append(f"line {number}: {problem}")
     if problems:
@@ -73,26 +73,27 @@ def read_examples(
 
 
 def bad_lines(problems: list[str], lines: int, param: str) -> BadExamples:
-    """The error of a file of which some lines are bad."""
-    told = "\n".join(problems[:TOLD])
-    more = f"\n... and {len(problems) - TOLD} more" if len(problems) > TOLD else ""
+    """Return the error for a file with bad lines."""
+    named = "\n".join(problems[:NAMED_LINES])
+    rest = len(problems) - NAMED_LINES
+    more = f"\n... and {rest} more" if rest > 0 else ""
     return BadExamples(
-        f"{len(problems)} of {lines} lines cannot be used:\n{told}{more}", param=param
+        f"{len(problems)} of {lines} lines cannot be used:\n{named}{more}", param=param
     )
 
 
-def _json(line: bytes) -> Any:
+def _parse_json(line: bytes) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise BadInput(f"not valid JSON: {error}") from error
 
 
-def example_of(number: int, value: Any) -> Example:
-    """A line's JSON as an example, checked. Raises BadInput, which says what is wrong where."""
+def parse_example(number: int, value: Any) -> Example:
+    """Return a line's JSON as an example. Raises BadInput, which names the bad field."""
     if not isinstance(value, dict):
         raise BadInput("not a JSON object")
-    _only(value, {"messages", "tools", "parallel_tool_calls"}, "the line")
+    _check_fields(value, {"messages", "tools", "parallel_tool_calls"}, "the line")
     if not isinstance(value.get("parallel_tool_calls", True), bool):
         raise BadInput("parallel_tool_calls must be true or false")
     messages = value.get("messages")
@@ -101,21 +102,23 @@ def example_of(number: int, value: Any) -> Example:
     tools = value.get("tools") or []
     if not isinstance(tools, list):
         raise BadInput("tools must be a list")
-    for place, tool in enumerate(tools):
-        _check_tool(f"tools[{place}]", tool)
-    return Example(number, list(_messages(messages)), tools)
+    for index, tool in enumerate(tools):
+        _check_tool(f"tools[{index}]", tool)
+    return Example(number, list(_check_messages(messages)), tools)
 
 
-def pair_of(number: int, value: Any) -> Example:
-    """The same of a preference: what is said last is preferred to `rejected`. Raises BadInput."""
+def parse_pair(number: int, value: Any) -> Example:
+    """Return a line's JSON as a preference pair. Raises BadInput, which names the bad field."""
     if not isinstance(value, dict):
         raise BadInput("not a JSON object")
-    _only(value, {"input", *SIDES}, "the line")
+    _check_fields(value, {"input", *SIDES}, "the line")
     given = value.get("input")
     if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
         raise BadInput("input must be an object with a list of messages")
     better, worse = (
-        example_of(number, {**given, "messages": [*given["messages"], _output(value, side)]})
+        parse_example(
+            number, {**given, "messages": [*given["messages"], _parse_output(value, side)]}
+        )
         for side in SIDES
     )
     if better.messages[-1] == worse.messages[-1]:
@@ -123,32 +126,32 @@ def pair_of(number: int, value: Any) -> Example:
     return replace(better, rejected=worse.messages[-1])
 
 
-def _output(value: dict[str, Any], side: str) -> Message:
-    """The message that a side answers with; it is trained on as a whole."""
+def _parse_output(value: dict[str, Any], side: str) -> Message:
+    """Return the message of one side, which is trained on as a whole."""
     answer = value.get(side)
     if not isinstance(answer, list) or len(answer) != 1 or not isinstance(answer[0], dict):
         raise BadInput(f"{side} must be a list of one message")
     message = _as_sent(answer[0])
     if message.get("role") != "assistant":
         raise BadInput(f"{side}[0].role must be assistant, not {message.get('role')!r}")
-    _only(message, FIELDS["assistant"] - {"weight"}, f"{side}[0]")
+    _check_fields(message, FIELDS["assistant"] - {"weight"}, f"{side}[0]")
     _check_message(f"{side}[0]", message)
     return message
 
 
-def _messages(messages: list[Any]) -> Iterator[Message]:
-    """The messages without their nulls, checked alone and in their order."""
-    asked: set[str] = set()  # the tool calls so far
+def _check_messages(messages: list[Any]) -> Iterator[Message]:
+    """Yield the messages without nulls, checked alone and in their order."""
+    call_ids: set[str] = set()  # so far
     trained = False
-    for place, given in enumerate(messages):
-        where = f"messages[{place}]"
+    for index, given in enumerate(messages):
+        field = f"messages[{index}]"
         if not isinstance(given, dict):
-            raise BadInput(f"{where} is not an object")
+            raise BadInput(f"{field} is not an object")
         message = _as_sent(given)
-        _check_message(where, message)
-        if message["role"] == "tool" and message["tool_call_id"] not in asked:
-            raise BadInput(f"{where} answers {message['tool_call_id']!r}, which nothing called")
-        asked |= {call["id"] for call in message.get("tool_calls", ())}
+        _check_message(field, message)
+        if message["role"] == "tool" and message["tool_call_id"] not in call_ids:
+            raise BadInput(f"{field} answers {message['tool_call_id']!r}, which nothing called")
+        call_ids |= {call["id"] for call in message.get("tool_calls", ())}
         trained = trained or (message["role"] == "assistant" and message.get("weight") != 0)
         yield message
     if message["role"] != "assistant":
@@ -158,8 +161,11 @@ def _messages(messages: list[Any]) -> Iterator[Message]:
 
 
 def _as_sent(given: dict[str, Any]) -> Message:
-    """A message as it is sent to a model: what a client's own types write into an answer that has
-    nothing to say there is left out, and arguments that are objects (TRL's) become texts."""
+    """Return a message as a model gets it.
+
+    Empty fields that client libraries write are left out. Arguments that are objects, as TRL
+    writes them, become texts.
+    """
     message = {name: value for name, value in given.items() if value is not None}
     for name in ("annotations", "tool_calls"):
         if message.get(name) == []:
@@ -178,63 +184,63 @@ def _call_as_sent(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _check_message(where: str, message: Message) -> None:
+def _check_message(field: str, message: Message) -> None:
     role = message.get("role")
     if not isinstance(role, str) or role not in FIELDS:
-        raise BadInput(f"{where}.role must be one of {', '.join(FIELDS)}, not {role!r}")
-    _only(message, FIELDS[role], f"{where} ({role})")
+        raise BadInput(f"{field}.role must be one of {', '.join(FIELDS)}, not {role!r}")
+    _check_fields(message, FIELDS[role], f"{field} ({role})")
     if message.get("weight", 1) not in (0, 1):
-        raise BadInput(f"{where}.weight must be 0 or 1, not {message['weight']!r}")
+        raise BadInput(f"{field}.weight must be 0 or 1, not {message['weight']!r}")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-        raise BadInput(f"{where} (tool) needs a tool_call_id")
+        raise BadInput(f"{field} (tool) needs a tool_call_id")
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list):
-        raise BadInput(f"{where}.tool_calls must be a list")
-    for place, call in enumerate(calls):
-        _check_call(f"{where}.tool_calls[{place}]", call)
+        raise BadInput(f"{field}.tool_calls must be a list")
+    for index, call in enumerate(calls):
+        _check_call(f"{field}.tool_calls[{index}]", call)
     if "content" in message:
-        _check_content(f"{where}.content", message["content"])
+        _check_content(f"{field}.content", message["content"])
     elif not calls:
-        raise BadInput(f"{where} ({role}) has no content")
+        raise BadInput(f"{field} ({role}) has no content")
 
 
-def _check_content(where: str, content: Any) -> None:
+def _check_content(field: str, content: Any) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list) or not content:
-        raise BadInput(f"{where} must be a text or a list of text parts")
+        raise BadInput(f"{field} must be a text or a list of text parts")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadInput(f"{where} has a part of type {kind!r}: only text can be trained on")
+            raise BadInput(f"{field} has a part of type {kind!r}: only text can be trained on")
 
 
-def _check_call(where: str, call: Any) -> None:
+def _check_call(field: str, call: Any) -> None:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise BadInput(f"{where} must be {{'id', 'type': 'function', 'function'}}")
+        raise BadInput(f"{field} must be {{'id', 'type': 'function', 'function'}}")
     if not isinstance(call.get("id"), str) or not isinstance(function.get("name"), str):
-        raise BadInput(f"{where} needs an id and function.name")
+        raise BadInput(f"{field} needs an id and function.name")
     try:
         arguments = orjson.loads(function.get("arguments") or "")
     except (orjson.JSONDecodeError, TypeError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise BadInput(f"{where}.function.arguments must be a JSON object, written as a string")
+        raise BadInput(f"{field}.function.arguments must be a JSON object, written as a string")
 
 
-def _check_tool(where: str, tool: Any) -> None:
+def _check_tool(field: str, tool: Any) -> None:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
-        raise BadInput(f"{where} must be {{'type': 'function', 'function': {{'name', ...}}}}")
+        raise BadInput(f"{field} must be {{'type': 'function', 'function': {{'name', ...}}}}")
     if not isinstance(function.get("name"), str):
-        raise BadInput(f"{where}.function has no name")
+        raise BadInput(f"{field}.function has no name")
     if not isinstance(function.get("parameters", {}), dict):
-        raise BadInput(f"{where}.function.parameters must be a JSON schema object")
+        raise BadInput(f"{field}.function.parameters must be a JSON schema object")
 
 
-def _only(value: dict[str, Any], known: set[str], what: str) -> None:
-    """An unknown field would have no effect."""
+def _check_fields(value: dict[str, Any], known: set[str], what: str) -> None:
+    """Raise BadInput for an unknown field, which would have no effect."""
     for name in value:
         if name not in known:
             raise BadInput(f"{what} has a field {name!r} that is not supported")

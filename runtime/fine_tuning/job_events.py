@@ -1,8 +1,8 @@
-"""What a fine-tuning job tells of itself, put together at each look from what lies on the disk.
+"""Fine-tuning events: assemble a job's events, in OpenAI's shape, from its files.
 
-Ids are derived from what an event tells of, so that they are the same at every look, in every
-process, and a page can be asked for by the last one's. Read next: trainers/journal.py, which writes
-the job's own events and the pauses.
+Event ids are derived from the events' contents. They are the same in every process and at every
+read, so that a page can start after the last event of the one before. Read next:
+trainers/job/journal.py, which writes the training job's own events and its pauses.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ MEASURES = ("reward_margin", "accuracy", "chosen_reward", "rejected_reward")
 
 
 class TuningEvent(NamedTuple):
-    """An event on its way. `key` tells it from the others of the job."""
+    """An event before its conversion. `key` is unique in the job."""
 
     time: float
     key: str
@@ -29,35 +29,35 @@ class TuningEvent(NamedTuple):
 
 
 def events(
-    home: Home, asked: TuningRequest, validated: Validated | None, ended: Ended | None
+    home: Home, request: TuningRequest, validated: Validated | None, ended: Ended | None
 ) -> list[dict[str, Any]]:
-    """All of a job's events in OpenAI's shape, newest first."""
-    told = [
-        TuningEvent(asked.created, "created", f"Created fine-tuning job: {asked.id}"),
-        TuningEvent(
-            asked.created, "validating", f"Validating training file: {asked.training_file}"
-        ),
+    """Return all of a job's events in OpenAI's shape, newest first."""
+    created = request.created
+    history = [
+        TuningEvent(created, "created", f"Created fine-tuning job: {request.id}"),
+        TuningEvent(created, "validating", f"Validating training file: {request.training_file}"),
     ]
-    if asked.validation_file is not None:
-        message = f"Validating validation file: {asked.validation_file}"
-        told.append(TuningEvent(asked.created, "validating too", message))
+    if request.validation_file is not None:
+        message = f"Validating validation file: {request.validation_file}"
+        history.append(TuningEvent(created, "validating too", message))
     if validated is not None:
-        told.append(_validated(validated))
-        told += sorted(_of_job(home.job(validated.spec.id), validated), key=lambda e: e.time)
+        history.append(_validated_event(validated))
+        training = _training_events(home.job(validated.spec.id), validated)
+        history += sorted(training, key=lambda event: event.time)
     if ended is not None:
-        told += _end(ended)
-    return [_shown(asked.id, event) for event in reversed(told)]
+        history += _end_events(ended)
+    return [_to_openai(request.id, event) for event in reversed(history)]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The step events of a job's folder, in order; with `valid_loss` where it was evaluated."""
-    events = _lines(folder)
+    """Return the step events of a job's folder in order, each with its `valid_loss` or None."""
+    events = _read_lines(folder)
     losses = {event["step"]: event["loss"] for event in events if event["event"] == "evaluation"}
     steps = [event for event in events if event["event"] == "step"]
     return [{**event, "valid_loss": losses.get(event["step"])} for event in steps]
 
 
-def _validated(validated: Validated) -> TuningEvent:
+def _validated_event(validated: Validated) -> TuningEvent:
     left_out = f", {validated.left_out} left out as duplicates" if validated.left_out else ""
     message = f"Files validated, moving job to queued state: {validated.examples} examples"
     if validated.validation:
@@ -66,7 +66,7 @@ def _validated(validated: Validated) -> TuningEvent:
     return TuningEvent(validated.time, "validated", message + left_out, data=data)
 
 
-def _end(ended: Ended) -> Iterator[TuningEvent]:
+def _end_events(ended: Ended) -> Iterator[TuningEvent]:
     if ended.state == "succeeded":
         yield TuningEvent(ended.time, "model", f"New fine-tuned model created: {ended.model}")
         yield TuningEvent(ended.time, "ended", "The job has successfully completed")
@@ -77,53 +77,54 @@ def _end(ended: Ended) -> Iterator[TuningEvent]:
         yield TuningEvent(ended.time, "ended", message, "error")
 
 
-def _of_job(folder: Path, validated: Validated) -> Iterator[TuningEvent]:
-    """What training itself told, and when it was paused."""
-    resumed = list(_times(folder / "pauses", ".resumed"))
-    for number, time in _times(folder / "pauses", ""):
+def _training_events(folder: Path, validated: Validated) -> Iterator[TuningEvent]:
+    """Yield the training job's own events and its pauses."""
+    resumed = list(_numbered_times(folder / "pauses", ".resumed"))
+    for number, time in _numbered_times(folder / "pauses", ""):
         yield TuningEvent(time, f"paused {number}", "The job is paused: it saves and stops")
     for number, time in resumed:
         yield TuningEvent(time, f"resumed {number}", "The job is resumed")
-    last = 0.0  # when it was last started
-    for event in _lines(folder):
+    last_start = 0.0
+    for event in _read_lines(folder):
         time = event["time"]
         if event["event"] == "started":
-            meant = any(last < when <= time for _, when in resumed)
-            yield _started(event, meant)
-            last = time
+            after_resume = any(last_start < when <= time for _, when in resumed)
+            yield _start_event(event, after_resume)
+            last_start = time
         elif event["event"] == "corrupt":
             yield TuningEvent(time, f"corrupt {event['message']}", event["message"], "warn")
         elif event["event"] == "layout":
             yield TuningEvent(time, "layout", f"Spread over ranks: {'; '.join(event['reasons'])}")
         elif event["event"] == "agreement":
-            yield _agreement(event)
+            yield _agreement_event(event)
         elif event["event"] == "step":
-            yield _step(event, validated)
+            yield _step_event(event, validated)
         elif event["event"] == "evaluation":
-            yield _evaluation(event, validated)
+            yield _evaluation_event(event, validated)
 
 
-def _started(event: dict[str, Any], meant: bool) -> TuningEvent:
+def _start_event(event: dict[str, Any], after_resume: bool) -> TuningEvent:
     key, step = f"started {event['attempt']}", event["from_step"]
     if event["attempt"] == 1:
         return TuningEvent(event["time"], key, "Fine-tuning job started")
-    if meant:
+    if after_resume:
         return TuningEvent(event["time"], key, f"Fine-tuning job goes on at step {step}")
     message = f"The job's processes ended before it did; started again at step {step}"
     return TuningEvent(event["time"], key, message, "warn")
 
 
-def _agreement(event: dict[str, Any]) -> TuningEvent:
-    """How far the trainer is from an engine that sampled some of the tokens."""
+def _agreement_event(event: dict[str, Any]) -> TuningEvent:
+    """Describe how much the trainer's logprobs differ from the engine's."""
     most, limit = event["max_difference"], event["limit"]
     message = (
-        f"Log-probabilities differ from the engine's by at most {_number(most)}, limit {limit:g}"
+        "Log-probabilities differ from the engine's by at most "
+        f"{_format_loss(most)}, limit {limit:g}"
     )
     agrees = most is not None and most <= limit
     return TuningEvent(event["time"], "agreement", message, "info" if agrees else "error")
 
 
-def _step(event: dict[str, Any], validated: Validated) -> TuningEvent:
+def _step_event(event: dict[str, Any], validated: Validated) -> TuningEvent:
     step, total = event["step"], validated.spec.hyperparameters.steps
     data = {
         "step": step,
@@ -133,31 +134,31 @@ def _step(event: dict[str, Any], validated: Validated) -> TuningEvent:
         "grad_norm": event["grad_norm"],
         "tokens": event["tokens"],
         "tokens_per_second": event["tokens_per_second"],
-        **_measured(event),
+        **_preference_measures(event),
     }
-    message = f"Step {step}/{total}: training loss={_number(event['loss'])}"
+    message = f"Step {step}/{total}: training loss={_format_loss(event['loss'])}"
     return TuningEvent(event["time"], f"step {step}", message, data=data, metrics=True)
 
 
-def _evaluation(event: dict[str, Any], validated: Validated) -> TuningEvent:
-    """OpenAI's two losses are one here: the whole validation file is always looked at."""
+def _evaluation_event(event: dict[str, Any], validated: Validated) -> TuningEvent:
+    """Describe an evaluation. OpenAI's two losses are equal: it is always over the whole file."""
     step, total, loss = event["step"], validated.spec.hyperparameters.steps, event["loss"]
-    message = f"Step {step}/{total}: validation loss={_number(loss)}"
+    message = f"Step {step}/{total}: validation loss={_format_loss(loss)}"
     data = {"step": step, "total_steps": total, "valid_loss": loss, "full_valid_loss": loss}
-    data |= {f"valid_{name}": value for name, value in _measured(event).items()}
+    data |= {f"valid_{name}": value for name, value in _preference_measures(event).items()}
     return TuningEvent(event["time"], f"evaluation {step}", message, data=data, metrics=True)
 
 
-def _measured(event: dict[str, Any]) -> dict[str, Any]:
-    """What dpo measures beside its loss."""
+def _preference_measures(event: dict[str, Any]) -> dict[str, Any]:
+    """Return dpo's measures other than the loss."""
     return {name: event[name] for name in MEASURES if name in event}
 
 
-def _number(value: float | None) -> str:
+def _format_loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def _shown(job_id: str, event: TuningEvent) -> dict[str, Any]:
+def _to_openai(job_id: str, event: TuningEvent) -> dict[str, Any]:
     return {
         "id": f"ftevent-{digest([job_id, event.key], 24)}",
         "object": "fine_tuning.job.event",
@@ -169,14 +170,14 @@ def _shown(job_id: str, event: TuningEvent) -> dict[str, Any]:
     }
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of a job's events; a last one that is still being written is left out."""
+def _read_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a job's events, without one that is still being written."""
     path = folder / "events.jsonl"
     return list(checksums.read_lines(path)) if path.is_file() else []
 
 
-def _times(folder: Path, suffix: str) -> Iterator[tuple[int, float]]:
-    """The numbers and times of the files `<n><suffix>`."""
+def _numbered_times(folder: Path, suffix: str) -> Iterator[tuple[int, float]]:
+    """Yield the numbers and times of the files `<n><suffix>`."""
     for path in folder.glob(f"[0-9]*{suffix}") if folder.is_dir() else ():
         number = path.name.removesuffix(suffix)
         if number.isdecimal():

@@ -1,22 +1,22 @@
-"""From a training file, and one to validate on, to the JobSpec that trains on it.
+"""Job inputs: make a JobSpec from a fine-tuning job's training and validation files.
 
-jobs.py calls `validate`: in a thread if the files are small, else in a process of its own, started
-as `python -m cray_agents.runtime.fine_tuning.job_inputs HOME JOB CODE PID`: a few thousand examples
-would hold Python's lock for half a second at a time, and with it every request of the gateway.
+tuning_jobs.py calls `validate` in a thread if the files are small. Otherwise it starts a process,
+`python -m cray_agents.runtime.fine_tuning.job_inputs HOME JOB CODE PID`. A few thousand examples
+hold Python's lock for half a second at a time, which would delay every request of the gateway.
 Either way the result is a file, written once.
 
-What `"auto"` means, for n examples (dpo: pairs) and a model of hidden size h:
+Values of `"auto"`, for n examples (dpo: pairs) and a model of hidden size h:
 
     n_epochs                  3; more, up to 25, until 100 examples are seen in all; fewer, down to
-                              1, so that no more than 25,000 are
+                              1, so that at most 25,000 are seen
     batch_size                16
     learning_rate_multiplier  1, of a base rate of 2e-3 * (128 / h)**1.5: 2e-3 for the cookbook's
                               tiny model, 1.1e-5 at h = 4096; dpo takes a tenth of it
     beta                      0.1
 
-A batch_size above n is n, so that a step is at most an epoch, and the job shows it so.
+A batch_size above n becomes n, so that a step is at most an epoch, and the job shows it so.
 The rate warms up over the first twentieth of the steps and falls to a tenth along a cosine. The
-validation loss is looked at after each epoch and at the end, over the whole file.
+validation loss is computed after each epoch and at the end, over the whole file.
 """
 
 import math
@@ -49,31 +49,31 @@ from cray_agents.runtime.store import Store
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Preference
 
 EPOCHS, MOST_EPOCHS = 3, 25
-LEAST_SEEN, MOST_SEEN = 100, 25_000  # examples over all epochs
+LEAST_SEEN, MOST_SEEN = 100, 25_000  # examples, counted in every epoch
 BATCH, BETA = 16, 0.1
 TINY_HIDDEN, TINY_RATE, DPO_RATE = 128, 2e-3, 0.1
 LEAST_MICROBATCH = 4096  # tokens
 
 
 def validate(home: Home, job_id: str, code: str) -> None:
-    """Write down what a job's files became, once; what is wrong with them ends the job."""
+    """Write the JobSpec of a job's files, once. Bad files end the job."""
     folder = TuningFolder(home)
-    if folder.validated(job_id) or folder.ended(job_id):
+    if folder.read_validated(job_id) or folder.read_ended(job_id):
         return
     try:
-        validated = Preparer(home, code).prepare(folder.asked(job_id))
+        validated = Preparer(home, code).prepare(folder.read_request(job_id))
     except BadInput as error:
         param = "validation_file" if error.param == "validation_file" else "training_file"
         problem = {"code": f"invalid_{param}", "param": param}
-        if error.param in ("tokenizer", "model"):  # whatever file is given
+        if error.param in ("tokenizer", "model"):  # not the files' fault
             problem = {"code": "unsupported_model", "param": "model"}
-        folder.end(job_id, Ended(state="failed", error={**problem, "message": str(error)}))
+        folder.write_ended(job_id, Ended(state="failed", error={**problem, "message": str(error)}))
     else:
-        folder.validate(job_id, validated)
+        folder.write_validated(job_id, validated)
 
 
 class TrainingFile(NamedTuple):
-    """What a file holds. `param` is the request's name for it, `split` the dataset's."""
+    """A file's examples. `param` is the file's field in the request; `split` is the dataset's."""
 
     param: str
     split: SplitName
@@ -82,33 +82,33 @@ class TrainingFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Preparer:
-    """What preparing needs. `code` goes into the JobSpec."""
+    """The preparation of jobs under a home. `code` goes into the JobSpec."""
 
     home: Home
     code: str
 
-    def prepare(self, asked: TuningRequest) -> Validated:
-        """Check the files, build their dataset, settle the hyperparameters. Raises BadInput."""
-        files = [self._read(asked, asked.training_file, "training_file", "train")]
-        if asked.validation_file is not None:
-            file = asked.validation_file
-            files.append(self._read(asked, file, "validation_file", "validation"))
-        parent = self.home.checkpoint(asked.parent)
-        pairs = asked.method == "dpo"
-        manifest = self._dataset(asked, files, parent)
-        longest = max(self._longest(manifest, given, parent) for given in files)
+    def prepare(self, request: TuningRequest) -> Validated:
+        """Check the files, build their dataset, choose the hyperparameters. Raises BadInput."""
+        files = [self._read(request, request.training_file, "training_file", "train")]
+        if request.validation_file is not None:
+            file_id = request.validation_file
+            files.append(self._read(request, file_id, "validation_file", "validation"))
+        parent = self.home.checkpoint(request.parent)
+        pairs = request.method == "dpo"
+        manifest = self._build_dataset(request, files, parent)
+        longest = max(self._longest_sample(manifest, file, parent) for file in files)
         n = manifest["splits"]["train"]["samples"] // (2 if pairs else 1)
-        n_epochs = auto_epochs(n) if asked.n_epochs == "auto" else asked.n_epochs
-        multiplier = _or(asked.learning_rate_multiplier, 1.0)
-        batch_size = int(min(_or(asked.batch_size, BATCH), n))
+        n_epochs = auto_epochs(n) if request.n_epochs == "auto" else request.n_epochs
+        multiplier = _auto_or(request.learning_rate_multiplier, 1.0)
+        batch_size = int(min(_auto_or(request.batch_size, BATCH), n))
         steps = math.ceil(n_epochs * n / batch_size)
         rate = base_rate(read_config(parent)) * multiplier * (DPO_RATE if pairs else 1.0)
         spec = JobSpec(
             method="dpo" if pairs else "sft",
             dataset=manifest["id"],
             parent=str(parent),
-            parent_sha256=asked.parent_sha256,
-            parent_settings_sha256=asked.parent_settings_sha256,
+            parent_sha256=request.parent_sha256,
+            parent_settings_sha256=request.parent_settings_sha256,
             hyperparameters=Hyperparameters(
                 steps=steps,
                 batch_size=batch_size,
@@ -116,9 +116,9 @@ class Preparer:
                 min_learning_rate=rate / 10,
                 warmup_steps=steps // 20,
                 schedule="cosine",
-                seed=asked.seed,
+                seed=request.seed,
                 max_tokens_per_microbatch=max(LEAST_MICROBATCH, longest * (2 if pairs else 1)),
-                preference=Preference(beta=_or(asked.beta, BETA)) if pairs else Preference(),
+                preference=Preference(beta=_auto_or(request.beta, BETA)) if pairs else Preference(),
             ),
             code=self.code,
             evaluate_every=math.ceil(n / batch_size) if len(files) > 1 else None,
@@ -128,88 +128,91 @@ class Preparer:
             n_epochs=n_epochs,
             learning_rate_multiplier=multiplier,
             examples=len(files[0].examples),
-            left_out=sum(len(given.examples) for given in files) - manifest["demonstrations"],
+            left_out=sum(len(file.examples) for file in files) - manifest["demonstrations"],
             samples=n,
-            validation=sum(len(given.examples) for given in files[1:]),
+            validation=sum(len(file.examples) for file in files[1:]),
         )
 
-    def _read(self, asked: TuningRequest, file: str, param: str, split: SplitName) -> TrainingFile:
+    def _read(
+        self, request: TuningRequest, file_id: str, param: str, split: SplitName
+    ) -> TrainingFile:
         try:
-            return TrainingFile(
-                param, split, read_examples(Files(self.home).path(file), asked.method, param)
-            )
+            path = Files(self.home).path(file_id)
+            return TrainingFile(param, split, read_examples(path, request.method, param))
         except (NotFound, FileNotFoundError) as error:
-            raise BadExamples(f"{file} was deleted before it was read", param=param) from error
+            raise BadExamples(f"{file_id} was deleted before it was read", param=param) from error
 
-    def _dataset(
-        self, asked: TuningRequest, files: list[TrainingFile], parent: Path
+    def _build_dataset(
+        self, request: TuningRequest, files: list[TrainingFile], parent: Path
     ) -> dict[str, Any]:
-        """The dataset's manifest. Raises BadInput, naming lines where they are to blame."""
-        examples = [example for given in files for example in given.examples]
+        """Build the dataset and return its manifest. Raises BadInput, naming bad lines."""
+        examples = [example for file in files for example in file.examples]
         recipe = DatasetRecipe(
-            method="dpo" if asked.method == "dpo" else "sft",
+            method="dpo" if request.method == "dpo" else "sft",
             loop="fine_tuning",
-            generations=[],  # these examples alone, whatever runs there are
+            generations=[],  # these examples alone, no recorded runs
             demonstrations=[example.messages for example in examples],
             demonstrations_tools=[example.tools for example in examples],
             demonstrations_rejected=[e.rejected for e in examples if e.rejected is not None],
-            demonstrations_splits=[given.split for given in files for _ in given.examples],
+            demonstrations_splits=[file.split for file in files for _ in file.examples],
             tokenizer=str(parent),
         )
         try:
             manifest = build_dataset(Store(self.home), self.home, recipe)
         except BadInput as error:
             if error.param == "demonstrations":
-                raise _blame(files, parent, None) or error from error
+                raise _find_bad_lines(files, parent, None) or error from error
             raise
-        for given in files:
-            if given.split not in manifest["splits"]:
+        for file in files:
+            if file.split not in manifest["splits"]:
                 raise BadExamples(
-                    f"none of its {len(given.examples)} examples is left to validate on: they are"
+                    f"none of its {len(file.examples)} examples is left to validate on: they are"
                     " in the training file too, or their answers are the same",
-                    param=given.param,
+                    param=file.param,
                 )
         return manifest
 
-    def _longest(self, manifest: dict[str, Any], given: TrainingFile, parent: Path) -> int:
-        """The tokens of the longest sample. Raises BadExamples if the model reads no more."""
+    def _longest_sample(self, manifest: dict[str, Any], file: TrainingFile, parent: Path) -> int:
+        """Return the longest sample's tokens. Raises BadExamples if the model reads fewer."""
         import pyarrow.compute
         import pyarrow.parquet
 
         longest = 0
-        for path in shards(self.home, manifest["id"], given.split):
+        for path in shards(self.home, manifest["id"], file.split):
             tokens = pyarrow.parquet.read_table(path, columns=["input_ids"])["input_ids"]
             lengths = pyarrow.compute.list_value_length(tokens)
             longest = max(longest, int(pyarrow.compute.max(lengths).as_py()))
         limit = max_tokens(read_config(parent))
         if longest > limit:
             message = f"a sample has {longest} tokens, and the model reads {limit}"
-            error = BadExamples(message, param=given.param)
-            raise _blame([given], parent, limit) or error
+            error = BadExamples(message, param=file.param)
+            raise _find_bad_lines([file], parent, limit) or error
         return longest
 
 
-def _blame(files: list[TrainingFile], parent: Path, limit: int | None) -> BadExamples | None:
-    """Render line by line to name those that cannot be, or that have too many tokens."""
+def _find_bad_lines(
+    files: list[TrainingFile], parent: Path, limit: int | None
+) -> BadExamples | None:
+    """Return an error naming the lines that cannot be rendered or have more tokens than `limit`."""
     renderer = renderer_of(parent)
-    for given in files:
+    for file in files:
         problems = []
-        for example in given.examples:
+        for example in file.examples:
             try:
-                length = max(len(sample.input_ids) for sample in _rendered(renderer, example))
+                length = max(len(sample.input_ids) for sample in _render(renderer, example))
             except BadInput as error:
                 problems.append(f"line {example.line}: {error}")
                 continue
             if limit is not None and length > limit:
-                what = f"{length} tokens, and the model reads {limit}"
-                problems.append(f"line {example.line}: {what}")
+                problem = f"{length} tokens, and the model reads {limit}"
+                problems.append(f"line {example.line}: {problem}")
         if problems:
-            return bad_lines(problems, len(given.examples), given.param)
+            return bad_lines(problems, len(file.examples), file.param)
     return None
 
 
-def _rendered(renderer: Renderer, example: Example) -> list[TokenSample]:
-    """The sequences that an example becomes. Raises BadInput."""
+def _render(renderer: Renderer, example: Example) -> list[TokenSample]:
+    """Return an example's token sequences. Raises BadInput."""
     if example.rejected is None:
         return renderer.samples(example.messages, example.tools)
     both = (example.messages, [*example.messages[:-1], example.rejected])
@@ -217,14 +220,14 @@ def _rendered(renderer: Renderer, example: Example) -> list[TokenSample]:
 
 
 def auto_epochs(examples: int) -> int:
-    """How often to go over so many examples."""
+    """Return the number of epochs for so many examples."""
     if examples * EPOCHS < LEAST_SEEN:
         return min(MOST_EPOCHS, math.ceil(LEAST_SEEN / examples))
     return max(1, min(EPOCHS, MOST_SEEN // examples))
 
 
 def base_rate(config: dict[str, Any]) -> float:
-    """The learning rate whose multiplier is 1, for a model's config.json. Raises BadInput."""
+    """Return the learning rate at multiplier 1, for a model's config.json. Raises BadInput."""
     hidden = config.get("hidden_size")
     if not isinstance(hidden, int) or hidden < 1:
         message = "the model's config.json has no hidden_size: it cannot be trained here"
@@ -232,12 +235,12 @@ def base_rate(config: dict[str, Any]) -> float:
     return float(TINY_RATE * (TINY_HIDDEN / hidden) ** 1.5)
 
 
-def _or(given: float | Auto, auto: float) -> float:
+def _auto_or(given: float | Auto, auto: float) -> float:
     return auto if given == "auto" else given
 
 
 def main() -> None:
-    """The process: it dies with the gateway that started it, and gives way to it."""
+    """Validate a job in this process, which dies with the gateway and runs at a lower priority."""
     home, job_id, code, parent = sys.argv[1:]
     die_with_parent(int(parent))
     os.nice(10)

@@ -1,4 +1,4 @@
-"""What is written of a fine-tuning job, and where. Times are unix seconds."""
+"""Records of a fine-tuning job and the folder of their files. Times are unix seconds."""
 
 import time
 from pathlib import Path
@@ -14,17 +14,18 @@ from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.training_jobs import JobSpec
 
 Auto = Literal["auto"]
-Kept = TypeVar("Kept", bound=Record)
+RecordType = TypeVar("RecordType", bound=Record)
 
 PREFIX = "ftjob-"
-ADDED = {"job", "paused", "scheduler", "scheduler_job_id", "slurm_job_id"}  # metadata that we add
+#: Metadata keys that the platform adds.
+ADDED = {"job", "paused", "scheduler", "scheduler_job_id", "slurm_job_id"}
 
 
 class TuningRequest(Record):
-    """A fine-tuning job as it was asked for. `name` is what its result is registered as.
+    """A requested fine-tuning job. Its result is registered under `name`.
 
-    `model` is the version `name@N` that the client's model meant then, `parent` its checkpoint;
-    the hashes of that are those of the JobSpec.
+    `model` is the version `name@N` that the client's model meant at that time, and `parent` its
+    checkpoint. The parent's hashes are those of the JobSpec.
     """
 
     model: str
@@ -51,25 +52,27 @@ class TuningRequest(Record):
     def id(self) -> str:
         """`ftjob-` and a hash of all that decides the JobSpec, known before the file is read.
 
-        Two that were asked for differently can still come to one JobSpec ("auto" and the number it
-        means): they then share its training job, which is paused and cancelled for both.
+        Different requests may lead to one JobSpec, such as "auto" and the number it means. They
+        share its training job, which is paused and cancelled for both.
         """
-        what = [
+        identity = [
             *(self.training_sha256, self.parent_sha256, self.code, self.seed),
             *(self.n_epochs, self.batch_size, self.learning_rate_multiplier),
         ]
         if self.parent_settings_sha256 is not None:
-            what += ["settings", self.parent_settings_sha256]
+            identity += ["settings", self.parent_settings_sha256]
         if self.validation_sha256 is not None:
-            what += ["validation", self.validation_sha256]
+            identity += ["validation", self.validation_sha256]
         if self.method != "supervised":
-            what += [self.method, self.beta]
-        return PREFIX + digest(what, 24)
+            identity += [self.method, self.beta]
+        return PREFIX + digest(identity, 24)
 
 
 class Validated(Record):
-    """The files were good: what they became. `left_out` are examples that were there twice, in
-    either file; `validation` are the validation file's examples, `examples` the other's.
+    """The result of valid files: the JobSpec and its counts.
+
+    `examples` counts the training file's examples, `validation` the validation file's, and
+    `left_out` the duplicates in either.
     """
 
     spec: JobSpec
@@ -83,7 +86,7 @@ class Validated(Record):
 
 
 class Ended(Record):
-    """How it ended. `error` is OpenAI's: code, message, param."""
+    """The end of a job. `error` has OpenAI's fields: code, message, param."""
 
     state: Literal["succeeded", "failed", "cancelled"]
     model: str | None = None  # name@N
@@ -99,19 +102,22 @@ class Ended(Record):
 
 
 class TuningFolder:
-    """The files of all fine-tuning jobs. Each is made once; none is ever changed."""
+    """The files of all fine-tuning jobs. Each is made once and never changed."""
 
     def __init__(self, home: Home) -> None:
         self._root = home.fine_tuning
 
-    def ask(self, asked: TuningRequest) -> TuningRequest:
-        """Write down what is asked, or find it. Raises BadInput if it was asked for differently."""
-        text = checksums.with_crc(canonical(asked.model_dump()))
-        if durable.create_file(self._path(asked.id, ".json"), text):
-            return asked
-        first = self.asked(asked.id)
+    def create(self, request: TuningRequest) -> TuningRequest:
+        """Write a request, or return the one of the same id.
+
+        Raises BadInput if that one has another name or other metadata.
+        """
+        text = checksums.with_crc(canonical(request.model_dump()))
+        if durable.create_file(self._path(request.id, ".json"), text):
+            return request
+        first = self.read_request(request.id)
         for name in ("name", "metadata"):
-            before, now = getattr(first, name), getattr(asked, name)
+            before, now = getattr(first, name), getattr(request, name)
             if before != now:
                 raise BadInput(
                     f"{first.id} is this very training, asked for with another {name}: {before!r},"
@@ -121,49 +127,49 @@ class TuningFolder:
                 )
         return first
 
-    def asked(self, job_id: str) -> TuningRequest:
-        """What was asked. Raises NotFound."""
-        asked = self._read(job_id, ".json", TuningRequest)
-        if asked is None:
+    def read_request(self, job_id: str) -> TuningRequest:
+        """Return a job's request. Raises NotFound."""
+        request = self._read(job_id, ".json", TuningRequest)
+        if request is None:
             raise NotFound(f"no fine-tuning job {job_id!r}", param="fine_tuning_job_id")
-        return asked
+        return request
 
-    def validated(self, job_id: str) -> Validated | None:
-        """What its file became; None while that is not known."""
+    def read_validated(self, job_id: str) -> Validated | None:
+        """Return the result of validation, or None before it."""
         return self._read(job_id, ".validated", Validated)
 
-    def ended(self, job_id: str) -> Ended | None:
-        """How it ended; None while it has not."""
+    def read_ended(self, job_id: str) -> Ended | None:
+        """Return a job's end, or None before it."""
         return self._read(job_id, ".ended", Ended)
 
-    def validate(self, job_id: str, validated: Validated) -> None:
-        """Write down what its file became."""
-        left_open = {"spec": {"layout", "recompute"}}  # the trainer's to choose
+    def write_validated(self, job_id: str, validated: Validated) -> None:
+        """Write the result of validation."""
+        left_open = {"spec": {"layout", "recompute"}}  # chosen by the trainer
         content = checksums.with_crc(
             canonical(validated.model_dump(mode="json", exclude=left_open))
         )
         durable.create_file(self._path(job_id, ".validated"), content)
 
-    def end(self, job_id: str, ended: Ended) -> None:
-        """Write down how it ended; the first end stays."""
+    def write_ended(self, job_id: str, ended: Ended) -> None:
+        """Write a job's end. If there is one already, that one stays."""
         text = checksums.with_crc(canonical(ended.model_dump()))
         durable.create_file(self._path(job_id, ".ended"), text)
 
     def all(self) -> list[TuningRequest]:
-        """Everything that was asked, newest first."""
+        """Return all requests, newest first."""
         if not self._root.is_dir():
             return []
-        found = [self.asked(path.stem) for path in self._root.glob(f"{PREFIX}*.json")]
-        return sorted(found, key=lambda asked: (asked.created, asked.id), reverse=True)
+        requests = [self.read_request(path.stem) for path in self._root.glob(f"{PREFIX}*.json")]
+        return sorted(requests, key=lambda r: (r.created, r.id), reverse=True)
 
-    def unfinished(self) -> list[str]:
-        """The ids of those that have not ended."""
-        return [a.id for a in self.all() if not self._path(a.id, ".ended").exists()]
+    def unfinished_ids(self) -> list[str]:
+        """Return the ids of jobs that have not ended."""
+        return [r.id for r in self.all() if not self._path(r.id, ".ended").exists()]
 
     def _path(self, job_id: str, suffix: str) -> Path:
         return self._root / f"{job_id}{suffix}"
 
-    def _read(self, job_id: str, suffix: str, kind: type[Kept]) -> Kept | None:
+    def _read(self, job_id: str, suffix: str, kind: type[RecordType]) -> RecordType | None:
         try:
             return checksums.read_record(kind, self._path(job_id, suffix))
         except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""What a client asks for, checked and resolved: the body of POST /v1/fine_tuning/jobs as an Asked.
+"""Fine-tuning request: check the body of POST /v1/fine_tuning/jobs, resolve model and files.
 
-What is not supported is refused by name: an option that is taken has an effect. Called by the
-gateway's routes/fine_tuning.py; what the file holds is looked at later, by preparing.py.
+An unsupported option is refused by name, so that every accepted option has an effect. Called by
+gateway/routes/fine_tuning.py. The files' contents are read later, by job_inputs.py.
 """
 
 import re
@@ -32,7 +32,7 @@ KINDS: dict[Kind, dict[str, tuple[type[int | float], float]]] = {
 
 
 class TuningMethod(StrictRecord):
-    """How to train: `type`, and the settings that are under its name."""
+    """A training method: its `type`, and the settings under that name."""
 
     type: str
     supervised: dict[str, Any] | None = None
@@ -54,11 +54,11 @@ class CreateJob(StrictRecord):
     metadata: dict[str, str] | None = None
 
 
-def as_asked(
+def resolve_request(
     body: CreateJob, registry: Registry, files: Files, code: str, owner: str = ""
 ) -> TuningRequest:
-    """The request, checked and resolved. Raises BadInput, NotFound (the model)."""
-    kind = _kind(body)
+    """Return the checked and resolved request. Raises BadInput, NotFound (the model)."""
+    kind = _parse_method(body)
     version = registry.resolve(body.model)
     name = body.suffix or version.name
     if len(name) > LONGEST_NAME or not NAME.fullmatch(name):
@@ -67,7 +67,7 @@ def as_asked(
             "digits, '.', '_' and '-'",
             param="suffix",
         )
-    parent = checkpoints.record_of(registry.home.checkpoint(version.checkpoint))
+    parent = checkpoints.manifest_of(registry.home.checkpoint(version.checkpoint))
     validation = body.validation_file
     return TuningRequest(
         model=version.id,
@@ -76,22 +76,22 @@ def as_asked(
         parent_sha256=version.weights_sha256,
         parent_settings_sha256=checkpoints.settings_sha256(parent.files),
         training_file=body.training_file,
-        training_sha256=_file(files, body.training_file, "training_file"),
+        training_sha256=_file_sha256(files, body.training_file, "training_file"),
         validation_file=validation,
         validation_sha256=(
-            None if validation is None else _file(files, validation, "validation_file")
+            None if validation is None else _file_sha256(files, validation, "validation_file")
         ),
         method=kind,
-        **_hyperparameters(body, kind),
+        **_parse_hyperparameters(body, kind),
         seed=body.seed or 0,
-        metadata=_metadata(body.metadata or {}),
+        metadata=_check_metadata(body.metadata or {}),
         code=code,
         owner=owner,
     )
 
 
-def _kind(body: CreateJob) -> Kind:
-    """The method. Refuses what is not there, and what would have no effect."""
+def _parse_method(body: CreateJob) -> Kind:
+    """Return the method. Raises BadInput for an unknown one, and for settings without effect."""
     if body.integrations:
         raise BadInput(
             "integrations are not supported: metrics are in the job's events and result file",
@@ -121,8 +121,8 @@ def _kind(body: CreateJob) -> Kind:
     return kind
 
 
-def _file(files: Files, file_id: str, param: str) -> str:
-    """The SHA-256 of the file's content. Raises BadInput."""
+def _file_sha256(files: Files, file_id: str, param: str) -> str:
+    """Return the SHA-256 of a file's content. Raises BadInput."""
     code = f"invalid_{param}"
     try:
         if not FILE_ID.fullmatch(file_id):
@@ -139,9 +139,9 @@ def _file(files: Files, file_id: str, param: str) -> str:
     return file.sha256
 
 
-def _hyperparameters(body: CreateJob, kind: Kind) -> dict[str, Any]:
-    """Each as a number or "auto", from `method` or the older place. Raises BadInput."""
-    given, where, limits = body.hyperparameters or {}, "hyperparameters", KINDS[kind]
+def _parse_hyperparameters(body: CreateJob, kind: Kind) -> dict[str, Any]:
+    """Return each as a number or "auto", from `method` or the older field. Raises BadInput."""
+    given, field, limits = body.hyperparameters or {}, "hyperparameters", KINDS[kind]
     settings = getattr(body.method, kind) if body.method is not None else None
     if settings:
         for name in settings.keys() - {"hyperparameters"}:
@@ -149,21 +149,21 @@ def _hyperparameters(body: CreateJob, kind: Kind) -> dict[str, Any]:
         newer = settings.get("hyperparameters") or {}
         if given and given != newer:
             message = f"given here and in method.{kind}, and they differ: leave these out"
-            raise BadInput(f"hyperparameters: {message}", param=where)
-        given, where = newer, f"method.{kind}.hyperparameters"
+            raise BadInput(f"hyperparameters: {message}", param=field)
+        given, field = newer, f"method.{kind}.hyperparameters"
     if not isinstance(given, dict):
-        raise BadInput(f"{where} must be an object", param=where)
+        raise BadInput(f"{field} must be an object", param=field)
     for name in given.keys() - limits.keys():
         message = f"unknown hyperparameter {name!r}; there are {', '.join(limits)}"
-        raise BadInput(message, param=f"{where}.{name}", code="unknown_parameter")
+        raise BadInput(message, param=f"{field}.{name}", code="unknown_parameter")
     return {
-        name: _number(given[name], f"{where}.{name}", *limits[name])
+        name: _check_number(given[name], f"{field}.{name}", *limits[name])
         for name in limits
         if given.get(name) is not None
     }
 
 
-def _number(value: Any, param: str, kind: type[Any], most: float) -> Any:
+def _check_number(value: Any, param: str, kind: type[Any], most: float) -> Any:
     if value == "auto":
         return value
     whole, zero = kind is int, param.endswith("learning_rate_multiplier")
@@ -175,7 +175,7 @@ def _number(value: Any, param: str, kind: type[Any], most: float) -> Any:
     return kind(value)
 
 
-def _metadata(given: dict[str, str]) -> dict[str, str]:
+def _check_metadata(given: dict[str, str]) -> dict[str, str]:
     if len(given) > 16 or any(len(k) > 64 or len(v) > 512 for k, v in given.items()):
         message = "metadata holds at most 16 pairs, of keys up to 64 and values up to 512 letters"
         raise BadInput(message, param="metadata")

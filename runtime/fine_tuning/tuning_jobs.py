@@ -1,8 +1,9 @@
-"""Fine-tuning jobs: asked for, validated, trained, registered; what a client may do to them.
+"""Fine-tuning jobs: create, validate, submit, register, cancel, pause and resume them.
 
-The gateway holds one FineTuning (routes/fine_tuning.py). A task of its event loop follows each job
-that has not ended; `start` begins that after a restart, and so does whoever looks at a job. Methods
-without `async` block, and are called in threads. Read next: records.py, preparing.py, events.py.
+The gateway holds one FineTuning (gateway/routes/fine_tuning.py). A task of its event loop follows
+each job that has not ended. After a restart `start` begins these tasks, as does every request that
+shows a job. Methods without `async` block and are called in threads. Read next: job_records.py,
+job_inputs.py, job_events.py.
 """
 
 import asyncio
@@ -37,8 +38,8 @@ from cray_agents.training_jobs import JobStatus
 
 SMALL_BYTES = 1 << 16  # of files that a thread may validate
 LOOK_SECONDS = 1.0  # between looks at a job that trains
-TROUBLE_SECONDS = 10.0  # ... after one that failed
-COLUMNS = {  # of the result file, and what the step's event calls them
+TROUBLE_SECONDS = 10.0  # after a look that failed
+COLUMNS = {  # of the result file, with their names in a step event
     "step": "step",
     "train_loss": "loss",
     "valid_loss": "valid_loss",
@@ -54,23 +55,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JobState:
-    """Where a fine-tuning job stands. `job` is the training job's, once it was submitted."""
+    """The state of a fine-tuning job. `job` is the training job's status, once submitted."""
 
-    asked: TuningRequest
+    request: TuningRequest
     validated: Validated | None
     ended: Ended | None
     job: JobStatus | None
 
     @property
     def paused(self) -> bool:
-        """Whether it waits for its resume."""
+        """True while the job is paused."""
         return self.ended is None and self.job is not None and self.job.state == "paused"
 
     @property
     def status(self) -> str:
-        """OpenAI's word. It has none for a paused job, which is `queued`.
+        """OpenAI's status. A paused job is `queued`, as OpenAI has no word for it.
 
-        One that is started again, after a node was lost or its time was over, stays `running`.
+        A job that is started again, after a lost node or its time limit, stays `running`.
         """
         if self.ended is not None:
             return self.ended.state
@@ -82,7 +83,7 @@ class JobState:
 
 
 class FineTuning:
-    """All fine-tuning jobs of a home. Safe to use from threads; one a home (the platform's)."""
+    """All fine-tuning jobs of a home. Safe to use from threads; the platform has one."""
 
     def __init__(
         self,
@@ -96,25 +97,25 @@ class FineTuning:
         self.home, self.registry, self.trainer, self.files = home, registry, trainer, files
         self.code = code
         self.folder = TuningFolder(home)
-        self._turn = threading.Lock()  # submitting, cancelling, pausing: one after the other
-        self._validating = asyncio.Lock()  # one at a time: it takes a core and memory
+        self._job_lock = threading.Lock()  # to submit, cancel, pause or resume
+        self._validation_lock = asyncio.Lock()  # one at a time: it takes a core and memory
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    # ---- following
+    # ---- following jobs
     async def start(self) -> None:
-        """Go on with every job that has not ended. Called once by the platform."""
-        for job_id in await asyncio.to_thread(self.folder.unfinished):
+        """Follow every job that has not ended. Called once by the platform."""
+        for job_id in await asyncio.to_thread(self.folder.unfinished_ids):
             self.follow(job_id)
 
     def follow(self, job_id: str) -> None:
-        """See a job through to its end, in a task of this event loop, unless one does already."""
+        """Bring a job to its end in a task of this event loop, unless one does so already."""
         if job_id not in self._tasks:
             task = asyncio.create_task(self._follow(job_id), name=job_id)
             self._tasks[job_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(job_id, None))
 
     async def close(self) -> None:
-        """Stop following; the jobs go on, and the next platform follows them."""
+        """Stop following. The jobs go on, and the next platform follows them."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -125,27 +126,27 @@ class FineTuning:
         while True:
             try:
                 if not valid:
-                    async with self._validating:
+                    async with self._validation_lock:
                         await self._validate(job_id)
                     valid = True
                 if await asyncio.to_thread(self.advance, job_id):
                     return
                 pause = LOOK_SECONDS
-            except CrayError as error:  # Slurm is away, the disk is full: that passes
+            except CrayError as error:  # temporary: Slurm is away, the disk is full
                 log.warning("%s: %s; tried again in %g s", job_id, error, TROUBLE_SECONDS)
                 pause = TROUBLE_SECONDS
-            except Exception:  # the outermost edge of a task that nobody awaits
+            except Exception:  # nothing awaits this task, so the error would be lost
                 log.exception("%s: following it failed", job_id)
                 pause = TROUBLE_SECONDS
             await asyncio.sleep(pause)
 
     async def _validate(self, job_id: str) -> None:
-        """Turn its files into a JobSpec, or end the job."""
-        standing = await asyncio.to_thread(self.look, job_id)
-        if standing.validated is not None or standing.ended is not None:
+        """Make a JobSpec of the job's files, or end the job."""
+        state = await asyncio.to_thread(self.look, job_id)
+        if state.validated is not None or state.ended is not None:
             return
-        asked = standing.asked
-        contents = [asked.training_sha256, asked.validation_sha256]
+        request = state.request
+        contents = [request.training_sha256, request.validation_sha256]
         sizes = [self.files.blobs.size(sha256) or 0 for sha256 in contents if sha256 is not None]
         if sum(sizes) <= SMALL_BYTES:
             await asyncio.to_thread(validate, self.home, job_id, self.code)
@@ -154,55 +155,56 @@ class FineTuning:
         argv += [self.code, str(os.getpid())]
         process = await asyncio.create_subprocess_exec(*argv, stdin=DEVNULL, stderr=PIPE)
         try:
-            _, complaint = await process.communicate()
+            _, stderr = await process.communicate()
         finally:
             if process.returncode is None:
                 process.kill()
         if process.returncode:
-            tail = complaint.decode(errors="replace")[-2000:]
+            tail = stderr.decode(errors="replace")[-2000:]
             raise SetupError(f"validating ended with exit code {process.returncode}:\n{tail}")
 
-    # ---- its way
+    # ---- the steps of a job
     def advance(self, job_id: str) -> bool:
-        """Submit it if that is still to be done, and settle its end; returns whether it ended."""
-        standing = self.look(job_id)
-        if standing.ended is None and standing.job is None:
+        """Submit the job if it was not yet, and record its end; return True if it has ended."""
+        state = self.look(job_id)
+        if state.ended is None and state.job is None:
             self._submit(job_id)
-        return self.folder.ended(job_id) is not None
+        return self.folder.read_ended(job_id) is not None
 
     def _submit(self, job_id: str) -> None:
-        with self._turn:
-            validated = self.folder.validated(job_id)
-            if validated is None or self.folder.ended(job_id) is not None:
+        with self._job_lock:
+            validated = self.folder.read_validated(job_id)
+            if validated is None or self.folder.read_ended(job_id) is not None:
                 return
             try:
-                self.trainer.submit(validated.spec)  # once, however often it is asked
+                self.trainer.submit(validated.spec)  # idempotent
             except (BadInput, NotFound) as error:  # such a model is not trained here
                 problem = {"code": "training_failed", "message": str(error), "param": None}
-                self.folder.end(job_id, Ended(state="failed", error=problem))
+                self.folder.write_ended(job_id, Ended(state="failed", error=problem))
 
     def look(self, job_id: str) -> JobState:
-        """Where it stands; a training job that has ended is settled first. Raises NotFound."""
-        asked, validated = self.folder.asked(job_id), self.folder.validated(job_id)
-        ended, status = self.folder.ended(job_id), None
+        """Return a job's state, after recording its end if training has ended. Raises NotFound."""
+        request = self.folder.read_request(job_id)
+        validated = self.folder.read_validated(job_id)
+        ended, status = self.folder.read_ended(job_id), None
         if validated is not None and ended is None:
-            status = self._status(validated)
+            status = self._training_status(validated)
             if status is not None and status.state in ("succeeded", "failed", "cancelled"):
-                self.folder.end(job_id, self._settle(asked, validated, status))
-                ended = self.folder.ended(job_id)
-        return JobState(asked, validated, ended, status)
+                self.folder.write_ended(job_id, self._finish(request, validated, status))
+                ended = self.folder.read_ended(job_id)
+        return JobState(request, validated, ended, status)
 
-    def _status(self, validated: Validated) -> JobStatus | None:
-        """The training job's; None before it is submitted."""
+    def _training_status(self, validated: Validated) -> JobStatus | None:
+        """Return the training job's status, or None before it is submitted."""
         try:
             return self.trainer.status(validated.spec.id)
         except NotFound:
             return None
 
-    def _settle(self, asked: TuningRequest, validated: Validated, status: JobStatus) -> Ended:
-        """The end of a training job as ours. A success is registered and its metrics published."""
+    def _finish(self, request: TuningRequest, validated: Validated, status: JobStatus) -> Ended:
+        """Return the end of a training job; register a success and publish its metrics."""
         steps = metrics(self.home.job(validated.spec.id))
-        told: dict[str, Any] = {
+        outcome: dict[str, Any] = {
             "step": status.step,
             "loss": status.loss_last,
             "valid_loss": steps[-1]["valid_loss"] if steps else None,
@@ -210,84 +212,87 @@ class FineTuning:
             "scheduler_job_id": status.scheduler_job_id,
         }
         if status.state == "cancelled":
-            return Ended(state="cancelled", **told)
+            return Ended(state="cancelled", **outcome)
         if status.state == "failed" or status.checkpoint is None:
             message = status.error or "the training job failed without a reason"
             problem = {"code": "training_failed", "message": message, "param": None}
-            return Ended(state="failed", error=problem, **told)
+            return Ended(state="failed", error=problem, **outcome)
         manifest = checkpoints.read_manifest(self.home.checkpoint(status.checkpoint))
-        version = self.registry.register(asked.name, status.checkpoint, manifest)
+        version = self.registry.register(request.name, status.checkpoint, manifest)
         return Ended(
             state="succeeded",
             model=version.id,
-            result_file=self._publish_metrics(asked, steps),
+            result_file=self._publish_metrics(request, steps),
             trained_tokens=status.trained_tokens,
             time=max(manifest.created, validated.time),
-            **told,
+            **outcome,
         )
 
-    def _publish_metrics(self, asked: TuningRequest, steps: list[dict[str, Any]]) -> str:
-        """The metrics of every step as a CSV file; returns its id, the same each time."""
+    def _publish_metrics(self, request: TuningRequest, steps: list[dict[str, Any]]) -> str:
+        """Publish the metrics of all steps as a CSV file; return its id, the same each time."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows([step[name] for name in COLUMNS.values()] for step in steps)
-        file_id = f"file-{digest(['fine-tune-results', asked.id], 24)}"
+        file_id = f"file-{digest(['fine-tune-results', request.id], 24)}"
         with self.files.blobs.draft() as draft:
             draft.write(text.getvalue().encode())
             blob = draft.publish()
         try:
             self.files.publish(
                 blob,
-                filename=f"{asked.id}-step_metrics.csv",
+                filename=f"{request.id}-step_metrics.csv",
                 purpose="fine-tune-results",
                 file_id=file_id,
-                owner=asked.owner,
+                owner=request.owner,
             )
-        except NotFound:  # deleted by the client between two tries of ours
-            log.info("%s: its result file %s was deleted", asked.id, file_id)
+        except NotFound:  # deleted by the client between two of our attempts
+            log.info("%s: its result file %s was deleted", request.id, file_id)
         return file_id
 
-    # ---- what a client may do
-    def create(self, asked: TuningRequest) -> TuningRequest:
-        """Write a job down, or find it; `follow` does the rest. Raises BadInput."""
-        return self.folder.ask(asked)
+    # ---- requests of clients
+    def create(self, request: TuningRequest) -> TuningRequest:
+        """Write a request, or return the same one from before. Raises BadInput.
+
+        `follow` does the rest.
+        """
+        return self.folder.create(request)
 
     def cancel(self, job_id: str) -> JobState:
-        """End it for good, wherever it stands. Raises NotFound; BadInput if it ended otherwise."""
-        with self._turn:
-            standing = self.look(job_id)
-            if standing.ended is not None and standing.ended.state != "cancelled":
-                raise _refused(standing, "it has ended", "job_ended")
-            if standing.validated is not None and standing.job is not None:
-                self.trainer.cancel(standing.validated.spec.id)
-            elif standing.ended is None:
-                self.folder.end(job_id, Ended(state="cancelled", time=time.time()))
+        """End a job for good. Raises NotFound; BadInput if it has ended otherwise."""
+        with self._job_lock:
+            state = self.look(job_id)
+            if state.ended is not None and state.ended.state != "cancelled":
+                raise _refusal(state, "it has ended", "job_ended")
+            if state.validated is not None and state.job is not None:
+                self.trainer.cancel(state.validated.spec.id)
+            elif state.ended is None:
+                self.folder.write_ended(job_id, Ended(state="cancelled", time=time.time()))
         return self.look(job_id)
 
     def pause(self, job_id: str) -> JobState:
-        """Let it save and stop until `resume`. Raises NotFound, BadInput."""
+        """Let a job save and stop until `resume`. Raises NotFound, BadInput."""
         self._submit(job_id)
-        with self._turn:
-            standing = self.look(job_id)
-            if standing.ended is not None:
-                raise _refused(standing, "there is nothing left to pause", "job_ended")
-            if standing.validated is None:
+        with self._job_lock:
+            state = self.look(job_id)
+            if state.ended is not None:
+                raise _refusal(state, "there is nothing left to pause", "job_ended")
+            if state.validated is None:
                 why = "it can be paused when its file is validated, or cancelled now"
-                raise _refused(standing, why, "job_not_started")
-            self.trainer.pause(standing.validated.spec.id)
+                raise _refusal(state, why, "job_not_started")
+            self.trainer.pause(state.validated.spec.id)
         return self.look(job_id)
 
     def resume(self, job_id: str) -> JobState:
-        """Go on from where it was paused. Raises NotFound, BadInput."""
-        with self._turn:
-            standing = self.look(job_id)
-            if standing.ended is not None or standing.validated is None or standing.job is None:
-                raise _refused(standing, "it is not paused", "job_not_paused")
-            self.trainer.resume(standing.validated.spec.id)
+        """Continue a paused job. Raises NotFound, BadInput."""
+        with self._job_lock:
+            state = self.look(job_id)
+            if state.ended is not None or state.validated is None or state.job is None:
+                raise _refusal(state, "it is not paused", "job_not_paused")
+            self.trainer.resume(state.validated.spec.id)
         return self.look(job_id)
 
 
-def _refused(standing: JobState, why: str, code: str) -> BadInput:
-    message = f"{standing.asked.id} is {standing.status}: {why}"
+def _refusal(state: JobState, why: str, code: str) -> BadInput:
+    message = f"{state.request.id} is {state.status}: {why}"
     return BadInput(message, param="fine_tuning_job_id", code=code)

@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI-compatible, and ours."""
+"""The gateway: the HTTP APIs of the platform, OpenAI's, Anthropic's and ours."""

@@ -1,8 +1,9 @@
-"""A lease: the last replica of a promoted version holds another one for a while, and goes back.
+"""Replica leases: a candidate takes the last replica of a promoted version for a limited time.
 
-Where there is one replica, a candidate can only be evaluated in the place of what is promoted. Who
-stages it there (an admin, with `force`) says who he is and renews the lease while he works. When he
-has ended, rejected it, or died, the promoted version is loaded again. Made by promoting.py.
+With one replica, a candidate can only be evaluated in place of the promoted version. An admin
+stages it with `force`, as the lease's holder, and renews the lease during the evaluation. When the
+holder ends the lease, rejects the candidate or dies, the promoted version is loaded again. Made by
+version_switch.py.
 """
 
 import asyncio
@@ -14,14 +15,14 @@ from typing import Any
 from cray_agents.errors import BadInput, CrayError, NotFound, PoolBusy
 from cray_agents.platform.client import LEASE
 
-LONGEST = 3600.0
-_AGAIN = 5.0  # seconds after which a promoted version that did not come back is tried again
+LONGEST = 3600.0  # seconds
+_RETRY = 5.0  # seconds until a promoted version that did not come back is tried again
 
 log = logging.getLogger(__name__)
 
 
 def lease_seconds(body: dict[str, Any]) -> float:
-    """How long a request wants a lease for. Raises BadInput."""
+    """Return the length of the lease that a request asks for. Raises BadInput."""
     seconds = body.get("seconds", LEASE)
     if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST:
         raise BadInput(f"seconds must be a number from 0 to {LONGEST:g}", param="seconds")
@@ -29,7 +30,7 @@ def lease_seconds(body: dict[str, Any]) -> float:
 
 
 class Lease:
-    """`holder` has `version` served in the place of `displaced`, until he lets `seconds` pass."""
+    """A replica serves `version` for `holder`, in place of `displaced`, for `seconds`."""
 
     def __init__(self, holder: str, version: str, displaced: Sequence[str], seconds: float) -> None:
         self.holder = holder
@@ -38,16 +39,16 @@ class Lease:
         self.renew(seconds)
 
     def renew(self, seconds: float) -> None:
-        """It lasts so long from now on; 0: it is over."""
+        """Let the lease last `seconds` from now; 0 ends it."""
         self.until = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds until it is over."""
+        """Seconds until the end of the lease, at least 0."""
         return max(0.0, self.until - time.monotonic())
 
     def status(self) -> dict[str, Any]:
-        """What `/v1/pool` shows."""
+        """Return the lease as `/v1/pool` shows it."""
         return {
             "holder": self.holder,
             "version": self.version,
@@ -56,8 +57,11 @@ class Lease:
         }
 
 
-class Lending:
-    """The lease that there is, one a pool. `give_back` loads what is promoted, where it is not."""
+class ReplicaLeases:
+    """The pool's lease, of which there is at most one.
+
+    `give_back` loads the promoted versions that no replica serves.
+    """
 
     def __init__(self, give_back: Callable[[Lease], Awaitable[None]]) -> None:
         self.lease: Lease | None = None
@@ -66,7 +70,7 @@ class Lending:
         self._task: asyncio.Task[None] | None = None
 
     def check(self, holder: str, *, force: bool) -> None:
-        """Raises PoolBusy while another one has the lease; an admin who names none takes it."""
+        """Raise PoolBusy while another holder has the lease, unless by `force` and no holder."""
         lease = self.lease
         if lease is None or lease.holder == holder or (force and not holder):
             return
@@ -77,7 +81,7 @@ class Lending:
         )
 
     def begin(self, holder: str, version: str, displaced: Sequence[str], seconds: float) -> None:
-        """Lend the replica, or lend it on for another version."""
+        """Begin a lease, or move it to another version."""
         if self.lease is None or self.lease.holder != holder:
             log.warning(
                 "%s made room for %s, which %r evaluates: who asks for it waits. It comes back when"
@@ -85,45 +89,45 @@ class Lending:
                 *(", ".join(displaced), version, holder, seconds),
             )
         self.lease = Lease(holder, version, displaced, seconds)
-        self._look()
+        self._wake_watch()
         if self._task is None:
             self._task = asyncio.create_task(self._watch())
 
     def renew(self, holder: str, seconds: float) -> Lease:
-        """Its holder lives, or, with 0 seconds, has ended. Raises NotFound."""
+        """Renew the holder's lease, or end it with 0 seconds. Raises NotFound."""
         lease = self.lease
         if lease is None or lease.holder != holder:
             raise NotFound(f"{holder!r} holds no replica", param="holder", code="no_lease")
         lease.renew(seconds)
-        self._look()
+        self._wake_watch()
         return lease
 
-    def rejected(self, version: str, who: str) -> None:
-        """A version was found not good enough: end its lease, unless the holder said so himself."""
+    def end_rejected(self, version: str, who: str) -> None:
+        """End the lease of a rejected version, unless its holder rejected it."""
         lease = self.lease
         if lease is not None and lease.version == version and lease.holder != who:
             lease.renew(0.0)
-            self._look()
+            self._wake_watch()
 
     def end(self) -> None:
-        """What is promoted is served again."""
+        """Drop the lease: the promoted versions are served again."""
         if self.lease is not None:
             log.warning("%s can answer again", ", ".join(self.lease.displaced))
             self.lease = None
-            self._look()
+            self._wake_watch()
 
     async def close(self) -> None:
-        """The platform ends."""
+        """Stop watching the lease."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _look(self) -> None:
+    def _wake_watch(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _watch(self) -> None:
-        """Give back what is over."""
+        """Give the replica back at the end of each lease."""
         while True:
             lease, changed = self.lease, self._changed
             try:
@@ -139,4 +143,4 @@ class Lending:
             except CrayError as error:
                 log.error("%s did not come back: %s", ", ".join(lease.displaced), error)
             if self.lease is lease and not lease.left:
-                await asyncio.sleep(_AGAIN)
+                await asyncio.sleep(_RETRY)

@@ -1,35 +1,44 @@
-"""What the gateway stands on; `cray-agents up` builds it, tests build it with a scripted engine."""
+"""Services: the parts behind the routes of the gateway; `cray-agents up` builds them."""
 
+import asyncio
+from asyncio.subprocess import Process
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
+from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.files.garbage import Sweeper
+from cray_agents.runtime.files.uploads import Uploads
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
 from cray_agents.runtime.gateway.http.auth import Mode
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
-from cray_agents.runtime.gateway.version_switch import Promoting
+from cray_agents.runtime.gateway.version_switch import VersionSwitcher
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
 
+JOINS = 2  # uploads that are put together at once: each takes a core and the disk
+
 
 @dataclass
 class Services:
-    """The parts behind the routes. `code` is the trainer's code version that jobs are named by.
+    """The parts behind the routes, and the settings of the gateway.
 
-    `keep_alive`: seconds after which a waiting stream gets a comment line. `max_body`: bytes.
-    `max_file`: bytes of a file sent in one request; `max_upload`: of one sent in parts.
-    `body_timeout`: seconds that a request's body may stand still.
-    `model_roots`: where directories lie that keys of the role train may name.
-    `api_keys`: when a key is needed (auth.py). `token`: a key for the platform's own processes,
-    known to nobody else; "" for none. `reward_limit`: see feedback.py.
+    platform: the facts that /v1/platform returns. code: the version of the trainer's code, which
+    job ids depend on. keep_alive: seconds after which a waiting stream gets a comment line.
+    max_body: bytes. max_file: bytes of a file sent in one request; max_upload: of one sent in
+    parts. body_timeout: seconds that a request's body may stand still. model_roots: the folders
+    whose directories keys of the role `train` may name. api_keys: see Access in http/auth.py.
+    token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
+    joining: taken while an upload's parts are put together. exports: the processes under way.
     """
 
     home: Home
@@ -50,24 +59,36 @@ class Services:
     reward_limit: float = REWARD_LIMIT
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
+    joining: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(JOINS))
+    exports: set[Process] = field(default_factory=set)
     run_owners: RunOwners = field(init=False)
+    idempotency_keys: IdempotencyKeys = field(init=False)
+    files: Files = field(init=False)
+    uploads: Uploads = field(init=False)
+    sweeper: Sweeper = field(init=False)
+    batches: BatchQueue = field(init=False)
     fine_tuning: FineTuning = field(init=False)
     datasets: BuildProcess = field(init=False)
-    promoting: Promoting = field(init=False)
+    versions: VersionSwitcher = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the parts that are made of other parts."""
+        """Make the parts that consist of other parts."""
         self.run_owners = RunOwners(self.store)
+        self.idempotency_keys = IdempotencyKeys(self.store)
+        self.files = Files(self.home)
+        self.uploads = Uploads(self.files)
+        self.sweeper = Sweeper(self.files, self.uploads)
+        self.batches = BatchQueue(self.home, self.files)
         self.datasets = BuildProcess(self.home)
         self.fine_tuning = FineTuning(
-            self.home, self.registry, self.trainer, Files(self.home), code=self.code
+            self.home, self.registry, self.trainer, self.files, code=self.code
         )
-        self.promoting = Promoting(
+        self.versions = VersionSwitcher(
             self.home, self.store, self.registry, self.pool, self.admission, self.metrics
         )
 
     async def close(self) -> None:
-        """End what was made here; whoever made the other parts closes them."""
-        await self.promoting.close()
+        """Close the parts made here; the other parts stay their maker's to close."""
+        await self.versions.close()
         await self.fine_tuning.close()
         await self.datasets.close()

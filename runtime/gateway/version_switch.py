@@ -1,11 +1,10 @@
-"""Versions into and out of service: proven on a replica, then in the history, then on the others.
+"""Version switcher: prove a version on a replica, promote it in the registry, roll it out.
 
-So the bare name never means weights that nobody serves: the last replica of the old version is
-changed when the name has long meant the new one. One change is under way at a time: two swaps at
-once would each undo the other. A rollback waits for none that waits for requests to end: a replica
-that has not yet let go of the old version answers with it at once. Called by routes/models.py;
-live.py sends sessions to a canary and tells here what came of it. Read next: pool.py, registry.py,
-canary.py.
+In this order the bare name never means weights that no replica serves. One change runs at a time,
+as two swaps at once would each undo the other. A rollback overtakes a change that waits for
+requests to end. A replica that still holds the old version then answers at once. Called by
+routes/models.py; model_calls/canary_traffic.py reports verdicts to this module. Read next:
+runtime/pool/pool.py, runtime/registry/registry.py, runtime/registry/canary.py.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from cray_agents.records import ModelVersion, ProbePrompt, ProbeReport
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import CanaryTraffic
-from cray_agents.runtime.gateway.replica_lease import Lease, Lending
+from cray_agents.runtime.gateway.replica_lease import Lease, ReplicaLeases
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary, CanaryTest, Verdict
@@ -41,13 +40,13 @@ from cray_agents.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
-BY_ITSELF = "canary"  # who ends or promotes a canary when its test does
-TURN = 1.0  # seconds that what was loaded for its requests stays, at least
-JUDGED_AGAIN = 60.0  # seconds after a verdict that could not be carried out
+CANARY_ACTOR = "canary"  # `who` in the history of a change that a canary's verdict made
+MIN_STAY = 1.0  # seconds that a version loaded on demand stays, at least
+RETRY_VERDICT = 60.0  # seconds until a verdict that could not be carried out is tried again
 
 
-class Promoting:
-    """What changes which version a name means; `live` answers which one it means to whom."""
+class VersionSwitcher:
+    """All changes to the version that a name means. `live` resolves names for live sessions."""
 
     def __init__(
         self,
@@ -58,26 +57,26 @@ class Promoting:
         admission: Admission,
         metrics: Metrics,
     ) -> None:
-        self.live = CanaryTraffic(home, store, registry, self._missing, self._decided)
-        self.lending = Lending(self._give_back)
+        self.live = CanaryTraffic(home, store, registry, self._on_unstaged, self._on_verdict)
+        self.leases = ReplicaLeases(self._give_back)
         self._home = home
         self._registry = registry
         self._pool = pool
         self._admission = admission
         self._metrics = metrics
-        self._changing = asyncio.Lock()
-        self._line = asyncio.Lock()  # in which all wait but rollbacks
-        self._coming: ModelVersion | None = None  # being proven, to be promoted
-        self._cut_off = False  # whether a rollback came before all replicas held what was promoted
-        self._names: set[str] = set()  # that it is to answer for
-        self._loading: dict[str, asyncio.Task[None]] = {}  # beside what is promoted, by version
-        self._beside = asyncio.Lock()
-        self._beside_until = 0.0  # when the next one may take the place of the last
+        self._change_lock = asyncio.Lock()
+        self._queue_lock = asyncio.Lock()  # taken before the other one, except by rollbacks
+        self._being_promoted: ModelVersion | None = None  # while it is proven
+        self._rollout_interrupted = False  # by a rollback, before all replicas held the version
+        self._names: set[str] = set()  # of the models that this platform serves
+        self._loading: dict[str, asyncio.Task[None]] = {}  # loads on demand, by version
+        self._load_lock = asyncio.Lock()
+        self._stays_until = 0.0  # event loop time until which the last load on demand stays
         self._tasks: set[asyncio.Task[None]] = set()
 
     def missing(self) -> list[str]:
-        """The promoted versions that this platform is to serve, and no replica can answer with."""
-        return [v.id for v in self._standing() if not self._pool.serves(v.id)]
+        """Return the promoted versions that no replica can answer with now."""
+        return [v.id for v in self._promoted_versions() if not self._pool.serves(v.id)]
 
     async def stage(
         self,
@@ -87,24 +86,25 @@ class Promoting:
         holder: str = "",
         seconds: float = LEASE,
     ) -> ProbeReport:
-        """Let a replica hold a version, proven; all of them, where there is one. Raises SwapError.
+        """Load and prove a version on one replica.
 
-        What is promoted is taken off its last replica only by `force`, for a `holder`, and comes
-        back `seconds` after he last said that he lives: see lending.py. Else raises Displaces.
-        The version of a running canary is not taken away for it. Raises PoolBusy where there is no
-        other replica to spare, or another one holds it.
+        Only `force` takes a promoted version off its last replica. It makes a lease for `holder`,
+        and the promoted version comes back `seconds` after the holder's last renewal; see
+        replica_lease.py. A running canary's version keeps its replica. Raises SwapError. Raises
+        Displaces without `force`. Raises PoolBusy if no replica can be spared, or another holder
+        has the lease.
         """
         while True:
-            async with self._line, self._changing:
-                self.lending.check(holder, force=force)
-                before = {v.id for v in self._standing() if self._pool.holds(v.id)}
-                if self.lending.lease is not None:
-                    before |= set(self.lending.lease.displaced)
-                with suppress(Overtaken):  # the rollback is next; then once more
+            async with self._queue_lock, self._change_lock:
+                self.leases.check(holder, force=force)
+                before = {v.id for v in self._promoted_versions() if self._pool.holds(v.id)}
+                if self.leases.lease is not None:
+                    before |= set(self.leases.lease.displaced)
+                with suppress(Overtaken):  # retried after the rollback
                     try:
                         report = await self._stage(version, displace=force)
                     except Displaces:
-                        directory, probe = await self._proof_of(version)
+                        directory, probe = await self._weights_and_probe(version)
                         with suppress(NotLoaded):
                             return await self._pool.load_beside(
                                 directory, version.id, probe, sorted(before)
@@ -112,24 +112,24 @@ class Promoting:
                         raise
                     gone = sorted(v for v in before if not self._pool.holds(v))
                     if gone:
-                        self.lending.begin(holder or "admin", version.id, gone, seconds)
+                        self.leases.begin(holder or "admin", version.id, gone, seconds)
                     else:
-                        self.lending.end()
+                        self.leases.end()
                     return report
 
-    def loaded(self, version_id: str) -> "asyncio.Task[None] | None":
-        """What a request for a version waits for; None: nothing, or only its turn.
+    def load_on_demand(self, version_id: str) -> "asyncio.Task[None] | None":
+        """Return the task that loads a version for a request, or None if none is necessary.
 
-        A version that no replica holds, and that does not come back by itself, is loaded where that
-        displaces nothing; the task raises NotLoaded at once where it cannot be, or SwapError.
+        A version is loaded only if no replica will hold it anyway, and where that displaces
+        nothing. The task raises NotLoaded at once if it cannot be loaded, or SwapError.
         """
         if self._pool.serves(version_id) or self._pool.expects(version_id):
             return None
         name = version_id.partition("@")[0]
-        if self._coming is not None and self._coming.id == version_id:
+        if self._being_promoted is not None and self._being_promoted.id == version_id:
             return None
-        if not self._pool.incumbent or any(v.id == version_id for v in self._standing()):
-            return None  # it starts, or gave way and comes back
+        if not self._pool.incumbent or any(v.id == version_id for v in self._promoted_versions()):
+            return None  # the pool starts, or the version gave way and comes back
         canary = self.live.canary(name)
         if canary is not None and canary.version == version_id:
             return None
@@ -137,32 +137,32 @@ class Promoting:
         if task is None:
             work = self._load_beside(self._registry.resolve(version_id))
             task = self._loading[version_id] = asyncio.create_task(work)
-            task.add_done_callback(partial(self._was_loaded, version_id))
+            task.add_done_callback(partial(self._end_loading, version_id))
         return task
 
-    def _was_loaded(self, version_id: str, task: "asyncio.Task[None]") -> None:
+    def _end_loading(self, version_id: str, task: "asyncio.Task[None]") -> None:
         self._loading.pop(version_id, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("%s is not served: %s", version_id, error)
 
     async def _load_beside(self, version: ModelVersion) -> None:
-        async with self._beside:
+        async with self._load_lock:
             now = asyncio.get_running_loop().time()
-            await asyncio.sleep(self._beside_until - now)  # who waited for the last one is let in
+            await asyncio.sleep(self._stays_until - now)  # requests for the last one are let in
             if self._pool.serves(version.id):
                 return
-            needed = [other.id for other in self._standing()]
-            directory, probe = await self._proof_of(version)
+            protected = [other.id for other in self._promoted_versions()]
+            directory, probe = await self._weights_and_probe(version)
             try:
-                await self._pool.load_beside(directory, version.id, probe, needed)
+                await self._pool.load_beside(directory, version.id, probe, protected)
             except NotLoaded as error:
                 raise NotLoaded(
                     f"{error}: promote it (`cray-agents models promote {version.id}`), or start the"
                     " platform with spare_replicas = 1, or with max_lora_rank where a LoRA job made"
                     " it"
                 ) from None
-            self._beside_until = asyncio.get_running_loop().time() + TURN
-        self._tell()
+            self._stays_until = asyncio.get_running_loop().time() + MIN_STAY
+        self._wake_requests()
 
     async def promote(
         self,
@@ -173,20 +173,20 @@ class Promoting:
         numbers: dict[str, Any] | None = None,
         force: bool = False,
     ) -> ModelEvent:
-        """Let the bare name mean a version, and all replicas hold it. Raises SwapError.
+        """Make the bare name mean a version, and load it on all replicas. Raises SwapError.
 
-        Raises Displaces where another name's promoted version would be served no more, unless by
-        `force`: then this platform serves that name no longer.
-        A rollback may take it back before all do; one that comes before the name means the version
-        keeps it from being promoted, which raises Overtaken.
+        Raises Displaces if another name's promoted version would lose its last replica. With
+        `force` this platform no longer serves that name instead. A rollback may interrupt the
+        roll-out. A rollback before the name means the version prevents the promotion, which then
+        raises Overtaken.
         """
-        async with self._line, self._changing:
+        async with self._queue_lock, self._change_lock:
             return await self._promote(version, who, reason, numbers, force=force)
 
     async def reject(
         self, version: ModelVersion, *, who: str, reason: str, numbers: dict[str, Any]
     ) -> ModelEvent:
-        """Note that a version was found not good enough. Raises BadInput if it is promoted."""
+        """Record that a version is not good enough. Raises BadInput if it is promoted."""
         event = await asyncio.to_thread(
             self._registry.reject,
             version.name,
@@ -195,38 +195,38 @@ class Promoting:
             reason=reason,
             numbers=numbers,
         )
-        self.lending.rejected(version.id, who)
+        self.leases.end_rejected(version.id, who)
         return event
 
     async def roll_back(
         self, name: str, to: int | None, *, who: str, reason: str, force: bool = False
     ) -> ModelEvent:
-        """Let the bare name mean what it meant before, or `to`. Raises BadInput, SwapError.
+        """Make the bare name mean its previous version, or `to`. Raises BadInput, SwapError.
 
-        Before a promotion that is under way: then the name goes on to mean what it means. Where it
-        is refused, or fails, what gave way to it goes on.
+        If this name's promotion is under way, it is given up, and without `to` the name keeps its
+        meaning. If the rollback is refused or fails, the changes that gave way to it go on.
         """
-        coming = self._coming
-        self._back(name, to, force, coming)  # what is refused overtakes nothing
-        async with self._overtaking():
+        being_promoted = self._being_promoted
+        self._rollback_target(name, to, force, being_promoted)  # a refused one overtakes nothing
+        async with self._rollback_turn():
             try:
-                version = self._back(name, to, force, coming)
+                version = self._rollback_target(name, to, force, being_promoted)
                 await self._prove(version, force=True)
-                await self._end(name, who, f"rolled back to {version.id}")
+                await self._end_canary(name, who, f"rolled back to {version.id}")
                 event = await asyncio.to_thread(
                     self._registry.roll_back, name, version.number, who=who, reason=reason
                 )
             except BaseException:
-                if self._cut_off:
-                    self._spawn(self._go_on(name))
+                if self._rollout_interrupted:
+                    self._spawn(self._finish_rollout(name))
                 raise
-            await self._now_means(version, force=True)
+            await self._apply_promotion(version, force=True)
         return event
 
     async def start_canary(
         self, version: ModelVersion, test: CanaryTest, *, who: str, reason: str
     ) -> ModelEvent:
-        """Answer a share of the live sessions by a version. Raises BadInput, SwapError."""
+        """Let a version answer a share of the live sessions. Raises BadInput, SwapError."""
         replicas = len(self._pool.status())
         if replicas < 2:
             raise BadInput(
@@ -234,7 +234,7 @@ class Promoting:
                 " the platform with `--replicas 2`, or promote at once and roll back if need be",
                 param="share",
             )
-        async with self._line, self._changing:
+        async with self._queue_lock, self._change_lock:
             incumbent = self._registry.promoted(version.name)
             if incumbent is None or incumbent.number == version.number:
                 raise BadInput(
@@ -255,35 +255,38 @@ class Promoting:
             canary = self.live.canary(version.name)
             if canary is not None:
                 canary.staged = True
-        self._tell()
+        self._wake_requests()
         return event
 
     async def stop_canary(self, name: str, *, who: str, reason: str) -> ModelEvent:
-        """Answer all sessions by the promoted version again. Raises NotFound."""
-        async with self._line, self._changing:
+        """Let the promoted version answer all sessions again. Raises NotFound."""
+        async with self._queue_lock, self._change_lock:
             event = await self._stop_canary(name, who, reason or "ended")
         if event is None:
             raise NotFound(f"no canary of {name!r} is running", param="name")
         return event
 
     async def close(self) -> None:
-        """Give up what is under way; what was seen of canaries is kept."""
+        """Cancel all changes under way, and save what the canaries have counted."""
         tasks = [*self._tasks, *self._loading.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.lending.close()
+        await self.leases.close()
         await self.live.close()
 
     @asynccontextmanager
-    async def _overtaking(self) -> AsyncIterator[None]:
-        """A rollback's turn: the next, and what waits for requests to end gives way to it."""
-        with self._pool.overtaking():
-            await self._changing.acquire()
+    async def _rollback_turn(self) -> AsyncIterator[None]:
+        """Hold the change lock for a rollback, ahead of the queue.
+
+        A change that waits for requests to end gives way.
+        """
+        with self._pool.rollback_waiting():
+            await self._change_lock.acquire()
         try:
             yield
         finally:
-            self._changing.release()
+            self._change_lock.release()
 
     async def _promote(
         self,
@@ -294,12 +297,12 @@ class Promoting:
         *,
         force: bool = False,
     ) -> ModelEvent:
-        self._coming = version
+        self._being_promoted = version
         try:
             await self._prove(version, force=force)
         finally:
-            self._coming = None
-        await self._end(version.name, who, f"{version.id} is promoted")
+            self._being_promoted = None
+        await self._end_canary(version.name, who, f"{version.id} is promoted")
         event = await asyncio.to_thread(
             self._registry.promote,
             version.name,
@@ -308,100 +311,106 @@ class Promoting:
             reason=reason,
             numbers=numbers,
         )
-        await self._now_means(version, force=force)
+        await self._apply_promotion(version, force=force)
         return event
 
-    async def _now_means(self, version: ModelVersion, *, force: bool) -> None:
-        """The name means a version, which a replica serves: let all of them.
+    async def _apply_promotion(self, version: ModelVersion, *, force: bool) -> None:
+        """Roll out a version that its name means now and that one replica serves.
 
-        What other names mean is displaced by `force` alone; they are then answered for no longer.
+        Only `force` displaces other names' versions; this platform no longer serves those names.
         """
-        others = self._others(version)
+        other_ids = self._promoted_of_other_names(version)
         self._names.add(version.name)
-        self._tell()
-        await self._spread(version, force=force)
+        self._wake_requests()
+        await self._roll_out(version, force=force)
         if force:
-            gone = {other for other in others if not self._pool.holds(other)}
+            gone = {other for other in other_ids if not self._pool.holds(other)}
             self._names -= {other.partition("@")[0] for other in gone}
         if not self.missing():
-            self.lending.end()
+            self.leases.end()
 
-    def _standing(self) -> list[ModelVersion]:
-        """What the names mean that this platform is to answer for: the first one's, and others'
-        that were promoted while it runs.
+    def _promoted_versions(self) -> list[ModelVersion]:
+        """Return the promoted version of each name that this platform serves.
+
+        These are the name it started with and the names promoted since.
         """
         if not self._names and self._pool.incumbent:
             self._names = {self._pool.incumbent.partition("@")[0]}
-        found = []
+        versions = []
         for name in sorted(self._names):
             with suppress(NotFound):
                 version = self._registry.promoted(name)
-                found += [version] if version is not None else []
-        return found
+                versions += [version] if version is not None else []
+        return versions
 
-    def _others(self, version: ModelVersion) -> list[str]:
-        """What other names mean."""
-        return [other.id for other in self._standing() if other.name != version.name]
+    def _promoted_of_other_names(self, version: ModelVersion) -> list[str]:
+        return [other.id for other in self._promoted_versions() if other.name != version.name]
 
     async def _give_back(self, lease: Lease) -> None:
-        """Let what is promoted be served again: who displaced it has ended, or died."""
-        while not lease.left and self.lending.lease is lease:
-            async with self._line, self._changing:
-                if lease.left or self.lending.lease is not lease:
+        """Load the promoted versions again after a lease has ended or run out."""
+        while not lease.left and self.leases.lease is lease:
+            async with self._queue_lock, self._change_lock:
+                if lease.left or self.leases.lease is not lease:
                     return
                 log.warning("%r holds the replica no longer", lease.holder)
                 with suppress(Overtaken):
-                    for version in self._standing():
+                    for version in self._promoted_versions():
                         if not self._pool.serves(version.id):
                             await self._stage(version, displace=True)
-                    self.lending.end()
+                    self.leases.end()
 
-    def _back(
-        self, name: str, to: int | None, force: bool, coming: ModelVersion | None
+    def _rollback_target(
+        self, name: str, to: int | None, force: bool, being_promoted: ModelVersion | None
     ) -> ModelVersion:
-        """Where a rollback goes. Raises BadInput, NotFound."""
+        """Return the version that a rollback leads to. Raises BadInput, NotFound."""
         version = self._registry.promoted(name)
-        taken_back = coming is not None and coming.name == name and coming != version
-        if version is None or to is not None or not taken_back:
-            return self._registry.before(name, to, force=force)
+        prevents_promotion = (
+            being_promoted is not None and being_promoted.name == name and being_promoted != version
+        )
+        if version is None or to is not None or not prevents_promotion:
+            return self._registry.rollback_target(name, to, force=force)
         return version
 
-    async def _spread(self, version: ModelVersion, *, force: bool = False) -> None:
-        """Let all replicas hold the promoted version, unless a rollback comes first."""
-        self._cut_off = True
+    async def _roll_out(self, version: ModelVersion, *, force: bool = False) -> None:
+        """Load the promoted version on all replicas, unless a rollback comes first."""
+        self._rollout_interrupted = True
         with suppress(Overtaken):
             await self._swap(version, force=force)
-            self._cut_off = False
+            self._rollout_interrupted = False
 
-    async def _go_on(self, name: str) -> None:
-        """Do what a rollback cut off that came to nothing."""
+    async def _finish_rollout(self, name: str) -> None:
+        """Finish a roll-out that a failed rollback interrupted."""
         try:
-            async with self._line, self._changing:
+            async with self._queue_lock, self._change_lock:
                 version = self._registry.promoted(name)
-                if self._cut_off and version is not None and self._registry.canary(name) is None:
-                    await self._spread(version)
+                if (
+                    self._rollout_interrupted
+                    and version is not None
+                    and self._registry.canary(name) is None
+                ):
+                    await self._roll_out(version)
         except CrayError as error:
             log.error("%s is not on every replica: %s", name, error)
 
     async def _stop_canary(self, name: str, who: str, reason: str) -> ModelEvent | None:
-        event = await self._end(name, who, reason)
+        event = await self._end_canary(name, who, reason)
         if event is not None:
-            self._tell()
+            self._wake_requests()
             with suppress(Overtaken):
-                await self._restore(name)
+                await self._restage_promoted(name)
         return event
 
-    async def _end(self, name: str, who: str, reason: str) -> ModelEvent | None:
+    async def _end_canary(self, name: str, who: str, reason: str) -> ModelEvent | None:
         canary = self.live.canary(name)
         numbers = canary.numbers() if canary is not None else {}
         event = await asyncio.to_thread(
             self._registry.end_canary, name, who=who, reason=reason, numbers=numbers
         )
-        self.live.canary(name)  # it looks again, and has none
+        self.live.canary(name)  # drops the ended canary
         return event
 
-    async def _restore(self, name: str) -> None:
-        """Let the replica that held a canary hold the promoted version."""
+    async def _restage_promoted(self, name: str) -> None:
+        """Load the promoted version on the replica that held a canary."""
         incumbent = self._registry.promoted(name)
         if incumbent is not None:
             await self._stage(incumbent)
@@ -410,25 +419,24 @@ class Promoting:
         canary = self._registry.canary(version.name)
         promoted = self._registry.promoted(version.name)
         if canary is not None and version == promoted:
-            for replica in self._pool.status():  # it is served, and the canary's replica stays
+            for replica in self._pool.status():  # served already; the canary keeps its replica
                 if replica["version"] == version.id and replica["probe"]:
                     return ProbeReport.model_validate(replica["probe"])
-        needed = [promoted.id] if promoted is not None else []
-        needed += self._others(version)
+        protected = [promoted.id] if promoted is not None else []
+        protected += self._promoted_of_other_names(version)
         if canary is not None:
-            needed.append(f"{canary.name}@{canary.version}")
-        directory, probe = await self._proof_of(version)
-        return await self._timed(
+            protected.append(f"{canary.name}@{canary.version}")
+        directory, probe = await self._weights_and_probe(version)
+        return await self._time(
             version,
-            self._pool.stage(directory, version.id, probe, needed=needed, displace=displace),
+            self._pool.stage(directory, version.id, probe, protected=protected, displace=displace),
         )
 
     async def _prove(self, version: ModelVersion, *, force: bool) -> None:
-        """Let a replica serve a version; all of them, where there is one. Raises SwapError.
+        """Load and prove a version on one replica. Raises SwapError.
 
-        Raises Displaces where what another name means would be served no more, unless by `force`.
-
-        A canary may have to make room for it; meanwhile its sessions get the promoted version.
+        Raises Displaces if another name's promoted version would lose its last replica, unless
+        `force`. A canary may have to make room: its sessions get the promoted version meanwhile.
         """
         serving = [r["version"] for r in self._pool.status() if r["state"] == "serving"]
         if version.id in serving:
@@ -439,39 +447,42 @@ class Promoting:
         canary = self.live.canary(version.name)
         if canary is not None:
             canary.staged = False
-            self._tell()
+            self._wake_requests()
         try:
-            directory, probe = await self._proof_of(version)
-            others = [] if force else self._others(version)
-            await self._timed(
-                version, self._pool.stage(directory, version.id, probe, needed=others)
+            directory, probe = await self._weights_and_probe(version)
+            protected = [] if force else self._promoted_of_other_names(version)
+            await self._time(
+                version, self._pool.stage(directory, version.id, probe, protected=protected)
             )
         finally:
             if canary is not None:
-                held = [r["version"] for r in self._pool.status() if r["state"] == "serving"]
-                canary.staged = canary.version in held
+                serving = [r["version"] for r in self._pool.status() if r["state"] == "serving"]
+                canary.staged = canary.version in serving
 
     async def _swap(self, version: ModelVersion, *, force: bool) -> None:
         if any(replica["version"] != version.id for replica in self._pool.status()):
-            directory, probe = await self._proof_of(version)
-            others = [] if force else self._others(version)
-            await self._timed(version, self._pool.swap(directory, version.id, probe, needed=others))
+            directory, probe = await self._weights_and_probe(version)
+            protected = [] if force else self._promoted_of_other_names(version)
+            await self._time(
+                version, self._pool.swap(directory, version.id, probe, protected=protected)
+            )
 
-    async def _proof_of(self, version: ModelVersion) -> tuple[Path, list[ProbePrompt]]:
-        """Where its weights are, and the golden probe that comes with them."""
+    async def _weights_and_probe(self, version: ModelVersion) -> tuple[Path, list[ProbePrompt]]:
+        """Return the directory of a version's weights, and their golden probe."""
         directory = self._home.checkpoint(version.checkpoint)
         manifest = await asyncio.to_thread(checkpoints.read_manifest, directory)
         return directory, manifest.probe
 
-    async def _timed(
+    async def _time(
         self, version: ModelVersion, change: Coroutine[Any, Any, ProbeReport]
     ) -> ProbeReport:
-        begun, good = time.perf_counter(), False
+        """Await a change of weights and measure it. Raises SwapError if the probe fails."""
+        start, passed = time.perf_counter(), False
         try:
             report = await change
-            good = report.passed
+            passed = report.passed
         finally:
-            self._metrics.swapped(time.perf_counter() - begun, good)
+            self._metrics.swapped(time.perf_counter() - start, passed)
         if not report.passed:
             raise SwapError(
                 f"{version.id} is not what was trained: logprobs on its probe differ by "
@@ -479,20 +490,20 @@ class Promoting:
             )
         return report
 
-    def _tell(self) -> None:
-        """A name means something else now: requests that wait are to ask again."""
+    def _wake_requests(self) -> None:
+        """Let waiting requests resolve their names again, after a name's meaning has changed."""
         self._pool.wake()
-        self._admission.look()
+        self._admission.recheck()
 
-    # ---- what live.py finds
+    # ---- callbacks of CanaryTraffic
 
-    def _missing(self, canary: Canary) -> None:
-        """A canary runs and no replica holds its version: the platform was started again."""
-        self._spawn(self._put_back(canary))
+    def _on_unstaged(self, canary: Canary) -> None:
+        """Stage a canary that ran before the platform was started again."""
+        self._spawn(self._restage_canary(canary))
 
-    async def _put_back(self, canary: Canary) -> None:
+    async def _restage_canary(self, canary: Canary) -> None:
         name = canary.start.name
-        async with self._line, self._changing:
+        async with self._queue_lock, self._change_lock:
             if canary.staged or self._registry.canary(name) != canary.start:
                 return
             try:
@@ -502,30 +513,32 @@ class Promoting:
                 canary.staged = True
             except CrayError as error:
                 log.error("the canary %s cannot go on: %s", canary.version, error)
-                await self._end(name, BY_ITSELF, f"could not go on after a restart: {error}")
-        self._tell()
+                await self._end_canary(
+                    name, CANARY_ACTOR, f"could not go on after a restart: {error}"
+                )
+        self._wake_requests()
 
-    def _decided(self, canary: Canary, verdict: Verdict, reason: str) -> None:
-        """A canary's test has come to its end."""
-        self._pool.wake()  # sessions that wait for it go to the promoted version
+    def _on_verdict(self, canary: Canary, verdict: Verdict, reason: str) -> None:
+        """Carry out a canary's verdict."""
+        self._pool.wake()  # its waiting sessions go to the promoted version
         self._spawn(self._carry_out(canary, verdict, reason))
 
     async def _carry_out(self, canary: Canary, verdict: Verdict, reason: str) -> None:
         name = canary.start.name
         try:
-            async with self._line, self._changing:
+            async with self._queue_lock, self._change_lock:
                 if self._registry.canary(name) != canary.start:
-                    return  # somebody else has ended it
+                    return  # ended by another request
                 if verdict == "promote":
                     version = self._registry.resolve(canary.version)
-                    await self._promote(version, BY_ITSELF, reason, canary.numbers())
+                    await self._promote(version, CANARY_ACTOR, reason, canary.numbers())
                 else:
                     log.error("the canary %s is rolled back: %s", canary.version, reason)
-                    await self._stop_canary(name, BY_ITSELF, f"rolled back: {reason}")
+                    await self._stop_canary(name, CANARY_ACTOR, f"rolled back: {reason}")
         except CrayError as error:
             log.error("after the canary %s (%s): %s", canary.version, reason, error)
-            await asyncio.sleep(JUDGED_AGAIN)
-            canary.decided = None  # it goes on, and so does its judgement
+            await asyncio.sleep(RETRY_VERDICT)
+            canary.decided = None  # the test goes on
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

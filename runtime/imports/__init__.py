@@ -1,8 +1,9 @@
-"""Conversations and runs from files, as runs of the store: start from what you have.
+"""Imports of conversations and runs from files into the store.
 
-importing.py reads a file in one of its FORMATS and appends it. source.py finds the records of a
-file; chats.py, sharegpt.py, atif.py and whole.py make runs of them, with making.py. Importing a
-file twice imports it once: names come from contents. Called by `cray-agents import`.
+import_file.py reads a file in one of its FORMATS and appends its runs. record_source.py reads the
+records of a file; chats.py, sharegpt.py, atif.py and jsonl.py turn them into runs, with
+imported_run.py. Ids are hashes of contents, so a file imported twice adds nothing the second time.
+Called by `cray-agents import`.
 """
 
 from cray_agents.runtime.imports.import_file import FORMATS, Imported, import_file

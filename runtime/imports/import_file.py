@@ -1,7 +1,7 @@
-"""A file into the store, in one of the FORMATS. Called by `cray-agents import`.
+"""Import a file in one of the FORMATS into the store. Called by `cray-agents import`.
 
-What can be read is imported, in groups, each durable before the next is read; what cannot is told
-at the end, with its lines. Killed, or mended, the same import again adds what is missing.
+Readable records are imported in groups, each durable before the next is read. The error at the end
+names the lines of the others. After a kill, or for a corrected file, the same import adds the rest.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from cray_agents.runtime.imports.imported_run import Importing, Read
 from cray_agents.runtime.imports.record_source import RecordSource, SourceRecord
 from cray_agents.runtime.store import Store
 
-TOLD = 20  # bad lines after which no more is read
-GROUP = 512  # events appended at once, or a few more
+MAX_PROBLEMS = 20  # bad lines after which reading stops
+GROUP = 512  # events appended at once; a run's are not split, so it may be a few more
 
 FORMATS: Mapping[str, Read] = MappingProxyType(
     {"openai": chats.read, "sharegpt": sharegpt.read, "atif": atif.read, "jsonl": jsonl.read}
@@ -29,11 +29,11 @@ FORMATS: Mapping[str, Read] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Imported:
-    """What came of an import: runs and calls that are new, runs that were there already.
+    """Counts of an import: new runs, runs already stored, new calls, and forgotten events.
 
-    A run that the file tells twice, with other metadata say, is one and a duplicate. One that was
-    there and is told anew, with another tag say, is new. `forgotten` counts events of runs that
-    were pruned here: they stay so until a compaction.
+    A run that stands twice in the file, as with other metadata, is one new run and one duplicate. A
+    stored run with a new label, such as another tag, is new. `forgotten` counts events of runs
+    that were pruned here; they stay pruned until a compaction.
     """
 
     runs: int = 0
@@ -42,11 +42,11 @@ class Imported:
     forgotten: int = 0
 
 
-Progress = Callable[[Imported, int, int], None]  # so far, and bytes of the file: read, in all
+Progress = Callable[[Imported, int, int], None]  # counts so far; bytes of the file: read, in all
 
 
 class BadRecords(BadInput):
-    """A file holds what is no record of its format; the message names the lines."""
+    """Invalid records in a file; the message names their lines."""
 
     code = "invalid_import_file"
 
@@ -54,20 +54,23 @@ class BadRecords(BadInput):
 def read_file(
     path: Path, form: str, importing: Importing | None = None, source: RecordSource | None = None
 ) -> Iterator[list[Event]]:
-    """The events of each run of a file. Raises BadInput; BadRecords at the end, or after TOLD."""
+    """Yield the events of each run of a file.
+
+    Raises BadInput, and BadRecords at the end or after MAX_PROBLEMS bad lines.
+    """
     if form not in FORMATS:
         raise BadInput(f"format {form!r} is not known; valid: {', '.join(FORMATS)}", param="format")
     read, importing = FORMATS[form], importing or Importing()
     source = source or RecordSource(path)
     problems: list[str] = []
     count = 0
-    for given in source.records():
+    for record in source.records():
         count += 1
         try:
-            yield from _runs(read, given, importing)
+            yield from _runs(read, record, importing)
         except BadInput as error:
-            problems.append(f"{path}: {source.word} {given.number}: {error}")
-            if len(problems) == TOLD:
+            problems.append(f"{path}: {source.word} {record.number}: {error}")
+            if len(problems) == MAX_PROBLEMS:
                 problems.append("... and nothing after that was read")
                 break
     if problems:
@@ -76,12 +79,12 @@ def read_file(
         raise BadRecords(f"{path} holds no records", param="file")
 
 
-def _runs(read: Read, given: SourceRecord, importing: Importing) -> list[list[Event]]:
-    """All runs of a record, or none. Raises BadInput."""
-    if given.problem is not None:
-        raise BadInput(given.problem)
+def _runs(read: Read, record: SourceRecord, importing: Importing) -> list[list[Event]]:
+    """Return the events of all runs of a record. Raises BadInput if one is invalid."""
+    if record.problem is not None:
+        raise BadInput(record.problem)
     try:
-        runs = list(read(given.value, importing))
+        runs = list(read(record.value, importing))
         for events in runs:
             for event in events:
                 orjson.dumps(event.body)
@@ -99,14 +102,14 @@ async def import_file(
     importing: Importing | None = None,
     on_progress: Progress | None = None,
 ) -> Imported:
-    """Append the runs of a file to the store; those it has already are not doubled.
+    """Append the runs of a file to the store; stored runs are not doubled.
 
-    Raises BadInput, which names what is wrong with the file; the rest of it is imported then.
-    Raises StoreError.
+    Raises BadInput naming the problems of the file; the rest of it is imported before. Raises
+    StoreError.
     """
     source = RecordSource(path)
     runs = read_file(path, form, importing, source)
-    await asyncio.to_thread(store.refresh)  # what others wrote is there already
+    await asyncio.to_thread(store.refresh)  # sees events that other processes wrote
     done, group, ended = Imported(), [], False
     counted: set[str] = set()  # runs of this import
     problem: BadRecords | None = None
@@ -133,14 +136,14 @@ async def import_file(
 async def _append(store: Store, group: list[Event], done: Imported, counted: set[str]) -> Imported:
     fresh = {event.id: event for event in group if not store.has(event.id)}
     appended = await store.append(group)
-    told = [event.kind for event in fresh.values()]
-    described = sum(event.kind == "run" for event in group)
+    calls = sum(event.kind == "call" for event in fresh.values())
+    records = sum(event.kind == "run" for event in group)
     runs = {event.run_id for event in fresh.values() if event.kind == "run"} - counted
     counted |= runs
     return replace(
         done,
         runs=done.runs + len(runs),
-        duplicates=done.duplicates + described - len(runs),
-        calls=done.calls + told.count("call"),
+        duplicates=done.duplicates + records - len(runs),
+        calls=done.calls + calls,
         forgotten=done.forgotten + len(fresh) - appended.appended,
     )

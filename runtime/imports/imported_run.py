@@ -1,8 +1,8 @@
-"""From a conversation of a file to the events of an imported run. Called by the formats' modules.
+"""Imported run: turn a conversation of a file into the store's events.
 
-A run is named by the hash of what was said, so that the same conversation is the same run whenever
-and from wherever it is imported; its event by the hash of all of it, so that importing it again
-with another tag or reward says it anew.
+A run's id is the hash of its conversation, so the same conversation is the same run in every
+import. An event's id is the hash of the whole record, so an import with another tag or reward
+adds a new one. Called by the formats' modules.
 """
 
 import time
@@ -29,19 +29,19 @@ from cray_agents.records import (
 from cray_agents.runtime.store.feedback import REWARD_LIMIT, check_rewards
 from cray_agents.runtime.store.segments.facts import text_of
 
-IMPORTED = "imported"  # who and what said it, where the file does not say
-SOURCE = "import"  # of rewards that are given with the import
+IMPORTED = "imported"  # agent and model, if the file names none
+SOURCE = "import"  # source of rewards given with the import
 
-# a record of a file -> the events of each run in it; BadInput says what is wrong with the record
+# a record of a file -> the events of each run in it; raises BadInput for a bad record
 Read = Callable[[Any, "Importing"], Iterator[list[Event]]]
 
 
 @dataclass(frozen=True)
 class Importing:
-    """What is said of all runs of an import. None: what the file says, or else nothing.
+    """Labels for all runs of an import. None keeps the file's own value, if it has one.
 
-    `tags` are added to a run's own. A run that the file gives no task gets one of its input.
-    `reward_limit`: see feedback.py.
+    `tags` are added to a run's own. `split` is the task's; a run without a task gets one of its
+    input. `reward_limit` is described in feedback.py.
     """
 
     tags: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Importing:
     reward_limit: float = REWARD_LIMIT
 
 
-def said(
+def conversation_events(
     form: str,
     messages: Sequence[Message],
     importing: Importing,
@@ -63,50 +63,53 @@ def said(
     metadata: dict[str, Any] | None = None,
     model: str | None = None,
 ) -> list[Event]:
-    """The events of a conversation: its input is what was asked first, its output the last answer.
+    """Return the events of a conversation from its first question to its last answer.
 
-    Without a `task` its input is one, with this `metadata`.
+    These become the run's input and output. Without a `task`, the input becomes one, with this
+    `metadata`.
     """
-    asked = first_asked(messages)
+    question = first_question(messages)
     run = Run(
-        id=run_name(messages, tools),
+        id=imported_run_id(messages, tools),
         agent=IMPORTED,
         model=model or IMPORTED,
-        input=asked,
-        output=last_said(messages),
+        input=question,
+        output=last_answer(messages),
         stop_reason=StopReason.completed,
         trajectory=Trajectory(messages=list(messages), tools=list(tools)),
         rewards=list(rewards),
-        task=task or Task(input=asked, metadata=metadata or {}),
+        task=task or Task(input=question, metadata=metadata or {}),
         started=time.time(),
         imported=form,
     )
     return events_of(run, importing)
 
 
-def run_name(messages: Sequence[Message], tools: Sequence[dict[str, Any]], *more: Any) -> str:
-    """The id of an imported run: what was said in it, and whatever else tells it from others."""
+def imported_run_id(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], *more: Any
+) -> str:
+    """Return the id of an imported run, a hash of its conversation and of `more`."""
     return f"imported-{digest([list(messages), list(tools), *more], 24)}"
 
 
-def first_asked(messages: Sequence[Message]) -> str:
-    """The text of the user's first message."""
+def first_question(messages: Sequence[Message]) -> str:
+    """Return the text of the user's first message."""
     return next((text_of(m) for m in messages if m.get("role") == "user"), "")
 
 
-def last_said(messages: Sequence[Message]) -> str | None:
-    """The text of the assistant's last message."""
+def last_answer(messages: Sequence[Message]) -> str | None:
+    """Return the text of the assistant's last message."""
     last = next((m for m in reversed(messages) if m.get("role") == "assistant"), {})
     return text_of(last) or None
 
 
 def events_of(run: Run, importing: Importing) -> list[Event]:
-    """The events of a run: one for each call of its turns, and the run, whose turns name them.
+    """Return the events of a run: one for each call of its turns, then the run itself.
 
-    It is this host's own: keys of the root that it may come from are none here. Raises BadInput for
-    a reward beyond the limit.
+    Keys of the host that the run came from are removed: they mean nothing here. Raises BadInput
+    for a reward beyond the limit.
     """
-    run = _unkeyed(_labelled(run, importing))
+    run = _without_keys(_apply_labels(run, importing))
     check_rewards(run.rewards, importing.reward_limit, "rewards")
     calls = [turn.call for turn in run.trajectory.turns if turn.call is not None]
     turns = [turn.model_copy(update={"call": None}) for turn in run.trajectory.turns]
@@ -115,12 +118,12 @@ def events_of(run: Run, importing: Importing) -> list[Event]:
     return [*map(_call_event, calls), _run_event(run, body)]
 
 
-def _unkeyed(run: Run) -> Run:
+def _without_keys(run: Run) -> Run:
     rewards = [reward.model_copy(update={"giver": ""}) for reward in run.rewards]
     return run.model_copy(update={"owner": "", "rewards": rewards})
 
 
-def _labelled(run: Run, importing: Importing) -> Run:
+def _apply_labels(run: Run, importing: Importing) -> Run:
     changes: dict[str, Any] = {}
     if importing.tags:
         changes["tags"] = list(dict.fromkeys([*run.tags, *importing.tags]))
@@ -129,10 +132,10 @@ def _labelled(run: Run, importing: Importing) -> Run:
     if importing.agent is not None:
         changes["agent"] = importing.agent
     if importing.reward is not None:
-        given = Reward(name=IMPORTED, value=importing.reward, source=SOURCE)
-        key = (given.name, given.source, given.turn)
-        others = [r for r in run.rewards if (r.name, r.source, r.turn) != key]
-        changes["rewards"] = [*others, given]
+        reward = Reward(name=IMPORTED, value=importing.reward, source=SOURCE)
+        key = (reward.name, reward.source, reward.turn)
+        kept = [r for r in run.rewards if (r.name, r.source, r.turn) != key]
+        changes["rewards"] = [*kept, reward]
     if importing.split is not None:
         task = run.task or Task(input=run.input)
         changes["task"] = task.model_copy(update={"split": importing.split})
@@ -140,13 +143,13 @@ def _labelled(run: Run, importing: Importing) -> Run:
 
 
 def _run_event(run: Run, body: dict[str, Any]) -> Event:
-    """Named by all that it says, but for when it was imported."""
-    what = dict(body)
+    """Return the run's event; its id hashes the record without the time of the import."""
+    content = dict(body)
     if run.imported is not None:
-        what["started"] = None
-    del what["owner"]  # "": which was not told once
-    what["rewards"] = [[r.name, r.source, r.turn, r.value] for r in run.rewards]
-    return Event(id=f"{run.id}.run.{digest(what)}", run_id=run.id, kind="run", body=body)
+        content["started"] = None
+    del content["owner"]  # always "": the hash is older than this field
+    content["rewards"] = [[r.name, r.source, r.turn, r.value] for r in run.rewards]
+    return Event(id=f"{run.id}.run.{digest(content)}", run_id=run.id, kind="run", body=body)
 
 
 def _call_event(call: ModelCall) -> Event:
@@ -155,8 +158,8 @@ def _call_event(call: ModelCall) -> Event:
     return Event(id=call.id, run_id=call.run_id, kind="call", body=body, time=when)
 
 
-def calls_of(run: Run, turns: Sequence[Turn]) -> None:
-    """Raise BadInput where a call of these turns is not the run's."""
+def check_call_owners(run: Run, turns: Sequence[Turn]) -> None:
+    """Raise BadInput if a call of these turns belongs to another run."""
     for turn in turns:
         if turn.call is not None and turn.call.run_id != run.id:
             raise BadInput(
@@ -164,15 +167,15 @@ def calls_of(run: Run, turns: Sequence[Turn]) -> None:
             )
 
 
-def invalid(error: ValidationError) -> BadInput:
-    """What pydantic found, as a BadInput."""
+def as_bad_input(error: ValidationError) -> BadInput:
+    """Return pydantic's first error as a BadInput."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return BadInput(f"{place}: {first['msg']}" if place else first["msg"])
+    path = ".".join(map(str, first["loc"]))
+    return BadInput(f"{path}: {first['msg']}" if path else first["msg"])
 
 
-def an_object(value: Any, what: str = "the record") -> dict[str, Any]:
-    """The value, which must be a JSON object. Raises BadInput."""
+def require_object(value: Any, name: str = "the record") -> dict[str, Any]:
+    """Return the value, which must be a JSON object. Raises BadInput otherwise."""
     if not isinstance(value, dict):
-        raise BadInput(f"{what} is not a JSON object")
+        raise BadInput(f"{name} is not a JSON object")
     return value

@@ -1,6 +1,6 @@
-"""`jsonl`: whole records, as `export --format jsonl` wrote them, calls with their tokens included.
+"""`jsonl`: read whole records of `export --format jsonl`, with the exact tokens of their calls.
 
-A run comes back under its own name. Listed in importing.py.
+A run keeps its id. Listed in import_file.py.
 """
 
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from pydantic import ValidationError
 from cray_agents.records import Event, Run
 from cray_agents.runtime.imports.imported_run import (
     Importing,
-    an_object,
-    calls_of,
+    as_bad_input,
+    check_call_owners,
     events_of,
-    invalid,
+    require_object,
 )
 
 
 def read(value: Any, importing: Importing) -> Iterator[list[Event]]:
-    """The run of a record. Raises BadInput."""
+    """Yield the run of a record. Raises BadInput."""
     try:
-        run = Run.model_validate(an_object(value))
+        run = Run.model_validate(require_object(value))
     except ValidationError as error:
-        raise invalid(error) from error
-    calls_of(run, run.trajectory.turns)
+        raise as_bad_input(error) from error
+    check_call_owners(run, run.trajectory.turns)
     yield events_of(run, importing)

@@ -1,6 +1,7 @@
-"""The records of a file: lines of JSON, a JSON array, or one JSON object; also .zst and .gz.
+"""RecordSource: read the records of a file of JSON lines, or of one JSON array or object.
 
-A file of any size is read in flat memory. Called by importing.py.
+The file may be compressed (.zst, .gz). Memory stays flat for a file of any size. Called by
+import_file.py.
 """
 
 import gzip
@@ -16,14 +17,14 @@ import zstandard
 
 from cray_agents.errors import BadInput
 
-LONGEST = 256 * 2**20  # bytes of one record: more is no conversation
-HEAD = 64 * 2**10  # bytes in which a file's first character must be
+LONGEST = 256 * 2**20  # bytes of one record; a conversation is never longer
+HEAD = 64 * 2**10  # bytes of the file that must hold its first character
 _SPACE = b" \t\r\n"
-_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors write
+_MARK = b"\xef\xbb\xbf"  # UTF-8 byte order mark, which some editors write
 
 
 class SourceRecord(NamedTuple):
-    """A record of a file, or what is wrong with it. `number`: its line, or place in the array."""
+    """A record of a file, or its problem. `number` is its line, or its position in the array."""
 
     number: int
     value: Any
@@ -31,14 +32,11 @@ class SourceRecord(NamedTuple):
 
 
 class RecordSource:
-    """A file to import. `done` bytes of `size` have been read, as they lie on the disk.
-
-    Raises BadInput if it cannot be read.
-    """
+    """A file to import. `done` of `size` bytes on disk have been read. Raises BadInput."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.word = "line"  # what `number` counts
+        self.word = "line"  # the unit that `number` counts
         try:
             self._raw = path.open("rb")
             self.size = path.stat().st_size
@@ -48,12 +46,13 @@ class RecordSource:
 
     @property
     def done(self) -> int:
+        """Bytes read so far, as stored on disk."""
         return self._raw.tell() if not self._raw.closed else self.size
 
     def records(self) -> Iterator[SourceRecord]:
-        """All records, in order. After one of an array that is no JSON nothing can be read."""
-        with self._raw, _wrong_as_bad_input(self.path):
-            file = io.BufferedReader(_plain(self.path, self._raw), HEAD)
+        """Yield all records in order. Invalid JSON in an array ends them: the rest is lost."""
+        with self._raw, _errors_as_bad_input(self.path):
+            file = io.BufferedReader(_decompress(self.path, self._raw), HEAD)
             if file.peek(len(_MARK)).startswith(_MARK):
                 file.read(len(_MARK))
             if file.peek(HEAD).lstrip(_SPACE).startswith(b"["):
@@ -64,14 +63,14 @@ class RecordSource:
 
 
 @contextmanager
-def _wrong_as_bad_input(path: Path) -> Iterator[None]:
+def _errors_as_bad_input(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zstandard.ZstdError) as error:
         raise BadInput(f"cannot read {path}: {error}", param="file") from error
 
 
-def _plain(path: Path, raw: IO[bytes]) -> Any:
+def _decompress(path: Path, raw: IO[bytes]) -> Any:
     if path.suffix == ".zst":
         return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
     return gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
@@ -84,8 +83,8 @@ def _items(file: IO[bytes]) -> Iterator[SourceRecord]:
             number += 1
             yield SourceRecord(number, value)
     except (ijson.JSONError, UnicodeDecodeError) as error:
-        told = " ".join(str(error).split())
-        yield SourceRecord(number + 1, None, f"not valid JSON: {told}")
+        problem = " ".join(str(error).split())
+        yield SourceRecord(number + 1, None, f"not valid JSON: {problem}")
 
 
 def _lines(file: IO[bytes]) -> Iterator[SourceRecord]:
@@ -94,7 +93,7 @@ def _lines(file: IO[bytes]) -> Iterator[SourceRecord]:
         number += 1
         if not line.strip():
             continue
-        if number == 1 and (whole := _whole(line, file)) is not None:
+        if number == 1 and (whole := _read_one_object(line, file)) is not None:
             yield SourceRecord(1, whole)
             return
         if len(line) == LONGEST and not line.endswith(b"\n"):
@@ -106,8 +105,8 @@ def _lines(file: IO[bytes]) -> Iterator[SourceRecord]:
             yield SourceRecord(number, None, f"not valid JSON: {error}")
 
 
-def _whole(first: bytes, file: IO[bytes]) -> Any:
-    """The one object that a file is, laid out over many lines; None if it is another kind."""
+def _read_one_object(first: bytes, file: IO[bytes]) -> Any:
+    """Return the object of a file that is one object over several lines, None for other files."""
     if first.strip() not in (b"{",) and not first.rstrip().endswith((b",", b"{", b"[")):
         return None
     rest = file.read(LONGEST)

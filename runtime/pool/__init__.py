@@ -1,1 +1,1 @@
-"""The replicas: which version each one serves, and how that changes with no request lost."""
+"""Replicas: the version that each one serves, and changes of version without lost requests."""

@@ -1,6 +1,7 @@
-"""Host: what keeps a replica's engine alive, and loads adapters into it.
+"""Engine host: start, stop and watch a replica's engine, and load adapters into it.
 
-seat.py starts, changes and revives one; adapters.py loads adapters. Read next: replica.py.
+replica_slot.py starts, changes and revives one; lora_adapters.py loads adapters. Read next:
+vllm_replica.py.
 """
 
 import asyncio
@@ -12,11 +13,11 @@ from cray_agents.ports import Engine
 
 
 class EngineHost(Protocol):
-    """`Replica` (a vLLM process) | `Resident` (no process)."""
+    """`Replica` (a vLLM process) | `InProcessEngine` (no process)."""
 
     @property
     def engine(self) -> Engine:
-        """Raises EngineUnavailable while it is down."""
+        """The running engine. Raises EngineUnavailable while it is down."""
         ...
 
     @property
@@ -27,45 +28,47 @@ class EngineHost(Protocol):
 
     @property
     def lora_rank(self) -> int:
-        """The largest rank of an adapter that it takes beside its weights; 0: it takes none."""
+        """The largest rank of an adapter that the engine can load; 0: it loads none."""
         ...
 
     async def start(self, checkpoint: Path, version: str) -> None:
         """Serve a checkpoint from scratch, whatever ran before. Raises EngineError, SetupError."""
         ...
 
-    async def stop(self) -> None: ...
-
-    def lacks(self, checkpoint: Path) -> str:
-        """What this host has too little of to start it beside all else; "": it has enough."""
+    async def stop(self) -> None:
+        """End the engine's process."""
         ...
 
-    async def died(self) -> None:
-        """Return when it has ended without having been asked to."""
+    def missing_resource(self, checkpoint: Path) -> str:
+        """Name the resource that this machine lacks to start one more engine; "": none."""
         ...
 
-    async def answers(self) -> None:
-        """Return when the engine itself has said something. Raises EngineError."""
+    async def wait_until_dead(self) -> None:
+        """Return when the process has ended and `stop` was not called."""
         ...
 
-    def trouble(self) -> str:
-        """What its present or last process died of, in a line; "" where it said nothing."""
+    async def check_alive(self) -> None:
+        """Return when the engine itself has answered. Raises EngineError."""
         ...
 
-    async def adapt(self, checkpoint: Path, name: str) -> Engine:
-        """Load a checkpoint's adapter beside the weights; returns what answers under it.
+    def death_reason(self) -> str:
+        """Say in one line why the present or last process died; "" where it left no reason."""
+        ...
+
+    async def load_adapter(self, checkpoint: Path, name: str) -> Engine:
+        """Load a checkpoint's adapter beside the weights; return the engine that answers with it.
 
         `name` begins with the version and was never used before. Raises EngineError.
         """
         ...
 
-    async def release(self, name: str) -> None:
-        """Unload an adapter that no request is in flight under. Raises EngineError."""
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter that has no request in flight. Raises EngineError."""
         ...
 
 
 class InProcessEngine:
-    """An engine in this process, such as ScriptedEngine: there is no other that could die."""
+    """An engine in this process, such as ScriptedEngine. No other process can die."""
 
     pid: int | None = None
     port: int | None = None
@@ -79,28 +82,28 @@ class InProcessEngine:
         await self.engine.load(checkpoint, version)
 
     async def stop(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: there is no process to end."""
 
-    def lacks(self, checkpoint: Path) -> str:
-        """It is here already."""
+    def missing_resource(self, checkpoint: Path) -> str:
+        """Return "": starting costs nothing."""
         return ""
 
-    async def died(self) -> None:
-        """Wait for ever."""
+    async def wait_until_dead(self) -> None:
+        """Never return."""
         await asyncio.Event().wait()
 
-    async def answers(self) -> None:
-        """It is in this process, which runs."""
+    async def check_alive(self) -> None:
+        """Return at once: this process runs."""
 
-    def trouble(self) -> str:
-        """It has no process that could die."""
+    def death_reason(self) -> str:
+        """Return "": no process can die."""
         return ""
 
-    async def adapt(self, checkpoint: Path, name: str) -> Engine:
-        """A copy of the engine that has loaded the checkpoint, and shares all else."""
+    async def load_adapter(self, checkpoint: Path, name: str) -> Engine:
+        """Return a copy of the engine that has loaded the checkpoint and shares all else."""
         adapted = copy.copy(self.engine)
         await adapted.load(checkpoint, name.partition(" ")[0])
         return adapted
 
-    async def release(self, name: str) -> None:
-        """Nothing is to be ended."""
+    async def unload_adapter(self, name: str) -> None:
+        """Do nothing: the copy is garbage-collected."""

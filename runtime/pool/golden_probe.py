@@ -1,6 +1,7 @@
-"""The golden probe: do the weights that answer here give the logprobs the trainer got?
+"""Golden probe: prove that a replica serves the weights of a checkpoint.
 
-pool.py proves each version with it before the version serves.
+A probe holds prompts with the logprobs that the trainer computed. replica_slot.py and
+lora_adapters.py compare the replica's own with them before a version serves.
 """
 
 import asyncio
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cray_agents.errors import Corrupt, SwapError
-from cray_agents.ports import Engine, golden
+from cray_agents.ports import Engine, probe_token_ids
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry.checkpoints import ADAPTER, MANIFEST, verify
 
-#: Files that a running server has read and cannot read again. Weights are not among them.
-_FIXED = (
+#: Files that a server reads at its start alone; weights can be replaced later.
+_READ_AT_START = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -25,7 +26,7 @@ _FIXED = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_HARMLESS = ("transformers_version", "_name_or_path")  # in config.json
+_IGNORED_KEYS = ("transformers_version", "_name_or_path")  # of config.json, when comparing
 
 
 async def prove(
@@ -33,7 +34,7 @@ async def prove(
 ) -> ProbeReport:
     """Score the probe and compare. Raises SwapError, EngineError if the engine cannot score it."""
     started = time.perf_counter()
-    scores = await engine.score(golden(probe))
+    scores = await engine.score(probe_token_ids(probe))
     worst = 0.0
     for prompt, score in zip(probe, scores, strict=True):
         if len(score) != len(prompt.logprobs):
@@ -59,47 +60,50 @@ async def prove(
 
 
 def was_trained(checkpoint: Path) -> bool:
-    """Whether the checkpoint's manifest names a training job: then it must bring a probe."""
-    return bool(_object(checkpoint / "manifest.json").get("job"))
+    """Tell whether the manifest names a training job, which must bring a probe."""
+    return bool(_read_object(checkpoint / "manifest.json").get("job"))
 
 
 def weights_of(checkpoint: Path) -> str:
-    """The hash of its weights, or its path where no manifest tells it."""
-    return str(_object(checkpoint / "manifest.json").get("weights_sha256") or checkpoint)
+    """Return the hash of the weights, or the path where no manifest records one."""
+    return str(_read_object(checkpoint / "manifest.json").get("weights_sha256") or checkpoint)
 
 
 def parent_of(checkpoint: Path) -> str | None:
-    """The hash of the weights that a job trained it from; None where no manifest tells it."""
-    parent = _object(checkpoint / "manifest.json").get("parent_sha256")
+    """Return the hash of the weights that the job started from; None where none is recorded."""
+    parent = _read_object(checkpoint / "manifest.json").get("parent_sha256")
     return str(parent) if parent else None
 
 
 def stored_type(checkpoint: Path) -> str:
-    """What its config.json says its weights are stored as."""
-    config = _object(checkpoint / "config.json")
+    """Return the dtype of the stored weights, by config.json."""
+    config = _read_object(checkpoint / "config.json")
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def adapter_rank(checkpoint: Path) -> int:
-    """The rank of the adapter that it holds beside its weights; 0: it holds none."""
-    rank = _object(checkpoint / ADAPTER / "adapter_config.json").get("r")
+    """Return the rank of the checkpoint's adapter; 0: it has none."""
+    rank = _read_object(checkpoint / ADAPTER / "adapter_config.json").get("r")
     return rank if isinstance(rank, int) else 0
 
 
 def same_shape(one: Path, other: Path) -> bool:
-    """Whether weights of one checkpoint fit a server started on the other: config and tokenizer."""
+    """Tell whether a server started on one checkpoint can load the other's weights.
+
+    Compares config.json and the tokenizer's files.
+    """
     return _config(one) == _config(other) and all(
-        _content(one / name) == _content(other / name) for name in _FIXED
+        _content(one / name) == _content(other / name) for name in _READ_AT_START
     )
 
 
 def _config(checkpoint: Path) -> dict[str, object]:
-    config = _object(checkpoint / "config.json")
-    return {key: value for key, value in config.items() if key not in _HARMLESS}
+    config = _read_object(checkpoint / "config.json")
+    return {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
 
 
-def _object(file: Path) -> dict[str, object]:
-    """What a JSON file holds; empty if there is none. Raises Corrupt."""
+def _read_object(file: Path) -> dict[str, object]:
+    """Read a JSON object; empty if there is no file. Raises Corrupt."""
     value = checksums.parse(_content(file) or b"{}", file)
     return value if isinstance(value, dict) else {}
 
@@ -113,7 +117,7 @@ def _content(file: Path) -> bytes | None:
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """A version, where its weights are, how to prove it, and the adapters served over it."""
+    """A version with its checkpoint, its probe, and the adapters to serve beside it."""
 
     version: str
     checkpoint: Path
@@ -122,12 +126,12 @@ class LoadedVersion:
 
     @property
     def versions(self) -> list[str]:
-        """All that it answers with."""
-        return [self.version, *(held.version for held in self.beside)]
+        """The version itself and its adapters', as `name@N`."""
+        return [self.version, *(adapter.version for adapter in self.beside)]
 
     @classmethod
-    def of(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "LoadedVersion":
-        """Raises SwapError where a training job made the weights and there is no probe of them."""
+    def create(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "LoadedVersion":
+        """Build one. Raises SwapError where a job trained the weights and there is no probe."""
         if not probe and was_trained(checkpoint):
             raise SwapError(
                 f"{version} was made by a training job and brings no golden probe: it cannot "
@@ -136,10 +140,10 @@ class LoadedVersion:
         return cls(version, checkpoint, tuple(probe))
 
     @classmethod
-    async def proven(
+    async def verify_and_create(
         cls, checkpoint: Path, version: str, probe: list[ProbePrompt]
     ) -> "LoadedVersion":
-        """The same, once its files are what its manifest says: read once a process.
+        """Check the files against the manifest, once a process, and build one.
 
         Raises SwapError, which names the damaged file.
         """
@@ -148,10 +152,10 @@ class LoadedVersion:
                 await asyncio.to_thread(verify, checkpoint)
             except (Corrupt, OSError) as error:
                 raise SwapError(f"{version} was not loaded: {error}") from error
-        return cls.of(checkpoint, version, probe)
+        return cls.create(checkpoint, version, probe)
 
     def fits(self, new: "LoadedVersion") -> bool:
-        """Whether `new` can take its place in a running process. Raises SwapError."""
+        """Tell whether a process that runs this version can load `new`. Raises SwapError."""
         try:
             return same_shape(self.checkpoint, new.checkpoint)
         except (Corrupt, OSError) as error:

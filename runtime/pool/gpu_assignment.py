@@ -1,7 +1,8 @@
-"""Which GPUs each replica of this host gets: its own, told by CUDA_VISIBLE_DEVICES.
+"""GPU assignment: give each replica of this host its own GPUs by CUDA_VISIBLE_DEVICES.
 
-Without that, every vLLM would take the first ones. Called by cli/compose.py; replica.py sets it.
-Where the trainer trains on the same GPUs, name those that serve by CUDA_VISIBLE_DEVICES.
+Without that variable every vLLM would take the first GPUs. Called by cli/platform/compose.py;
+vllm_replica.py sets the variable. To keep some GPUs for the trainer, start the platform with a
+CUDA_VISIBLE_DEVICES that names the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from math import prod
 from cray_agents.errors import BadInput, SetupError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: vLLM's flags whose product is how many GPUs one server takes.
+#: vLLM's parallelism flags, with short forms: one server takes the product of their values in GPUs.
 _SIZES = {
     "--tensor-parallel-size": ("-tp",),
     "--pipeline-parallel-size": ("-pp",),
@@ -21,29 +22,29 @@ _SIZES = {
 _FLAGS = {flag: name for name, short in _SIZES.items() for flag in (name, *short)}
 
 
-def shares(
+def assign_gpus(
     replicas: int,
     engine_args: Sequence[str],
     environment: Mapping[str, str],
-    here: int,
+    gpu_count: int,
 ) -> list[str]:
-    """Each replica's CUDA_VISIBLE_DEVICES, on a host with so many GPUs `here`.
+    """Return each replica's CUDA_VISIBLE_DEVICES on a host with `gpu_count` GPUs.
 
-    Only what `environment` shows is shared out. Raises SetupError where there are too few.
+    Only GPUs visible in `environment` are assigned. Raises SetupError where there are too few.
     """
-    each, there = size(engine_args), visible(environment, here)
-    if len(there) < replicas * each:
-        shown = f"{VISIBLE}={environment[VISIBLE]}" if VISIBLE in environment else "this host"
+    each, gpus = gpus_per_server(engine_args), visible_gpus(environment, gpu_count)
+    if len(gpus) < replicas * each:
+        owner = f"{VISIBLE}={environment[VISIBLE]}" if VISIBLE in environment else "this host"
         raise SetupError(
-            f"{replicas} replica(s) of {each} GPU(s) each need {replicas * each}, and {shown} has "
-            f"{len(there)}: fewer --replicas, less parallelism in engine_args, or name the GPUs "
+            f"{replicas} replica(s) of {each} GPU(s) each need {replicas * each}, and {owner} has "
+            f"{len(gpus)}: fewer --replicas, less parallelism in engine_args, or name the GPUs "
             f"with {VISIBLE}"
         )
-    return [",".join(there[n * each : (n + 1) * each]) for n in range(replicas)]
+    return [",".join(gpus[n * each : (n + 1) * each]) for n in range(replicas)]
 
 
-def size(engine_args: Sequence[str]) -> int:
-    """How many GPUs a server with these flags takes. Raises BadInput for one that is no number."""
+def gpus_per_server(engine_args: Sequence[str]) -> int:
+    """Return how many GPUs one server takes by its flags. Raises BadInput for a bad number."""
     words = [*(word for arg in engine_args for word in arg.split("=", 1)), ""]
     sizes = dict.fromkeys(_SIZES, 1)
     for flag, value in pairwise(words):
@@ -56,13 +57,13 @@ def size(engine_args: Sequence[str]) -> int:
     return prod(sizes.values())
 
 
-def visible(environment: Mapping[str, str], here: int) -> list[str]:
-    """The GPUs that CUDA shows: by number or UUID; what follows on one that is none is hidden."""
+def visible_gpus(environment: Mapping[str, str], gpu_count: int) -> list[str]:
+    """Return the GPUs visible to CUDA, by number or UUID; an empty or negative entry ends them."""
     if VISIBLE not in environment:
-        return [str(number) for number in range(here)]
-    shown: list[str] = []
+        return [str(number) for number in range(gpu_count)]
+    gpus: list[str] = []
     for name in map(str.strip, environment[VISIBLE].split(",")):
         if not name or name.startswith("-"):
             break
-        shown.append(name)
-    return shown
+        gpus.append(name)
+    return gpus

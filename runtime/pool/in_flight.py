@@ -1,7 +1,7 @@
-"""Occupancy: the requests in flight at a replica, by the version that answers them.
+"""Requests in flight: count them at a replica, by the version that answers them.
 
-pool.py enters one for each request; seat.py and adapters.py wait for those to end whose version is
-to go.
+pool.py counts each request. replica_slot.py and lora_adapters.py wait until a version that they
+unload has none left.
 """
 
 import asyncio
@@ -13,37 +13,49 @@ from contextlib import contextmanager
 from cray_agents.errors import Overtaken
 
 
-class News:
-    """Wakes all who wait, each time something changed. Not a Condition: telling never waits."""
+class ChangeNotifier:
+    """Wake every waiter on each change. Unlike asyncio.Condition, notify() needs no lock."""
 
     def __init__(self) -> None:
-        self.overtaking = 0  # rollbacks that wait for their turn
+        self._rollbacks_waiting = 0
         self._next = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
+        """Wake every waiter."""
         self._next.set()
         self._next = asyncio.Event()
 
     async def wait(self) -> None:
+        """Return at the next change."""
         await self._next.wait()
 
-    def give_way(self, version: str) -> None:
-        """Raises Overtaken where a rollback waits: the version was not loaded."""
-        if self.overtaking:
+    @contextmanager
+    def rollback_waiting(self) -> Iterator[None]:
+        """Count one more waiting rollback, and wake every waiter so that it aborts."""
+        self._rollbacks_waiting += 1
+        self.notify()
+        try:
+            yield
+        finally:
+            self._rollbacks_waiting -= 1
+
+    def abort_if_rollback_waits(self, version: str) -> None:
+        """Raise Overtaken where a rollback waits; the message names the version not loaded."""
+        if self._rollbacks_waiting:
             raise Overtaken(f"{version} was not loaded: a rollback came first. Ask again")
 
-    async def until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Return when it holds. Raises TimeoutError."""
+    async def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Return when the condition holds. Raises TimeoutError."""
         async with asyncio.timeout(seconds):
             while not condition():
                 await self.wait()
 
 
-class Occupancy:
-    """Counts requests; `news` is told when the last one of a version has ended."""
+class InFlightRequests:
+    """Counts of requests by version; `notifier` fires when a version's last request has ended."""
 
-    def __init__(self, news: News) -> None:
-        self._news = news
+    def __init__(self, notifier: ChangeNotifier) -> None:
+        self._notifier = notifier
         self._requests = Counter[str]()
         self._busy, self._busy_since = 0.0, 0.0
 
@@ -52,18 +64,18 @@ class Occupancy:
         """Requests in flight."""
         return self._requests.total()
 
-    def under(self, version: str) -> int:
-        """Requests in flight that a version answers."""
+    def count_for(self, version: str) -> int:
+        """Return how many requests in flight a version answers."""
         return self._requests[version]
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds with a request in flight, so far."""
+        """Seconds so far with at least one request in flight."""
         return self._busy + (time.monotonic() - self._busy_since if self.total else 0.0)
 
     @contextmanager
-    def occupied(self, version: str) -> Iterator[None]:
-        """A request is in flight."""
+    def track(self, version: str) -> Iterator[None]:
+        """Count a request as in flight while the block runs."""
         if not self.total:
             self._busy_since = time.monotonic()
         self._requests[version] += 1
@@ -76,4 +88,4 @@ class Occupancy:
                 self._busy = busy
             if not self._requests[version]:
                 del self._requests[version]
-                self._news.tell()
+                self._notifier.notify()

@@ -1,9 +1,10 @@
-"""Adapters: the versions that a replica serves beside its weights, each one loaded and proven.
+"""LoRA adapters: the versions beside a replica's weights, each loaded and proven.
 
-A version that a LoRA job made is an adapter over its parent's weights, and the two merged. seat.py
-loads the adapter where the replica holds the parent: requests in flight go on, nobody waits, and to
-promote it or to roll back changes no more than the name that requests are given. Elsewhere the
-merged weights are loaded, as of any version. Read next: proof.py; vllm_engine.py, what a name is.
+A LoRA job writes a version as an adapter over its parent's weights, and as the two merged.
+replica_slot.py loads the adapter where the replica holds the parent. Requests in flight then go on,
+nobody waits, and a promotion or a rollback only changes the name that requests are given. Elsewhere
+the merged weights are loaded, as for any version. Read next: golden_probe.py; vllm_engine.py, which
+explains the names.
 """
 
 import logging
@@ -32,59 +33,63 @@ from cray_agents.runtime.pool.golden_probe import (
     stored_type,
     weights_of,
 )
-from cray_agents.runtime.pool.in_flight import News, Occupancy
+from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 
 log = logging.getLogger(__name__)
 
-SLOTS = 4  # the incumbent, what a rollback would want, a canary, a candidate
+MAX_ADAPTERS = 4  # the incumbent, the version before it, a canary, a candidate
 
 _TRIES = 2
-_ROUNDING = 1e-2  # what merging into 16 bits may change of a logprob
+_ROUNDING = 1e-2  # largest change of a logprob by merging into 16 bits
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A version in one process. `name` is what the engine calls it, in this load alone."""
+class LoadedAdapter:
+    """An adapter in one process. `name` is the engine's name for this one load."""
 
-    held: LoadedVersion
+    loaded: LoadedVersion
     name: str
     engine: Engine
     report: ProbeReport
 
 
 class Adapters:
-    """What the present process of a host serves beside its weights."""
+    """The adapters that an engine host's present process serves beside its weights."""
 
     def __init__(
-        self, host: EngineHost, tolerance: float, occupancy: Occupancy, news: News
+        self,
+        engine_host: EngineHost,
+        tolerance: float,
+        requests: InFlightRequests,
+        notifier: ChangeNotifier,
     ) -> None:
-        self._host = host
+        self._engine_host = engine_host
         self._tolerance = tolerance
-        self._occupancy = occupancy
-        self._news = news
-        self._loaded: dict[str, Loaded] = {}
+        self._requests = requests
+        self._notifier = notifier
+        self._adapters: dict[str, LoadedAdapter] = {}
 
-    def get(self, version: str) -> Loaded | None:
-        """A version that is loaded and proven."""
-        return self._loaded.get(version)
+    def get(self, version: str) -> LoadedAdapter | None:
+        """Return a version's adapter if it is loaded and proven."""
+        return self._adapters.get(version)
 
     @property
     def versions(self) -> list[str]:
-        """What is loaded, oldest first."""
-        return list(self._loaded)
+        """The loaded versions as `name@N`, oldest first."""
+        return list(self._adapters)
 
     @property
-    def held(self) -> tuple[LoadedVersion, ...]:
-        """The same, with what loads it again."""
-        return tuple(loaded.held for loaded in self._loaded.values())
+    def loaded(self) -> tuple[LoadedVersion, ...]:
+        """The loaded versions as `LoadedVersion`s, which `restore` takes."""
+        return tuple(adapter.loaded for adapter in self._adapters.values())
 
     def fits(self, base: LoadedVersion, new: LoadedVersion) -> bool:
-        """Whether `new` is an adapter over these weights that can be loaded. Raises SwapError."""
+        """Tell whether `new` can be loaded as an adapter over these weights. Raises SwapError."""
         try:
-            # a probe is of the merged weights: rounded to 16 bits, they are not what 32 bits get
+            # the probe is of the merged weights: in 16 bits these are rounded, the adapter is not
             exact = self._tolerance > _ROUNDING or stored_type(new.checkpoint) == "float32"
             return (
-                0 < adapter_rank(new.checkpoint) <= self._host.lora_rank
+                0 < adapter_rank(new.checkpoint) <= self._engine_host.lora_rank
                 and exact
                 and parent_of(new.checkpoint) == weights_of(base.checkpoint)
                 and same_shape(base.checkpoint, new.checkpoint)
@@ -93,7 +98,10 @@ class Adapters:
             raise SwapError(f"{new.version} was not loaded: {error}") from error
 
     async def load(self, new: LoadedVersion) -> ProbeReport:
-        """Load and prove it, twice if need be. Raises SwapError, EngineUnavailable: it is gone."""
+        """Load and prove an adapter, in two tries.
+
+        Raises SwapError, and EngineUnavailable where the engine is gone.
+        """
         failures = []
         for _ in range(_TRIES):
             try:
@@ -108,66 +116,67 @@ class Adapters:
         )
 
     async def _load(self, new: LoadedVersion) -> ProbeReport:
-        # no name is used twice: the keys of vLLM's prefix cache are made of it
+        # no name is used twice: vLLM's prefix cache is keyed by it
         name = f"{new.version} {weights_of(new.checkpoint)} {secrets.token_hex(8)}"
         started = time.monotonic()
-        engine = await self._host.adapt(new.checkpoint, name)
+        engine = await self._engine_host.load_adapter(new.checkpoint, name)
         seconds = time.monotonic() - started
         try:
             report = await prove(engine, new.version, list(new.probe), self._tolerance)
         except CrayError:
-            await self._release(name)
+            await self._unload_adapter(name)
             raise
         report = report.model_copy(update={"seconds": {"load": seconds, **report.seconds}})
-        self._loaded[new.version] = Loaded(new, name, engine, report)
-        self._news.tell()
+        self._adapters[new.version] = LoadedAdapter(new, name, engine, report)
+        self._notifier.notify()
         return report
 
     async def make_room(self, new: LoadedVersion, kept: Collection[str], seconds: float) -> None:
-        """Let one more be loaded: unload all but `kept`, once no request needs them.
+        """Unload adapters that are idle and not `kept` until one more can be loaded.
 
-        Raises PoolBusy when there is no room after so long; Overtaken.
+        Raises PoolBusy when there is no room after `seconds`; Overtaken where a rollback waits.
         """
 
         def idle() -> bool:
-            self._news.give_way(new.version)
+            self._notifier.abort_if_rollback_waits(new.version)
             return bool(self._idle(kept))
 
-        while len(self._loaded) >= SLOTS:
+        while len(self._adapters) >= MAX_ADAPTERS:
             try:
-                await self._news.until(idle, seconds)
+                await self._notifier.wait_until(idle, seconds)
             except TimeoutError:
                 raise PoolBusy(
-                    f"there is no room for the adapter of {new.version}: {', '.join(self._loaded)} "
-                    f"are loaded, and each is needed or was answering requests for {seconds:g} s"
+                    f"there is no room for the adapter of {new.version}: "
+                    f"{', '.join(self._adapters)} are loaded, and each is needed or was answering "
+                    f"requests for {seconds:g} s"
                 ) from None
             await self.unload(kept)
 
     async def unload(self, kept: Collection[str] = ()) -> None:
-        """Unload all but `kept` that no request is in flight under."""
+        """Unload all adapters but `kept` and those with a request in flight."""
         for version in self._idle(kept):
-            await self._release(self._loaded.pop(version).name)
+            await self._unload_adapter(self._adapters.pop(version).name)
 
-    def forget(self) -> None:
-        """The process is gone, and all that was loaded into it."""
-        self._loaded.clear()
+    def clear(self) -> None:
+        """Drop all entries: the process that held the adapters is gone."""
+        self._adapters.clear()
 
-    async def _release(self, name: str) -> None:
+    async def _unload_adapter(self, name: str) -> None:
         try:
-            await self._host.release(name)
-        except EngineError as error:  # nobody asks for that name any more
+            await self._engine_host.unload_adapter(name)
+        except EngineError as error:  # harmless: no later request uses that name
             log.error("an adapter could not be unloaded: %s", error)
 
     def _idle(self, kept: Collection[str]) -> list[str]:
-        return [v for v in self._loaded if v not in kept and not self._occupancy.under(v)]
+        return [v for v in self._adapters if v not in kept and not self._requests.count_for(v)]
 
-    async def restore(self, wanted: Collection[LoadedVersion]) -> None:
-        """Load again what a former process held; what cannot be proven is left out, loudly.
+    async def restore(self, versions: Collection[LoadedVersion]) -> None:
+        """Load the adapters of a former process again. Raises EngineUnavailable.
 
-        Raises EngineUnavailable.
+        An adapter that cannot be proven is left out, and an error is logged.
         """
-        for held in wanted:
+        for version in versions:
             try:
-                await self.load(held)
+                await self.load(version)
             except SwapError as error:
-                log.error("%s is not served any more by this replica: %s", held.version, error)
+                log.error("%s is not served any more by this replica: %s", version.version, error)

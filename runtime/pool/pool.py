@@ -1,8 +1,8 @@
-"""Pool: the replicas, which version each holds, and how a version is changed with no request lost.
+"""Pool: route each request to a replica of its version, and change versions without losses.
 
-The gateway calls `answer`, `stage`, `swap` and `status`. A version is admitted to serve on a
-replica only after its golden probe matched there (proof.py). This module routes requests; roll.py
-knows which replica changes when, seat.py how one changes or revives.
+The gateway calls `answer`, `stage`, `swap` and `status`. A replica serves a version only after the
+golden probe matched there (golden_probe.py). This module routes requests and decides which replica
+changes when. Read next: replica_slot.py, the change of one replica.
 """
 
 import asyncio
@@ -33,122 +33,124 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
-from cray_agents.runtime.pool.in_flight import News
+from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.replica_slot import ReplicaSlot
 
 
-async def roll(
-    seats: Sequence[ReplicaSlot], new: LoadedVersion, *, keep: bool, needed: Collection[str] = ()
+async def rolling_swap(
+    slots: Sequence[ReplicaSlot], new: LoadedVersion, *, keep: bool, protected: Collection[str] = ()
 ) -> ProbeReport:
-    """Let all seats hold a version; those that serve it already are left alone.
+    """Load a version on all slots, one after the other; slots that serve it are left alone.
 
-    `keep` and `needed`: see `Seat.change`.
-    Returns the worst report; all passed. A replica that cannot prove what others could is left
-    out. Raises SwapError if none could: then each serves what it served before. Raises Overtaken
-    where a rollback waits: then those that had not begun serve what they served before.
+    `keep` and `protected`: see `ReplicaSlot.change`. Returns the worst report; all passed. A
+    replica that fails to prove a version that another has proven is left out.
+
+    Raises SwapError if none proved it; each then serves its former version. Raises Overtaken where
+    a rollback waits; slots that had not begun then keep their former version.
     """
     reports: list[ProbeReport] = []
     failed: list[tuple[ReplicaSlot, SwapError]] = []
-    for seat in sorted(seats, key=lambda s: (new.version not in s.versions, bool(s.versions))):
-        if (report := seat.turn_to(new.version)) is not None:
+    for slot in sorted(slots, key=lambda s: (new.version not in s.versions, bool(s.versions))):
+        if (report := slot.select_version(new.version)) is not None:
             reports.append(report)
             continue
         try:
-            reports.append(await seat.change(new, keep=keep, go_back=not reports, needed=needed))
+            report = await slot.change(new, keep=keep, go_back=not reports, protected=protected)
+            reports.append(report)
         except Overtaken:
             raise
         except SwapError as error:
-            failed.append((seat, error))
+            failed.append((slot, error))
     if not reports:
         errors = [error for _, error in failed]
         raise next((error for error in errors if not isinstance(error, PoolBusy)), errors[0])
-    for seat, why in failed:
-        if seat.state != "out":  # it went back when nobody had proven the new version yet
-            await seat.leave_out(new, str(why))
+    for slot, why in failed:
+        if slot.state != "out":  # it failed first, and went back to its former version
+            await slot.leave_out(new, str(why))
     return max(reports, key=lambda report: report.max_logprob_diff)
 
 
-async def stage(
-    seats: Sequence[ReplicaSlot],
+async def stage_on_one_slot(
+    slots: Sequence[ReplicaSlot],
     new: LoadedVersion,
-    needed: Collection[str],
+    protected: Collection[str],
     *,
     former: str,
     keep: bool,
 ) -> ProbeReport:
-    """Let one seat hold a candidate: the least busy that the needed versions can do without.
+    """Load a candidate on one slot: the least busy that no protected version depends on.
 
-    Where it is an adapter over what seats hold, any of them will do, and of the adapters there
-    `former` stays too.
-    Where one that served nothing cannot prove it, that seat is to blame, and the next is asked.
-    Raises SwapError; PoolBusy when there is none to spare.
+    An adapter over the weights of any slot is loaded there; that keeps the adapter of `former` too.
+    If a slot that served nothing fails to prove the candidate, the next one is tried.
+    Raises SwapError; PoolBusy when no slot is free.
     """
-    over = sorted(
-        (seat for seat in seats if seat.adapts(new)),
-        key=lambda seat: (seat.version in needed, seat.in_flight),
+    adaptable = sorted(
+        (slot for slot in slots if slot.can_load_as_adapter(new)),
+        key=lambda slot: (slot.version in protected, slot.in_flight),
     )
-    if over:
-        return await over[0].change(new, needed={former, *needed})
-    left = list(seats)
-    free = spare(left, needed)
+    if adaptable:
+        return await adaptable[0].change(new, protected={former, *protected})
+    untried = list(slots)
+    free = find_free_slots(untried, protected)
     if not free:
         raise PoolBusy(
             f"no replica can be spared: each is the only one that serves one of "
-            f"{', '.join(sorted(needed))}. Start the platform with more --replicas, or end the "
+            f"{', '.join(sorted(protected))}. Start the platform with more --replicas, or end the "
             "canary first"
         )
     while True:
-        seat, served = free[0], free[0].versions
+        slot, served = free[0], free[0].versions
         try:
-            return await seat.change(new, keep=keep)
+            return await slot.change(new, keep=keep)
         except Overtaken:
             raise
         except SwapError:
-            left.remove(seat)
-            free = spare(left, needed)
+            untried.remove(slot)
+            free = find_free_slots(untried, protected)
             if served or not free:
                 raise
 
 
-def spare(seats: Sequence[ReplicaSlot], needed: Collection[str]) -> list[ReplicaSlot]:
-    """The seats of which any can be taken while each needed version is served on; best first."""
-    count = Counter(version for seat in seats for version in seat.versions)
-    used = {seat: [v for v in seat.versions if v in needed] for seat in seats}
-    free = [seat for seat in seats if all(count[v] > 1 for v in used[seat])]
-    return sorted(free, key=lambda seat: (bool(used[seat]), seat.in_flight))
+def find_free_slots(slots: Sequence[ReplicaSlot], protected: Collection[str]) -> list[ReplicaSlot]:
+    """Return the slots that can change while every protected version stays served, best first."""
+    count = Counter(version for slot in slots for version in slot.versions)
+    used = {slot: [v for v in slot.versions if v in protected] for slot in slots}
+    free = [slot for slot in slots if all(count[v] > 1 for v in used[slot])]
+    return sorted(free, key=lambda slot: (bool(used[slot]), slot.in_flight))
 
 
-Wanted = str | Callable[[], str]  # name@N, or what to ask for it each time a replica could serve
-SwapMode = Literal["drain", "keep"]  # what requests in flight do when weights change
+Wanted = str | Callable[[], str]  # name@N, or a function that is called again at each attempt
+SwapMode = Literal["drain", "keep"]  # drain: requests in flight end before weights change
 
-_RETRY = 0.2  # seconds before a request is given to a replica again after one was unavailable
+_RETRY = 0.2  # seconds to wait for news of a replica's death before a request is sent again
 _DEATHS = 2  # of engines, with the same request in flight
 
 
-class _Suspicion:
-    """Whether a request is what engines died of, by who was there when they did.
+class _DeathSuspicion:
+    """A request's part in the deaths of engines.
 
-    One that was there alone twice has killed them. One that was there twice in company is asked
-    again when no other such one is, and has killed the engine that dies then.
+    A request that was in flight alone at two deaths killed those engines. A request that was in
+    flight with others at two deaths is a suspect. Suspects are sent again one at a time, under
+    `lock`; the one in flight at the next death killed that engine.
     """
 
-    def __init__(self, turn: asyncio.Lock) -> None:
-        self._turn = turn
-        self._holds = False
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
+        self._has_lock = False
         self._deaths = 0
         self._alone = 0
 
     async def wait(self) -> None:
-        """Return when it may be asked (again)."""
-        if self._deaths >= _DEATHS and not self._holds:
-            await self._turn.acquire()
-            self._holds = True
+        """Return when the request may be sent (again)."""
+        if self._deaths >= _DEATHS and not self._has_lock:
+            await self._lock.acquire()
+            self._has_lock = True
 
     def add(self, alone: bool, why: str) -> None:
-        """An engine died with it. Raises EngineError if it is to blame."""
+        """Count a death with this request in flight. Raises EngineError if it is to blame."""
         self._deaths += 1
         self._alone += alone
-        if self._holds or self._alone >= _DEATHS:
+        if self._has_lock or self._alone >= _DEATHS:
             raise EngineError(
                 f"the engine died {self._deaths} times while it answered this request, which is not"
                 f" sent to it again: {why}",
@@ -157,26 +159,32 @@ class _Suspicion:
             )
 
     def end(self) -> None:
-        """It is over: the next one's turn."""
-        if self._holds:
-            self._turn.release()
+        """Let the next suspect be sent: this request has ended."""
+        if self._has_lock:
+            self._lock.release()
 
 
 class Pool:
-    """Replicas behind one door. `hosts` are `Replica`s, or `Resident`s around a scripted engine.
+    """The replicas of a platform, and the routing of requests to them.
 
-    `tolerance`: largest allowed |logprob difference| on a probe; 1e-3 suits float32, 0.1 bf16 and
-    fp16. `wait_timeout`: seconds a request waits for its version. `drain_timeout`: seconds a swap
-    waits for the requests in flight before it gives up and changes nothing. `swap_mode` "keep":
-    it does not wait, and they go on under the new weights; `Sampled.seams` tell where.
-    `silence_timeout`: seconds after which a replica that says nothing is given up and restarted.
-    `spares` are started when a version is asked for that no other holds (`load_beside`), and ended
-    when nobody asked for `spare_seconds`; no promotion and no candidate is loaded there.
+    Args:
+        engines: one `Replica` each, or an `InProcessEngine` around a scripted engine.
+        tolerance: largest allowed |logprob difference| on a probe; 1e-3 suits float32, 0.1 bf16
+            and fp16.
+        wait_timeout: seconds that a request waits for its version.
+        drain_timeout: seconds that a swap waits for the requests in flight. After that it changes
+            nothing.
+        swap_mode: "drain" waits for requests in flight. "keep" lets them go on under the new
+            weights; `SampledSequence.seams` record the positions of the changes.
+        silence_timeout: seconds after which a silent replica is restarted.
+        spares: replicas that start when a request names a version that no other holds
+            (`load_beside`). No promoted version and no candidate is loaded on them.
+        spare_seconds: seconds without a request after which a spare replica is ended.
     """
 
     def __init__(
         self,
-        hosts: Sequence[EngineHost],
+        engines: Sequence[EngineHost],
         *,
         tolerance: float = 1e-3,
         wait_timeout: float = 120.0,
@@ -186,178 +194,175 @@ class Pool:
         spares: Sequence[EngineHost] = (),
         spare_seconds: float = 600.0,
     ) -> None:
-        self._news = News()
-        self._seats = [ReplicaSlot(host, tolerance, drain_timeout, self._news) for host in hosts]
-        self._spares = [ReplicaSlot(host, tolerance, drain_timeout, self._news) for host in spares]
-        self._all = [*self._seats, *self._spares]
+        self._notifier = ChangeNotifier()
+        limits = (tolerance, drain_timeout, self._notifier)
+        self._slots = [ReplicaSlot(engine, *limits) for engine in engines]
+        self._spares = [ReplicaSlot(engine, *limits) for engine in spares]
+        self._all = [*self._slots, *self._spares]
         self._spare_seconds = spare_seconds
         self.swap_mode: SwapMode = swap_mode
-        self._incumbent = ""  # the version that all replicas were last given
-        self._former = ""  # ... before: what a rollback would want
-        self._candidate = ""  # the version that was staged last
+        self._incumbent = ""  # the version most recently loaded on all replicas
+        self._former = ""  # the incumbent before, for a rollback
+        self._candidate = ""  # the version most recently staged
         self._wait_timeout = wait_timeout
         self._silence_timeout = silence_timeout
-        self._suspects = asyncio.Lock()  # they are asked again one at a time
+        self._suspects = asyncio.Lock()  # suspect requests are sent again one at a time
         self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> None:
         """Start all replicas on a version and prove it. Raises SetupError, EngineError, SwapError.
 
-        From then on, a replica that dies is brought back with what it held, until `stop`.
+        Until `stop`, a replica that dies is brought back with the versions it held.
         """
-        held = await LoadedVersion.proven(checkpoint, version, probe)
+        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
         self._incumbent = self._candidate = version
         try:
             async with asyncio.TaskGroup() as group:
-                for seat in self._seats:
-                    group.create_task(seat.open(held))
+                for slot in self._slots:
+                    group.create_task(slot.open(loaded))
         except ExceptionGroup as errors:
             await self.stop()
             raise errors.exceptions[0] from None
-        for seat in self._all:
-            self._spawn(seat.keep())
-            self._spawn(seat.watch(self._silence_timeout))
-        for seat in self._spares:
-            self._spawn(self._end_when_idle(seat))
+        for slot in self._all:
+            self._spawn(slot.keep_alive())
+            self._spawn(slot.watch_for_silence(self._silence_timeout))
+        for slot in self._spares:
+            self._spawn(self._end_when_idle(slot))
 
     async def stop(self) -> None:
         """End all replicas; requests in flight fail."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(seat.close() for seat in self._all))
+        await asyncio.gather(*(slot.close() for slot in self._all))
 
     def wake(self) -> None:
-        """A name's meaning has changed: let waiting requests ask for it again."""
-        self._news.tell()
+        """Let waiting requests look up their version again: a name's meaning has changed."""
+        self._notifier.notify()
 
     @contextmanager
-    def overtaking(self) -> Iterator[None]:
-        """Meanwhile a change under way ends with Overtaken where it would wait or go on.
+    def rollback_waiting(self) -> Iterator[None]:
+        """Make a change under way raise Overtaken while the block runs.
 
-        It waits for no request any more and begins with no further replica; one whose weights are
-        being loaded proves them first.
+        The change stops waiting for requests and starts on no further replica. A replica whose
+        weights are being loaded proves them first.
         """
-        self._news.overtaking += 1
-        self._news.tell()
-        try:
+        with self._notifier.rollback_waiting():
             yield
-        finally:
-            self._news.overtaking -= 1
 
     @property
     def ready(self) -> bool:
-        """Whether a replica can answer now."""
+        """True if a replica can answer now."""
         return self.serving > 0
 
     @property
     def serving(self) -> int:
-        """How many replicas can answer now."""
-        return sum(seat.state == "serving" for seat in self._all)
+        """The number of replicas that can answer now."""
+        return sum(slot.state == "serving" for slot in self._all)
 
     @property
     def incumbent(self) -> str:
-        """The version that all replicas were last given."""
+        """The version most recently loaded on all replicas."""
         return self._incumbent
 
     def serves(self, version: str) -> bool:
-        """Whether a replica can answer with that version now."""
-        return any(version in seat.versions for seat in self._all)
+        """Tell whether a replica can answer with a version now."""
+        return any(version in slot.versions for slot in self._all)
 
     def expects(self, version: str) -> bool:
-        """Whether a replica will answer with that version, when it has changed or come back."""
-        return any(s.held is not None and version in s.held.versions for s in self._all)
+        """Tell whether a replica answers with a version now or after a change or a restart."""
+        return any(s.loaded is not None and version in s.loaded.versions for s in self._all)
 
     def holds(self, version: str) -> bool:
-        """The same, of the replicas that are no spares."""
-        return any(s.held is not None and version in s.held.versions for s in self._seats)
+        """Tell the same as `expects`, of the replicas without the spare ones."""
+        return any(s.loaded is not None and version in s.loaded.versions for s in self._slots)
 
     @property
     def swapping(self) -> bool:
-        """Whether weights are being changed."""
+        """True while weights are being changed."""
         return self._swapping.locked()
 
     def status(self) -> list[dict[str, Any]]:
-        """A dict per replica: see `Seat.status`."""
-        return [seat.status() for seat in self._seats]
+        """Return a dict per replica: see `ReplicaSlot.status`."""
+        return [slot.status() for slot in self._slots]
 
-    def spares(self) -> list[dict[str, Any]]:
-        """The same of the spares that were started."""
-        return [seat.status() for seat in self._spares if seat.held is not None]
+    def spares_status(self) -> list[dict[str, Any]]:
+        """Return a dict per spare replica that is started."""
+        return [slot.status() for slot in self._spares if slot.loaded is not None]
 
     async def load_beside(
-        self, checkpoint: Path, version: str, probe: list[ProbePrompt], needed: Collection[str]
+        self, checkpoint: Path, version: str, probe: list[ProbePrompt], protected: Collection[str]
     ) -> ProbeReport:
-        """Serve a version where it displaces nothing: as an adapter, or by a spare replica.
+        """Serve a version without displacing another: as an adapter, or on a spare replica.
 
-        `needed`: adapters that do not make room for it. Raises NotLoaded at once where that cannot
-        be; SwapError, EngineError. Once begun, it goes on if the caller is cancelled.
+        `protected`: adapters that are not unloaded to make room. A load that has begun goes on if
+        the caller is cancelled. Raises NotLoaded at once where neither way is possible; SwapError,
+        EngineError.
         """
-        held = LoadedVersion.of(checkpoint, version, probe)
-        return await asyncio.shield(self._spawn(self._load_beside(held, needed)))
+        loaded = LoadedVersion.create(checkpoint, version, probe)
+        return await asyncio.shield(self._spawn(self._load_beside(loaded, protected)))
 
-    async def _load_beside(self, new: LoadedVersion, needed: Collection[str]) -> ProbeReport:
-        needed = {self._incumbent, self._former, self._candidate, *needed}
-        over = sorted((s for s in self._seats if s.adapts(new)), key=lambda s: s.in_flight)
-        if over:
+    async def _load_beside(self, new: LoadedVersion, protected: Collection[str]) -> ProbeReport:
+        protected = {self._incumbent, self._former, self._candidate, *protected}
+        adaptable = [slot for slot in self._slots if slot.can_load_as_adapter(new)]
+        if adaptable:
+            least_busy = min(adaptable, key=lambda slot: slot.in_flight)
             with suppress(PoolBusy):
-                return await over[0].add(new, needed)
+                return await least_busy.add_adapter(new, protected)
         if not self._spares:
             raise NotLoaded(f"no replica holds {new.version}, and there is no spare one to load it")
-        seat = min(self._spares, key=lambda s: (s.state == "serving", s.in_flight))
-        if lacking := seat.lacks(new):
+        slot = min(self._spares, key=lambda s: (s.state == "serving", s.in_flight))
+        if missing := slot.missing_resource(new):
             raise NotLoaded(
                 f"no replica holds {new.version}, and a spare one cannot be started for lack of "
-                f"{lacking}"
+                f"{missing}"
             )
         try:
-            return await seat.change(new)
+            return await slot.change(new)
         finally:
-            if seat.state != "serving":
-                await seat.cool()
+            if slot.state != "serving":
+                await slot.shut_down()
 
-    async def _end_when_idle(self, seat: ReplicaSlot) -> None:
+    async def _end_when_idle(self, slot: ReplicaSlot) -> None:
         busy, since = -1.0, self._now()
         while True:
             await asyncio.sleep(self._spare_seconds / 10)
-            if seat.occupancy.busy_seconds != busy or seat.state != "serving":
-                busy, since = seat.occupancy.busy_seconds, self._now()
+            if slot.requests.busy_seconds != busy or slot.state != "serving":
+                busy, since = slot.requests.busy_seconds, self._now()
             elif self._now() - since >= self._spare_seconds:
-                await seat.cool()
+                await slot.shut_down()
 
     async def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """See `Engine.answer`; the exchange's version becomes that which answers.
+        """Answer a request: see `Engine.answer`. Sets the exchange's version to the answering one.
 
-        A replica that dies while nothing has been sent is waited for, or another one asked: to
-        sample again is safe then. But what was there when an engine died may have killed it, and is
-        not sent for ever: see `_Suspicion`. Raises EngineError and its kinds.
+        If a replica dies before anything was sent, the request is sent again: sampling again is
+        then safe. A request that may have killed the engine is not sent forever: see
+        `_DeathSuspicion`. Raises EngineError and its kinds.
         """
         deadline = self._deadline()
-        suspicion = _Suspicion(self._suspects)
+        suspicion = _DeathSuspicion(self._suspects)
         try:
             while True:
                 sent, exchange.samples = False, []
                 await suspicion.wait()
-                async with self._admit(version, deadline) as (seat, exchange.version):
-                    losses, alone = seat.losses, seat.in_flight == 1
+                async with self._admit(version, deadline) as (slot, exchange.version):
+                    losses, alone = slot.losses, slot.in_flight == 1
                     try:
-                        answer = seat.engine(exchange.version).answer(exchange)
+                        answer = slot.engine(exchange.version).answer(exchange)
                         async with aclosing(answer) as pieces:
                             async for piece in pieces:
                                 sent = True
                                 yield piece
                         return
                     except EngineUnavailable as error:
-                        if (
-                            error.status >= 500
-                        ):  # its server lives, and says that the engine does not
-                            seat.fail(losses, "its engine died")
+                        if error.status >= 500:  # the server lives, and reports a dead engine
+                            slot.fail(losses, "its engine died")
                         if sent or self._now() > deadline:
                             raise
-                        alone = alone and seat.in_flight == 1
-                if await seat.lost(losses, _RETRY):
-                    suspicion.add(alone, seat.why_lost)
+                        alone = alone and slot.in_flight == 1
+                if await slot.wait_for_loss(losses, _RETRY):
+                    suspicion.add(alone, slot.why_lost)
         finally:
             suspicion.end()
 
@@ -367,19 +372,21 @@ class Pool:
         version: str,
         probe: list[ProbePrompt],
         *,
-        needed: Collection[str] = (),
+        protected: Collection[str] = (),
         displace: bool = True,
     ) -> ProbeReport:
-        """Let one replica hold a candidate, the least busy, while the others serve on.
+        """Load a candidate on the least busy replica, while the others keep serving.
 
-        The last replica that serves the incumbent, or a `needed` version, is never taken. A single
-        replica changes in place. An adapter over what a replica holds is loaded beside that, and
-        displaces nothing. Where the version is the incumbent, the replicas that hold another one
-        go back to it. Raises SwapError: then all is as before. Displaces: not to `displace`, a
-        single replica that serves a `needed` version is not changed in place.
+        The last replica that serves the incumbent or a `protected` version is never changed. A
+        single replica changes in place. An adapter over a replica's weights is loaded beside them
+        and displaces nothing. If the version is the incumbent, replicas that hold another one load
+        it again.
+
+        Raises SwapError, with everything as before. Raises Displaces where a single replica serves
+        a `protected` version and `displace` is False.
         """
-        held = await LoadedVersion.proven(checkpoint, version, probe)
-        return await asyncio.shield(self._spawn(self._stage(held, needed, displace)))
+        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
+        return await asyncio.shield(self._spawn(self._stage(loaded, protected, displace)))
 
     async def swap(
         self,
@@ -388,43 +395,49 @@ class Pool:
         probe: list[ProbePrompt],
         *,
         replicas: Sequence[int] | None = None,
-        needed: Collection[str] = (),
+        protected: Collection[str] = (),
     ) -> ProbeReport:
-        """Let all replicas (or those of the given indexes) hold a version, one after the other.
+        """Load a version on all replicas (or on those of the given indexes), one after the other.
 
-        See `roll`. Swapped to by all, it is the incumbent. An empty probe is accepted only of a
-        checkpoint that no job made. Once begun, it goes on if the caller is cancelled. Raises
-        Displaces where a `needed` version would be served no more.
+        See `rolling_swap`. A version on all replicas becomes the incumbent. An empty probe is
+        accepted only for a checkpoint that no job trained. A swap that has begun goes on if the
+        caller is cancelled. Raises Displaces where a `protected` version would lose its last
+        replica.
         """
-        held = await LoadedVersion.proven(checkpoint, version, probe)
-        return await asyncio.shield(self._spawn(self._swap(held, replicas, needed)))
+        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
+        return await asyncio.shield(self._spawn(self._swap(loaded, replicas, protected)))
 
     async def _stage(
-        self, new: LoadedVersion, needed: Collection[str], displace: bool
+        self, new: LoadedVersion, protected: Collection[str], displace: bool
     ) -> ProbeReport:
         async with self._swapping:
-            if len(self._seats) == 1 and not displace:
-                self._check_room(self._seats, new, needed)
-            keep, needed = self.swap_mode == "keep", {self._incumbent, *needed}
-            if len(self._seats) == 1 or new.version == self._incumbent:
-                report = await roll(self._seats, new, keep=keep, needed={self._former, *needed})
+            if len(self._slots) == 1 and not displace:
+                self._check_room(self._slots, new, protected)
+            keep, protected = self.swap_mode == "keep", {self._incumbent, *protected}
+            if len(self._slots) == 1 or new.version == self._incumbent:
+                protected_too = {self._former, *protected}
+                report = await rolling_swap(self._slots, new, keep=keep, protected=protected_too)
             else:
-                turned = (seat.turn_to(new.version) for seat in self._seats)
-                report = next((report for report in turned if report), None) or await stage(
-                    self._seats, new, needed, former=self._former, keep=keep
+                proofs = (slot.select_version(new.version) for slot in self._slots)
+                report = next(filter(None, proofs), None) or await stage_on_one_slot(
+                    self._slots, new, protected, former=self._former, keep=keep
                 )
             self._candidate = new.version
-            await self._tidy(needed)
+            await self._unload_idle_adapters(protected)
             return report
 
     def _check_room(
-        self, seats: Sequence[ReplicaSlot], new: LoadedVersion, needed: Collection[str]
+        self, slots: Sequence[ReplicaSlot], new: LoadedVersion, protected: Collection[str]
     ) -> None:
-        """Raises Displaces where a needed version would be gone when these seats hold a new one."""
-        change = {s for s in seats if new.version not in s.versions and not s.adapts(new)}
-        stays = {v for s in self._seats if s not in change for v in s.versions}
-        served = {v for s in change if s.held is not None for v in s.held.versions}
-        gone = sorted(served & set(needed) - stays - {new.version})
+        """Raise Displaces where changing these slots would end serving a protected version."""
+        changing = {
+            slot
+            for slot in slots
+            if new.version not in slot.versions and not slot.can_load_as_adapter(new)
+        }
+        stays = {v for s in self._slots if s not in changing for v in s.versions}
+        served = {v for s in changing if s.loaded is not None for v in s.loaded.versions}
+        gone = sorted(served & set(protected) - stays - {new.version})
         if gone:
             raise Displaces(
                 f"{new.version} was not loaded: it would take {', '.join(gone)} off the last "
@@ -433,49 +446,53 @@ class Pool:
             )
 
     async def _swap(
-        self, new: LoadedVersion, replicas: Sequence[int] | None, others: Collection[str]
+        self, new: LoadedVersion, replicas: Sequence[int] | None, protected: Collection[str]
     ) -> ProbeReport:
         async with self._swapping:
-            chosen = self._seats if replicas is None else [self._seats[i] for i in replicas]
-            self._check_room(chosen, new, others)
-            needed = {self._incumbent, self._former, self._candidate, *others}
-            report = await roll(chosen, new, keep=self.swap_mode == "keep", needed=needed)
+            chosen = self._slots if replicas is None else [self._slots[i] for i in replicas]
+            self._check_room(chosen, new, protected)
+            protected = {self._incumbent, self._former, self._candidate, *protected}
+            keep = self.swap_mode == "keep"
+            report = await rolling_swap(chosen, new, keep=keep, protected=protected)
             if replicas is None and new.version != self._incumbent:
                 self._former, self._incumbent = self._incumbent, new.version
-            await self._tidy(needed)
+            await self._unload_idle_adapters(protected)
             return report
 
-    async def _tidy(self, needed: Collection[str] = ()) -> None:
-        """Unload the adapters that nobody will want."""
-        needed = {self._incumbent, self._former, self._candidate, *needed}
-        await asyncio.gather(*(seat.tidy(needed) for seat in self._seats))
+    async def _unload_idle_adapters(self, protected: Collection[str] = ()) -> None:
+        """Unload the adapters of versions that are neither protected nor in recent use."""
+        protected = {self._incumbent, self._former, self._candidate, *protected}
+        await asyncio.gather(*(slot.unload_idle_adapters(protected) for slot in self._slots))
 
     @asynccontextmanager
     async def _admit(
         self, version: Wanted, deadline: float
     ) -> AsyncIterator[tuple[ReplicaSlot, str]]:
-        seat, found = await self._pick(version, deadline)
-        with seat.occupancy.occupied(found):
-            yield seat, found
+        slot, name = await self._pick(version, deadline)
+        with slot.requests.track(name):
+            yield slot, name
 
     async def _pick(self, version: Wanted, deadline: float) -> tuple[ReplicaSlot, str]:
-        """The least busy seat that holds the version; nothing happens between choice and return."""
+        """Return the least busy slot that serves the version, and the version's `name@N`.
+
+        There is no await between choice and return, so the slot still serves it.
+        """
         while True:
             wanted = version if isinstance(version, str) else version()
             fit = [
-                (seat.in_flight, index)
-                for index, seat in enumerate(self._all)
-                if wanted in seat.versions
+                (slot.in_flight, index)
+                for index, slot in enumerate(self._all)
+                if wanted in slot.versions
             ]
             if fit:
                 return self._all[min(fit)[1]], wanted
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._news.wait()
+                    await self._notifier.wait()
             except TimeoutError:
                 states = ", ".join(
-                    f"{' and '.join(seat.held.versions) if seat.held else 'nothing'} ({seat.state})"
-                    for seat in self._seats
+                    f"{' and '.join(s.loaded.versions) if s.loaded else 'nothing'} ({s.state})"
+                    for s in self._slots
                 )
                 raise EngineUnavailable(
                     f"no replica served {wanted} within {self._wait_timeout:g} s; "

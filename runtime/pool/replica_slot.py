@@ -1,8 +1,8 @@
-"""Seat: one replica's place in the pool, and how the version it holds is changed or brought back.
+"""Replica slot: change the version that one replica serves, and bring it back when it dies.
 
-pool.py routes requests to seats that are `serving`, roll.py changes several. Whatever a seat serves
-has passed its probe on the very process that serves it. Read next: adapters.py, what it serves
-beside its weights.
+pool.py sends requests to slots that are `serving`, and changes several in turn. Every version that
+a slot serves has passed its probe on the process that serves it. Read next: lora_adapters.py, the
+versions served beside the weights.
 """
 
 import asyncio
@@ -26,43 +26,47 @@ from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
-from cray_agents.runtime.pool.in_flight import News, Occupancy
+from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 from cray_agents.runtime.pool.lora_adapters import Adapters
 
 log = logging.getLogger(__name__)
 
-# down: being brought back; out: it could not prove a version that others could
+# down: being brought back; out: failed to prove a version that other replicas proved
 State = Literal["starting", "serving", "swapping", "down", "out"]
 
 _STARTS = 3  # tries of a first start
-_LOOKS = 4  # at whether it lives, in the seconds that it may be silent
-_BACKOFF = (0.2, 30.0)  # seconds before the first and at most before any restart
+_LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
+_BACKOFF = (0.2, 30.0)  # seconds before the first restart, and at most before any
 _OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
 
 
 class ReplicaSlot:
-    """One replica's place: it `held` weights, and adapters beside them; `news` is told of changes.
+    """One replica of the pool: the version it holds, its adapters, its requests, its restarts.
 
-    `report` is the proof of the weights. `losses`: how often its process was lost; `why_lost`: the
-    last time.
+    `loaded` is the version to serve and `report` the proof of its weights. `losses` counts lost
+    processes, and `why_lost` is the last reason. `notifier` fires at each change.
     """
 
     def __init__(
-        self, host: EngineHost, tolerance: float, drain_timeout: float, news: News
+        self,
+        engine_host: EngineHost,
+        tolerance: float,
+        drain_timeout: float,
+        notifier: ChangeNotifier,
     ) -> None:
-        self.held: LoadedVersion | None = None
+        self.loaded: LoadedVersion | None = None
         self.state: State = "down"
         self.restarts = 0
         self.losses = 0
         self.why_lost = ""
         self.report: ProbeReport | None = None
-        self._host = host
+        self._engine_host = engine_host
         self._tolerance = tolerance
         self._drain_timeout = drain_timeout
-        self._news = news
-        self.occupancy = Occupancy(news)
-        self._adapters = Adapters(host, tolerance, self.occupancy, news)
-        self._given = ""  # the version that it was last changed to
+        self._notifier = notifier
+        self.requests = InFlightRequests(notifier)
+        self._adapters = Adapters(engine_host, tolerance, self.requests, notifier)
+        self._selected = ""  # the version most recently loaded or selected here
         self._error: str | None = None
         self._restarted: dict[str, Any] | None = None
         self._changing = asyncio.Lock()
@@ -70,52 +74,53 @@ class ReplicaSlot:
 
     @property
     def in_flight(self) -> int:
-        """The pool's requests, under whatever version."""
-        return self.occupancy.total
+        """Requests in flight, whichever version answers them."""
+        return self.requests.total
 
     @property
     def version(self) -> str | None:
-        """The version that it was last changed to, of those that it holds."""
-        if self.held is None:
+        """The version most recently loaded here, if still loaded; else the one of the weights."""
+        if self.loaded is None:
             return None
-        return self._given if self._given in self.held.versions else self.held.version
+        return self._selected if self._selected in self.loaded.versions else self.loaded.version
 
     @property
     def versions(self) -> list[str]:
-        """The versions that it can answer with now."""
-        if self.held is None or self.state != "serving":
+        """The versions that can answer requests now."""
+        if self.loaded is None or self.state != "serving":
             return []
-        return [self.held.version, *self._adapters.versions]
+        return [self.loaded.version, *self._adapters.versions]
 
     def engine(self, version: str) -> Engine:
-        """What answers with a version. Raises EngineUnavailable while it is down."""
-        engine = self._host.engine
-        if self.held is not None and version == self.held.version:
+        """Return the engine that answers with a version. Raises EngineUnavailable."""
+        engine = self._engine_host.engine
+        if self.loaded is not None and version == self.loaded.version:
             return engine
-        if (loaded := self._adapters.get(version)) is None:
+        if (adapter := self._adapters.get(version)) is None:
             raise EngineUnavailable(f"{version} is not held any more")
-        return loaded.engine
+        return adapter.engine
 
-    def turn_to(self, version: str) -> ProbeReport | None:
-        """Let a version that it serves stand for it; returns its proof. None: it does not serve."""
+    def select_version(self, version: str) -> ProbeReport | None:
+        """Report a version as this slot's `version`; return its proof, or None if not served."""
         if version not in self.versions:
             return None
-        self._given = version
+        self._selected = version
         return self._proof(version)
 
     def _proof(self, version: str | None) -> ProbeReport | None:
-        loaded = self._adapters.get(version or "")
-        return loaded.report if loaded is not None else self.report
+        adapter = self._adapters.get(version or "")
+        return adapter.report if adapter is not None else self.report
 
-    def adapts(self, new: LoadedVersion) -> bool:
-        """Whether it can load a version as an adapter beside what it serves. Raises SwapError."""
-        held = self.held if self.state == "serving" else None
-        return held is not None and self._adapters.fits(held, new)
+    def can_load_as_adapter(self, new: LoadedVersion) -> bool:
+        """Tell whether a version can be an adapter beside these weights. Raises SwapError."""
+        loaded = self.loaded if self.state == "serving" else None
+        return loaded is not None and self._adapters.fits(loaded, new)
 
     def status(self) -> dict[str, Any]:
-        """What `/v1/pool` shows; `error` is the last failure of a replica that is not serving.
+        """Return the slot's entry in `/v1/pool`.
 
-        `last_restart` stays: when its process was last lost, why, and the seconds until it served.
+        `error` is the last failure of a replica that is not serving. `last_restart` says when and
+        why the process was last lost, and the seconds until it served again; it stays afterwards.
         """
         proof = self._proof(self.version)
         return {
@@ -123,48 +128,48 @@ class ReplicaSlot:
             "versions": self.versions,
             "state": self.state,
             "in_flight": self.in_flight,
-            "busy_seconds": self.occupancy.busy_seconds,
+            "busy_seconds": self.requests.busy_seconds,
             "restarts": self.restarts,
             "last_restart": self._restarted,
-            "pid": self._host.pid,
-            "port": self._host.port,
+            "pid": self._engine_host.pid,
+            "port": self._engine_host.port,
             "probe": proof.model_dump(mode="json") if proof else None,
             "error": self._error,
         }
 
-    async def open(self, held: LoadedVersion) -> None:
+    async def open(self, loaded: LoadedVersion) -> None:
         """Start for the first time. Raises EngineError, SetupError, SwapError."""
         async with self._changing:
-            self.held, self._given = held, held.version
-            self._set("starting")
+            self.loaded, self._selected = loaded, loaded.version
+            self._set_state("starting")
             try:
-                self._accept(held, await self._start(held))
+                self._accept(loaded, await self._start_with_retries(loaded))
             except BaseException:
-                self._set("down")
+                self._set_state("down")
                 raise
 
-    async def _start(self, held: LoadedVersion) -> ProbeReport:
-        """Start from scratch, again if the process dies meanwhile: it may have been killed.
+    async def _start_with_retries(self, loaded: LoadedVersion) -> ProbeReport:
+        """Start from scratch; retry if the process dies, since it may have been killed.
 
-        Not once more if it dies of the same twice.
+        A process that dies twice of the same reason is not started again.
         """
-        before = None
+        previous = None
         for attempt in range(1, _STARTS + 1):
             try:
-                return await self._fresh(held)
+                return await self._start_fresh(loaded)
             except EngineUnavailable as error:
-                died_of = self._host.trouble()
-                why = str(error) if died_of in str(error) else died_of
-                if attempt == _STARTS or (died_of and died_of == before):
-                    raise EngineUnavailable(f"{held.version} cannot be served: {why}") from error
-                before = died_of
-                log.warning("starting %s again: %s", held.version, why)
+                reason = self._engine_host.death_reason()
+                why = str(error) if reason in str(error) else reason
+                if attempt == _STARTS or (reason and reason == previous):
+                    raise EngineUnavailable(f"{loaded.version} cannot be served: {why}") from error
+                previous = reason
+                log.warning("starting %s again: %s", loaded.version, why)
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
         """End the replica."""
-        self._set("down")
-        await self._host.stop()
+        self._set_state("down")
+        await self._engine_host.stop()
 
     async def change(
         self,
@@ -172,120 +177,121 @@ class ReplicaSlot:
         *,
         keep: bool = False,
         go_back: bool = True,
-        needed: Collection[str] = (),
+        protected: Collection[str] = (),
     ) -> ProbeReport:
-        """Load, prove, serve: in place, once more, then from scratch. Raises SwapError.
+        """Load, prove and serve a version: twice in place, then from scratch.
 
-        Then it serves what it served before, or, unless it may `go_back`, is left out. Requests in
-        flight end first; with `keep` they go on under the new weights, if these fit in place.
-        An adapter over what it holds disturbs none: adapters that are not `needed` make room.
-        Raises Overtaken, with nothing changed, if a rollback waits before weights are loaded.
+        Requests in flight end first; with `keep` they go on under the new weights, if these fit in
+        place. An adapter over the present weights disturbs no request; adapters that are not
+        `protected` are unloaded to make room.
+
+        Raises SwapError when all tries failed. The slot then serves its former version again, or is
+        left out where `go_back` is False. Raises Overtaken, with nothing changed, if a rollback
+        waits before weights are loaded.
         """
         async with self._changing:
-            self._news.give_way(new.version)
-            if self.held is not None and self.adapts(new):
-                return await self._add(self.held, new, needed)
-            before, old = self.state, None if self.state == "out" else self.held
+            self._notifier.abort_if_rollback_waits(new.version)
+            if self.loaded is not None and self.can_load_as_adapter(new):
+                return await self._load_adapter(self.loaded, new, protected)
+            before, old = self.state, None if self.state == "out" else self.loaded
             in_place = before == "serving" and old is not None and old.fits(new)
-            self._set("swapping")
+            self._set_state("swapping")
             try:
-                # under an adapter none goes on: it is nothing without the weights it was made for
-                kept = old.version if old is not None and keep and in_place else None
-                await self._drain(before, new, kept)
+                # requests under an adapter are never kept: it only fits the old weights
+                kept_version = old.version if old is not None and keep and in_place else None
+                await self._drain(before, new, kept_version)
                 report = await self._replace(old, new, in_place, go_back)
-                self._given = new.version
+                self._selected = new.version
                 return report
             finally:
-                if self.state == "swapping":  # cut off: what the replica holds is unknown
-                    self._lose("a swap was cut off")
+                if self.state == "swapping":  # cut off: the loaded weights are unknown
+                    self._mark_lost("a swap was cut off")
 
     async def leave_out(self, new: LoadedVersion, why: str) -> None:
-        """Answer no more until this version is proven here, which is tried again with back-off."""
+        """Answer no requests until this version is proven here; retry with back-off."""
         async with self._changing:
             before = self.state
-            self._set("swapping")
+            self._set_state("swapping")
             try:
                 await self._drain(before, new)
             except SwapError as error:
                 log.error("a replica could not be left out, it serves on: %s. %s", why, error)
             else:
-                await self._put_out(new, why)
+                await self._take_out_of_service(new, why)
 
-    async def _add(
-        self, base: LoadedVersion, new: LoadedVersion, needed: Collection[str]
+    async def _load_adapter(
+        self, base: LoadedVersion, new: LoadedVersion, protected: Collection[str]
     ) -> ProbeReport:
         """Serve an adapter beside the weights."""
         try:
-            await self._adapters.make_room(new, needed, self._drain_timeout)
+            await self._adapters.make_room(new, protected, self._drain_timeout)
             report = await self._adapters.load(new)
         except (Overtaken, PoolBusy):
             raise
         except (CrayError, OSError) as error:
             raise SwapError(f"{error}. {', '.join(base.versions)}: served on") from error
         finally:
-            self.held = replace(base, beside=self._adapters.held)
-        self._given = new.version
+            self.loaded = replace(base, beside=self._adapters.loaded)
+        self._selected = new.version
         return report
 
-    async def add(self, new: LoadedVersion, needed: Collection[str]) -> ProbeReport:
-        """Serve an adapter beside the weights, for who asks for it; it stands for the replica no
-        more than before. Raises SwapError.
-        """
+    async def add_adapter(self, new: LoadedVersion, protected: Collection[str]) -> ProbeReport:
+        """Serve an adapter beside the weights and leave `version` as it is. Raises SwapError."""
         async with self._changing:
-            if self.held is None or not self.adapts(new):
+            if self.loaded is None or not self.can_load_as_adapter(new):
                 raise PoolBusy(f"{new.version} was not loaded: the replica changed meanwhile")
-            given = self._given
+            selected = self._selected
             try:
-                return await self._add(self.held, new, needed)
+                return await self._load_adapter(self.loaded, new, protected)
             finally:
-                self._given = given
+                self._selected = selected
 
-    async def cool(self) -> None:
-        """End its process and forget what it held, unless it answers somebody."""
+    async def shut_down(self) -> None:
+        """End the process and clear the slot, unless requests are in flight."""
         async with self._changing:
             if self.in_flight:
                 return
-            self._set("down")
-            self._adapters.forget()
-            await self._host.stop()
-            self.held, self.report, self._error = None, None, None
+            self._set_state("down")
+            self._adapters.clear()
+            await self._engine_host.stop()
+            self.loaded, self.report, self._error = None, None, None
             self._lost.clear()
 
-    def lacks(self, new: LoadedVersion) -> str:
-        """See `Host.lacks`."""
-        return "" if self.held is not None else self._host.lacks(new.checkpoint)
+    def missing_resource(self, new: LoadedVersion) -> str:
+        """Return "" for a slot in use; else see `EngineHost.missing_resource`."""
+        return "" if self.loaded is not None else self._engine_host.missing_resource(new.checkpoint)
 
-    async def tidy(self, needed: Collection[str]) -> None:
-        """Unload the adapters that are not `needed` and answer nobody; not during a change."""
-        if self._changing.locked() or self.held is None or self.state != "serving":
+    async def unload_idle_adapters(self, protected: Collection[str]) -> None:
+        """Unload adapters that are not `protected` and have no requests; skip during a change."""
+        if self._changing.locked() or self.loaded is None or self.state != "serving":
             return
         async with self._changing:
-            await self._adapters.unload(needed)
-            self.held = replace(self.held, beside=self._adapters.held)
+            await self._adapters.unload(protected)
+            self.loaded = replace(self.loaded, beside=self._adapters.loaded)
 
-    async def keep(self) -> None:
-        """Bring the replica back whenever it is lost or left out; runs until cancelled."""
+    async def keep_alive(self) -> None:
+        """Bring the replica back whenever it is lost or left out. Runs until cancelled."""
         while True:
-            await self._loss()
+            await self._wait_until_lost()
             self._note_loss()
             delay, most = _OUT_BACKOFF if self.state == "out" else _BACKOFF
             while True:
-                await self._stays_lost(delay)
+                await self._wait_while_lost(delay)
                 async with self._changing:
-                    if self.state == "serving" or self.held is None:
+                    if self.state == "serving" or self.loaded is None:
                         break  # a swap has put a fresh process there
                     self.restarts += 1
-                    await self._put_back(self.held)
+                    await self._restore(self.loaded)
                     self._note_restart()
                 delay = min(delay * 2, most)
 
-    async def watch(self, silence: float) -> None:
-        """Give the replica up when it has said nothing for so many seconds; runs until cancelled.
+    async def watch_for_silence(self, silence: float) -> None:
+        """Restart a serving replica that was silent for `silence` seconds. Runs until cancelled.
 
-        It is asked whether or not anybody else asks it something, only while it is to serve; and
-        several times, lest a moment in which this very process stood still counts against it.
+        The engine is checked several times, whether or not it answers requests. A moment in which
+        this process itself stood still then does not count as silence.
         """
-        silent, pause = 0, silence / _LOOKS
+        silent, pause = 0, silence / _LIVENESS_CHECKS
         while True:
             await asyncio.sleep(0 if silent else pause)
             since = self.losses
@@ -295,69 +301,70 @@ class ReplicaSlot:
                 continue
             try:
                 async with asyncio.timeout(pause):
-                    await self._host.answers()
+                    await self._engine_host.check_alive()
                 silent = 0
             except (TimeoutError, EngineTimeout):
                 silent += 1
-            except EngineError as error:  # of one that has ended, the process tells more
+            except EngineError as error:
                 silent = 0
-                if error.status >= 500:
+                if error.status >= 500:  # without a status the process has ended: see keep_alive
                     self.fail(since, str(error))
-            if silent == _LOOKS - 1:
+            if silent == _LIVENESS_CHECKS - 1:
                 silent = 0
                 self.fail(since, f"it said nothing for {silence:g} s (silence_timeout)")
 
     def fail(self, since: int, why: str) -> None:
-        """Its engine is dead or hangs, though its process may live: bring it back.
+        """Mark a replica lost whose engine is dead or hangs, though its process may live.
 
-        Nothing is done if a process was lost after the first `since`, or while weights change.
+        Do nothing while weights change, or if `losses` has passed `since`: then it was restarted.
         """
         if self.losses == since and self.state == "serving" and not self._lost.is_set():
-            self._lose(why)
+            self._mark_lost(why)
 
-    async def lost(self, since: int, seconds: float) -> bool:
-        """Whether a process is lost after the first `since`; waits so long for it."""
+    async def wait_for_loss(self, since: int, seconds: float) -> bool:
+        """Tell whether `losses` passes `since`; wait for it up to `seconds`."""
         with suppress(TimeoutError):
-            await self._news.until(lambda: self.losses != since, seconds)
+            await self._notifier.wait_until(lambda: self.losses != since, seconds)
         return self.losses != since
 
     def _note_loss(self) -> None:
-        trouble = self._host.trouble()
-        said = [self._error] if self._lost.is_set() and self._error else []
-        if trouble and trouble not in str(self._error):
-            said.append(trouble)
-        self.why_lost = ": ".join(said) or "its process ended"
+        death_reason = self._engine_host.death_reason()
+        reasons = [self._error] if self._lost.is_set() and self._error else []
+        if death_reason and death_reason not in str(self._error):
+            reasons.append(death_reason)
+        self.why_lost = ": ".join(reasons) or "its process ended"
         self.losses += 1
         self._restarted = {"time": time.time(), "why": self.why_lost, "seconds": None}
         if self.state == "serving":
             self._error = self.why_lost
             self.state = "down"
-        self._news.tell()
-        if self.held is not None and self.state != "out":
-            log.warning("the replica of %s is lost: %s", self.held.version, self.why_lost)
+        self._notifier.notify()
+        if self.loaded is not None and self.state != "out":
+            log.warning("the replica of %s is lost: %s", self.loaded.version, self.why_lost)
 
     def _note_restart(self) -> None:
-        if self.held is None or self._restarted is None:
+        if self.loaded is None or self._restarted is None:
             return
         if self.state != "serving":
             log.warning(
-                "restart %d of %s failed: %s", self.restarts, self.held.version, self._error
+                "restart %d of %s failed: %s", self.restarts, self.loaded.version, self._error
             )
             return
         self._restarted["seconds"] = time.time() - self._restarted["time"]
         log.warning(
             "restart %d: a replica serves %s again after %.1f s",
-            *(self.restarts, self.held.version, self._restarted["seconds"]),
+            *(self.restarts, self.loaded.version, self._restarted["seconds"]),
         )
 
     async def _replace(
         self, old: LoadedVersion | None, new: LoadedVersion, in_place: bool, go_back: bool
     ) -> ProbeReport:
-        tries = [self._reload, self._reload, self._fresh] if in_place else [self._fresh] * 2
+        reload, start = self._reload, self._start_fresh
+        tries = [reload, reload, start] if in_place else [start, start]
         failures = []
         for attempt in tries:
-            if attempt == self._fresh and self.in_flight and old is not None:
-                await self._let_end(old, new)
+            if attempt == start and self.in_flight and old is not None:
+                await self._drain_under_old(old, new)
             try:
                 return self._accept(new, await attempt(new))
             except (CrayError, OSError) as error:
@@ -366,53 +373,56 @@ class ReplicaSlot:
             f"{new.version} could not be proven in {len(tries)} tries: {'. Then: '.join(failures)}"
         )
         if old is None or not go_back:
-            await self._put_out(new, why)
+            await self._take_out_of_service(new, why)
             raise SwapError(f"{why}. The replica is left out")
-        await self._put_back(old)
+        await self._restore(old)
         after = "serves on" if self.state == "serving" else "is being brought back"
         raise SwapError(f"{why}. {old.version} {after}")
 
-    async def _let_end(self, old: LoadedVersion, new: LoadedVersion) -> None:
-        """Let requests that were kept end under the old weights: a fresh start would end them."""
+    async def _drain_under_old(self, old: LoadedVersion, new: LoadedVersion) -> None:
+        """Load the old weights again until kept requests end; a fresh start would lose them."""
         try:
             report = await self._reload(old)
         except (CrayError, OSError) as error:
             log.error("%d requests are lost with %s: %s", self.in_flight, old.version, error)
             return
         self._accept(old, report)
-        self._set("swapping")
+        self._set_state("swapping")
         await self._drain("serving", new)
 
-    async def _put_back(self, held: LoadedVersion) -> None:
-        """Serve a version again; not, with the reason, if that fails."""
-        failed: State = "out" if self.state == "out" else "down"
-        self._set("starting")
+    async def _restore(self, loaded: LoadedVersion) -> None:
+        """Serve a version again from a fresh process; mark the slot lost if that fails."""
+        failed_state: State = "out" if self.state == "out" else "down"
+        self._set_state("starting")
         try:
-            self._accept(held, await self._fresh(held))
+            self._accept(loaded, await self._start_fresh(loaded))
         except (CrayError, OSError) as error:
-            await self._host.stop()
-            self._lose(str(error), failed)
+            await self._engine_host.stop()
+            self._mark_lost(str(error), failed_state)
 
-    async def _put_out(self, new: LoadedVersion, why: str) -> None:
-        self._adapters.forget()
-        await self._host.stop()
-        self.held, self.report = new, None
+    async def _take_out_of_service(self, new: LoadedVersion, why: str) -> None:
+        self._adapters.clear()
+        await self._engine_host.stop()
+        self.loaded, self.report = new, None
         log.error("a replica is left out: %s", why)
-        self._lose(why, "out")
+        self._mark_lost(why, "out")
 
-    def _lose(self, why: str, state: State = "down") -> None:
+    def _mark_lost(self, why: str, state: State = "down") -> None:
         self._error = why
         self._lost.set()
-        self._set(state)
+        self._set_state(state)
 
-    async def _stays_lost(self, seconds: float) -> None:
-        """Return after so long, or when a swap has begun to mend it."""
+    async def _wait_while_lost(self, seconds: float) -> None:
+        """Return after `seconds`, or earlier when a swap has begun to repair the slot."""
         with suppress(TimeoutError):
-            await self._news.until(lambda: self.state not in ("down", "out"), seconds)
+            await self._notifier.wait_until(lambda: self.state not in ("down", "out"), seconds)
 
-    async def _loss(self) -> None:
-        """Return when the process has died, or a change has left it unusable."""
-        waits = {asyncio.create_task(self._host.died()), asyncio.create_task(self._lost.wait())}
+    async def _wait_until_lost(self) -> None:
+        """Return when the process has died, or when the slot was marked lost."""
+        waits = {
+            asyncio.create_task(self._engine_host.wait_until_dead()),
+            asyncio.create_task(self._lost.wait()),
+        }
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -420,21 +430,21 @@ class ReplicaSlot:
                 task.cancel()
 
     async def _reload(self, new: LoadedVersion) -> ProbeReport:
-        """New weights in the place of the old ones, proven."""
+        """Load new weights in place of the old ones, and prove them."""
         keep = self.in_flight > 0
         await self._adapters.unload()
-        seconds = await self._host.engine.load(new.checkpoint, new.version, keep=keep)
-        return await self._proven(new, seconds)
+        seconds = await self._engine_host.engine.load(new.checkpoint, new.version, keep=keep)
+        return await self._prove_and_resume(new, seconds)
 
-    async def _fresh(self, new: LoadedVersion) -> ProbeReport:
-        """A fresh process with the new weights, proven."""
+    async def _start_fresh(self, new: LoadedVersion) -> ProbeReport:
+        """Start a fresh process on the new weights, and prove them."""
         started = time.monotonic()
-        self._adapters.forget()
-        await self._host.start(new.checkpoint, new.version)
-        return await self._proven(new, {"start": time.monotonic() - started})
+        self._adapters.clear()
+        await self._engine_host.start(new.checkpoint, new.version)
+        return await self._prove_and_resume(new, {"start": time.monotonic() - started})
 
-    async def _proven(self, new: LoadedVersion, seconds: dict[str, float]) -> ProbeReport:
-        engine = self._host.engine
+    async def _prove_and_resume(self, new: LoadedVersion, seconds: dict[str, float]) -> ProbeReport:
+        engine = self._engine_host.engine
         report = await prove(engine, new.version, list(new.probe), self._tolerance)
         started = time.monotonic()
         await engine.resume()
@@ -442,36 +452,41 @@ class ReplicaSlot:
         await self._adapters.restore(new.beside)
         return report.model_copy(update={"seconds": seconds})
 
-    def _accept(self, held: LoadedVersion, report: ProbeReport) -> ProbeReport:
-        self.held = replace(held, beside=self._adapters.held)
+    def _accept(self, loaded: LoadedVersion, report: ProbeReport) -> ProbeReport:
+        self.loaded = replace(loaded, beside=self._adapters.loaded)
         self.report, self._error = report, None
         self._lost.clear()
-        self._set("serving")
+        self._set_state("serving")
         return report
 
-    async def _drain(self, before: State, new: LoadedVersion, kept: str | None = None) -> None:
-        """Wait for the requests in flight, but not those under `kept`.
+    async def _drain(
+        self, before: State, new: LoadedVersion, kept_version: str | None = None
+    ) -> None:
+        """Wait for the requests in flight to end, except those that `kept_version` answers.
 
-        Raises PoolBusy; then all is as it was before.
+        Raises PoolBusy, with the slot in its state from `before`.
         """
         try:
-            await self._news.until(lambda: self._drained(new, kept), self._drain_timeout)
+            await self._notifier.wait_until(
+                lambda: self._is_drained(new, kept_version), self._drain_timeout
+            )
         except Overtaken:
-            self._set(before)
+            self._set_state(before)
             raise
         except TimeoutError:
-            self._set(before)
+            self._set_state(before)
             raise PoolBusy(
                 f"{self.in_flight} requests were still running after "
                 f"{self._drain_timeout:g} s; {new.version} was not loaded"
             ) from None
 
-    def _drained(self, new: LoadedVersion, kept: str | None) -> bool:
-        drained = self.in_flight == (self.occupancy.under(kept) if kept else 0)
+    def _is_drained(self, new: LoadedVersion, kept_version: str | None) -> bool:
+        kept = self.requests.count_for(kept_version) if kept_version else 0
+        drained = self.in_flight == kept
         if not drained:
-            self._news.give_way(new.version)
+            self._notifier.abort_if_rollback_waits(new.version)
         return drained
 
-    def _set(self, state: State) -> None:
+    def _set_state(self, state: State) -> None:
         self.state = state
-        self._news.tell()
+        self._notifier.notify()

@@ -1,17 +1,17 @@
-"""VllmEngine: the `Engine` port spoken to a vLLM server over HTTP.
+"""VllmEngine: implement the `Engine` port over the HTTP of a vLLM server.
 
-pool.py owns one per replica. Requests and answers go through as bytes, save for the model's name;
-what was sampled is told beside the answer by vllm_capture.py, inside vLLM. Its logprobs are of the
-distribution sampled from (replica.py starts vLLM with `processed_logprobs`); those of `score` are
-of the plain softmax, whatever the mode.
+vllm_replica.py owns one per process. Answers pass through as bytes, except for the model's name.
+vllm_plugins/capture.py, inside vLLM, appends the sampled tokens. Their logprobs are of the
+distribution sampled from, since vllm_replica.py starts vLLM with `processed_logprobs`. Logprobs of
+`score` are of the plain softmax, in every mode.
 """
 
 import asyncio
 import copy
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,29 @@ from cray_agents.errors import CrayError, EngineError, EngineUnavailable, SwapEr
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
-from cray_agents.runtime.pool.vllm_http import Http, refusal
+from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
 
-CAPTURE = "x-cray-capture"  # vllm_capture.py, which cannot be imported without vLLM, names the same
+# these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
+CAPTURE = "x-cray-capture"
 BODY = "x-cray-body"
 VERSION = "x-cray-version"
 EVENT = b"event: cray.samples\ndata: "
 ABORT = "/cray/abort/"
-PROBE = "cray_agents_probe"  # vllm_scheduler.py names the same
+PROBE = "cray_agents_probe"  # repeats a constant of vllm_plugins/scheduler.py
 
 log = logging.getLogger(__name__)
 
 _ERROR = b'data: {"error"'
 _ABORT_TIMEOUT = 5.0  # seconds
-_OF_ANOTHER_KIND = (404, 405, 501)  # of a route that vLLM does not have for its model
+_NO_SUCH_ROUTE = (404, 405, 501)  # statuses of a route that vLLM lacks for its model
 
 
 class VllmEngine:
     """A vLLM server at `url` that calls its model `model`. Close it when done.
 
-    `secret`: what the server asks for (vllm_lock.py).
-    `timeout`: seconds without a byte from the server before EngineTimeout; `load_timeout`: of a
-    control request, such as one that reads a checkpoint.
+    `secret`: the value that the server requires in a header (vllm_plugins/lock.py).
+    `timeout`: seconds without a byte from the server before EngineTimeout. `load_timeout`: the
+    same for a control request, such as one that reads a checkpoint.
     """
 
     def __init__(
@@ -61,67 +62,68 @@ class VllmEngine:
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """The server's URL."""
         return self._http.url
 
     def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """See `Engine.answer`; the exchange's path is the route asked for."""
-        return self._events(exchange) if exchange.streams else self._whole(exchange)
+        """Answer a request: see `Engine.answer`. Its path is the route on the server."""
+        return self._answer_stream(exchange) if exchange.streams else self._answer_whole(exchange)
 
-    async def _whole(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        async with self._asked(exchange) as response:
+    async def _answer_whole(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        async with self._send(exchange) as response:
             content = await response.read()
             size = int(response.headers.get(BODY, len(content)))
         if exchange.capture:
-            exchange.samples = _samples(content[size:])
+            exchange.samples = _parse_samples(content[size:])
             exchange.version = next((s.version for s in exchange.samples), "") or exchange.version
-        yield content[:size].replace(*self._stamp(exchange))
+        yield content[:size].replace(*self._model_names(exchange))
 
-    async def _events(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """Whole server-sent events; the last one, our own, is taken out."""
-        rest, told = b"", not exchange.capture
-        async with self._asked(exchange) as response:
-            exchange.version = _version(response.headers.get(VERSION, "")) or exchange.version
-            stamp, pieces = self._stamp(exchange), response.content.iter_any()
+    async def _answer_stream(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        """Yield whole server-sent events, without the last one, which holds the samples."""
+        rest, complete = b"", not exchange.capture
+        async with self._send(exchange) as response:
+            exchange.version = _version_of(response.headers.get(VERSION, "")) or exchange.version
+            names, pieces = self._model_names(exchange), response.content.iter_any()
             try:
                 async for piece in pieces:
-                    whole, rest = _split(rest + piece)
+                    whole, rest = _split_events(rest + piece)
                     if exchange.capture and (at := whole.find(EVENT)) >= 0:
-                        exchange.samples, told = _samples(whole[at + len(EVENT) :]), True
+                        exchange.samples = _parse_samples(whole[at + len(EVENT) :])
+                        complete = True
                         whole = whole[:at]
-                    if (at := _error_at(whole)) >= 0:
+                    if (at := _find_error(whole)) >= 0:
                         if at:
-                            yield whole[:at].replace(*stamp)
-                        raise refusal(0, orjson.loads(whole[at:].partition(b"\n")[0][6:]))
+                            yield whole[:at].replace(*names)
+                        raise to_engine_error(0, orjson.loads(whole[at:].partition(b"\n")[0][6:]))
                     if whole:
-                        yield whole.replace(*stamp)
+                        yield whole.replace(*names)
             except asyncio.CancelledError:
                 if exchange.capture:
                     tail = rest + await self._abort(exchange, response)
-                    exchange.samples = _samples(tail.partition(EVENT)[2])
+                    exchange.samples = _parse_samples(tail.partition(EVENT)[2])
                 raise
-        if not told:
+        if not complete:
             raise EngineUnavailable(f"{self.url}: the stream ended before its end")
 
-    def _asked(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"X-Request-Id": exchange.id}
         if exchange.capture:
             headers[CAPTURE] = exchange.id
         request = {**exchange.request, "model": self.model}
         return self._http.answer(
-            "POST", exchange.path, request, headers=headers, named=exchange.version
+            "POST", exchange.path, request, headers=headers, public_name=exchange.version
         )
 
-    def _stamp(self, exchange: EngineCall) -> tuple[bytes, bytes]:
-        """What to replace by what, so that an answer names its version.
+    def _model_names(self, exchange: EngineCall) -> tuple[bytes, bytes]:
+        """Return the `model` member in vLLM's answer, and its replacement with the version.
 
-        JSON escapes quotes within strings, so this can only be the member itself.
+        JSON escapes quotes within strings, so these bytes cannot occur in a string.
         """
         member = b'"model":'
         return member + orjson.dumps(self.model), member + orjson.dumps(exchange.version)
 
     async def _abort(self, exchange: EngineCall, response: aiohttp.ClientResponse) -> bytes:
-        """End a stream, and read what it then still says."""
+        """End a stream, and return its last bytes."""
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT):
                 await self._control(f"{ABORT}{exchange.id}")
@@ -131,7 +133,7 @@ class VllmEngine:
             return b""
 
     async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
-        """See `Engine.load`. Requests in flight that are not to be kept are aborted."""
+        """Load weights: see `Engine.load`. Without `keep`, requests in flight are aborted."""
         seconds: dict[str, float] = {}
         mode = "keep" if keep else "abort"
         try:
@@ -145,29 +147,30 @@ class VllmEngine:
         return seconds
 
     async def _replace_weights(self, checkpoint: Path) -> None:
-        where = {"weights_path": str(checkpoint)}
-        await self._control("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+        kwargs = {"weights_path": str(checkpoint)}
+        await self._control("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
         await self._control("/collective_rpc", {"method": "repack_kept_weights"})
         answer = await self._control("/reset_prefix_cache")
         if not answer.get("success"):
             raise EngineError("the prefix cache was not reset: blocks of it are still in use")
 
     async def _name_weights(self, checkpoint: Path, version: str) -> None:
-        """Tell vLLM what to stamp tokens with; until `resume` it then answers `score` alone."""
+        """Set the label that vLLM records with tokens; until `resume` it answers `score` alone."""
         label = f"{version} {weights_of(checkpoint)}"
         await self._control("/update_weight_version", {"new_version": label})
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
+        """Answer requests again: see `Engine.resume`."""
         await self._control("/resume")
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Logprobs of each prompt's tokens but its first, under the weights now loaded.
+        """Return logprobs of each prompt's tokens but its first, under the weights now loaded.
 
-        It samples after each prompt: of none, after one of its own. An engine that cannot raises.
+        One token is sampled after each prompt; without prompts, two are sampled after a fixed one.
+        Raises EngineError where the engine cannot sample.
         """
         if not prompts:
-            await self._sample()
+            await self._try_sampling()
             return []
         body = {
             "model": self.model,
@@ -187,8 +190,8 @@ class VllmEngine:
             for choice, tokens in zip(choices, prompts, strict=True)
         ]
 
-    async def _sample(self) -> None:
-        """Sample two tokens, of which the second reads what the first has left in the cache."""
+    async def _try_sampling(self) -> None:
+        """Sample two tokens; the second one also reads the cache that the first one wrote."""
         body = {
             "model": self.model,
             "prompt": [[1]],
@@ -200,37 +203,37 @@ class VllmEngine:
         try:
             await self._post("/v1/completions", body)
         except EngineError as error:
-            if error.status not in _OF_ANOTHER_KIND:
+            if error.status not in _NO_SUCH_ROUTE:
                 raise
 
-    async def alive(self) -> None:
-        """Return when the engine core, behind the server, has answered. Raises EngineError."""
+    async def check_alive(self) -> None:
+        """Return when the engine core behind the server has answered. Raises EngineError."""
         async with self._http.answer("GET", "/is_sleeping") as response:
             await response.read()
 
     async def prepare(self, checkpoint: Path, version: str) -> None:
-        """To be called once after a start; requests are answered after `resume`."""
-        await self._control("/collective_rpc", {"method": "mend"})
+        """Prepare a fresh server; call once after each start. It answers after `resume`."""
+        await self._control("/collective_rpc", {"method": "patch_sampling"})
         await self._name_weights(checkpoint, version)
 
-    async def adapt(self, adapter: Path, name: str) -> "VllmEngine":
-        """Load an adapter in PEFT's layout beside the weights; returns what answers under it.
+    async def load_adapter(self, adapter: Path, name: str) -> "VllmEngine":
+        """Load an adapter in PEFT's layout beside the weights; return the engine that uses it.
 
-        `name` is the label of what they are together, and stamps its tokens as that of weights does
-        theirs. vLLM's cache of prefixes is keyed by it: it must never have been used before.
+        `name` is the label that vLLM records with tokens sampled under the adapter. It must never
+        have been used before: vLLM's prefix cache is keyed by it.
         """
-        where = {"lora_name": name, "lora_path": str(adapter)}
-        await self._control("/v1/load_lora_adapter", where)
+        body = {"lora_name": name, "lora_path": str(adapter)}
+        await self._control("/v1/load_lora_adapter", body)
         adapted = copy.copy(self)
         adapted.model = name
         return adapted
 
-    async def release(self, name: str) -> None:
-        """Unload an adapter, which no request may be in flight under."""
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter that has no request in flight."""
         await self._control("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def model_root(self) -> str:
-        """The directory that the server was started on; EngineUnavailable while it starts."""
+        """Return the directory that the server was started on. Raises EngineUnavailable."""
         async with self._http.answer("GET", "/health", timeout=5.0):
             pass
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
@@ -255,60 +258,57 @@ class VllmEngine:
         return answer if isinstance(answer, dict) else {}
 
 
-def _error_at(events: bytes) -> int:
-    """Where in a stream vLLM says that it failed; -1: nowhere."""
+def _find_error(events: bytes) -> int:
+    """Return the index of vLLM's error in a stream; -1: none."""
     if events.startswith(_ERROR):
         return 0
     at = events.find(b"\n" + _ERROR)
     return at + 1 if at >= 0 else -1
 
 
-def _split(text: bytes) -> tuple[bytes, bytes]:
-    """Whole server-sent events, and the beginning of the next one."""
+def _split_events(text: bytes) -> tuple[bytes, bytes]:
+    """Split off the whole server-sent events from the beginning of the next one."""
     end = text.rfind(b"\n\n") + 2
     return (text[:end], text[end:]) if end > 1 else (b"", text)
 
 
-def _samples(told: bytes) -> list[SampledSequence]:
-    """What vllm_capture.py says, in the order of the answer's choices."""
-    samples = [_sample(**sample) for sample in orjson.loads(told or b"[]")]
-    if len({sample.name for sample in samples}) > 1:  # several prompts, asked side by side
+def _parse_samples(content: bytes) -> list[SampledSequence]:
+    """Parse the samples from vllm_plugins/capture.py, in the order of the answer's choices."""
+    samples = [_parse_sample(**sample) for sample in orjson.loads(content or b"[]")]
+    if len({sample.name for sample in samples}) > 1:  # several prompts, answered side by side
         samples.sort(key=lambda sample: int(sample.name.rpartition("-")[2]))
     return samples
 
 
-def _sample(*, versions: Sequence[tuple[int, str]] = (), **told: Any) -> SampledSequence:
-    sample = SampledSequence(**told)
+def _parse_sample(*, versions: Sequence[tuple[int, str]] = (), **fields: Any) -> SampledSequence:
+    sample = SampledSequence(**fields)
     for at, label in versions:
         if not sample.version:
-            sample.version = _version(label)
-        elif at < len(sample.token_ids):  # else a stop string has cut off what came after
-            sample.seams.append(WeightChange(at=at, model=_version(label)))
+            sample.version = _version_of(label)
+        elif at < len(sample.token_ids):  # else a stop string has cut off the later tokens
+            sample.seams.append(WeightChange(at=at, model=_version_of(label)))
     return sample
 
 
-def _version(label: str) -> str:
-    """The `name@N` of weights as `_name_weights` calls them."""
+def _version_of(label: str) -> str:
+    """Return the `name@N` in a label that `_name_weights` or `Adapters` composed."""
     return label.partition(" ")[0]
 
 
-def _logprob(at: dict[str, Any] | None, token: int) -> float:
-    if at is None:  # the first token: nothing stands before it
+def _logprob(entry: dict[str, Any] | None, token: int) -> float:
+    if entry is None:  # the first token has no logprob
         return 0.0
-    value = at[str(token)]["logprob"]
+    value = entry[str(token)]["logprob"]
     if value is None or value != value:
         raise EngineError(f"the model gives token {token} no logprob: its weights hold NaN")
     return float(value)
 
 
-class _timed:  # noqa: N801 - reads as a statement: `with _timed(seconds, "load")`
-    """Adds the seconds a block takes to `seconds[phase]`."""
-
-    def __init__(self, seconds: dict[str, float], phase: str) -> None:
-        self._seconds, self._phase = seconds, phase
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._phase] = time.perf_counter() - self._started
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Record the seconds that the block takes as `seconds[phase]`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = time.perf_counter() - started

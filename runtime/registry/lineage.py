@@ -1,8 +1,8 @@
-"""Where versions come from and what came of them: version, job, dataset, parent, and children.
+"""Lineage: derive a version's parent, children, job and dataset from the records on disk.
 
-Told by the jobs' specs, which name the checkpoint they started from, and by the checkpoints'
-manifests, which name its weights by hash: nobody keeps it in a second place, where it could be
-wrong. Called by gateway/routes/models.py and cli/models.py.
+A job's spec names the checkpoint that it started from, and a checkpoint's manifest names the
+parent's weights by hash. No second copy exists that could be wrong. Called by
+runtime/gateway/routes/models.py and cli/models/models.py.
 """
 
 from pathlib import Path
@@ -19,10 +19,10 @@ OF_DATASET = ("method", "samples", "accepted_runs", "loop", "step", "versions")
 
 
 class Ancestry(Record):
-    """A version among its kin. `parent` is None where its weights were not trained here.
+    """A version with its parent and children. `parent` is None for weights not trained here.
 
     `about_dataset`: method, samples, accepted_runs, loop and step of the training set, and the
-    versions that sampled it. `events`: what happened to the version, oldest first.
+    versions that sampled it. `events`: the version's history, oldest first.
     """
 
     id: str
@@ -41,85 +41,91 @@ class Ancestry(Record):
 
 
 def lineage_of(registry: Registry, reference: str) -> list[dict[str, Any]]:
-    """The kin of `name` (all its versions, and their ancestors) or of `name@N` (both ways).
+    """Return the kin of `name` (its versions and their ancestors) or of `name@N` (both ways).
 
-    Parents stand before their children. Raises NotFound, Corrupt.
+    Parents precede their children. Raises NotFound, Corrupt.
     """
     name, at, _ = reference.partition("@")
-    wanted = [registry.resolve(reference)] if at else registry.versions(name)
-    known = _everything(registry, name)
+    roots = [registry.resolve(reference)] if at else registry.versions(name)
+    known = _all_versions(registry, name)
     parents = _parents(registry.home, known)
     children: dict[str, list[str]] = {one: [] for one in known}
     for one, parent in parents.items():
         if parent is not None:
             children[parent].append(one)
-    kin = {version.id for version in wanted}
+    kin = {version.id for version in roots}
     for one in list(kin):
-        kin |= _up(one, parents) | (_down(one, children) if at else set())
-    ordered = sorted(kin, key=lambda one: (len(_up(one, parents)), known[one][0].created, one))
-    return [_told(registry, *known[one], parents[one], children[one]) for one in ordered]
+        kin |= _ancestors(one, parents) | (_descendants(one, children) if at else set())
+
+    def order(one: str) -> tuple[int, float, str]:
+        return len(_ancestors(one, parents)), known[one][0].created, one
+
+    return [
+        _describe(registry, *known[one], parents[one], children[one])
+        for one in sorted(kin, key=order)
+    ]
 
 
-def _everything(registry: Registry, first: str) -> dict[str, tuple[ModelVersion, Manifest]]:
-    """Every version of every name, this name's first."""
-    found = {}
+def _all_versions(registry: Registry, first: str) -> dict[str, tuple[ModelVersion, Manifest]]:
+    """Return every version of every name by `name@N`, those of the name `first` first."""
+    known = {}
     for name in sorted(registry.names(), key=lambda name: name != first):
         try:
             versions = registry.versions(name)
         except NotFound:  # a folder without a version
             continue
         for version in versions:
-            found[version.id] = (version, _manifest(registry.home, version))
-    return found
+            known[version.id] = (version, _manifest(registry.home, version))
+    return known
 
 
 def _manifest(home: Home, version: ModelVersion) -> Manifest:
-    """A version's manifest; of weights that were removed, what the version itself tells."""
+    """Return a version's manifest; where it is gone, one with the version's own fields."""
     try:
-        return checkpoints.record_of(home.checkpoint(version.checkpoint))
+        return checkpoints.manifest_of(home.checkpoint(version.checkpoint))
     except NotFound:
         return Manifest(files={}, weights_sha256=version.weights_sha256, job=version.job)
 
 
 def _parents(home: Home, known: dict[str, tuple[ModelVersion, Manifest]]) -> dict[str, str | None]:
-    """For each version the one that its job started from: by checkpoint, else by weights."""
+    """Return each version's parent: by the job's start checkpoint, else by the weights' hash."""
     by_checkpoint: dict[str, str] = {}
     by_weights: dict[str | None, str] = {}
     for one, (version, _) in known.items():
         by_checkpoint.setdefault(version.checkpoint, one)
         by_weights.setdefault(version.weights_sha256, one)
-    found: dict[str, str | None] = {}
+    parents: dict[str, str | None] = {}
     for one, (_, manifest) in known.items():
-        began = Path(_spec(home, manifest).get("parent", "")).name
-        parent = by_checkpoint.get(began) or by_weights.get(manifest.parent_sha256)
-        found[one] = None if parent == one else parent
-    return found
+        start = Path(_spec(home, manifest).get("parent", "")).name
+        parent = by_checkpoint.get(start) or by_weights.get(manifest.parent_sha256)
+        parents[one] = None if parent == one else parent
+    return parents
 
 
 def _spec(home: Home, manifest: Manifest) -> dict[str, Any]:
-    return _json(home.job(manifest.job) / "spec.json") if manifest.job else {}
+    return _read_object(home.job(manifest.job) / "spec.json") if manifest.job else {}
 
 
-def _up(one: str, parents: dict[str, str | None]) -> set[str]:
-    found: set[str] = set()
-    at = parents[one]
-    while at is not None and at not in found:
-        found.add(at)
-        at = parents[at]
-    return found
+def _ancestors(one: str, parents: dict[str, str | None]) -> set[str]:
+    ancestors: set[str] = set()
+    parent = parents[one]
+    while parent is not None and parent not in ancestors:
+        ancestors.add(parent)
+        parent = parents[parent]
+    return ancestors
 
 
-def _down(one: str, children: dict[str, list[str]]) -> set[str]:
-    found: set[str] = set()
+def _descendants(one: str, children: dict[str, list[str]]) -> set[str]:
+    descendants: set[str] = set()
     waiting = [one]
     while waiting:
-        new = [child for child in children[waiting.pop()] if child not in found]
-        found.update(new)
+        new = [child for child in children[waiting.pop()] if child not in descendants]
+        descendants.update(new)
         waiting += new
-    return found
+    return descendants
 
 
-def _told(
+def _describe(
     registry: Registry,
     version: ModelVersion,
     manifest: Manifest,
@@ -130,7 +136,7 @@ def _told(
     events = [e for e in registry.history(version.name) if e.version == version.number]
     spec = _spec(home, manifest)
     dataset = manifest.dataset or spec.get("dataset")
-    about = _json(home.dataset(dataset) / "manifest.json") if dataset else {}
+    about = _read_object(home.dataset(dataset) / "manifest.json") if dataset else {}
     return Ancestry(
         id=version.id,
         checkpoint=version.checkpoint,
@@ -148,10 +154,10 @@ def _told(
     ).model_dump(mode="json")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where a job or a dataset was removed."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty where its job or dataset was removed."""
     try:
-        found = checksums.read_json(path)
+        content = checksums.read_json(path)
     except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -1,7 +1,7 @@
-"""A model's config.json, and what in it cannot be, whoever wants to serve or train the model.
+"""Model config: read a config.json, and refuse values that no model can have.
 
-Only of kinds that are known here: of others the engine alone knows what their numbers mean. Called
-by checkpoints.py; trainers/models/architecture.py makes an Architecture of it. Read next:
+Only the kinds in KINDS are checked: the numbers of others are known to the engine alone. Called by
+checkpoints.py; trainers/models/architecture.py makes an Architecture of it. Read next:
 model_files.py.
 """
 
@@ -17,7 +17,7 @@ KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "tie_word_embeddings"
-# whole numbers from 1 on; what is larger than any model ever was is a damaged file
+# whole numbers from 1 on; a value larger than in any known model means a damaged file
 _MOST = {
     "num_hidden_layers": 10_000,
     "hidden_size": 1 << 20,
@@ -36,13 +36,13 @@ _MOST_OF_MIXTURES = {
     "num_experts_per_tok": 1 << 14,
     "moe_intermediate_size": 1 << 24,
 }
-_MOST_EXPERTS = 1_000_000  # of all layers together
+_MOST_EXPERTS = 1_000_000  # in all layers together
 _FLAGS = (TIED, "use_sliding_window", "norm_topk_prob")
 _FLOATS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A model directory's config.json. Raises NotFound without one, BadInput if it cannot be."""
+    """Read and check a directory's config.json. Raises NotFound without one, BadInput."""
     if not os.path.lexists(directory / CONFIG):
         raise NotFound(
             f"{directory} has no {CONFIG}: give a Hugging Face checkpoint", param="checkpoint"
@@ -54,7 +54,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_numbers(config: dict[str, Any], path: Path) -> None:
-    """Raises BadInput, naming the first key whose value cannot be."""
+    """Raise BadInput that names the first key with an impossible value."""
 
     def refuse(name: str, must: str) -> BadInput:
         value = repr(config[name])[:100]
@@ -93,15 +93,15 @@ def _check_numbers(config: dict[str, Any], path: Path) -> None:
 
 
 def is_positive(value: object) -> bool:
-    """Whether a value of JSON is a finite number above 0."""
+    """Tell whether a value of JSON is a finite number above 0."""
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
 def is_tied(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> bool:
-    """Whether embedding and head are one, as transformers decides it when it loads a model.
+    """Tell whether embedding and head are one tensor, by transformers' rule when it loads a model.
 
-    Its config must say so; and of two tensors that differ each is its own (`tie_weights` of
-    transformers 5).
+    The config must tie them, and two stored tensors must be equal: `tie_weights` of transformers 5
+    leaves different ones separate.
     """
     if not config.get(TIED):
         return False

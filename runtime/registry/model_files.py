@@ -1,10 +1,10 @@
-"""A model directory that somebody else made, read without leaving it and without believing it.
+"""Model files: read a foreign model directory without trusting it, and never outside of it.
 
-A file is opened only where it lies in the directory itself. A link may lead to a file beside it,
-or from a snapshot of a Hugging Face cache to that cache's blobs; anything else is refused before
-it is looked at, so that nobody learns what is there. Weights are safetensors: 8 bytes of length,
-that much JSON, then the tensors without gaps. Called by checkpoints.py for what comes in, and by
-trainers/models/ for what is trained. Read next: model_config.py.
+A file is opened only if it lies in the directory itself. A link may lead to a file beside it, or
+from a snapshot of a Hugging Face cache to that cache's blobs. Any other link is refused before its
+target is opened, so that an error reveals nothing about it. Weights are safetensors: 8 bytes of
+length, JSON of that length, then the tensors without gaps. Called by checkpoints.py for imports,
+and by trainers/models/ for training. Read next: model_config.py.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ from typing import Any
 from cray_agents.errors import BadInput
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"  # which weights are in which file
+INDEX = "model.safetensors.index.json"  # maps tensors to files
 WEIGHTS = ".safetensors"
-BLOCK = 8 << 20  # bytes read at a time: a multiple of every number's size
+BLOCK = 8 << 20  # bytes read at a time; a multiple of every dtype's size
 MOST_JSON = 64 << 20  # bytes of a config, an index or a manifest
 MOST_HEADER = 100 << 20  # bytes; safetensors' own limit
 MOST_FILES = 10_000  # in a directory
 _PART = re.compile(r"-of-(\d{1,6})\.safetensors$")
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32}
 BITS |= {"U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
-# a float whose exponent's bits are all set is infinite or no number
+# a float whose exponent bits are all set is infinite or NaN
 _EXPONENT = {
     "F64": ("<u8", 0x7FF0000000000000),
     "F32": ("<u4", 0x7F800000),
@@ -42,10 +42,10 @@ _EXPONENT = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies: its file, and its bytes `start` to `end` there."""
+    """A stored tensor: its file, and its bytes `start` to `end` in the file."""
 
     file: str
-    dtype: str  # safetensors' word: F32, BF16, ...
+    dtype: str  # in safetensors' notation: F32, BF16, ...
     shape: tuple[int, ...]
     start: int
     end: int
@@ -53,29 +53,31 @@ class Tensor:
 
 # ---- files
 def open_file(directory: Path, name: str) -> io.BufferedReader:
-    """A file of the directory, which is a real path. Raises BadInput, naming the file."""
+    """Open a file of the directory, which is a real path. Raises BadInput, naming the file."""
     path = directory / name
     target = Path(os.path.realpath(path))
-    if not _is_of(directory, path, target):  # said before anything is looked at there
-        raise _refusal(path, "is a link that leads out of its directory: put the file itself there")
+    if not _may_lead_to(directory, path, target):  # refused before the target is touched
+        raise _bad_file(
+            path, "is a link that leads out of its directory: put the file itself there"
+        )
     try:
         if not stat.S_ISREG(target.stat().st_mode):
-            raise _refusal(path, "is not a file")
+            raise _bad_file(path, "is not a file")
         handle = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise _refusal(path, "is missing") from None
+        raise _bad_file(path, "is missing") from None
     except OSError as error:
-        raise _refusal(path, f"cannot be read: {error.strerror}") from error
+        raise _bad_file(path, f"cannot be read: {error.strerror}") from error
     file = os.fdopen(handle, "rb")
-    opened = Path(f"/proc/self/fd/{handle}").readlink()  # no name was changed meanwhile
+    opened = Path(f"/proc/self/fd/{handle}").readlink()  # detects a rename since realpath
     if opened.parent != target.parent or not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()
-        raise _refusal(path, "was changed while it was opened")
+        raise _bad_file(path, "was changed while it was opened")
     return file
 
 
-def _is_of(directory: Path, path: Path, target: Path) -> bool:
-    """Whether a path in the directory leads to where its files may lie."""
+def _may_lead_to(directory: Path, path: Path, target: Path) -> bool:
+    """Tell whether a path in the directory may lead to a target: beside it, or a cache's blob."""
     if target.parent == path.parent:
         return True
     snapshot = path.parent == directory and directory.parent.name == "snapshots"
@@ -83,139 +85,145 @@ def _is_of(directory: Path, path: Path, target: Path) -> bool:
 
 
 def names_in(directory: Path, suffixes: Collection[str]) -> list[str]:
-    """The names in a directory with one of these suffixes, but for hidden ones. Raises BadInput."""
+    """List the names with one of these suffixes, without hidden ones. Raises BadInput."""
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:
-        raise _refusal(directory, f"cannot be read: {error.strerror}") from error
+        raise _bad_file(directory, f"cannot be read: {error.strerror}") from error
     if len(paths) > MOST_FILES:
-        raise _refusal(directory, f"holds {len(paths)} files: it is no model directory")
+        raise _bad_file(directory, f"holds {len(paths)} files: it is no model directory")
     chosen = [p for p in paths if p.suffix in suffixes and not p.name.startswith(".")]
     return [path.name for path in chosen if path.is_symlink() or not path.is_dir()]
 
 
 def refuse_links_outside(directory: Path) -> None:
-    """Raises BadInput where a file, also in folders of the directory, is a link that leads out.
+    """Raise BadInput where a file is a link that leads out of the directory, also in its folders.
 
-    For what other programs open by name: tokenizers are several files, with templates in a folder.
+    Needed before other programs open files by name, such as a tokenizer's files and templates.
     """
     for count, (folder, folders, files) in enumerate(os.walk(directory)):
         if count > MOST_FILES:
-            raise _refusal(directory, "holds too many folders: it is no model directory")
+            raise _bad_file(directory, "holds too many folders: it is no model directory")
         for name in (*folders, *files):
             path = Path(folder, name)
-            if path.is_symlink() and not _is_of(directory, path, Path(os.path.realpath(path))):
-                raise _refusal(path, "is a link that leads out of its directory")
+            if not path.is_symlink():
+                continue
+            if not _may_lead_to(directory, path, Path(os.path.realpath(path))):
+                raise _bad_file(path, "is a link that leads out of its directory")
 
 
 def sha256_file(directory: Path, name: str) -> str:
-    """The hex SHA-256 of a file of the directory. Raises BadInput."""
+    """Return the hex SHA-256 of a file of the directory. Raises BadInput."""
     with open_file(directory, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """What a JSON file of the directory holds. Raises BadInput unless it is an object."""
+    """Read a JSON file of the directory. Raises BadInput unless it is an object."""
     with open_file(directory, name) as file:
         content = file.read(MOST_JSON + 1)
     if len(content) > MOST_JSON:
-        raise _refusal(directory / name, f"is larger than {MOST_JSON >> 20} MiB")
-    return _object(content, directory / name)
+        raise _bad_file(directory / name, f"is larger than {MOST_JSON >> 20} MiB")
+    return _parse_object(content, directory / name)
 
 
-def _object(content: bytes, path: Path) -> dict[str, Any]:
+def _parse_object(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        said = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise _refusal(path, f"is not JSON: {said}") from error
-    if not isinstance(found, dict):
-        kind = "a list" if isinstance(found, list) else repr(found)[:40]
-        raise _refusal(path, f"holds {kind} and not an object: it was damaged, or is another file")
-    return found
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise _bad_file(path, f"is not JSON: {reason}") from error
+    if not isinstance(value, dict):
+        kind = "a list" if isinstance(value, list) else repr(value)[:40]
+        raise _bad_file(path, f"holds {kind} and not an object: it was damaged, or is another file")
+    return value
 
 
 # ---- weights
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Name -> where each tensor of a model lies, as its index says, or all its files.
+    """Return the tensors of a model by name: those of its index, else of all its files.
 
     Raises BadInput for a file that is missing, cut off, or no safetensors.
     """
     present = names_in(directory, {WEIGHTS})
     if not os.path.lexists(directory / INDEX):
         if "model.safetensors" in present:
-            return _all_in(directory, ["model.safetensors"])
+            return _read_headers(directory, ["model.safetensors"])
         part = next((name for name in present if (of := _PART.search(name))
                      and int(of[1]) != sum(of[0] in n for n in present)), None)  # fmt: skip
         if part is not None:
-            raise _refusal(directory / INDEX, f"is missing, or other parts like {part}")
-        return _all_in(directory, present)
+            raise _bad_file(directory / INDEX, f"is missing, or other parts like {part}")
+        return _read_headers(directory, present)
     index = read_json(directory, INDEX).get("weight_map")
     texts = isinstance(index, dict) and all(isinstance(file, str) for file in index.values())
     if not isinstance(index, dict) or not texts:
-        raise _refusal(directory / INDEX, "has no weight_map of names and files")
+        raise _bad_file(directory / INDEX, "has no weight_map of names and files")
     files = sorted(set(index.values()))
     for file in files:
         if Path(file).name != file or Path(file).suffix != WEIGHTS:
-            raise _refusal(directory / INDEX, f"names {file!r}, which is no file of weights there")
+            raise _bad_file(directory / INDEX, f"names {file!r}, which is no file of weights there")
         if file not in present:
-            raise _refusal(directory / file, f"is missing, but {INDEX} names it")
+            raise _bad_file(directory / file, f"is missing, but {INDEX} names it")
     if "model.safetensors" in present and "model.safetensors" not in files:
         raise BadInput(
             f"{directory} holds model.safetensors and an {INDEX} that names other files: which of"
             " the two is meant is not said; remove one of them",
             param="checkpoint",
         )
-    found = _all_in(directory, files)
+    tensors = _read_headers(directory, files)
     for name, file in index.items():
-        if name not in found or found[name].file != file:
-            said = f"lacks the tensor {name!r}, which {INDEX} says it has"
-            raise _refusal(directory / file, said)
-    return found
+        if name not in tensors or tensors[name].file != file:
+            reason = f"lacks the tensor {name!r}, which {INDEX} says it has"
+            raise _bad_file(directory / file, reason)
+    return tensors
 
 
-def _all_in(directory: Path, files: list[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _read_headers(directory: Path, files: list[str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_header(directory, file).items():
-            if name in found:
-                raise _refusal(directory / file, f"has {name!r}, and {found[name].file} has it too")
-            found[name] = tensor
-    return found
+            if name in tensors:
+                also = tensors[name].file
+                raise _bad_file(directory / file, f"has {name!r}, and {also} has it too")
+            tensors[name] = tensor
+    return tensors
 
 
 def read_header(directory: Path, file: str) -> dict[str, Tensor]:
-    """The tensors of one file. Raises BadInput unless it is whole."""
+    """Return the tensors of one file by name. Raises BadInput unless the file is whole."""
     path = directory / file
     with open_file(directory, file) as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(MOST_HEADER, size - 8):
-            raise _refusal(path, "is cut off, or no safetensors file: save or download it again")
-        header = _object(opened.read(length), path)
+            raise _bad_file(path, "is cut off, or no safetensors file: save or download it again")
+        header = _parse_object(opened.read(length), path)
     header.pop("__metadata__", None)
     try:
-        found = {name: _tensor(file, entry, 8 + length) for name, entry in header.items()}
+        tensors = {name: _tensor(file, entry, 8 + length) for name, entry in header.items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise _refusal(path, "has a header that is not safetensors'") from error
+        raise _bad_file(path, "has a header that is not safetensors'") from error
     end = 8 + length
-    for name, tensor in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         bits = BITS.get(tensor.dtype)
-        wanted = tensor.end - tensor.start if bits is None else prod(tensor.shape) * bits // 8
-        if tensor.start != end or tensor.end - tensor.start != wanted:
-            raise _refusal(path, f"has a header that cannot be: {name!r} does not fit its place")
+        expected = tensor.end - tensor.start if bits is None else prod(tensor.shape) * bits // 8
+        if tensor.start != end or tensor.end - tensor.start != expected:
+            raise _bad_file(path, f"has a header that cannot be: {name!r} does not fit its place")
         end = tensor.end
     if end != size:
-        raise _refusal(
+        raise _bad_file(
             path,
             f"is {size} bytes long, and its header speaks of {end}: it is cut off or damaged; save"
             " or download it again",
         )
-    return found
+    return tensors
 
 
 def _tensor(file: str, entry: dict[str, Any], data: int) -> Tensor:
-    """An entry of a header. Raises KeyError, TypeError, ValueError if it is none."""
+    """Parse a header's entry; `data`: the file offset of the first tensor.
+
+    Raises KeyError, TypeError, ValueError if the entry describes no tensor.
+    """
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not isinstance(entry["dtype"], str) or any(type(n) is not int for n in (start, end, *shape)):
@@ -226,7 +234,7 @@ def _tensor(file: str, entry: dict[str, Any], data: int) -> Tensor:
 
 
 def hash_weights(directory: Path, file: str, tensors: dict[str, Tensor]) -> str:
-    """The hex SHA-256 of a file of weights, in one go with the look for what is no number.
+    """Return the hex SHA-256 of a file of weights; check for infinite numbers in the same pass.
 
     `tensors`: the model's. Raises BadInput, naming a tensor with an infinite number or a NaN.
     """
@@ -238,8 +246,8 @@ def hash_weights(directory: Path, file: str, tensors: dict[str, Tensor]) -> str:
             for begin in range(start, end, BLOCK):
                 block = opened.read(min(BLOCK, end - begin))
                 hasher.update(block)
-                if not _finite(block, tensors[name].dtype):
-                    raise _refusal(
+                if not _is_finite(block, tensors[name].dtype):
+                    raise _bad_file(
                         directory / file,
                         f"has infinite numbers or NaN in {name!r}: a model with these computes"
                         " nothing; take an earlier checkpoint of it",
@@ -250,19 +258,19 @@ def hash_weights(directory: Path, file: str, tensors: dict[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
-def _finite(block: bytes, dtype: str) -> bool:
+def _is_finite(block: bytes, dtype: str) -> bool:
     if dtype not in _EXPONENT:
         return True
     import numpy as np
 
     kind, mask = _EXPONENT[dtype]
-    usable = len(block) - len(block) % (BITS[dtype] // 8)  # a file that shrank is found by its hash
+    usable = len(block) - len(block) % (BITS[dtype] // 8)  # the hash detects a file that shrank
     bits = np.frombuffer(block[:usable], kind)
     return not ((bits & bits.dtype.type(mask)) == mask).any()
 
 
 def same_values(directory: Path, one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, whatever they are stored as. Raises BadInput."""
+    """Tell whether two tensors hold the same numbers, in any dtypes. Raises BadInput."""
     if one.shape != other.shape or not {one.dtype, other.dtype} <= _EXPONENT.keys():
         return False
     import numpy as np
@@ -281,7 +289,7 @@ def same_values(directory: Path, one: Tensor, other: Tensor) -> bool:
 
 
 def _numbers(block: bytes, dtype: str) -> Any:
-    """Stored floats as an array of them; numpy has no bfloat16."""
+    """Convert stored floats to an array; numpy has no bfloat16."""
     import numpy as np
 
     if dtype == "BF16":
@@ -289,5 +297,5 @@ def _numbers(block: bytes, dtype: str) -> Any:
     return np.frombuffer(block, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[dtype])
 
 
-def _refusal(path: Path, why: str) -> BadInput:
+def _bad_file(path: Path, why: str) -> BadInput:
     return BadInput(f"{path} {why}", param="checkpoint")

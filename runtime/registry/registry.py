@@ -1,10 +1,10 @@
-"""Names for weights: `name@N` is one immutable set of them, `name` alone the promoted one.
+"""Model registry: `name@N` names one immutable set of weights, `name` alone the promoted one.
 
-What happened to a name is one numbered history (history.py): promotions, rollbacks, rejections,
-canaries, each with who and why. A version or an event is a small file that is created exclusively
-and never changed. Called by the gateway, for each chat request too: answers come from memory, and
-the directories are read again when they were last read a second ago. Read next: lineage.py, where
-versions come from; gateway/promoting.py, which brings them into service.
+Each name has one numbered history of promotions, rollbacks, rejections and canaries, each with its
+author and reason. A version or an event is a small file, created exclusively and never changed.
+The gateway calls this for each chat request too, so answers come from memory; the directories are
+read again when the last read is a second old. Read next: lineage.py, the origin of versions;
+runtime/gateway/version_switch.py, which brings versions into service.
 """
 
 import os
@@ -27,10 +27,10 @@ EventKind = Literal["promoted", "rolled_back", "rejected", "canary_started", "ca
 
 
 class ModelEvent(Record):
-    """What was done with a version, by whom and why; `number` counts what happened to the name.
+    """An event in a name's history; `number` counts the name's events.
 
-    From a promotion or a rollback on the bare `name` means `version`. `numbers`: what it was
-    decided by.
+    After a promotion or a rollback the bare `name` means `version`. `numbers`: the measurements
+    behind the decision.
     """
 
     name: str
@@ -44,10 +44,10 @@ class ModelEvent(Record):
 
 
 class History:
-    """One name's history as it was read at `read_at` (monotonic seconds).
+    """A name's versions and events, as read at `read_at` (monotonic seconds).
 
-    `promoted`: the versions that the name meant, which a rollback goes back through; `canary`: the
-    event that started the one that runs.
+    `promoted`: the versions that the name meant, without those rolled back; the last one is
+    current. `canary`: the event that started the running canary.
     """
 
     def __init__(self, versions: dict[int, ModelVersion], events: dict[int, ModelEvent]) -> None:
@@ -70,7 +70,7 @@ class History:
             self.promoted.append(event.version)
 
     def last(self, version: int, *kinds: str) -> ModelEvent | None:
-        """The newest event of these kinds about a version."""
+        """Return the newest event of these kinds about a version."""
         for number in sorted(self.events, reverse=True):
             event = self.events[number]
             if event.version == version and event.kind in kinds:
@@ -78,9 +78,9 @@ class History:
         return None
 
 
-FRESH_SECONDS = 1.0  # how long another process's promotion may stay unseen
+FRESH_SECONDS = 1.0  # longest time that another process's promotion stays unseen
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-NUMBER = re.compile(r"[1-9][0-9]{0,8}")  # of a version, as it is written
+NUMBER = re.compile(r"[1-9][0-9]{0,8}")  # a version's number
 
 Numbered = TypeVar("Numbered", bound=Record)
 
@@ -88,12 +88,12 @@ Numbered = TypeVar("Numbered", bound=Record)
 def _is_directory(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name that is too long, or not ours to look at
+    except OSError:  # a name that is too long, or a folder without access
         return False
 
 
-def _within(path: Path, roots: Sequence[Path] | None) -> Path:
-    """The directory, links resolved. Raises AccessDenied, whether or not there is one."""
+def _resolve_within(path: Path, roots: Sequence[Path] | None) -> Path:
+    """Resolve a path's links. Raises AccessDenied outside the roots, also if nothing exists."""
     real = Path(os.path.realpath(path)) if "\0" not in str(path) else path
     if roots is not None and not any(real.is_relative_to(os.path.realpath(r)) for r in roots):
         raise AccessDenied(
@@ -107,39 +107,41 @@ def _within(path: Path, roots: Sequence[Path] | None) -> Path:
 
 
 class Registry:
-    """The versions under one home, and their history."""
+    """The versions under one home, and the history of their names."""
 
     def __init__(self, home: Home) -> None:
         self.home = home
         self._models: dict[str, History] = {}
 
     def names(self) -> list[str]:
-        """Every name that has a version."""
+        """List the names in the registry's folder."""
         if not self.home.models.is_dir():
             return []
         return sorted(p.name for p in self.home.models.iterdir() if NAME.fullmatch(p.name))
 
     def versions(self, name: str) -> list[ModelVersion]:
-        """A name's versions, oldest first. Raises NotFound."""
+        """Return a name's versions, oldest first. Raises NotFound."""
         model = self._model(name)
         return [model.versions[number] for number in sorted(model.versions)]
 
     def history(self, name: str) -> list[ModelEvent]:
-        """What happened to a name, oldest first. Raises NotFound."""
+        """Return a name's events, oldest first. Raises NotFound."""
         model = self._model(name)
         return [model.events[number] for number in sorted(model.events)]
 
     def promoted(self, name: str) -> ModelVersion | None:
-        """The version that the bare name means; None before the first promotion."""
+        """Return the version that the bare name means; None before the first promotion."""
         model = self._model(name)
         return model.versions[model.promoted[-1]] if model.promoted else None
 
     def canary(self, name: str) -> ModelEvent | None:
-        """What started the canary that runs under a name; a promotion or a rollback ends it."""
+        """Return the event that started the running canary; a promotion or a rollback ends it."""
         return self._model(name).canary
 
-    def before(self, name: str, to: int | None = None, *, force: bool = False) -> ModelVersion:
-        """The version a rollback goes to: the one promoted before, or `to`.
+    def rollback_target(
+        self, name: str, to: int | None = None, *, force: bool = False
+    ) -> ModelVersion:
+        """Return the version that a rollback selects: the one promoted before, or `to`.
 
         Raises BadInput when there is none, or when `to` never was promoted, unless forced.
         """
@@ -165,7 +167,7 @@ class Registry:
         return version
 
     def resolve(self, model: str) -> ModelVersion:
-        """The version that `name` or `name@N` means. Raises NotFound, code `model_not_found`."""
+        """Return the version of `name` or `name@N`. Raises NotFound, code `model_not_found`."""
         name, at, number = model.partition("@")
         if not at:
             version = self.promoted(name)
@@ -179,7 +181,7 @@ class Registry:
         return versions[int(number)]
 
     def register(self, name: str, checkpoint_id: str, manifest: Manifest) -> ModelVersion:
-        """The name's version with these weights; a new one unless there is one. Raises BadInput."""
+        """Return the name's version with these weights; create it if new. Raises BadInput."""
         if not NAME.fullmatch(name):
             raise BadInput(
                 f"{name!r} cannot name a model: use letters, digits, '.', '_' and '-'", param="name"
@@ -210,18 +212,18 @@ class Registry:
         reason: str = "",
         numbers: dict[str, Any] | None = None,
     ) -> ModelEvent:
-        """Let the bare name mean a version; the last promotion again if it means it already."""
+        """Make the bare name mean a version; if it does already, return the earlier event."""
 
-        def already(model: History) -> ModelEvent | None:
+        def last_promotion(model: History) -> ModelEvent | None:
             if not model.promoted or model.promoted[-1] != number:
                 return None
             return model.last(number, "promoted", "rolled_back")
 
-        return self._happen(name, number, "promoted", who, reason, numbers, already)
+        return self._append(name, number, "promoted", who, reason, numbers, last_promotion)
 
     def roll_back(self, name: str, number: int, *, who: str = "", reason: str = "") -> ModelEvent:
-        """Let the bare name mean a version again that it meant before; see `before`."""
-        return self._happen(name, number, "rolled_back", who, reason)
+        """Make the bare name mean an earlier version again; see `rollback_target`."""
+        return self._append(name, number, "rolled_back", who, reason)
 
     def reject(
         self,
@@ -232,7 +234,7 @@ class Registry:
         reason: str = "",
         numbers: dict[str, Any] | None = None,
     ) -> ModelEvent:
-        """Note that a version was found not good enough; the same again is the same event.
+        """Record that a version is not good enough; a repeated call returns the same event.
 
         Raises BadInput if it is the promoted one, or if a canary of it runs.
         """
@@ -243,15 +245,15 @@ class Registry:
                 f"{promoted.id} is promoted: roll back to another version instead", param="version"
             )
 
-        def already(model: History) -> ModelEvent | None:
-            found = model.last(number, *get_args(EventKind))
-            same = found is not None and (found.kind, found.who) == ("rejected", who)
-            return found if same else None
+        def last_rejection(model: History) -> ModelEvent | None:
+            last = model.last(number, *get_args(EventKind))
+            same = last is not None and (last.kind, last.who) == ("rejected", who)
+            return last if same else None
 
-        return self._happen(name, number, "rejected", who, reason, numbers, already)
+        return self._append(name, number, "rejected", who, reason, numbers, last_rejection)
 
     def check_no_canary(self, name: str, number: int | None = None) -> None:
-        """Raises BadInput if a canary runs under the name; of this version, if one is given."""
+        """Raise BadInput if a canary runs under the name; of this version, if one is given."""
         running = self._read(name).canary
         if running is not None and number in (None, running.version):
             raise BadInput(
@@ -264,33 +266,33 @@ class Registry:
     def start_canary(
         self, name: str, number: int, *, who: str, reason: str, numbers: dict[str, Any]
     ) -> ModelEvent:
-        """Begin a canary of a version: `numbers` say how (canary.py). Raises BadInput."""
+        """Start a canary of a version; `numbers`: a `CanaryTest`'s fields. Raises BadInput."""
         self.check_no_canary(name)
-        return self._happen(name, number, "canary_started", who, reason, numbers)
+        return self._append(name, number, "canary_started", who, reason, numbers)
 
     def end_canary(
         self, name: str, *, who: str, reason: str, numbers: dict[str, Any]
     ) -> ModelEvent | None:
-        """End the canary that runs; None if none does."""
+        """End the running canary; return None if there is none."""
         running = self._read(name).canary
         if running is None:
             return None
-        return self._happen(name, running.version, "canary_ended", who, reason, numbers)
+        return self._append(name, running.version, "canary_ended", who, reason, numbers)
 
     def import_checkpoint(
         self, checkpoint: str | Path, within: Sequence[Path] | None = None
     ) -> tuple[str, Manifest]:
-        """Take a checkpoint (a directory, or an id under the home) in, and prove it whole.
+        """Import a checkpoint (a directory, or an id under the home), and verify its files.
 
         Returns its id and manifest. `within`: see `directory`. Raises NotFound, AccessDenied,
-        BadInput (it can be no model), Corrupt.
+        BadInput (it cannot be a model), Corrupt.
         """
         return checkpoints.take_in(self.home, self.directory(str(checkpoint), within))
 
     def directory(self, reference: str, within: Sequence[Path] | None = None) -> Path:
-        """Where a checkpoint lies: by directory, checkpoint id, `name@N` or `name`.
+        """Return a checkpoint's directory by directory, checkpoint id, `name@N` or `name`.
 
-        `within`: of directories only those that lie in one of these, links resolved; None: any.
+        `within`: directories outside the home must lie in one of these, links resolved; None: any.
         Raises NotFound, AccessDenied.
         """
         if NAME.fullmatch(reference) and self.home.checkpoint(reference).is_dir():
@@ -299,14 +301,14 @@ class Registry:
         if NAME.fullmatch(path.name) and path.parent in (Path(), self.home.checkpoint("x").parent):
             checkpoints.refuse_pruned(self.home.checkpoint(path.name))
         if path.is_absolute() and not checkpoints.is_ours(self.home, path):
-            path = _within(path, within)
+            path = _resolve_within(path, within)
         if path.is_absolute() and _is_directory(path):
             return path
         if NAME.fullmatch(reference.partition("@")[0]):
             return self.home.checkpoint(self.resolve(reference).checkpoint)
         raise NotFound(f"no checkpoint at {reference!r}", param="checkpoint")
 
-    def _happen(
+    def _append(
         self,
         name: str,
         number: int,
@@ -314,16 +316,16 @@ class Registry:
         who: str,
         reason: str,
         numbers: dict[str, Any] | None = None,
-        already: Callable[[History], ModelEvent | None] = lambda model: None,
+        find_existing: Callable[[History], ModelEvent | None] = lambda model: None,
     ) -> ModelEvent:
-        """Append an event, unless what it would do is done already."""
+        """Append an event; if `find_existing` returns one with the same effect, return that."""
         while True:
             model = self._read(name)
             if number not in model.versions:
                 raise _unknown(f"{name}@{number}", f"{name!r} has {len(model.versions)} version(s)")
-            found = already(model)
-            if found is not None:
-                return found
+            existing = find_existing(model)
+            if existing is not None:
+                return existing
             if kind in ("promoted", "rolled_back", "canary_started"):
                 checkpoints.refuse_pruned(self.home.checkpoint(model.versions[number].checkpoint))
             event = ModelEvent(
@@ -352,27 +354,27 @@ class Registry:
             return History({}, {})
         old = self._models.get(name)
         folder = self.home.models / name
-        # events first: every version that they name is then there to be read
+        # events first: every version that they name exists by then
         events = old.events if old else {}
-        for kept in ("promotions", "history"):  # the former as long as there was nothing else
-            events = _numbered(folder / kept, ModelEvent, events)
-        model = History(_numbered(folder, ModelVersion, old.versions if old else {}), events)
-        if model.versions:  # names that somebody guessed are not kept
+        for subfolder in ("promotions", "history"):  # older roots have promotions alone
+            events = _read_numbered(folder / subfolder, ModelEvent, events)
+        model = History(_read_numbered(folder, ModelVersion, old.versions if old else {}), events)
+        if model.versions:  # guessed names take no memory
             self._models[name] = model
         return model
 
 
-def _numbered(
+def _read_numbered(
     folder: Path, kind: type[Numbered], known: Mapping[int, Numbered]
 ) -> dict[int, Numbered]:
-    """The records `<n>.json` of a folder; what is known already is not read again."""
-    found = dict(known)
+    """Read the records `<n>.json` of a folder that are not in `known`; return all of them."""
+    records = dict(known)
     if not folder.is_dir():
-        return found
+        return records
     for path in folder.glob("[0-9]*.json"):
-        if path.stem.isdecimal() and int(path.stem) not in found:
-            found[int(path.stem)] = checksums.read_record(kind, path)
-    return found
+        if path.stem.isdecimal() and int(path.stem) not in records:
+            records[int(path.stem)] = checksums.read_record(kind, path)
+    return records
 
 
 def _create(path: Path, record: Record) -> bool:

@@ -1,1 +1,1 @@
-"""Disk given back: which versions are still needed, and removal of the others."""
+"""Retention: find versions that something still refers to, and delete the others' weights."""

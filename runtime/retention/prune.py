@@ -1,16 +1,16 @@
-"""Gives back the disk that versions, resume points and drafts take which nobody needs any more.
+"""Prune: free the disk space of versions, resume points and drafts that nothing refers to.
 
-Called by cli/pruning.py, beside a running platform or without one. Records stay: a version, its
-history, its lineage, its job. A checkpoint goes in three steps, and a kill after any of them is
-mended by the next prune:
+Called by cli/models/models.py, beside a running platform or without one. Records stay: a version,
+its history, its lineage, its job. A checkpoint is deleted in three steps. The next prune finishes
+the work of one that was killed after any of them:
 
-    <id>.pruned is written      what stays of it (checkpoints.py)
-    <id> -> .<id>.aside_<...>   from now on nobody finds it
-    deleted, after it was looked once more whether somebody began to need it meanwhile: then it
-                                gets its name back
+    write <id>.pruned                  the record that stays (registry/checkpoints.py)
+    rename <id> to .<id>.aside_<...>   no process finds the checkpoint from now on
+    delete it                          after a second look at the references; a checkpoint that
+                                       something refers to by then gets its name back
 
-Of a job that has ended the newest resume point stays if its checkpoint does, for the optimizer of a
-job that goes on from there. Read next: needed.py, removing.py.
+An ended job keeps its newest resume point if its checkpoint stays: a job that goes on from there
+needs its optimizer state. Read next: references.py.
 """
 
 import time
@@ -27,22 +27,27 @@ from cray_agents.runtime.disk.durable import remove, resume_points, size_of
 from cray_agents.runtime.registry.checkpoints import (
     ASIDE,
     Pruned,
-    left_over,
+    find_leftovers,
     pruned_file,
     read_manifest,
 )
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.retention.references import has_ended, needed, unfinished, versions_of
+from cray_agents.runtime.retention.references import (
+    all_versions,
+    has_ended,
+    reasons_to_keep,
+    unfinished_jobs,
+)
 
-GRACE = 2.0  # seconds between setting aside and deleting: so long a choice may be under way
+GRACE = 2.0  # seconds between setting aside and deleting, for a use that has just begun
 
 
 @dataclass
 class Prunable:
-    """What goes, with its bytes, and why versions of the name stay (`kept`, by `name@N`).
+    """Bytes to delete, and `kept`: the reason by `name@N` for each version that stays.
 
-    `weights` are by version: one that is there under several names counts once, `points` by job,
-    `drafts` by folder.
+    `weights` are by version, and a checkpoint under several names counts once. `points` (resume
+    points) are by job, `drafts` by folder.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
@@ -52,8 +57,8 @@ class Prunable:
 
     @property
     def bytes(self) -> int:
-        """All that is given back."""
-        return sum(sum(part.values()) for part in (self.weights, self.points, self.drafts))
+        """The total of bytes to delete."""
+        return sum(sum(sizes.values()) for sizes in (self.weights, self.points, self.drafts))
 
 
 def prune(
@@ -61,45 +66,46 @@ def prune(
     name: str | None = None,
     *,
     keep: int,
-    held: Callable[[], Collection[str]] = tuple,
+    in_use: Callable[[], Collection[str]] = tuple,
     dry_run: bool = False,
     grace: float = GRACE,
 ) -> Prunable:
-    """Delete what nobody needs: of one name, or of all. See needed.py for `keep`.
+    """Delete checkpoints, resume points and drafts without references, of one name or of all.
 
-    `held` tells which versions replicas hold; it is asked twice. Raises NotFound when there is no
-    such name, and Corrupt.
+    `keep`: see `reasons_to_keep`. `in_use` returns the versions on replicas; it is called twice.
+    Raises NotFound for an unknown name, and Corrupt.
     """
     registry = Registry(home)
     chosen = {version.id for version in registry.versions(name)} if name is not None else None
-    versions = versions_of(registry)
-    why = needed(registry, keep, held())
-    found = Prunable(
+    versions = all_versions(registry)
+    why = reasons_to_keep(registry, keep, in_use())
+    result = Prunable(
         kept={one: reason for one, reason in why.items() if not chosen or one in chosen}
     )
-    there = {v.id: home.checkpoint(v.checkpoint) for v in versions.values()}
+    folders = {v.id: home.checkpoint(v.checkpoint) for v in versions.values()}
     free = [one for one in versions if one not in why and (chosen is None or one in chosen)]
-    stay = {there[one] for one in versions if one not in free}
+    stay = {folders[one] for one in versions if one not in free}
     going: dict[Path, str] = {}
     for one in free:
-        if there[one] not in stay and there[one].is_dir():
-            going.setdefault(there[one], one)
+        if folders[one] not in stay and folders[one].is_dir():
+            going.setdefault(folders[one], one)
     if dry_run:
-        found.weights = {one: size_of(folder) for folder, one in going.items()}
-        found.drafts = {path.name: size_of(path) for path in [*set_aside(home), *left_over(home)]}
+        drafts = [*find_set_aside(home), *find_leftovers(home)]
+        result.weights = {one: size_of(folder) for folder, one in going.items()}
+        result.drafts = {path.name: size_of(path) for path in drafts}
     else:
         for folder in going:
             _set_aside(folder)
         names = {folder.name: one for folder, one in going.items()}
-        _delete(home, names, found, keep, held, grace)
+        _delete(home, names, result, keep, in_use, grace)
     jobs = None if chosen is None else {versions[one].job for one in chosen}
-    for job, paths in _points(home, {folder.name for folder in going}, jobs).items():
-        found.points[job] = sum(size_of(path) if dry_run else remove(path) for path in paths)
-    return found
+    for job, paths in _free_points(home, {folder.name for folder in going}, jobs).items():
+        result.points[job] = sum(size_of(path) if dry_run else remove(path) for path in paths)
+    return result
 
 
-def set_aside(home: Home) -> list[Path]:
-    """The checkpoints that this prune set aside, or one that was killed."""
+def find_set_aside(home: Home) -> list[Path]:
+    """List the checkpoints set aside by this prune, or by one that was killed."""
     return sorted(home.checkpoint("x").parent.glob(f".*{ASIDE}*"))
 
 
@@ -119,38 +125,38 @@ def _set_aside(folder: Path) -> None:
 def _delete(
     home: Home,
     names: dict[str, str],
-    found: Prunable,
+    result: Prunable,
     keep: int,
-    held: Callable[[], Collection[str]],
+    in_use: Callable[[], Collection[str]],
     grace: float,
 ) -> None:
-    """Delete what was set aside, but for what somebody began to need meanwhile; and drafts."""
-    waiting = set_aside(home)
+    """Delete checkpoints set aside, and drafts; restore checkpoints that are in use by now."""
+    waiting = find_set_aside(home)
     if waiting:
         time.sleep(grace)
-    registry = Registry(home)  # with nothing remembered
-    why, versions = needed(registry, keep, held()), versions_of(registry)
-    wanted = {versions[one].checkpoint: one for one in why}
+    registry = Registry(home)  # a fresh one, without cached histories
+    why, versions = reasons_to_keep(registry, keep, in_use()), all_versions(registry)
+    version_of = {versions[one].checkpoint: one for one in why}
     for path in waiting:
         checkpoint = path.name[1:].partition(ASIDE)[0]
-        place = home.checkpoint(checkpoint)
-        if checkpoint not in wanted or place.is_dir():
-            into = found.weights if checkpoint in names else found.drafts
-            into[names.get(checkpoint, path.name)] = remove(path)
+        folder = home.checkpoint(checkpoint)
+        if checkpoint not in version_of or folder.is_dir():
+            sizes = result.weights if checkpoint in names else result.drafts
+            sizes[names.get(checkpoint, path.name)] = remove(path)
         else:
             with suppress(FileNotFoundError):  # another prune was faster
-                durable.publish_directory(path, place)
-                pruned_file(place).unlink(missing_ok=True)
-            found.kept[wanted[checkpoint]] = why[wanted[checkpoint]]
-    found.drafts.update({path.name: remove(path) for path in left_over(home)})
+                durable.publish_directory(path, folder)
+                pruned_file(folder).unlink(missing_ok=True)
+            result.kept[version_of[checkpoint]] = why[version_of[checkpoint]]
+    result.drafts.update({path.name: remove(path) for path in find_leftovers(home)})
 
 
-def _points(
+def _free_points(
     home: Home, going: set[str], chosen: Collection[str | None] | None
 ) -> dict[str, list[Path]]:
-    """By job, the resume points that nobody can go on from, and half ones."""
-    sources = {spec.get("optimizer_from") for _, spec in unfinished(home)}
-    found = {}
+    """Return by job the resume points that no job can go on from, and half-written ones."""
+    sources = {spec.get("optimizer_from") for _, spec in unfinished_jobs(home)}
+    points = {}
     for folder in sorted(home.jobs.glob("*/megatron")):
         job = folder.parent.name
         if not has_ended(folder.parent) or (chosen is not None and job not in chosen):
@@ -158,5 +164,5 @@ def _points(
         stays = job in sources or (home.checkpoint(job).is_dir() and job not in going)
         paths = [path for path in folder.glob(".*step-*") if path.is_dir()]
         if paths := [*resume_points(folder)[1 if stays else 0 :], *paths]:
-            found[job] = paths
-    return found
+            points[job] = paths
+    return points

@@ -1,7 +1,7 @@
-"""Which versions somebody may still need the weights of, and why. Called by pruning.py.
+"""References: find the versions whose weights must be kept, and the reason for each.
 
-Read from what is on the shared root: the names' histories, the records of loops, the specs of jobs
-that have not ended. What replicas hold is asked of the platform, by the caller.
+Reads records on the root: the names' histories, the loops' generations, the specs of unfinished
+jobs. The caller asks the platform for the versions on its replicas. Called by prune.py.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import Corrupt, NotFound
-from cray_agents.generation import Generation, onward_of, promoted_by
+from cray_agents.generation import Generation, base_version, promoted_version
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.disk import checksums
@@ -18,24 +18,24 @@ from cray_agents.runtime.registry.checkpoints import ADAPTER, read_manifest
 from cray_agents.runtime.registry.registry import History, Registry
 
 
-def versions_of(registry: Registry) -> dict[str, ModelVersion]:
-    """Every version of every name, by `name@N`."""
-    found = {}
+def all_versions(registry: Registry) -> dict[str, ModelVersion]:
+    """Return every version of every name, by `name@N`."""
+    versions: dict[str, ModelVersion] = {}
     for name in registry.names():
         try:
-            found.update({version.id: version for version in registry.versions(name)})
+            versions.update({version.id: version for version in registry.versions(name)})
         except NotFound:  # a folder without a version
             continue
-    return found
+    return versions
 
 
-def needed(registry: Registry, keep: int, held: Collection[str]) -> dict[str, str]:
-    """Why versions keep their weights, by `name@N`; what is not among them may lose them.
+def reasons_to_keep(registry: Registry, keep: int, in_use: Collection[str]) -> dict[str, str]:
+    """Return by `name@N` the reason to keep a version's weights; others may be deleted.
 
-    `keep`: how many that were promoted before the present one. `held`: what replicas hold.
-    Raises Corrupt where a record that decides it cannot be read.
+    `keep`: number of earlier promoted versions to keep per name. `in_use`: versions on replicas.
+    Raises Corrupt where a record that decides cannot be read.
     """
-    home, versions = registry.home, versions_of(registry)
+    home, versions = registry.home, all_versions(registry)
     why: dict[str, str] = {}
 
     def add(ids: Iterable[str], reason: str) -> None:
@@ -46,7 +46,7 @@ def needed(registry: Registry, keep: int, held: Collection[str]) -> dict[str, st
     for name in sorted({version.name for version in versions.values()}):
         for reason, ids in _of_name(registry, name, keep):
             add(ids, reason)
-    add(held, "a replica holds it")
+    add(in_use, "a replica holds it")
     done = {path.name: _generations(path) for path in _folders(home.loop("x").parent)}
     for loop, generations in done.items():
         add(_of_loop(home, loop, generations), f"loop {loop} goes on from it")
@@ -54,10 +54,10 @@ def needed(registry: Registry, keep: int, held: Collection[str]) -> dict[str, st
         loop, step = _step_of(home, version)
         if step is not None and step >= len(done.get(loop, ())):
             add([one], f"generation {step} of loop {loop} has not ended")
-    by_checkpoint = _grouped((version.checkpoint, one) for one, version in versions.items())
+    by_checkpoint = _group((version.checkpoint, one) for one, version in versions.items())
     for checkpoint, reason in _of_jobs(home):
         add(by_checkpoint.get(checkpoint, ()), reason)
-    by_weights = _grouped((version.weights_sha256, one) for one, version in versions.items())
+    by_weights = _group((version.weights_sha256, one) for one, version in versions.items())
     for one in list(why):
         if (base := _base_of(home, versions[one])) is not None:
             add(by_weights.get(base, ()), f"{one} is an adapter over it")
@@ -66,24 +66,24 @@ def needed(registry: Registry, keep: int, held: Collection[str]) -> dict[str, st
     return why
 
 
-def unfinished(home: Home) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and the spec of each training job that has not ended."""
+def unfinished_jobs(home: Home) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the spec of each training job that has not ended."""
     for folder in _folders(home.jobs):
         if not has_ended(folder) and (spec := _read(folder / "spec.json")) is not None:
             yield folder.name, spec
 
 
 def has_ended(job: Path) -> bool:
-    """Whether the job of a folder succeeded, failed or was cancelled."""
+    """Tell whether a job succeeded, failed or was cancelled, by its folder."""
     return (job / "status.json").exists() or (job / "cancelled").exists()
 
 
 def _of_name(registry: Registry, name: str, keep: int) -> Iterator[tuple[str, list[str]]]:
-    """What the history of a name needs."""
+    """Yield reasons of a name's history, each with its versions."""
     versions, events = registry.versions(name), registry.history(name)
     history = History({v.number: v for v in versions}, {e.number: e for e in events})
     served = [e.version for e in events if e.kind in ("promoted", "rolled_back")]
-    latest = list(dict.fromkeys(reversed(served)))  # each once, the present one first
+    latest = list(dict.fromkeys(reversed(served)))  # without repetitions, the present one first
     yield "promoted", [f"{name}@{number}" for number in history.promoted[-1:]]
     before = {*history.promoted[-1 - keep :], *latest[: 1 + keep]}
     yield "was promoted before", [f"{name}@{number}" for number in sorted(before)]
@@ -93,7 +93,7 @@ def _of_name(registry: Registry, name: str, keep: int) -> Iterator[tuple[str, li
 
 
 def _of_loop(home: Home, loop: str, done: list[Generation]) -> set[str]:
-    """The versions that a loop trains further, compares with, and may still sample from."""
+    """Return the versions that a loop trains further, compares with, and may sample from."""
     if not done:
         return set()
     settings = sorted(
@@ -102,21 +102,21 @@ def _of_loop(home: Home, loop: str, done: list[Generation]) -> set[str]:
     )
     staleness = int((_read(settings[-1]) or {}).get("staleness", 0)) if settings else 0
     known = [done[: max(1, len(done) - late)] for late in range(staleness + 1)]
-    return {promoted_by(done), *(onward_of(some) for some in known)}
+    return {promoted_version(done), *(base_version(some) for some in known)}
 
 
 def _generations(loop: Path) -> list[Generation]:
-    """A loop's finished generations, in their order."""
+    """Read a loop's finished generations, in order."""
     paths = [p for p in (loop / "generations").glob("*.json") if p.stem.isdecimal()]
-    found = [_read(path) for path in sorted(paths, key=lambda path: int(path.stem))]
+    records = [_read(path) for path in sorted(paths, key=lambda path: int(path.stem))]
     try:
-        return [Generation.model_validate(record) for record in found]
+        return [Generation.model_validate(record) for record in records]
     except ValueError as error:
         raise Corrupt(f"a generation of {loop} cannot be read: {error}") from error
 
 
 def _step_of(home: Home, version: ModelVersion) -> tuple[str, int | None]:
-    """The loop and the generation in it whose job made a version; None: of no loop."""
+    """Return the loop and the number of the generation that made a version; None: no loop."""
     spec = _read(home.job(version.job) / "spec.json") if version.job else None
     dataset = spec and spec.get("dataset")
     about = _read(home.dataset(dataset) / "manifest.json") if dataset else None
@@ -125,38 +125,38 @@ def _step_of(home: Home, version: ModelVersion) -> tuple[str, int | None]:
 
 
 def _of_jobs(home: Home) -> Iterator[tuple[str, str]]:
-    """The checkpoints that jobs start from or compare with, and why they are needed."""
-    for name, spec in unfinished(home):
-        for what in ("parent", "reference"):
-            if spec.get(what):
-                yield Path(spec[what]).name, f"the {what} of {name}, which has not ended"
+    """Yield the checkpoints that unfinished jobs start from or compare with, and the reasons."""
+    for name, spec in unfinished_jobs(home):
+        for role in ("parent", "reference"):
+            if spec.get(role):
+                yield Path(spec[role]).name, f"the {role} of {name}, which has not ended"
     tuning = TuningFolder(home)
-    for name in tuning.unfinished():
-        yield tuning.asked(name).parent, f"the parent of {name}, which has not ended"
+    for name in tuning.unfinished_ids():
+        yield tuning.read_request(name).parent, f"the parent of {name}, which has not ended"
 
 
 def _base_of(home: Home, version: ModelVersion) -> str | None:
-    """The hash of the weights that a version is an adapter over; None: it is none."""
+    """Return the hash of the weights under an adapter; None: the version has no adapter."""
     directory = home.checkpoint(version.checkpoint)
     return read_manifest(directory).parent_sha256 if (directory / ADAPTER).is_dir() else None
 
 
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
     for key, one in pairs:
-        found.setdefault(key, []).append(one)
-    return found
+        groups.setdefault(key, []).append(one)
+    return groups
 
 
-def _folders(place: Path) -> list[Path]:
-    """The folders in a folder that may not be there."""
-    return sorted(path for path in place.glob("[!.]*") if path.is_dir())
+def _folders(parent: Path) -> list[Path]:
+    """List the folders in a folder; empty if the folder does not exist."""
+    return sorted(path for path in parent.glob("[!.]*") if path.is_dir())
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What a JSON file holds; None where there is none. Raises Corrupt."""
+    """Read a JSON object; None without a file or an object. Raises Corrupt."""
     try:
-        found = checksums.read_json(path)
+        content = checksums.read_json(path)
     except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None

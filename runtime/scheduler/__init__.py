@@ -1,1 +1,1 @@
-"""Where commands run: Slurm, or processes of this machine."""
+"""Schedulers: run commands on Slurm, or as processes of this machine."""

@@ -1,14 +1,14 @@
-"""The batch script of a command: golden text, tested as such.
+"""Batch script: the bash text that runs a command as a Slurm job.
 
-Called by `slurm.py`. What the script sees to, beyond starting the command:
+Called by `slurm.py`. Tests compare its text. Besides starting the command, the script does this:
 
-- A start is claimed by exclusive create. A controller that is killed within seconds of starting
-  a job may start the same job again; the second start finds the claim and ends with 75.
-- On a host of our own, a lock that all of the command's processes inherit keeps a new job of the
-  same name waiting until the last process of the old one is gone.
-- SIGTERM, which Slurm sends to the script alone 60 s before the time limit, is passed on, so that
-  the command can checkpoint. A cancelled command can get it twice.
-- The exit code is published as a file, because Slurm forgets ended jobs after minutes.
+- It claims a start by exclusive create. A controller that is killed within seconds of starting a
+  job may start the same job again; the second start finds the claim and ends with 75.
+- On a private cluster, all of the command's processes inherit a lock. A new job of the same name
+  waits until the last process of the old one is gone.
+- It passes on SIGTERM, which Slurm sends to the script alone 60 s before the time limit, so that
+  the command can checkpoint. A cancelled command may get SIGTERM twice.
+- It publishes the exit code as a file, because Slurm forgets ended jobs after minutes.
 """
 
 import shlex
@@ -53,10 +53,13 @@ exit "$code"
 
 
 def batch_script(command: Command, ledger: Path, lock: Path | None = None) -> str:
-    """The script that `sbatch` gets on its stdin.
+    """Return the script for the stdin of `sbatch`.
 
-    ledger: the name's own folder on the shared root, for claims and exit codes.
-    lock: a file on a private cluster's host. Raises SchedulerError if nothing like it can run.
+    Args:
+        ledger: the command's own folder on the shared root, for claims and exit codes.
+        lock: a file on a private cluster's host.
+
+    Raises SchedulerError for a command that cannot run.
     """
     if command.nodes < 1 or command.ranks % command.nodes:
         raise SchedulerError(
@@ -70,12 +73,12 @@ def batch_script(command: Command, ledger: Path, lock: Path | None = None) -> st
     lines.append(f"ledger={shlex.quote(str(ledger))}")
     if lock:
         lines.append(f"lock={shlex.quote(str(lock))}")
-    start = f"{launcher(command)}{shlex.join(command.argv)} &\n"
+    start = f"{srun_prefix(command)}{shlex.join(command.argv)} &\n"
     return "\n".join(lines) + BODY + (LOCK if lock else "") + start + END
 
 
 def sbatch_options(command: Command) -> list[str]:
-    """What to reserve, for how long, and where the output goes."""
+    """Return sbatch's options for the resources, the time limit and the output."""
     ranks_per_node = command.ranks // command.nodes
     options = [
         f"job-name={command.name}",
@@ -91,23 +94,23 @@ def sbatch_options(command: Command) -> list[str]:
         options.append(f"signal=B:TERM@{60 if command.minutes > 1 else 30}")
     return [
         *options,
-        f"chdir={quoted(command.directory)}",
-        f"output={quoted(command.log.replace('%', '%%'))}",
+        f"chdir={quote_path(command.directory)}",
+        f"output={quote_path(command.log.replace('%', '%%'))}",
         "open-mode=append",
         "no-requeue",
     ]
 
 
-def quoted(path: str) -> str:
-    """A path as sbatch reads it in an #SBATCH line."""
+def quote_path(path: str) -> str:
+    """Quote a path for an #SBATCH line. Raises SchedulerError for a line break."""
     if "\n" in path:
         raise SchedulerError(f"a path with a line break cannot be given to Slurm: {path!r}")
     plain = path.replace("/", "").replace("-", "").replace(".", "").replace("_", "")
     return path if plain.isalnum() else '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def launcher(command: Command) -> str:
-    """Nothing on one node; on several, srun starts the command once on each."""
+def srun_prefix(command: Command) -> str:
+    """Return the srun that starts a command once on each of several nodes, or ""."""
     if command.nodes == 1:
         return ""
     cpus = command.ranks // command.nodes * command.cpus_per_rank

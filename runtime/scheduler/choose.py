@@ -1,7 +1,7 @@
-"""Which scheduler this machine has: a site's Slurm, a private one, or local processes.
+"""Scheduler choice: a site's Slurm, a private cluster, or local processes.
 
-The platform calls `configured_scheduler` once at its start and closes what it gets at its end.
-Read next: slurm.py, private_cluster.py, local.py.
+The platform calls `configured_scheduler` at its start and closes the scheduler at its end. Read
+next: slurm.py, private_cluster.py, local.py.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ SchedulerKind = Literal["auto", "slurm", "local"]
 
 
 def configured_scheduler(config: Config) -> Slurm | LocalProcesses:
-    """Open the scheduler that a configuration asks for. Raises SetupError."""
+    """Open the scheduler that a configuration names. Raises SetupError."""
     home = config.root
     options, root = config.slurm_options, identity_of(home)
     return open_scheduler(config.scheduler, home.slurm, options=options, root=root)
@@ -30,13 +30,16 @@ def configured_scheduler(config: Config) -> Slurm | LocalProcesses:
 def open_scheduler(
     kind: SchedulerKind, directory: Path, *, options: Sequence[str] = (), root: str = ""
 ) -> Slurm | LocalProcesses:
-    """Open the scheduler to use; its `reason` says why it is this one.
+    """Open a scheduler. Its `reason` explains the choice.
 
-    kind: `auto` takes a site's Slurm if one answers, else a private cluster if Slurm is installed
-    and comes up, else local processes; `slurm` is the same without the last.
-    directory: `Home.slurm`. options: for a site's sbatch, such as `("--partition=gpu",)`.
-    root: the shared root's id, which keeps its jobs apart from another root's at a site.
-    Raises SetupError if there is no Slurm and it was demanded.
+    Args:
+        kind: `auto` takes a site's Slurm if one answers, else a private cluster if Slurm is
+            installed and comes up, else local processes; `slurm` leaves out the last.
+        directory: `Home.slurm`.
+        options: for a site's sbatch, such as `("--partition=gpu",)`.
+        root: the shared root's id, which keeps its jobs apart from another root's at a site.
+
+    Raises SetupError if `kind` is `slurm` and there is none.
     """
     unused = "; slurm_options are a site's and not used" if options else ""
     if kind == "local":
@@ -55,16 +58,16 @@ def open_scheduler(
 
 
 def site_cluster() -> str | None:
-    """The name of the cluster that this machine belongs to, if its controller answers."""
-    if not answers("sinfo", "--noheader", "--format=%P"):
+    """Return the name of this machine's cluster, or None if no controller answers."""
+    if not run_client("sinfo", "--noheader", "--format=%P"):
         return None
-    configuration = answers("scontrol", "show", "config") or ""
+    configuration = run_client("scontrol", "show", "config") or ""
     names = [line for line in configuration.splitlines() if line.startswith("ClusterName")]
     return names[0].partition("=")[2].strip() if names else None
 
 
-def answers(*argv: str) -> str | None:
-    """What a Slurm client prints, or None if it is missing, fails or finds no controller."""
+def run_client(*argv: str) -> str | None:
+    """Run a Slurm client; return its output, or None if it is missing, fails or times out."""
     try:
         done = subprocess.run(
             argv,

@@ -1,9 +1,9 @@
-"""Commands as processes of this machine: what there is where no Slurm can run.
+"""Local scheduler: run commands as processes of this machine, where there is no Slurm.
 
-`MegatronTrainer` calls it through `ports.Scheduler`; `choose.py` opens it. There is no queue: a
-command starts at once. The truth is files, `<directory>/local/<name>/<n>.command.json` and
-`<n>.ended.json`, so that a restarted platform knows what became of a command; one that has a
-beginning, no end and no supervisor died with its platform. Read next: supervisor.py.
+`MegatronTrainer` calls this through `ports.Scheduler`; `choose.py` opens it. There is no queue: a
+command starts at once. The state is in the files `<directory>/local/<name>/<n>.command.json` and
+`<n>.ended.json`, so that a restarted platform knows the end of each command. A command without an
+end and without a supervisor died with its platform. Read next: supervisor.py.
 """
 
 import re
@@ -23,12 +23,13 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 class LocalProcesses:
     """A Scheduler over processes that end with this one.
 
-    directory: where commands' ends are kept. grace: seconds between a cancelled command's
-    SIGTERM and SIGKILL.
+    Args:
+        directory: the folder for records of commands.
+        grace: seconds between a cancelled command's SIGTERM and SIGKILL.
     """
 
     name = "local"
-    here = True  # all commands run on this host
+    on_this_host = True  # all commands run here
 
     def __init__(self, directory: Path, *, grace: float = 10.0, reason: str = "") -> None:
         self.reason = reason
@@ -52,33 +53,33 @@ class LocalProcesses:
 
     @property
     def pid(self) -> int:
-        """The supervisor's."""
+        """The supervisor's pid."""
         return self._supervised.pid
 
     def close(self) -> None:
-        """End all commands; returns when they are gone. Safe to call twice."""
+        """End all commands and wait for them. Safe to call twice."""
         with self._lock:
             self._closed = True
             self._supervised.close()
 
     def submit(self, command: Command) -> str:
-        """Start a command, or find the one of its name that runs. Raises SchedulerError."""
+        """Start a command, or find its running one; return an id. Raises SchedulerError."""
         if not NAME.fullmatch(command.name):
             raise SchedulerError(f"{command.name!r} is no command's name: use {NAME.pattern}")
         if command.nodes != 1:
             raise SchedulerError(f"{command.name}: this machine is 1 node, not {command.nodes}")
         with self._lock:
-            self._revive()
+            self._revive_supervisor()
             now = self.status(command.name)
             if now.state == "running":
                 return now.id
-            number = self._newest(command.name) + 1
+            number = self._newest_number(command.name) + 1
             folder = self._directory / command.name
             folder.mkdir(exist_ok=True)
-            begun = folder / f"{number}.command.json"
-            draft = begun.with_suffix(".tmp")
+            record = folder / f"{number}.command.json"
+            draft = record.with_suffix(".tmp")
             draft.write_text(command.model_dump_json())
-            draft.rename(begun)
+            draft.rename(record)
             command_id = f"{command.name}.{number}"
             self._supervised.start(
                 command_id,
@@ -93,9 +94,9 @@ class LocalProcesses:
             return command_id
 
     def status(self, name: str) -> CommandStatus:
-        """The newest command of that name."""
+        """Return the status of the name's newest command."""
         with self._lock:
-            number = self._newest(name)
+            number = self._newest_number(name)
             if not number:
                 return CommandStatus(state="unknown", reason="no command of this name was started")
             command_id = f"{name}.{number}"
@@ -116,18 +117,21 @@ class LocalProcesses:
         )
 
     def cancel(self, name: str) -> None:
-        """SIGTERM the command's process group, and SIGKILL it after the grace period."""
+        """Send SIGTERM to the command's process group, and SIGKILL after the grace period."""
         status = self.status(name)
         if status.state == "running":
             self._supervised.stop(status.id, self.grace)
 
-    def _newest(self, name: str) -> int:
-        """The number of the name's newest command; 0 if there is none."""
+    def _newest_number(self, name: str) -> int:
+        """Return the number of the name's newest command, or 0."""
         files = (self._directory / name).glob("*.command.json")
         return max((int(file.name.split(".")[0]) for file in files), default=0)
 
-    def _revive(self) -> None:
-        """A supervisor that was killed: end what it left, and start another."""
+    def _revive_supervisor(self) -> None:
+        """Start another supervisor if it was killed; end the processes that it left.
+
+        Raises SchedulerError if this scheduler is closed.
+        """
         if self._closed:
             raise SchedulerError(f"the scheduler of {self._directory} is closed")
         if not self._supervised.alive:

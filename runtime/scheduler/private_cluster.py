@@ -1,18 +1,18 @@
-"""A real Slurm cluster of one host, for a laptop and CI: munged, slurmctld and slurmd.
+"""Private cluster: a real Slurm of one host, for a laptop and CI (munged, slurmctld, slurmd).
 
-`choose.py` starts one where no site's Slurm answers; `slurm.py` talks to it as to any other.
-What must survive a restart lies in the directory: the controller's state, so that job ids go on
-counting and queued jobs are still queued. Sockets, spools and the key live in a short folder
-under the system's temporary directory (unix socket paths end at 107 bytes, and munged wants no
-group-writable parents), which the symlink `run` names while the cluster is up.
+`choose.py` starts one where no site's Slurm answers; `slurm.py` talks to it as to any other. The
+directory holds the controller's state, so that job ids and queued jobs survive a restart. Sockets,
+spools and the key are in a short folder under the system's temporary directory, which the symlink
+`run` names while the cluster is up. Unix socket paths end at 107 bytes, and munged wants no
+group-writable parents.
 
-It serves the user who starts it, and root. Whoever reaches munged's socket is somebody to the
-cluster, and a slurmd that is not root's runs everybody's steps as its own user. So nobody else
-may enter the short folder, the partition takes jobs of no other user, and the daemons and their
-clients listen on loopback alone.
+The cluster serves only its own user and root. Any process that reaches munged's socket can
+authenticate, and a slurmd that is not root's runs all steps as its own user. So no other user may
+enter the short folder, the partition takes jobs of no other user, and the daemons and their clients
+listen on loopback alone.
 
-A job that ran when its cluster died does not run again by itself: it comes back as NODE_FAIL.
-Read next: supervised.py, what ends it all; slurm.py, the client.
+A job that ran when its cluster died is not run again: it comes back as NODE_FAIL. Read next:
+supervised.py, which ends all processes; slurm.py, the client.
 """
 
 import ipaddress
@@ -33,10 +33,10 @@ from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environme
 from cray_agents.runtime.scheduler.supervised import Supervised, remove_scratch
 
 START_SECONDS = 20.0
-#: Slurm lets root and SlurmUser use a partition whatever group it names: nobody else is left.
-NOBODY_ELSE = "root"
+#: Group of the partition. Root and SlurmUser may always use it, so no other user is left.
+PARTITION_GROUP = "root"
 PORTS = range(20000, 32000)  # below the ephemeral range
-UNCHANGING = """\
+FIXED_SETTINGS = """\
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -66,10 +66,12 @@ LogTimeFormat=iso8601_ms
 
 
 class PrivateCluster:
-    """One private cluster; `start` it, use `environment` to talk to it, `close` it.
+    """One private cluster: `start` it, use `environment` to talk to it, `close` it.
 
-    nodes: virtual nodes on this host. cpus: of each; default what this process may use.
-    gpus: character devices of each node; default this machine's NVIDIA devices.
+    Args:
+        nodes: virtual nodes on this host.
+        cpus: of each node. Default: those that this process may use.
+        gpus: character devices of each node. Default: this machine's NVIDIA devices.
     """
 
     def __init__(
@@ -85,39 +87,39 @@ class PrivateCluster:
         self.cpus = cpus or len(os.sched_getaffinity(0))
         self.gpus = nvidia_devices() if gpus is None else list(gpus)
         self.configuration = self.directory / "slurm.conf"
-        self.last_id = self.directory / "last-id"  # the highest job id ever told to anyone
+        self.last_id = self.directory / "last-id"  # holds the highest job id ever returned
         self._supervised: Supervised | None = None
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client of this cluster needs; its jobs inherit the mark that a sweep looks for."""
+        """A client's environment. Jobs inherit its mark, by which a sweep finds them."""
         mark = {"CRAY_AGENTS_SUPERVISED": str(self.directory)}
         return clean_environment({"SLURM_CONF": str(self.configuration), **mark})
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor lives; the daemons are its care."""
+        """True while the supervisor lives. It keeps the daemons up."""
         return self._supervised is not None and self._supervised.alive
 
     @property
     def pid(self) -> int:
-        """The supervisor's."""
+        """The supervisor's pid."""
         if self._supervised is None:
             raise SchedulerError("the private Slurm cluster is not started")
         return self._supervised.pid
 
     def start(self) -> None:
-        """Start, or start again after a crash. Raises SetupError with the logs' tails."""
+        """Start the cluster, also again after a crash. Raises SetupError with the logs' tails."""
         if missing := missing_programs():
             raise SetupError(
                 f"Slurm is not installed here: {', '.join(missing)}. As root: {INSTALL_LINE}"
             )
         user_name()
-        loopback_address()  # neither is mended by a second attempt
+        loopback_address()  # like user_name, not helped by a second attempt
         self.close()
         for folder in ("state", "log"):
             (self.directory / folder).mkdir(parents=True, exist_ok=True)
-        for attempt in (1, 2):  # the ports found free may be taken a moment later
+        for attempt in (1, 2):  # a free port may be taken a moment later
             try:
                 self._start()
                 return
@@ -134,17 +136,17 @@ class PrivateCluster:
             self._supervised = None
             remove_scratch(self.directory / "run")
 
-    def told(self, job_id: int) -> None:
-        """Remember an id that somebody knows, so that no later job gets it."""
+    def remember_id(self, job_id: int) -> None:
+        """Remember an id that a caller knows, so that no later job gets it."""
         draft = self.last_id.with_name("last-id.tmp")
         draft.write_text(str(job_id))
         draft.rename(self.last_id)
 
-    def return_drained(self) -> None:
-        """Take drained nodes back; called while jobs wait.
+    def resume_drained(self) -> None:
+        """Resume drained nodes. Called while jobs wait.
 
         slurmd drains its node when a controller that was killed asks it to start a running job
-        again. On a host of our own nobody else drains nodes, and nobody would resume them.
+        again. On a private cluster no administrator drains nodes, or would resume them.
         """
         if self._call("sinfo", "-h", "-N", "-t", "drain", "-o", "%N"):
             self._call("scontrol", "update", f"nodename={','.join(self.nodes)}", "state=resume")
@@ -155,8 +157,8 @@ class PrivateCluster:
         self._supervised = supervised = Supervised(self.directory, run)
         remove_scratch(link)
         link.symlink_to(run)
-        (run / "home").symlink_to(self.directory)  # a path with spaces cannot stand in slurm.conf
-        self._write(run)
+        (run / "home").symlink_to(self.directory)  # slurm.conf takes no path with spaces
+        self._write_configuration(run)
 
         def daemon(name: str, *argv: str, polite: bool = False) -> None:
             log = str(self.directory / "log" / f"{name}.out")
@@ -164,26 +166,26 @@ class PrivateCluster:
             supervised.start(name, list(argv), daemon=True, **options)
 
         daemon("munged", "munged", *munge_options(run))
-        self._until((run / "munge.sock").exists, "munged's socket")
+        self._wait_until((run / "munge.sock").exists, "munged's socket")
         daemon("slurmctld", "slurmctld", "-D", polite=True)
-        # A slurmd that finds no controller tries again only after a second.
-        self._until(lambda: "UP" in self._call("scontrol", "ping"), "slurmctld")
+        # first the controller: a slurmd without one tries again only after a second
+        self._wait_until(lambda: "UP" in self._call("scontrol", "ping"), "slurmctld")
         self._fail_lost_jobs()
         for node in self.nodes:
             daemon(f"slurmd-{node}", "slurmd", "-D", "-N", node)
-        self._until(self._idle, "its nodes")
-        supervised.settled()
+        self._wait_until(self._nodes_ready, "its nodes")
+        supervised.keep_daemons()
 
     def _fail_lost_jobs(self) -> None:
-        """Whatever the saved state says is running died with the cluster: NODE_FAIL it."""
+        """Turn the jobs that ran when the cluster died into NODE_FAIL."""
         if self._call("squeue", "-h", "-a", "-t", "running,suspended,completing", "-o", "%A"):
             node = f"nodename={','.join(self.nodes)}"
             self._call("scontrol", "update", node, "state=down", "reason=cluster-restarted")
             self._call("scontrol", "update", node, "state=resume")
 
-    def _idle(self) -> bool:
+    def _nodes_ready(self) -> bool:
         states = self._call("sinfo", "-h", "-N", "-o", "%t").split()
-        usable = {"idle", "mix", "alloc", "comp"}  # queued jobs start at once
+        usable = {"idle", "mix", "alloc", "comp"}  # not idle: queued jobs start at once
         return len(states) == len(self.nodes) and set(states) <= usable
 
     def _call(self, *argv: str) -> str:
@@ -192,7 +194,7 @@ class PrivateCluster:
         )
         return done.stdout.strip()
 
-    def _until(self, ready: Callable[[], bool], what: str) -> None:
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not ready():
             if not self.alive or time.monotonic() > deadline:
@@ -206,8 +208,8 @@ class PrivateCluster:
             tails.append("\n".join([f"--- {log}", *last]))
         return "\n".join(tails)
 
-    def _write(self, run: Path) -> None:
-        """The daemons' configuration files."""
+    def _write_configuration(self, run: Path) -> None:
+        """Write the daemons' configuration files."""
         address = loopback_address()
         controller, *ports = free_ports(1 + len(self.nodes), address)
         version = slurm_version()
@@ -226,7 +228,7 @@ class PrivateCluster:
             f"SlurmdSpoolDir={run}/%n",
             f"SlurmctldPidFile={run}/slurmctld.pid",
             f"SlurmdPidFile={run}/slurmd-%n.pid",
-            UNCHANGING.rstrip(),
+            FIXED_SETTINGS.rstrip(),
         ]
         gres = ""
         if self.gpus:
@@ -243,28 +245,28 @@ class PrivateCluster:
             )
         lines.append(
             "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP "
-            f"AllowGroups={NOBODY_ELSE}"
+            f"AllowGroups={PARTITION_GROUP}"
         )
         self.configuration.write_text("\n".join(lines) + "\n")
-        if version >= (24, 5):  # before, no cgroup.conf is needed, and this word is unknown
+        if version >= (24, 5):  # older versions need no cgroup.conf and do not know this word
             (self.directory / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
 
     def _cluster_name(self) -> str:
-        """Chosen once: a controller refuses a state directory of another name."""
+        """Return the cluster's name, made once: a controller refuses another name's state."""
         file = self.directory / "cluster-name"
         if not file.exists():
             file.write_text(f"cray{secrets.token_hex(4)}")
         return file.read_text().strip()
 
     def _next_id(self) -> int:
-        """No id is given twice, also when a killed controller had not saved its last jobs."""
+        """Return the first job id to use. A killed controller may not have saved its last jobs."""
         return int(self.last_id.read_text()) + 1 if self.last_id.exists() else 1
 
 
 def munge_options(run: Path) -> list[str]:
-    """munged in the foreground with a key, a socket and a seed of its own.
+    """Return the options for a munged in the foreground, with its own key, socket and seed.
 
-    It would not start where other users cannot reach its socket, which is the point here: --force.
+    Without --force it would not start where other users cannot reach its socket, as intended here.
     """
     key = run / "munge.key"
     key.touch(mode=0o400)
@@ -284,27 +286,27 @@ def munge_options(run: Path) -> list[str]:
 
 
 def new_scratch() -> Path:
-    """A new short folder of this host for the daemons' sockets, which only this user may enter."""
+    """Make a new short folder for the daemons' sockets, which only this user may enter."""
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="cray-slurm-", dir=parent if len(parent) < 40 else "/tmp"))
 
 
 def loopback_address() -> str:
-    """Where the daemons listen: the address that this host's name leads to.
+    """Return the address that the daemons listen on: the one of this host's name.
 
-    Told not to listen on all addresses, they listen on that one, and it cannot be given to them.
-    Raises SetupError if it is not of loopback, for others would reach them there.
+    Daemons that may not listen on all addresses use this one, and no option sets it. Raises
+    SetupError if it is not a loopback address, as other hosts could then reach the daemons.
     """
     name = socket.gethostname()
     remedy = f"write the line `127.0.0.1 {name}` into /etc/hosts"
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
         raise SetupError(
             f"this host's name, {name}, leads nowhere ({error}), and Slurm's daemons listen where "
             f"it leads: {remedy}"
         ) from error
-    address = str(found[0][4][0])
+    address = str(addresses[0][4][0])
     if not ipaddress.ip_address(address).is_loopback:
         raise SetupError(
             f"this host's name, {name}, leads to {address}, and Slurm's daemons would listen "
@@ -314,8 +316,8 @@ def loopback_address() -> str:
 
 
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    """Ports of an address that nobody listens on just now."""
-    found: list[int] = []
+    """Return ports of an address that no process listens on now."""
+    ports: list[int] = []
     for port in random.sample(PORTS, 500):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -323,14 +325,14 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
                 probe.bind((address, port))
             except OSError:
                 continue
-        found.append(port)
-        if len(found) == count:
-            return found
+        ports.append(port)
+        if len(ports) == count:
+            return ports
     raise SetupError(f"no {count} free ports between {PORTS.start} and {PORTS.stop}")
 
 
 def slurm_version() -> tuple[int, int]:
-    """Such as (22, 5)."""
+    """Return Slurm's version, such as (22, 5)."""
     done = subprocess.run(
         ["slurmctld", "-V"], env=clean_environment(), capture_output=True, text=True, check=True
     )
@@ -341,7 +343,7 @@ def slurm_version() -> tuple[int, int]:
 
 
 def user_name() -> str:
-    """The user that the daemons run as: this process's. Raises SetupError if it has no name."""
+    """Return this process's user, whom the daemons run as. Raises SetupError if it has no name."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError as error:
@@ -352,11 +354,11 @@ def user_name() -> str:
 
 
 def memory_mib() -> int:
-    """This machine's memory, MiB."""
+    """Return this machine's memory in MiB."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 20)
 
 
 def nvidia_devices() -> list[str]:
-    """This machine's GPUs as device files."""
-    found = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-    return [str(path) for path in sorted(found, key=lambda path: int(path.name[6:]))]
+    """Return the device files of this machine's GPUs."""
+    devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return [str(path) for path in sorted(devices, key=lambda path: int(path.name[6:]))]

@@ -1,10 +1,10 @@
-"""Commands as Slurm jobs: a site's cluster, or a private one of this host.
+"""Slurm scheduler: run commands as jobs of a site's cluster, or of a private one on this host.
 
-`MegatronTrainer` calls it through `ports.Scheduler`; `choose.py` opens it. It speaks to Slurm by
-the text interfaces that are the same in 22.05 to 26.05: sbatch, squeue, scontrol, scancel. A job
-is named by its command and its shared root, so that it is found again after any crash on either
-side, and never taken for the same job of another root.
-Read next: batch_script.py, what a job runs; private_cluster.py.
+`MegatronTrainer` calls this through `ports.Scheduler`; `choose.py` opens it. The text interfaces
+used (sbatch, squeue, scontrol, scancel) are the same in Slurm 22.05 to 26.05. A job is named after
+its command and its shared root. So it is found again after any crash on either side, and never
+confused with the same job of another root. Read next: batch_script.py, a job's script;
+private_cluster.py.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environme
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 SEPARATOR = "\x1f"  # in no job name
-QUEUE_SECONDS = 0.3  # for so long one squeue answers for all names
-HELP_SECONDS = 2.0  # between looks for drained nodes while jobs wait
-CLIENT_SECONDS = 60.0  # one client may take so long
-PATIENCE_SECONDS = 20.0  # a controller may be away for so long
+QUEUE_SECONDS = 0.3  # that an output of squeue is used
+HELP_SECONDS = 2.0  # between checks for drained nodes while jobs wait
+CLIENT_SECONDS = 60.0  # that one client may take
+PATIENCE_SECONDS = 20.0  # that a controller may be away
 
-#: Slurm's words, in ours. What is not here holds resources, so it is running.
+#: Slurm's job states by our names. Any other state holds resources and counts as running.
 QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 FAILED = {
     "FAILED",
@@ -63,17 +63,18 @@ class Job:
 
     id: int
     state: CommandState
-    word: str  # Slurm's own for the state
+    word: str  # Slurm's own name of the state
     reason: str
     name: str
 
 
 class Slurm:
-    """A Scheduler over a Slurm cluster; `close` stops the cluster too if it is a private one.
+    """A Scheduler over a Slurm cluster. `close` also stops a private cluster.
 
-    directory: on the shared root, for claims and exit codes. options: what the site asks for,
-    such as `("--partition=gpu", "--account=me")`. root: the shared root's id, where others may have
-    jobs of the same names.
+    Args:
+        directory: a folder on the shared root, for claims and exit codes.
+        options: for the site's sbatch, such as `("--partition=gpu", "--account=me")`.
+        root: the shared root's id, where another root may have jobs of the same names.
     """
 
     name = "slurm"
@@ -111,12 +112,12 @@ class Slurm:
         self.close()
 
     @property
-    def here(self) -> bool:
-        """Whether all commands run on this host; a site's Slurm knows its own nodes."""
+    def on_this_host(self) -> bool:
+        """True if all commands run on this host, as those of a private cluster do."""
         return self.cluster is not None
 
     def close(self) -> None:
-        """Stop a private cluster and its jobs; a site's jobs go on. Safe to call twice."""
+        """Stop a private cluster and its jobs. A site's jobs go on. Safe to call twice."""
         self._closed = True
         if self.cluster:
             self.cluster.close()
@@ -133,32 +134,32 @@ class Slurm:
             ledger.mkdir(parents=True, exist_ok=True)
             deadline = time.monotonic() + PATIENCE_SECONDS
             while True:
-                # Also after an unclear failure: it may have been accepted.
-                if live := self._live(command.name):
+                # also after an unclear failure: Slurm may have accepted the job
+                if live := self._live_jobs(command.name):
                     return str(live[-1].id)
                 try:
                     printed = self._run("sbatch", "--parsable", *self._options, script=script)
                     break
                 except Unreachable as error:
-                    self._recover(deadline, error)
+                    self._wait_to_retry(deadline, error)
             self._queue_time = float("-inf")
             job_id = int(printed.strip().split(";")[0])  # "id" or "id;cluster"
             if self.cluster:
-                self.cluster.told(job_id)
+                self.cluster.remember_id(job_id)
             return str(job_id)
 
     def status(self, name: str) -> CommandStatus:
-        """The newest job of that name. Raises SchedulerError if no controller answers."""
+        """Return the status of the name's newest job. Raises SchedulerError without an answer."""
         jobs = self._jobs().get(self.job_name(name))
         if not jobs:
-            return self._from_ledger(name)
+            return self._status_from_ledger(name)
         job = max(jobs, key=lambda job: job.id)
         if job.state in ("queued", "running"):
             return CommandStatus(state=job.state, id=str(job.id), reason=job.reason)
         code = self._exit_code(job)
         if job.state == "cancelled" and self.cluster and not self._we_cancelled(name, job):
-            # A controller killed before it saved a job's start cancels it when it is back.
-            lost = self._from_ledger(name)
+            # a controller killed before it saved a job's start cancels the job on its return
+            lost = self._status_from_ledger(name)
             if lost.id == str(job.id) and lost.exit_code == 0:
                 return lost
             reason = "its controller was killed, and did not know it any more"
@@ -171,25 +172,25 @@ class Slurm:
         return CommandStatus(state=job.state, id=str(job.id), exit_code=code, reason=reason)
 
     def cancel(self, name: str) -> None:
-        """SIGTERM all processes of the name's job, and SIGKILL after the cluster's KillWait."""
+        """Send SIGTERM to all processes of the job, and SIGKILL after the cluster's KillWait."""
         with self._lock:
-            if ids := [str(job.id) for job in self._live(name)]:
+            if ids := [str(job.id) for job in self._live_jobs(name)]:
                 for job_id in ids:
                     (self._ledger / name / f"{job_id}.cancelled").touch()
                 self._call("scancel", *ids)
                 self._queue_time = float("-inf")
 
     def job_name(self, name: str) -> str:
-        """What Slurm knows a command by."""
+        """Return a command's name in Slurm."""
         return name + self._suffix
 
-    def _live(self, name: str) -> list[Job]:
-        """The pending and running jobs of a name, as of now."""
+    def _live_jobs(self, name: str) -> list[Job]:
+        """Return the pending and running jobs of a name, as of now."""
         jobs = self._jobs(fresh=True).get(self.job_name(name), [])
-        return sorted((job for job in jobs if not ended(job)), key=lambda job: job.id)
+        return sorted((job for job in jobs if not has_ended(job)), key=lambda job: job.id)
 
     def _jobs(self, *, fresh: bool = False) -> dict[str, list[Job]]:
-        """All jobs of this user by Slurm's name: one squeue for all who ask within a moment."""
+        """Return all jobs of this user by name in Slurm, from a squeue of the last moment."""
         with self._lock:
             if fresh or time.monotonic() - self._queue_time > QUEUE_SECONDS:
                 columns = SEPARATOR.join(("%A", "%T", "%r", "%j"))
@@ -200,22 +201,22 @@ class Slurm:
                     job = read_job(line)
                     self._queue.setdefault(job.name, []).append(job)
                 self._queue_time = time.monotonic()
-                self._help_waiting()
+                self._resume_drained()
             return self._queue
 
-    def _help_waiting(self) -> None:
-        """On a private cluster, see now and then that jobs do not wait for a drained node."""
+    def _resume_drained(self) -> None:
+        """Resume a private cluster's drained nodes while jobs wait, every HELP_SECONDS."""
         waiting = any(job.state == "queued" for jobs in self._queue.values() for job in jobs)
         if self.cluster and waiting and time.monotonic() > self._next_help:
-            self.cluster.return_drained()
+            self.cluster.resume_drained()
             self._next_help = time.monotonic() + HELP_SECONDS
 
     def _exit_code(self, job: Job) -> int | None:
-        """An ended job's exit code; 128 + n if signal n ended it. Asked of Slurm once."""
+        """Return an ended job's exit code, 128 + n if signal n ended it. Cached."""
         key = (job.id, job.word)
         if key not in self._exits:
-            shown = self._call("scontrol", "-o", "show", "job", str(job.id))
-            match = re.search(r"\bExitCode=(\d+):(\d+)", shown)
+            description = self._call("scontrol", "-o", "show", "job", str(job.id))
+            match = re.search(r"\bExitCode=(\d+):(\d+)", description)
             code = int(match[1]) or (128 + int(match[2]) if int(match[2]) else 0) if match else None
             self._exits[key] = None if code == 0 and job.state != "succeeded" else code
         return self._exits[key]
@@ -223,8 +224,8 @@ class Slurm:
     def _we_cancelled(self, name: str, job: Job) -> bool:
         return (self._ledger / name / f"{job.id}.cancelled").exists()
 
-    def _from_ledger(self, name: str) -> CommandStatus:
-        """What the jobs' own files say of a name that Slurm has forgotten."""
+    def _status_from_ledger(self, name: str) -> CommandStatus:
+        """Return the status of a job that Slurm has forgotten, from the jobs' own files."""
         files = list((self._ledger / name).glob("*.ended"))
         if not files:
             return CommandStatus(state="unknown", reason="Slurm has no job of this name")
@@ -238,16 +239,16 @@ class Slurm:
         )
 
     def _call(self, *argv: str) -> str:
-        """Run a client, also while the controller is away for a moment."""
+        """Run a client, and again while the controller is away for a moment."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
                 return self._run(*argv)
             except Unreachable as error:
-                self._recover(deadline, error)
+                self._wait_to_retry(deadline, error)
 
-    def _recover(self, deadline: float, error: "Unreachable") -> None:
-        """Wait before another try."""
+    def _wait_to_retry(self, deadline: float, error: "Unreachable") -> None:
+        """Wait before another try, or raise the error after the deadline."""
         if time.monotonic() > deadline or self._closed:
             raise error
         time.sleep(0.2)
@@ -256,11 +257,11 @@ class Slurm:
         if self._closed:
             raise SchedulerError("this scheduler is closed")
         if self.cluster and not self.cluster.alive:
-            self.cluster.start()  # its supervisor was killed; asking nobody takes long
+            self.cluster.start()  # killed; a client without a controller would take long
         environment = self.cluster.environment if self.cluster else clean_environment()
         environment |= {"LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "%s"}
         if argv[0] == "sbatch":
-            argv = (*argv, "--export=ALL")  # of this small environment, whatever the site's default
+            argv = (*argv, "--export=ALL")  # of this small environment, not the site's default
         try:
             process = subprocess.Popen(
                 argv, env=environment, stdin=-1, stdout=-1, stderr=-1, text=True
@@ -268,16 +269,16 @@ class Slurm:
         except FileNotFoundError as error:
             raise SchedulerError(f"{argv[0]} is not installed; as root: {INSTALL_LINE}") from error
         with process:
-            printed, complaint = self._await(process, script)
+            stdout, stderr = self._communicate(process, script)
         if process.returncode == 0:
-            return printed
-        said = f"{argv[0]} ended with {process.returncode}: {complaint.strip()}"
-        if any(sign in said.lower() for sign in UNREACHABLE):
-            raise Unreachable(said)
-        raise SchedulerError(said)
+            return stdout
+        message = f"{argv[0]} ended with {process.returncode}: {stderr.strip()}"
+        if any(sign in message.lower() for sign in UNREACHABLE):
+            raise Unreachable(message)
+        raise SchedulerError(message)
 
-    def _await(self, process: "subprocess.Popen[str]", script: str | None) -> tuple[str, str]:
-        """A client's output. It may hang for a minute where its cluster was just killed."""
+    def _communicate(self, process: "subprocess.Popen[str]", script: str | None) -> tuple[str, str]:
+        """Return a client's output. Without its cluster a client may hang for a minute."""
         deadline = time.monotonic() + CLIENT_SECONDS
         while True:
             try:
@@ -293,13 +294,13 @@ class Unreachable(SchedulerError):
     """No controller answered: it is starting, restarting or gone."""
 
 
-def ended(job: Job) -> bool:
-    """Whether it will never run again."""
+def has_ended(job: Job) -> bool:
+    """Tell whether a job will never run again."""
     return job.state not in ("queued", "running")
 
 
 def read_job(line: str) -> Job:
-    """A line of squeue's output."""
+    """Parse a line of squeue's output."""
     number, word, reason, name = line.split(SEPARATOR)
     word = word.split()[0]
     state: CommandState = "running"

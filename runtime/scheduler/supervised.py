@@ -1,6 +1,6 @@
-"""The owner's side of the supervisor: start it, give it processes, and be alone in a directory.
+"""Supervised processes: start a supervisor that keeps them, one at a time per directory.
 
-Called by `private_cluster.py` and `local.py`. Read next: supervisor.py, the process itself.
+Called by `private_cluster.py` and `local.py`. Read next: supervisor.py, the supervisor's process.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from typing import Any
 from cray_agents.errors import SchedulerError, SetupError
 
 PROGRAM = Path(__file__).with_name("supervisor.py")
-CLOSING_SECONDS = 1.5  # another living owner may be closing
-PREDECESSOR_SECONDS = 8.0  # a supervisor whose owner died ends within two
+CLOSING_SECONDS = 1.5  # for another living owner, which may be closing
+PREDECESSOR_SECONDS = 8.0  # for a supervisor whose owner died, which ends within two
 
 
 class Supervised:
     """Processes that end with this one. One live instance per directory of a host.
 
-    The constructor ends what a killed predecessor left in the directory. Raises SetupError if
-    another living process keeps its processes there.
+    The constructor ends the processes that a killed predecessor left. Raises SetupError if another
+    living process uses the directory.
     """
 
     def __init__(self, directory: Path, scratch: Path | None = None) -> None:
@@ -59,19 +59,19 @@ class Supervised:
         return self._process.poll() is None
 
     def start(self, name: str, argv: list[str], **options: Any) -> int:
-        """Start a process; returns its pid. Options as in supervisor.py."""
-        return int(self._ask({"op": "start", "name": name, "argv": argv, **options})["pid"])
+        """Start a process and return its pid. Options as in supervisor.py."""
+        return int(self._request({"op": "start", "name": name, "argv": argv, **options})["pid"])
 
     def stop(self, name: str, grace: float) -> None:
-        """SIGTERM a process and its group, and SIGKILL them after `grace` seconds."""
-        self._ask({"op": "stop", "name": name, "grace": grace})
+        """Send SIGTERM to a process and its group, and SIGKILL after `grace` seconds."""
+        self._request({"op": "stop", "name": name, "grace": grace})
 
-    def settled(self) -> None:
-        """All daemons are up: from now on the supervisor starts again those that end."""
-        self._ask({"op": "settled"})
+    def keep_daemons(self) -> None:
+        """Restart daemons that end, from now on. Called when all daemons are up."""
+        self._request({"op": "keep_daemons"})
 
     def close(self) -> None:
-        """End all processes; returns when they are gone. Safe to call twice."""
+        """End all processes and wait for them. Safe to call twice."""
         with self._lock:
             stdin, stdout = self._process.stdin, self._process.stdout
             if stdin and not stdin.closed:
@@ -81,7 +81,7 @@ class Supervised:
             if stdout:
                 stdout.close()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             stdin, stdout = self._process.stdin, self._process.stdout
             line = b""
@@ -100,7 +100,7 @@ class Supervised:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None if there is none. Tells reused pids."""
+    """Return the start of a process in ticks since boot, or None. It differs for a reused pid."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -110,12 +110,15 @@ def start_time(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """This boot of this machine."""
+    """Return the id of this machine's present boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def await_predecessor(owner: Path) -> None:
-    """Wait until the supervisor that `owner.json` names has ended, if its owner is dead."""
+    """Wait until the supervisor in `owner.json` has ended.
+
+    Raises SetupError if this process or another living one owns it.
+    """
     if not owner.exists():
         return
     record = json.loads(owner.read_text())
@@ -140,29 +143,29 @@ def await_predecessor(owner: Path) -> None:
 
 
 def sweep(marker: str) -> None:
-    """End what a killed supervisor left: processes whose environment carries its marker.
+    """End the processes that a killed supervisor left, known by the marker in their environment.
 
-    The usual case is none: a supervisor takes everything with it unless it is SIGKILLed itself.
+    Usually there are none: a supervisor ends all its processes unless it is SIGKILLed itself.
     """
-    wanted = f"CRAY_AGENTS_SUPERVISED={marker}".encode()
+    mark = f"CRAY_AGENTS_SUPERVISED={marker}".encode()
     spared = {os.getpid(), os.getppid()}
     deadline = time.monotonic() + PREDECESSOR_SECONDS
     while time.monotonic() < deadline:
-        found = False
+        any_alive = False
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) in spared:
                 continue
-            with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+            with contextlib.suppress(OSError):  # ended meanwhile, or another user's process
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
                     os.kill(int(entry.name), signal.SIGKILL)
-                    found = True
-        if not found:
+                    any_alive = True
+        if not any_alive:
             return
         time.sleep(0.02)
 
 
 def remove_scratch(link: Path) -> None:
-    """Remove the folder that a killed supervisor left behind the symlink `link`."""
+    """Remove the folder that the symlink `link` of a killed supervisor names, and the link."""
     if link.is_symlink():
         shutil.rmtree(link.readlink(), ignore_errors=True)
         link.unlink()

@@ -1,17 +1,17 @@
-"""A small process that keeps others: no child of it outlives it, nor its owner.
+"""Supervisor: a small process whose children outlive neither it nor its owner.
 
-Run as `python -I -S supervisor.py OWNER_PID MARKER SCRATCH` by `supervised.py`; it imports the
-standard library only. It takes requests as JSON lines on stdin and answers each with one on
-stdout. When stdin closes or the owner's pid is gone, also by SIGKILL, it ends whatever it or its
-children ever started: as a child subreaper it stays the ancestor of daemons and runaways.
+Run as `python -I -S supervisor.py OWNER_PID MARKER SCRATCH` by `supervised.py`. It imports the
+standard library only. It reads requests as JSON lines on stdin and answers each with one on
+stdout. When stdin closes or the owner's pid is gone, also by SIGKILL, it ends all processes that it
+or its children ever started. As a child subreaper it stays the ancestor of daemons and strays.
 
-    {"op": "start", "name", "argv", "env", "cwd", "log"}   -> {"pid"}   and of these, optionally:
-        "daemon": true       start it again when it ends; its end before `settled` ends everything
-        "polite": true       at the end, it gets SIGTERM and a moment to save its state
-        "ended": PATH        where to publish {"exit", "reason"} when it ends
-        "minutes": N         its time limit, with an early SIGTERM
+    {"op": "start", "name", "argv", "env", "cwd", "log"}   -> {"pid"}   with these options:
+        "daemon": true       restart the process when it ends; before `keep_daemons`, end everything
+        "polite": true       at the end, send SIGTERM and allow a moment to save state
+        "ended": PATH        publish {"exit", "reason"} to this file when the process ends
+        "minutes": N         time limit, with an early SIGTERM
     {"op": "stop", "name", "grace"}  -> {}   SIGTERM, and SIGKILL after `grace` seconds
-    {"op": "settled"}                -> {}   all daemons are up: from now on they are kept up
+    {"op": "keep_daemons"}           -> {}   all daemons are up: restart those that end
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-POLITE_SECONDS = 0.8  # what a polite daemon has to save its state
-LAST_SECONDS = 5.0  # after that, what SIGKILL has not ended hangs in the kernel
+POLITE_SECONDS = 0.8  # for a polite daemon to save its state
+LAST_SECONDS = 5.0  # after SIGKILL: a process still alive then hangs in the kernel
 RESTART_SECONDS = 0.3  # between a daemon's end and its next start
 OWNER_CHECK_SECONDS = 0.25
 
@@ -38,7 +38,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Child:
-    """A process that was asked for, its coming deadlines, and why it was ended."""
+    """A requested process, its coming deadlines (time, signal), and the reason for its end."""
 
     request: dict[str, Any]
     pid: int
@@ -47,7 +47,7 @@ class Child:
 
 
 def launch(request: dict[str, Any], marker: str) -> int:
-    """Fork and exec a request's argv in a session of its own; returns its pid."""
+    """Fork and exec a request's argv in a session of its own; return the pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -71,7 +71,7 @@ def launch(request: dict[str, Any], marker: str) -> int:
 
 
 def descendants(root: int) -> list[int]:
-    """All living processes below `root`, nearest first."""
+    """Return all living processes below `root`, nearest first."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -79,13 +79,13 @@ def descendants(root: int) -> list[int]:
                 stat = (entry / "stat").read_text(errors="replace")
                 parent = int(stat[stat.rindex(")") + 2 :].split()[1])
                 children.setdefault(parent, []).append(int(entry.name))
-    found: list[int] = []
+    pids: list[int] = []
     todo = [root]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        pids += below
         todo += below
-    return found
+    return pids
 
 
 def publish(path: Path, value: dict[str, Any]) -> None:
@@ -98,8 +98,8 @@ def publish(path: Path, value: dict[str, Any]) -> None:
     draft.rename(path)
 
 
-def send(pid: int, number: int, *, group: bool = False) -> None:
-    """Signal a process, or its group, if it is still there."""
+def send_signal(pid: int, number: int, *, group: bool = False) -> None:
+    """Signal a process, or its group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if group:
             os.killpg(pid, number)
@@ -108,7 +108,7 @@ def send(pid: int, number: int, *, group: bool = False) -> None:
 
 
 class Supervisor:
-    """Keeps children until its owner is gone."""
+    """The supervisor's loop: it serves requests until its owner is gone."""
 
     def __init__(self, owner: int, marker: str, scratch: str) -> None:
         self.owner = owner
@@ -116,8 +116,8 @@ class Supervisor:
         self.scratch = scratch
         self.children: dict[int, Child] = {}
         self.restarts: list[tuple[float, dict[str, Any]]] = []
-        self.settled = False
-        self.over = False
+        self.keeps_daemons = False
+        self.ending = False
         self.buffer = b""
         self.wake, wakeup = os.pipe()
         for end in (self.wake, wakeup):
@@ -130,35 +130,35 @@ class Supervisor:
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def stop(self, *_: object) -> None:
-        """SIGTERM: end as if the owner had gone."""
-        self.over = True
+        """Handle SIGTERM: end as if the owner had gone."""
+        self.ending = True
 
     def run(self) -> None:
-        """Serve requests until the owner is gone, then end everything."""
+        """Serve requests until the owner is gone, then end all processes."""
         try:
-            while not self.over and os.getppid() == self.owner:
-                ready, _, _ = select.select([0, self.wake], [], [], self.pause())
+            while not self.ending and os.getppid() == self.owner:
+                ready, _, _ = select.select([0, self.wake], [], [], self.seconds_until_due())
                 if self.wake in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self.wake, 4096)
                 if 0 in ready:
-                    self.listen()
+                    self.answer_requests()
                 self.reap()
-                self.keep_time()
+                self.run_timers()
         finally:
             self.end_all()
 
-    def pause(self) -> float:
-        """Seconds until something is due."""
+    def seconds_until_due(self) -> float:
+        """Return the seconds until the next restart, deadline or owner check."""
         due = [when for when, _ in self.restarts]
         due += [child.deadlines[0][0] for child in self.children.values() if child.deadlines]
         now = time.monotonic()
         return max(0.0, min([OWNER_CHECK_SECONDS, *(when - now for when in due)]))
 
-    def listen(self) -> None:
-        """Answer the requests that have come; stdin's end means that the owner is gone."""
+    def answer_requests(self) -> None:
+        """Answer the requests on stdin. Its end means that the owner is gone."""
         data = os.read(0, 1 << 20)
-        self.over = self.over or not data
+        self.ending = self.ending or not data
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         for line in lines:
             answer = json.dumps(self.answer(json.loads(line))) + "\n"
@@ -166,7 +166,7 @@ class Supervisor:
                 os.write(1, answer.encode())
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do one request."""
+        """Carry out a request and return the answer."""
         if request["op"] == "start":
             return {"pid": self.start(request)}
         if request["op"] == "stop":
@@ -175,9 +175,9 @@ class Supervisor:
                     child.reason = "cancelled"
                     end = time.monotonic() + request["grace"]
                     child.deadlines = [(end, signal.SIGKILL)]
-                    send(child.pid, signal.SIGTERM, group=True)
-        elif request["op"] == "settled":
-            self.settled = True
+                    send_signal(child.pid, signal.SIGTERM, group=True)
+        elif request["op"] == "keep_daemons":
+            self.keeps_daemons = True
         return {}
 
     def start(self, request: dict[str, Any]) -> int:
@@ -191,8 +191,8 @@ class Supervisor:
         return pid
 
     def reap(self) -> None:
-        """Collect who ended: children asked for, and strays of theirs."""
-        while self.children or self.over:
+        """Collect ended processes: requested children, and strays of theirs."""
+        while self.children or self.ending:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
@@ -201,20 +201,20 @@ class Supervisor:
                 return
             child = self.children.pop(pid, None)
             if child:
-                self.ended(child, os.waitstatus_to_exitcode(status))
+                self.handle_exit(child, os.waitstatus_to_exitcode(status))
 
-    def ended(self, child: Child, code: int) -> None:
-        """Publish a command's end, or see to a daemon's."""
-        send(child.pid, signal.SIGKILL, group=True)  # what it left in its group
+    def handle_exit(self, child: Child, code: int) -> None:
+        """Publish a command's end; schedule a daemon's restart."""
+        send_signal(child.pid, signal.SIGKILL, group=True)  # the rest of its group
         if child.request.get("ended"):
             reason = child.reason or (f"signal {-code}" if code < 0 else "")
             publish(Path(child.request["ended"]), {"exit": code, "reason": reason})
         if child.request.get("daemon"):
             self.restarts.append((time.monotonic() + RESTART_SECONDS, child.request))
-            self.over = self.over or not self.settled
+            self.ending = self.ending or not self.keeps_daemons
 
-    def keep_time(self) -> None:
-        """Start daemons that are due again; signal children whose time has come."""
+    def run_timers(self) -> None:
+        """Restart daemons that are due; signal children at their deadlines."""
         now = time.monotonic()
         due = [request for when, request in self.restarts if when <= now]
         self.restarts = [entry for entry in self.restarts if entry[0] > now]
@@ -223,14 +223,14 @@ class Supervisor:
         for child in self.children.values():
             while child.deadlines and child.deadlines[0][0] <= now:
                 child.reason = child.reason or "time limit"
-                send(child.pid, child.deadlines.pop(0)[1], group=True)
+                send_signal(child.pid, child.deadlines.pop(0)[1], group=True)
 
     def end_all(self) -> None:
-        """End all descendants by pid; the polite ones are asked first."""
-        self.over = True
+        """End all descendants by pid; polite children get SIGTERM first."""
+        self.ending = True
         polite = [child.pid for child in self.children.values() if child.request.get("polite")]
         for pid in polite:
-            send(pid, signal.SIGTERM)
+            send_signal(pid, signal.SIGTERM)
         end = time.monotonic() + POLITE_SECONDS
         while time.monotonic() < end and any(pid in self.children for pid in polite):
             self.reap()
@@ -240,7 +240,7 @@ class Supervisor:
         end = time.monotonic() + LAST_SECONDS
         while (left := descendants(os.getpid())) and time.monotonic() < end:
             for pid in left:
-                send(pid, signal.SIGKILL)
+                send_signal(pid, signal.SIGKILL)
             self.reap()
             time.sleep(0.01)
         if self.scratch:

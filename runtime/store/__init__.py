@@ -1,10 +1,12 @@
-"""The journal of everything that happened: calls, runs and rewards, durable and once each.
+"""Run store: a durable journal of calls, runs and rewards, each kept once, with an index.
 
-store.py is the door: `append`, and asking. Events are lines of segments/, one writer a file, sealed
-when they are left. index/ finds them: a file on this host's own disk, thrown away at will, which
-catching_up.py fills from what segments tell of their events (facts.py). assembly.py makes Run
-records of events; redaction/ takes out what must not be written; compaction.py and upkeep.py look
-after the segments; conversations.py knows which run a request goes on with.
+store.py is the entry point: `append`, and all queries.
+segments/ holds the events as lines, one writer a file; a finished file is sealed.
+index/ finds events. It is a file on this host's own disk and may be deleted at any time.
+index_thread.py adds new events to the index; index_catchup.py adds those of other writers.
+assembly.py joins events to Run records, branch_choice.py picks their turns.
+redaction/ removes sensitive text before it is written.
+compaction.py merges segments, and conversations.py matches a request to the run it continues.
 """
 
 from cray_agents.runtime.store.index import Problem

@@ -1,15 +1,15 @@
-"""From the events of one run to its Run record, whatever order they came in.
+"""Assembly: join the events of a run, in any order, to one Run record.
 
-The agent tells what was said and done (`run`), the gateway what was sampled (`call`), whoever
-judges tells rewards. A run nobody described, such as a plain OpenAI client's, is told by its calls
-(choices.py: which of them are turns). Called by store.py.
+The agent writes the description (`run`), the gateway each model call (`call`), and judges write
+rewards. A run without a description, such as a plain OpenAI client's, is built from its calls;
+branch_choice.py picks its turns. Called by store.py.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 from cray_agents.records import ModelCall, Reward, Run, Trajectory, Turn
-from cray_agents.runtime.store.branch_choice import turns_among
+from cray_agents.runtime.store.branch_choice import choose_turns
 from cray_agents.runtime.store.segments.facts import ending_of, text_of
 
 
@@ -21,44 +21,44 @@ def assemble(
 ) -> Run:
     """Join the bodies of a run's events. Raises pydantic's ValidationError on a broken body.
 
-    `calls` may hold fewer than the turns name: a turn whose call is not known keeps `call=None`.
+    `calls` may lack some that turns name; such a turn keeps `call=None`.
     """
     known = {call.id: call for call in map(ModelCall.model_validate, calls)}
-    run = Run.model_validate(described) if described is not None else _told_by(run_id, known)
+    run = Run.model_validate(described) if described is not None else _run_from_calls(run_id, known)
     turns = run.trajectory.turns or [
-        Turn(call_id=call.id) for call in turns_among(_in_order(known.values()))
+        Turn(call_id=call.id) for call in choose_turns(_sort_calls(known.values()))
     ]
     joined = [turn.model_copy(update={"call": known.get(turn.call_id)}) for turn in turns]
     return run.model_copy(
         update={
-            "rewards": newest([*run.rewards, *map(Reward.model_validate, rewards)]),
+            "rewards": newest_rewards([*run.rewards, *map(Reward.model_validate, rewards)]),
             "tags": sorted({*run.tags, *(tag for call in known.values() for tag in call.tags)}),
             "trajectory": run.trajectory.model_copy(update={"turns": joined}),
         }
     )
 
 
-def newest(rewards: Iterable[Reward]) -> list[Reward]:
-    """One reward for each name, source and turn: the one given last. Sorted by these."""
+def newest_rewards(rewards: Iterable[Reward]) -> list[Reward]:
+    """Return the last reward given for each name, source and turn, sorted by these."""
     kept: dict[tuple[str, str, int], Reward] = {}
     for reward in sorted(rewards, key=lambda r: (r.time, r.value)):
         kept[reward.name, reward.source, -1 if reward.turn is None else reward.turn] = reward
     return [kept[key] for key in sorted(kept)]
 
 
-def _in_order(calls: Iterable[ModelCall]) -> list[ModelCall]:
+def _sort_calls(calls: Iterable[ModelCall]) -> list[ModelCall]:
     return sorted(calls, key=lambda call: (call.started, call.id))
 
 
-def _told_by(run_id: str, known: dict[str, ModelCall]) -> Run:
-    calls = _in_order(known.values())
+def _run_from_calls(run_id: str, known: dict[str, ModelCall]) -> Run:
+    calls = _sort_calls(known.values())
     first, last = calls[0], calls[-1]
-    asked = next((text_of(m) for m in first.messages if m.get("role") == "user"), "")
+    request = next((text_of(m) for m in first.messages if m.get("role") == "user"), "")
     return Run(
         id=run_id,
         agent="",
         model=last.model,
-        input=asked,
+        input=request,
         output=last.message.get("content"),
         stop_reason=ending_of(last.finish_reason, last.message),
         trajectory=Trajectory(messages=[*last.messages, last.message]),

@@ -1,8 +1,8 @@
-"""Which calls of a run that nobody described are its turns: those that its client went on with.
+"""Branch choice: pick the calls of an undescribed run that its client continued from.
 
-A client that leaves in mid-stream and asks again has made two calls of one turn, and one that asks
-for `n` choices has made n. All of them stay on record. Called by assembly.py, and by datasets for
-what could not be told apart.
+A client that drops a stream and repeats its request makes two calls of one turn. A request for `n`
+choices makes n calls. All calls stay on record, but only turns enter the Run. Called by
+assembly.py, and by runtime/datasets/selection.py to group choices that stayed ambiguous.
 """
 
 import contextlib
@@ -14,26 +14,26 @@ from typing import Any
 from cray_agents.records import Message, ModelCall, canonical
 from cray_agents.runtime.store.segments.facts import text_of
 
-CUT = ("cancelled", "error")  # finish reasons of calls that did not come to their end
+CUT = ("cancelled", "error")  # finish reasons of calls that were cut off
 
 
-def turns_among(calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Those of the calls, in their order, that are turns.
+def choose_turns(calls: Sequence[ModelCall]) -> list[ModelCall]:
+    """Return the calls that are turns, in their order.
 
-    Left out are calls that were cut off and whose messages a later request repeats, and, of the
-    choices of a request, all but the one that a later request tells. Where none is told, or several
-    are, all stay.
+    A call that was cut off is left out if a later request repeats its messages. Of several choices
+    of a request, only the one that later requests quote stays. If they quote none or several, all
+    stay.
     """
-    requests = _not_repeated(by_request(calls))
-    kept = [_told(choices, requests[place:]) for place, choices in enumerate(requests, 1)]
+    requests = _drop_repeated(group_by_request(calls))
+    kept = [_pick_branch(choices, requests[place:]) for place, choices in enumerate(requests, 1)]
     return list(chain.from_iterable(kept))
 
 
-def by_request(calls: Iterable[ModelCall]) -> list[list[ModelCall]]:
-    """The choices of each request, side by side; `calls` are in order.
+def group_by_request(calls: Iterable[ModelCall]) -> list[list[ModelCall]]:
+    """Group calls, given in order, by request: each list holds the choices of one.
 
-    The gateway names those after `<id>` `<id>-1`, `<id>-2`, ... Answers to the several prompts of
-    one request are no choices.
+    The gateway names further choices of `<id>` `<id>-1`, `<id>-2`, ... The answers to several
+    prompts in one request are separate requests here.
     """
     requests: list[list[ModelCall]] = []
     known: dict[str, list[list[ModelCall]]] = {}  # by the id of the first choice
@@ -41,7 +41,7 @@ def by_request(calls: Iterable[ModelCall]) -> list[list[ModelCall]]:
         first, _, number = call.id.rpartition("-")
         name = first if number.isdigit() and first in known else call.id
         siblings = known.setdefault(name, [])
-        choices = next((choices for choices in siblings if _alike(choices[0], call)), None)
+        choices = next((choices for choices in siblings if _same_request(choices[0], call)), None)
         if choices is None:
             choices = []
             siblings.append(choices)
@@ -50,8 +50,8 @@ def by_request(calls: Iterable[ModelCall]) -> list[list[ModelCall]]:
     return requests
 
 
-def _alike(one: ModelCall, other: ModelCall) -> bool:
-    """Whether two calls asked the same at once."""
+def _same_request(one: ModelCall, other: ModelCall) -> bool:
+    """Tell whether two calls belong to one request: same start, tokens and messages."""
     return (
         one.started == other.started
         and one.prompt_token_ids == other.prompt_token_ids
@@ -59,43 +59,43 @@ def _alike(one: ModelCall, other: ModelCall) -> bool:
     )
 
 
-def _not_repeated(requests: list[list[ModelCall]]) -> list[list[ModelCall]]:
-    """The requests without the calls that were cut off and asked again."""
+def _drop_repeated(requests: list[list[ModelCall]]) -> list[list[ModelCall]]:
+    """Drop the calls that were cut off and requested again."""
     if not any(call.finish_reason in CUT for call in chain.from_iterable(requests)):
         return requests
-    asked_later: set[bytes] = set()
+    later: set[bytes] = set()
     kept = []
     for choices in reversed(requests):
-        asked = canonical(choices[0].messages)
-        again = asked in asked_later
-        asked_later.add(asked)
+        request = canonical(choices[0].messages)
+        again = request in later
+        later.add(request)
         kept.append([c for c in choices if not again or c.finish_reason not in CUT])
     return [choices for choices in reversed(kept) if choices]
 
 
-def _told(choices: list[ModelCall], later: Sequence[list[ModelCall]]) -> list[ModelCall]:
-    """The choice that later requests go on with; all of them if that is not just one."""
+def _pick_branch(choices: list[ModelCall], later: Sequence[list[ModelCall]]) -> list[ModelCall]:
+    """Return the one choice that later requests continue; all choices if it is not just one."""
     if len(choices) == 1:
         return choices
-    asked = choices[0].messages
-    told: dict[str, ModelCall] = {}
+    prompt = choices[0].messages
+    quoted: dict[str, ModelCall] = {}
     for request in later:
         messages = request[0].messages
-        if len(messages) > len(asked) and messages[: len(asked)] == asked:
-            said = _said(messages[len(asked)])
-            fits = next((c for c in choices if _said(c.message) == said), None)
-            told |= {fits.id: fits} if fits is not None else {}
-    return list(told.values()) if len(told) == 1 else choices
+        if len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
+            answer = _comparable_message(messages[len(prompt)])
+            match = next((c for c in choices if _comparable_message(c.message) == answer), None)
+            quoted |= {match.id: match} if match is not None else {}
+    return list(quoted.values()) if len(quoted) == 1 else choices
 
 
-def _said(message: Message) -> tuple[Any, ...]:
-    """What of an answer comes back in the next request, also where it is written anew."""
+def _comparable_message(message: Message) -> tuple[Any, ...]:
+    """Return the content of an answer that survives a client's rewriting, to compare by."""
     calls = message.get("tool_calls")
-    named = [_called(call) for call in calls or () if isinstance(call, dict)]
+    named = [_comparable_call(call) for call in calls or () if isinstance(call, dict)]
     return message.get("role"), text_of(message).strip(), named
 
 
-def _called(call: dict[str, Any]) -> tuple[Any, ...]:
+def _comparable_call(call: dict[str, Any]) -> tuple[Any, ...]:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments")

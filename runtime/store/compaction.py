@@ -1,9 +1,9 @@
-"""Few large segments instead of many small ones, without what was forgotten or is there twice.
+"""Compaction: merge small segments into large ones, without forgotten and doubled events.
 
-A compacted segment is published whole, under a name of its own, and says which ones it replaces;
-only then are these removed. Whoever was reading them finds their events where they went. Several
-compactors at once cost space, never events: what is dropped is dropped for what stands in the same
-new segment. Called by the platform now and then (upkeep.py) and by `cray-agents runs compact`.
+A compacted segment is published whole under its own name, and lists the segments that it replaces.
+Only then are these removed. Readers of the old segments find the events in the new one. Several
+compactors at once cost space but never lose events: a double is dropped only if its twin is in the
+same new segment. Called by the platform at intervals (`keep_up`) and by `cray-agents runs compact`.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from cray_agents.runtime.store.segments.reader import Damage, Segment
 from cray_agents.runtime.store.segments.sealed import COMPACTED, write_sealed
 from cray_agents.runtime.store.store import Store
 
-SMALL = 8 * 2**20  # bytes of a sealed file that is worth merging
-LARGE = 64 * 2**20  # bytes of sealed files that are merged into one
-FEW = 8  # small segments are left alone up to so many
-FORGOTTEN = 0.2  # of a segment's events: then it is rewritten, however large
+SMALL = 8 * 2**20  # bytes: smaller sealed files are worth merging
+LARGE = 64 * 2**20  # bytes of sealed files merged into one, at most
+FEW = 8  # fewer small segments are left alone
+FORGOTTEN_SHARE = 0.2  # of its events: a segment with more is rewritten, however large
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """What a group of segments became. `path` is empty if nothing was left."""
+    """The result of compacting a group of segments; `into` is the new segment."""
 
     segments: tuple[str, ...]
     into: str
@@ -42,7 +42,10 @@ class Compacted:
 
 
 def plan(store: Store, *, thorough: bool = False) -> list[list[Segment]]:
-    """The groups of sealed segments worth rewriting. `thorough`: all small ones, any forgetting."""
+    """Return the groups of sealed segments worth rewriting.
+
+    With `thorough`, these are all small ones and all with any forgotten event.
+    """
     store.refresh()
     forgotten = store.index.forgotten()
     sealed = [segment for segment in store.segments.list() if segment.sealed]
@@ -50,7 +53,7 @@ def plan(store: Store, *, thorough: bool = False) -> list[list[Segment]]:
         segment.stem
         for segment in sealed
         if (dead := forgotten.get(segment.stem))
-        and (thorough or dead > FORGOTTEN * (store.segments.lines(segment.stem) or dead))
+        and (thorough or dead > FORGOTTEN_SHARE * (store.segments.lines(segment.stem) or dead))
     }
     small = [segment for segment in sealed if segment.size < SMALL]
     if len(small) < (2 if thorough else FEW):
@@ -66,7 +69,7 @@ def plan(store: Store, *, thorough: bool = False) -> list[list[Segment]]:
 
 
 def compact(store: Store, group: Sequence[Segment]) -> Compacted | None:
-    """Rewrite a group as one segment; None if one of it is damaged, which is `fsck`'s to mend.
+    """Rewrite a group as one segment. Return None if a segment is damaged: `fsck` repairs it.
 
     Raises StoreError.
     """
@@ -95,7 +98,7 @@ def compact(store: Store, group: Sequence[Segment]) -> Compacted | None:
 
 
 class _Merging:
-    """The lines of a group that are worth keeping, counted."""
+    """A pass over the lines of a group, with counts of the dropped ones."""
 
     def __init__(self, store: Store, group: Sequence[Segment]) -> None:
         self.forgotten = 0
@@ -104,7 +107,7 @@ class _Merging:
         self._group = group
 
     def lines(self) -> Iterator[bytes]:
-        """Raises Corrupt on damage, Moved."""
+        """Yield the lines to keep. Raises Corrupt on damage, Moved."""
         seen: set[str] = set()
         for segment in self._group:
             for line in self._store.segments.read(segment.stem):
@@ -124,11 +127,11 @@ class _Merging:
         return index.known(event_id) and not index.has(event_id)
 
 
-EVERY = 600.0  # seconds
+INTERVAL = 600.0  # seconds
 
 
-async def keep_up(store: Store, every: float = EVERY) -> None:
-    """Look after a store until cancelled; what cannot be done is logged and tried again."""
+async def keep_up(store: Store, every: float = INTERVAL) -> None:
+    """Tidy a store at intervals until cancelled; failures are logged and tried again."""
     while True:
         try:
             await asyncio.to_thread(tidy, store)
@@ -138,7 +141,7 @@ async def keep_up(store: Store, every: float = EVERY) -> None:
 
 
 def tidy(store: Store) -> None:
-    """One round. Raises StoreError, OSError."""
+    """Seal orphans, sweep index caches and compact, once. Raises StoreError, OSError."""
     store.seal_orphans()
     sweep_caches()
     for group in plan(store):

@@ -1,15 +1,15 @@
-"""Which run a request goes on with, when its client does not say: that of its conversation.
+"""Conversations: find the run that a request continues when its client names none.
 
-An agent's request repeats the messages of its previous one, then what the model said, then more.
-What the model said often comes back rewritten (arguments as other JSON, or as text), while ids of
-tool calls come back as they were; so the earlier request must match exactly, and of several calls
-with that request the one whose answer is recognised in what follows is taken. Of answers that are
-alike each is gone on with once, before any is a second time: which is whose makes no difference.
+An agent's request repeats the messages of its previous request, then the model's answer, then more.
+The earlier request must match exactly. Answers often come back rewritten (arguments as other JSON,
+or as text), but ids of tool calls come back unchanged. So of several calls with the same request,
+the one whose answer is recognised in the following messages is taken. Equal answers are continued
+once each before any is continued twice; their order makes no difference.
 
-Not found, and so a run of its own: a conversation whose beginning changes between turns (a clock
-in the instructions, a trimmed history), and the same messages asked again. There, name the run.
+A changed beginning, such as a clock in the instructions or a trimmed history, starts a new run. So
+does a repeat of the same messages. Clients that do so must name the run.
 
-Filled by store.py, asked by the gateway; any thread.
+Filled by store.py; queried by runtime/gateway/model_calls/answer.py; safe in any thread.
 """
 
 import hashlib
@@ -23,13 +23,15 @@ import orjson
 from cray_agents.records import Message
 from cray_agents.runtime.store.segments.facts import text_of
 
-MOST = 100_000  # requests remembered
-SAME = 4_096  # answers remembered to one request
-MOST_ERRORS = 4  # places in a message where an error may have been added to it
+MAX_REQUESTS = 100_000  # requests remembered
+MAX_ANSWERS = 4_096  # answers remembered for one request
+MAX_ERRORS = 4  # places in a message where an added error may begin
 
 
 @dataclass(slots=True)
 class _KnownAnswer:
+    """An answer to a remembered request. `continued`: a later request was matched to it."""
+
     run_id: str
     call_ids: tuple[str, ...]
     text: str
@@ -37,36 +39,37 @@ class _KnownAnswer:
 
 
 class Conversations:
-    """Requests by the hash of their messages, and what was answered in which run."""
+    """Recent requests by the hash of their messages, with their answers and runs."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_REQUESTS) -> None:
         self._most = most
         self._answers: OrderedDict[str, list[_KnownAnswer]] = OrderedDict()
 
-    def learn(self, asked: str, run_id: str, call_ids: Sequence[str], text: str) -> None:
-        """Remember an answer to the request whose `chain` ended in `asked`.
+    def learn(self, request: str, run_id: str, call_ids: Sequence[str], text: str) -> None:
+        """Remember an answer to a request, given by the last hash of its `chain`.
 
-        It called the tools of these ids, and its text begins with this one.
+        `call_ids` are the answer's tool calls; `text` is the beginning of its text.
         """
-        answers = self._answers.setdefault(asked, [])
+        answers = self._answers.setdefault(request, [])
         answers.append(_KnownAnswer(run_id, tuple(call_ids), text))
-        del answers[:-SAME]
-        self._answers.move_to_end(asked)
+        del answers[:-MAX_ANSWERS]
+        self._answers.move_to_end(request)
         if len(self._answers) > self._most:
             self._answers.popitem(last=False)
 
     def find(self, hashes: Sequence[str], messages: Sequence[Message], scope: str) -> str | None:
-        """The run that these messages go on with; `hashes` is their `chain` in `scope`."""
+        """Return the run that these messages continue; `hashes` is their `chain` in `scope`."""
         for end in range(len(messages) - 1, 0, -1):
             answers = self._answers.get(hashes[end - 1])
             if answers:
-                return _recognised(answers, messages[end:])
+                return _recognised_run(answers, messages[end:])
         return self._before_error(messages, scope)
 
     def _before_error(self, messages: Sequence[Message], scope: str) -> str | None:
-        """The run whose call failed in smolagents: it adds the error to the last message.
+        """Return the run whose tool call failed in smolagents.
 
-        It sends nothing of the answer back, so there must be but one that could be meant.
+        It adds the error to the last message, and repeats nothing of the answer. So a run is
+        returned only if no other could be meant.
         """
         for last in _without_errors(messages[-1]):
             answers = self._answers.get(chain([*messages[:-1], last], scope)[-1])
@@ -77,7 +80,7 @@ class Conversations:
 
 
 def chain(messages: Sequence[Message], scope: str) -> list[str]:
-    """For each prefix of the messages, a hash of it. Conversations of other scopes never match."""
+    """Return a hash of each prefix of the messages. Equal messages differ between scopes."""
     state = hashlib.blake2b(scope.encode(), digest_size=16)
     hashes = []
     for message in messages:
@@ -87,14 +90,14 @@ def chain(messages: Sequence[Message], scope: str) -> list[str]:
     return hashes
 
 
-def _recognised(answers: list[_KnownAnswer], follows: Sequence[Message]) -> str | None:
-    """The run of the answer that is told in what follows."""
+def _recognised_run(answers: list[_KnownAnswer], follows: Sequence[Message]) -> str | None:
+    """Return the run of the answer that the following messages quote."""
     named = {str(call.get("id")) for m in follows for call in _calls(m)}
     named |= {str(m["tool_call_id"]) for m in follows if m.get("tool_call_id")}
     if named:
-        return _newest(answers, lambda answer: not named.isdisjoint(answer.call_ids))
+        return _newest_run(answers, lambda answer: not named.isdisjoint(answer.call_ids))
     first = text_of(follows[0]).strip()
-    by_text = _newest(
+    by_text = _newest_run(
         answers,
         lambda answer: (
             any(call_id in first for call_id in answer.call_ids)
@@ -103,14 +106,14 @@ def _recognised(answers: list[_KnownAnswer], follows: Sequence[Message]) -> str 
     )
     if by_text is not None:
         return by_text
-    # rewritten beyond recognition, or empty: the only answer there was, if an answer follows
+    # rewritten beyond recognition, or empty: take the only answer, if an answer follows
     alone = len({answer.run_id for answer in answers}) == 1
     follows_answer = follows[0].get("role") == "assistant"
     return answers[-1].run_id if alone and follows_answer and not answers[-1].call_ids else None
 
 
-def _newest(answers: list[_KnownAnswer], fits: Callable[[_KnownAnswer], bool]) -> str | None:
-    """The run of the newest fitting answer that was not gone on with, or else of the newest."""
+def _newest_run(answers: list[_KnownAnswer], fits: Callable[[_KnownAnswer], bool]) -> str | None:
+    """Return the run of the newest fitting answer, rather one that was not continued yet."""
     newest = None
     for answer in reversed(answers):
         if fits(answer):
@@ -122,15 +125,15 @@ def _newest(answers: list[_KnownAnswer], fits: Callable[[_KnownAnswer], bool]) -
 
 
 def _without_errors(message: Message) -> Iterator[Message]:
-    """The message as it was before an error was added to its text."""
+    """Yield the message as it may have been before an error was added to its text."""
     content = message.get("content")
     part = content[-1] if isinstance(content, list) and content else content
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
         return
-    for _ in range(MOST_ERRORS):
-        text, found, _ = text.rpartition("\nError:")
-        if not found:
+    for _ in range(MAX_ERRORS):
+        text, error, _ = text.rpartition("\nError:")
+        if not error:
             return
         if isinstance(content, list):
             yield {**message, "content": [*content[:-1], {**content[-1], "text": text}]}

@@ -1,8 +1,8 @@
-"""Rewards that come later: what people, or programs of theirs, say of a run that has ended.
+"""Feedback: check and record rewards that people or programs give to a finished run.
 
-The store only adds: of one name, source and turn the newest counts (store/assembly.py), so whoever
-changes his mind says it again. A dataset that is built afterwards sees it. Called by the gateway
-(routes/trajectories.py) and by `cray-agents runs reward`.
+The store only appends. Of one name, source and turn the newest reward counts (assembly.py), so a
+correction is a second reward. Datasets built afterwards see it. Called by the gateway
+(runtime/gateway/routes/trajectories.py) and by `cray-agents runs reward`.
 """
 
 import time
@@ -15,9 +15,9 @@ from cray_agents.records import Event, Reward, StrictRecord, new_id
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
 
-REWARD_LIMIT = 1e6  # the setting `reward_limit`: the largest size of a reward, and of their sum
-MOST = 1000  # rewards that a run is described with
-AHEAD = 300.0  # seconds by which another's clock may be ahead of ours
+REWARD_LIMIT = 1e6  # default of the setting `reward_limit`, for a reward and for their sum
+MAX_REWARDS = 1000  # rewards that a run is described with
+CLOCK_SKEW = 300.0  # seconds by which another clock may be ahead of ours
 
 
 class Feedback(StrictRecord):
@@ -31,14 +31,15 @@ class Feedback(StrictRecord):
 
 
 def check_rewards(rewards: Sequence[Reward], limit: float, at: str = "value") -> None:
-    """Raise BadInput for what is no reward, or so large that others would count for nothing.
+    """Raise BadInput for rewards that are invalid or so large that all others count for nothing.
 
-    One that is of the future would never be replaced by a later one. `at`: the field they are in.
+    A time in the future is invalid too, for a later reward could not replace it. `at` is the field
+    that holds the rewards.
     """
     total = 0.0
     for reward in rewards:
         total += reward.value
-        if not abs(reward.value) <= limit:  # also what is no number
+        if not abs(reward.value) <= limit:  # false for NaN too
             raise BadInput(
                 f"{at}: a reward of {reward.value:g} is not taken: the setting `reward_limit` "
                 f"allows {-limit:g} to {limit:g}",
@@ -46,18 +47,18 @@ def check_rewards(rewards: Sequence[Reward], limit: float, at: str = "value") ->
             )
         if reward.turn is not None and reward.turn < 0:
             raise BadInput(f"{at}: turn {reward.turn}: turns count from 0", param=at)
-        if not reward.time <= time.time() + AHEAD:
+        if not reward.time <= time.time() + CLOCK_SKEW:
             raise BadInput(f"{at}: its time {reward.time} is no unix time up to now", param=at)
-    if len(rewards) > MOST or not abs(total) <= limit:
+    if len(rewards) > MAX_REWARDS or not abs(total) <= limit:
         raise BadInput(
             f"{at}: {len(rewards)} rewards that are {total:g} together; a run is described with at "
-            f"most {MOST}, of {-limit:g} to {limit:g} (the setting `reward_limit`) in all",
+            f"most {MAX_REWARDS}, of {-limit:g} to {limit:g} (the setting `reward_limit`) in all",
             param=at,
         )
 
 
-def judged(store: Store, run_id: str, feedback: Feedback) -> RunFacts:
-    """The run that feedback is for. Raises NotFound, or BadInput where it has no such turn."""
+def check_feedback(store: Store, run_id: str, feedback: Feedback) -> RunFacts:
+    """Return the run that feedback is for. Raises NotFound, or BadInput for an unknown turn."""
     store.refresh()
     facts = store.index.run(run_id)
     if facts is None:
@@ -71,8 +72,8 @@ def judged(store: Store, run_id: str, feedback: Feedback) -> RunFacts:
     return facts
 
 
-async def give(store: Store, run_id: str, feedback: Feedback, giver: str = "") -> Reward:
-    """Put it on the record; durable when this returns. `giver`: see Reward."""
+async def give_feedback(store: Store, run_id: str, feedback: Feedback, giver: str = "") -> Reward:
+    """Record feedback as a reward; it is durable when this returns. For `giver` see Reward."""
     reward = Reward(**feedback.model_dump(), giver=giver)
     body = reward.model_dump(mode="json")
     event = Event(id=new_id("reward"), run_id=run_id, kind="reward", body=body, time=reward.time)

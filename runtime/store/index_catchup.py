@@ -1,8 +1,8 @@
-"""Reads into the index what segments hold that it does not know yet. Called by store.py.
+"""Index catch-up: read new events from the segments into the index. Called by store.py.
 
-Sealed segments tell their facts in their footers; of others the lines are read. Damage is noted
-with its place, and what can be read beyond it is. A segment that is gone was compacted: its events
-are found where they went.
+The facts of a sealed segment are read from its footer, those of an open one from its lines. Damage
+is noted with its place, and reading goes on behind it. A missing segment was compacted; its events
+are read from the segment that replaced it.
 """
 
 import logging
@@ -18,37 +18,37 @@ from cray_agents.runtime.store.segments.sealed import COMPACTED
 
 log = logging.getLogger(__name__)
 
-TRIES = 3  # to tell a run anew while others write of it
-BATCH = 5000  # events taken in at once: others may write to the index in between
-BULK = 32 * 2**20  # bytes of segments from which on an empty index is filled in bulk
-COMPLETE = 2**62  # the progress of a sealed segment of which nothing is left to read
+TRIES = 3  # to rebuild a run while others write events of it
+BATCH = 5000  # events of a transaction: others may write to the index in between
+BULK = 32 * 2**20  # bytes of segments: for more, an empty index is filled in bulk
+COMPLETE = 2**62  # the progress of a sealed segment that was read whole
 
 
 def catch_up(segments: Segments, index: Index) -> Iterator[list[Placed]]:
-    """Take in all that is new, and yield it batch by batch. Raises StoreError."""
+    """Index all new events, and yield them batch by batch. Raises StoreError."""
     progress = index.progress()
-    found = segments.list()
-    much = not progress and sum(segment.size for segment in found) > BULK
+    listed = segments.list()
+    much = not progress and sum(segment.size for segment in listed) > BULK
     moving = False
     with index.bulk() if much else nullcontext():
-        progress = index.progress()  # again: another process may have filled it meanwhile
-        gone = progress.keys() - {segment.stem for segment in found}
-        for segment in found:
+        progress = index.progress()  # again, for another process may have filled the index
+        gone = progress.keys() - {segment.stem for segment in listed}
+        for segment in listed:
             done = progress.get(segment.stem, 0)
             if done >= (COMPLETE if segment.sealed else segment.size):
                 continue
             try:
                 yield from _Reader(segments, index, segment, gone).read(done)
-            except (Moved, _Behind):  # compacted in this moment: the next time finds where to
+            except (Moved, _Behind):  # compacted meanwhile: the next call reads its successor
                 moving = True
     if gone and not moving:
         index.drop(sorted(gone))
     for run_id in index.stale():
-        _retell(segments, index, run_id)
+        _rebuild_run(segments, index, run_id)
 
 
-def _retell(segments: Segments, index: Index, run_id: str) -> None:
-    """A run of which some events were forgotten: what is left of it is told anew."""
+def _rebuild_run(segments: Segments, index: Index, run_id: str) -> None:
+    """Rebuild the row of a run from its live events, after some were forgotten."""
     for _ in range(TRIES):
         places = index.live(run_id)
         try:
@@ -57,16 +57,16 @@ def _retell(segments: Segments, index: Index, run_id: str) -> None:
         except Corrupt as error:
             log.warning("run %s: %s", run_id, error)
             return
-        if index.retell(run_id, placed):
+        if index.rebuild_run(run_id, placed):
             return
 
 
 class _Behind(Exception):
-    """The index has gone back since it was asked how far it is: ask it again."""
+    """The progress in the index went back meanwhile: read it again."""
 
 
 class _Reader:
-    """Takes one segment in."""
+    """A reader of one segment into the index."""
 
     def __init__(self, segments: Segments, index: Index, segment: Segment, gone: set[str]) -> None:
         self._segments = segments
@@ -76,7 +76,7 @@ class _Reader:
         self._done = 0
 
     def read(self, start: int) -> Iterator[list[Placed]]:
-        """From so many bytes of its lines on."""
+        """Index the segment from byte `start` of its lines, and yield the batches."""
         self._done = start
         facts = self._segments.facts(self._segment.stem) if start == 0 else None
         if facts is not None:
@@ -94,7 +94,7 @@ class _Reader:
             yield self._take(batch, _end(batch[-1]))
 
     def _lines(self) -> Iterator[list[Placed]]:
-        """Damage at the end of an open segment may be a line that is being written: not yet."""
+        """Index lines. Damage at the end of an open segment may be an unfinished line: skip it."""
         batch: list[Placed] = []
         damage: list[Damage] = []
         for line in self._segments.read(self._segment.stem, self._done):

@@ -1,7 +1,7 @@
-"""What was written goes into the index from here, in a thread of its own: commits do not wait.
+"""Index thread: add written events to the index in the background, so that commits do not wait.
 
-A transaction costs as much as a model call's whole way through the gateway. So what was written
-gathers here for a moment, unless somebody waits for it. Called by store.py.
+A transaction costs as much as a model call's whole way through the gateway. So events gather for a
+moment first, unless somebody waits for them. Called by store.py.
 """
 
 import logging
@@ -14,42 +14,42 @@ from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.segments.line_format import Placed
 
 GATHER = 0.1  # seconds
-MOST = 2_000  # events of a transaction
-BEHIND = 20_000  # events: from then on commits do wait
+BATCH = 2_000  # events of a transaction, about
+MAX_BEHIND = 20_000  # events that may wait; then commits wait too
 
 log = logging.getLogger(__name__)
 
 
 class Indexing:
-    """The way into the index. `done` is told, in the thread, what is in it."""
+    """A queue of events for the index. `done`, run in the thread, gets each batch of them."""
 
     def __init__(self, index: Index, done: Callable[[list[Placed]], None]) -> None:
         self._index = index
-        self._told = done
+        self._done = done
         self._waiting: deque[list[Placed]] = deque()
         self._behind = 0  # events
         self._taken = 0  # events, ever
         self._busy = False
-        self._hurry = 0  # how many wait for what has gathered
+        self._hurry = 0  # callers that wait for the gathered events
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="index")
 
     def submit(self, placed: list[Placed]) -> None:
-        """Of one segment, in its order. Waits while the index is too far behind."""
+        """Queue events of one segment, in its order. Wait while the index is too far behind."""
         with self._changed:
-            self._changed.wait_for(lambda: self._behind < BEHIND)
+            self._changed.wait_for(lambda: self._behind < MAX_BEHIND)
             self._waiting.append(placed)
             self._behind += len(placed)
             if not self._busy:
-                self._go_on()
+                self._start_next()
 
-    def settle(self, count: int) -> None:
-        """Wait until so many events, of all there ever were, are in the index."""
+    def wait_for(self, count: int) -> None:
+        """Wait until `count` events, counted from the start, are in the index."""
         if self._taken < count:
             self._wait_until(lambda: self._taken >= count)
 
     def close(self) -> None:
-        """Wait for all of it."""
+        """Wait until everything queued is in the index, and end the thread."""
         self._wait_until(lambda: not self._busy)
         self._thread.shutdown()
 
@@ -61,35 +61,35 @@ class Indexing:
             self._hurry -= 1
 
     def _work(self) -> None:
-        """One transaction. Whatever comes of it, the next one's turn comes."""
+        """Run one transaction, then start the next one, also after an error."""
         placed = self._next()
         try:
             self._take_in(placed)
         except OSError as error:  # StoreError is one; it is read from the segments later
             log.warning("not indexed yet: %s", error)
         finally:
-            self._told(placed)
+            self._done(placed)
             with self._changed:
                 self._taken += len(placed)
                 self._behind -= len(placed)
-                self._go_on()
+                self._start_next()
                 self._changed.notify_all()
 
-    def _go_on(self) -> None:
-        """Under the lock."""
+    def _start_next(self) -> None:
+        """Start a transaction if events wait. Call with the lock held."""
         self._busy = bool(self._waiting)
         if self._busy:
             self._thread.submit(self._work).add_done_callback(_report)
 
     def _next(self) -> list[Placed]:
-        """The groups that wait, as far as they are of one segment and not too many."""
+        """Take groups of one segment from the queue, up to about BATCH events."""
         with self._changed:
-            self._changed.wait_for(lambda: self._hurry or self._behind >= MOST, GATHER)
+            self._changed.wait_for(lambda: self._hurry or self._behind >= BATCH, GATHER)
             placed = self._waiting.popleft()
             segment = placed[0].place.segment
             while (
                 self._waiting
-                and len(placed) < MOST
+                and len(placed) < BATCH
                 and self._waiting[0][0].place.segment == segment
             ):
                 placed = placed + self._waiting.popleft()
@@ -103,6 +103,6 @@ class Indexing:
 
 
 def _report(work: "Future[None]") -> None:
-    """What nobody expected is told, since nobody waits for it."""
+    """Log an unexpected error of the thread, for nobody waits for its future."""
     if (error := work.exception()) is not None:
         log.error("not indexed: %r", error, exc_info=error)

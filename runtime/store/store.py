@@ -1,8 +1,8 @@
 """The store: every call, run and reward, durable when `append` returns, once each.
 
-The gateway appends and asks; loops, datasets and exports ask. Events lie in segments under the
-shared root, one writer a file; the index, on this host's own disk, tells where. What other writers
-add is found when something is asked. Read next: segments/, index/, indexing.py, assembly.py.
+The gateway appends and queries; loops, datasets and exports query. Events lie in segments under the
+shared root, one writer a file. The index, on this host's own disk, knows their places. Each query
+first reads what other writers added. Read next: segments/, index/, index_thread.py, assembly.py.
 """
 
 import asyncio
@@ -37,23 +37,23 @@ log = logging.getLogger(__name__)
 
 PAGE = 256  # runs whose bodies are read at once
 FORGETTING = 1000  # runs forgotten in one append
-TRIES = 5  # to read what compaction moves meanwhile
+TRIES = 5  # to read events that compaction moves meanwhile
 
 Calls = Literal["full", "none"]
 
 
 class Appended(NamedTuple):
-    """How many events were new, and how many the store had already."""
+    """Counts of an append: new events, and events that the store had already."""
 
     appended: int
     duplicates: int
 
 
 class Store:
-    """The events under one home. `append` belongs to one event loop; asking to any thread.
+    """The events under one home. `append` belongs to one event loop; queries run in any thread.
 
-    `redactor` takes out of events what must not be written. Asking reads on what other writers have
-    added: the first time on a host, all there is.
+    `redactor` removes sensitive text from events before they are written. Queries first read what
+    other writers added; the first query on a host reads everything.
     """
 
     def __init__(
@@ -62,24 +62,23 @@ class Store:
         self.conversations = Conversations()
         self.segments = Segments(home.segments)
         self.index = Index(cache_of(home), identity_of(home))
-        self._indexing = Indexing(self.index, self._indexed)
+        self._indexing = Indexing(self.index, self._on_indexed)
         name = writer or new_id("segment")
         self._writer = SegmentWriter(home.segments, name, self._indexing.submit)
         self._redactor = redactor
-        self._pending: dict[
-            str, asyncio.Future[list[LinePlace]]
-        ] = {}  # until they are in the index
-        self._acknowledged = 0  # events, by the loop
+        # the write of each event, by id, until the event is in the index
+        self._pending: dict[str, asyncio.Future[list[LinePlace]]] = {}
+        self._acknowledged = 0  # events that are on the disk
         self._refreshing = threading.Lock()
-        for asked, run_id, call_ids, text in self.index.conversations():
-            self.conversations.learn(asked, run_id, call_ids, text)
+        for conversation in self.index.conversations():
+            self.conversations.learn(*conversation)
         self.refresh()
 
     async def append(self, events: Sequence[Event], *, new: bool = False) -> Appended:
-        """Put events on the disk; those whose id is known are left out. Raises StoreError.
+        """Put events on the disk, except those whose id is known. Raises StoreError.
 
-        When this returns, they are all durable, also those another append is still writing. If it
-        is cancelled, the writing goes on. `new`: their ids were made for them, so none is known.
+        All are durable when this returns, also those that another append is writing. The writing
+        goes on if this is cancelled. `new` skips the look-up of ids that were just made.
         """
         fresh: dict[str, Event] = {}
         waits: list[asyncio.Future[list[LinePlace]]] = []
@@ -96,10 +95,10 @@ class Store:
         return Appended(len(fresh), len(events) - len(fresh))
 
     async def forget(self, run_ids: Iterable[str], reason: str) -> int:
-        """Let runs be gone from every answer; returns how many. Their bytes go when compacted."""
+        """Hide runs from all queries. Return their number. Compaction removes their bytes."""
         ids, count = iter(run_ids), 0
         while some := list(islice(ids, FORGETTING)):
-            newest = await asyncio.to_thread(self._newest, some)
+            newest = await asyncio.to_thread(self._newest_times, some)
             now = time.time()
             await self.append(
                 [
@@ -117,7 +116,7 @@ class Store:
         return count
 
     def run(self, run_id: str) -> Run:
-        """One run, whole. Raises NotFound, or Corrupt if its events cannot be read."""
+        """Return one run with its calls. Raises NotFound, or Corrupt on unreadable events."""
         self.refresh()
         if self.index.run(run_id) is None:
             raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
@@ -127,22 +126,22 @@ class Store:
         return runs[0]
 
     def runs(self, query: RunQuery | None = None, calls: Calls = "full") -> list[Run]:
-        """The matching runs, in the query's order: a page of them where it has a limit.
+        """Return the matching runs, in the query's order and up to its limit.
 
-        With calls "none" their turns name calls without them.
+        With calls "none" their turns have the ids of the calls only.
         """
         return list(self.stream(query or RunQuery(), calls))
 
     def stream(self, query: RunQuery, calls: Calls = "full") -> Iterator[Run]:
-        """The matching runs, in the query's order, read as they are asked for."""
-        found = (row.run_id for row in self.facts(query))
-        while some := list(islice(found, PAGE)):
+        """Yield the matching runs, in the query's order, read in pages."""
+        ids = (row.run_id for row in self.facts(query))
+        while some := list(islice(ids, PAGE)):
             yield from self._read(some, calls)
 
     def facts(self, query: RunQuery) -> Iterator[RunFacts]:
-        """What the index knows of the matching runs, in the query's order; no body is read.
+        """Return the index's facts of the matching runs, in the query's order.
 
-        Unless for the query's text, which only bodies tell.
+        Bodies are read only if the query has a text.
         """
         self.refresh()
         if query.text is None:
@@ -150,24 +149,24 @@ class Store:
         rows = self.index.iterate(query.model_copy(update={"limit": None}))
         return islice(self._with_text(rows, query.text), query.limit)
 
-    def whole(self, run_ids: Iterable[str]) -> Iterator[Run]:
-        """These runs with their calls, in this order; unknown and unreadable ones are left out."""
+    def runs_by_id(self, run_ids: Iterable[str]) -> Iterator[Run]:
+        """Yield runs with their calls, in this order, without unknown and unreadable ones."""
         self.refresh()
         ids = iter(run_ids)
         while some := list(islice(ids, PAGE)):
             yield from self._read(some, "full")
 
     def count(self, query: RunFilter) -> int:
-        """How many runs match. Raises StoreError."""
+        """Return the number of matching runs. Raises StoreError."""
         self.refresh()
         if query.text is None:
             return self.index.count(query)
         return sum(1 for _ in self.facts(RunQuery(**query.model_dump())))
 
     def stats(self, query: RunFilter, by: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Counts, rewards, tokens and times of the matching runs, in groups (see Index.stats).
+        """Return counts, rewards, tokens and times of the matching runs by group (see Index.stats).
 
-        Raises BadInput for a text, which the index does not know.
+        Raises BadInput for a query with a text, which the index does not have.
         """
         if query.text is not None:
             raise BadInput("statistics cannot look for a text: only bodies tell", param="text")
@@ -176,20 +175,20 @@ class Store:
 
     @property
     def problems(self) -> list[Problem]:
-        """The damage that was met while reading, with its places."""
+        """The damage met while reading, with its places."""
         return self.index.problems()
 
     def has(self, event_id: str) -> bool:
-        """Whether there is an event of this id that is not forgotten."""
+        """Tell whether an event has this id and is not forgotten."""
         return event_id in self._pending or self.index.has(event_id)
 
     def known(self, event_id: str) -> bool:
-        """Whether this id cannot be appended: there is an event, forgotten or not."""
+        """Tell whether an event, forgotten or not, has this id, so that it cannot be appended."""
         return event_id in self._pending or self.index.known(event_id)
 
     def body(self, event_id: str) -> dict[str, Any]:
-        """The body of an event, as it was appended. Raises KeyError."""
-        self._settle()
+        """Return the body of an event, as it was appended. Raises KeyError."""
+        self._wait_for_index()
         for _ in range(TRIES):
             place = self.index.place(event_id)
             if place is None:
@@ -203,20 +202,20 @@ class Store:
         raise KeyError(event_id)
 
     def refresh(self) -> None:
-        """Take in what was written since the last time, by whomever."""
-        self._settle()
+        """Read new events of all writers into the index."""
+        self._wait_for_index()
         with self._refreshing:
             for placed in catch_up(self.segments, self.index):
                 for fact, _ in placed:
                     self._learn(fact)
 
     def seal_orphans(self, older_than: float = ORPHANED) -> None:
-        """Seal what writers left that are gone, for so many seconds. Blocks. Raises StoreError."""
+        """Seal segments of writers gone for `older_than` seconds. Blocks. Raises StoreError."""
         seal_orphans(self.segments.directory, self._writer.holds, older_than)
         self.refresh()
 
     def check_room(self) -> None:
-        """Prove that what is appended now could be written. Blocks. Raises StoreError."""
+        """Prove that events could be written now. Blocks. Raises StoreError."""
         try:
             self.segments.directory.mkdir(parents=True, exist_ok=True)
             durable.check_room(self.segments.directory)
@@ -224,7 +223,7 @@ class Store:
             raise StoreError.of("nothing can be recorded", error) from error
 
     async def close(self) -> None:
-        """Wait for what is being written, and seal it."""
+        """Wait for all writes, seal the segment, and close the index."""
         await self._writer.close()
         await asyncio.to_thread(self._indexing.close)
         self.index.close()
@@ -237,11 +236,11 @@ class Store:
         written = self._writer.submit([line_of(event) for event in events], facts)
         for event in events:
             self._pending[event.id] = written
-        written.add_done_callback(partial(self._written, facts))
+        written.add_done_callback(partial(self._on_written, facts))
         return written
 
-    def _written(self, facts: list[Fact], written: "asyncio.Future[list[LinePlace]]") -> None:
-        """On the loop, before those who wait for the events go on."""
+    def _on_written(self, facts: list[Fact], written: "asyncio.Future[list[LinePlace]]") -> None:
+        """Count and learn written events; runs on the loop, before the waiters go on."""
         if written.exception() is not None:
             for fact in facts:
                 self._pending.pop(fact.id, None)
@@ -250,16 +249,16 @@ class Store:
         for fact in facts:
             self._learn(fact)
 
-    def _indexed(self, placed: list[Placed]) -> None:
-        """In the thread of the index."""
+    def _on_indexed(self, placed: list[Placed]) -> None:
+        """Forget the writes of indexed events; runs in the index thread."""
         for fact, _ in placed:
             self._pending.pop(fact.id, None)
 
-    def _settle(self) -> None:
-        """Wait until what was acknowledged is in the index: as long as a group takes."""
-        self._indexing.settle(self._acknowledged)
+    def _wait_for_index(self) -> None:
+        """Wait until all acknowledged events are in the index: at most about one group's time."""
+        self._indexing.wait_for(self._acknowledged)
 
-    def _newest(self, run_ids: Sequence[str]) -> dict[str, float]:
+    def _newest_times(self, run_ids: Sequence[str]) -> dict[str, float]:
         self.refresh()
         return self.index.newest(run_ids)
 
@@ -272,17 +271,17 @@ class Store:
         needle = text.casefold()
         while some := list(islice(rows, PAGE)):
             runs = self._read([row.run_id for row in some], "none")
-            saying = {run.id for run in runs if _says(run, needle)}
-            yield from (row for row in some if row.run_id in saying)
+            matches = {run.id for run in runs if _contains(run, needle)}
+            yield from (row for row in some if row.run_id in matches)
 
     def _read(self, run_ids: Sequence[str], calls: Calls) -> list[Run]:
-        """The runs, in this order; what cannot be read is left out, and noted as a problem."""
+        """Read runs, in this order; unreadable ones are left out and noted as problems."""
         for _ in range(TRIES):
-            found = self.index.places(run_ids)
-            wanted = [(i, _places(found[i], calls)) for i in run_ids if i in found]
+            places = self.index.places(run_ids)
+            wanted = [(i, _wanted_lines(places[i], calls)) for i in run_ids if i in places]
             try:
                 return self._assemble(wanted)
-            except Moved:  # compacted in this moment: the index will know where to
+            except Moved:  # compacted meanwhile: the index learns the new places
                 self.refresh()
         raise StoreError("the segments change faster than they can be read: try again")
 
@@ -290,14 +289,14 @@ class Store:
         try:
             lines = iter(self.segments.fetch([place for _, places in wanted for place in places]))
         except Corrupt:
-            if len(wanted) > 1:  # find out which
+            if len(wanted) > 1:  # read one by one to skip the damaged one
                 return [run for one in wanted for run in self._assemble([one])]
             return self._skip(wanted[0][1][0], f"run {wanted[0][0]} cannot be read whole")
         runs = []
         for run_id, places in wanted:
-            found = [next(lines) for _ in places]  # all, so that the next run begins at its own
+            own = [next(lines) for _ in places]  # all at once, so that the next run's follow
             try:
-                runs.append(_join(run_id, [event_in(line) for line in found]))
+                runs.append(_join(run_id, [event_in(line) for line in own]))
             except (ValueError, Corrupt) as error:  # pydantic's error is a ValueError
                 self._skip(places[0], f"run {run_id} is no run ({error})")
         return runs
@@ -315,11 +314,11 @@ def _fact(event: Event) -> Fact:
         raise StoreError(f"event {event.id} is no {event.kind}: {error!r}") from error
 
 
-def _places(found: Places, calls: Calls) -> list[LinePlace]:
-    """What must be read for a run. One without a description is told by its calls."""
-    described = [found.run] if found.run is not None else []
+def _wanted_lines(places: Places, calls: Calls) -> list[LinePlace]:
+    """Return the lines to read for a run. Without a description it is built from its calls."""
+    described = [places.run] if places.run is not None else []
     with_calls = calls == "full" or not described
-    return [*described, *(found.calls if with_calls else ()), *found.rewards]
+    return [*described, *(places.calls if with_calls else ()), *places.rewards]
 
 
 def _join(run_id: str, events: list[dict[str, Any]]) -> Run:
@@ -330,8 +329,8 @@ def _join(run_id: str, events: list[dict[str, Any]]) -> Run:
     return assemble(run_id, described, bodies["call"], bodies["reward"])
 
 
-def _says(run: Run, needle: str) -> bool:
-    """Whether a text, casefolded, is in what was said in a run."""
+def _contains(run: Run, needle: str) -> bool:
+    """Tell whether a casefolded text is in the input, output or messages of a run."""
     output = run.output if isinstance(run.output, str) else orjson.dumps(run.output).decode()
     texts = [run.input, output, *map(text_of, run.trajectory.messages)]
     return any(needle in text.casefold() for text in texts)

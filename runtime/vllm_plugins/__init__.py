@@ -1,1 +1,1 @@
-"""Code that runs inside a vLLM server, and imports nothing else of this package."""
+"""Code inside a vLLM server; of this package it imports cray_agents.processes alone."""

@@ -1,9 +1,9 @@
-"""A replica answers nobody but the platform that started it, for it shares its host with others.
+"""Lock: let a vLLM server answer only the platform that started it.
 
-vLLM's server lets whoever reaches its port change weights, and its own keys are for `/v1` alone.
-replica.py makes a secret for each process, hands it over in the environment, which unlike a command
-line only the same user can read, and has vLLM take `Locked` as its outermost middleware;
-vllm_http.py sends the secret along with each request.
+vLLM's server lets everyone who reaches its port change weights; its own API keys protect `/v1`
+alone. runtime/pool/vllm_replica.py makes a secret per process and passes it in the environment,
+which only the same user can read. It starts vLLM with `Locked` as the outermost middleware, and
+runtime/pool/vllm_http.py sends the secret with each request.
 """
 
 import os
@@ -11,14 +11,14 @@ import secrets
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-VARIABLE = "CRAY_AGENTS_REPLICA_SECRET"  # of the process
-HEADER = "x-cray-secret"  # of each request
+VARIABLE = "CRAY_AGENTS_REPLICA_SECRET"  # in the server's environment
+HEADER = "x-cray-secret"  # in each request
 
 _REFUSAL = b'{"error": {"message": "only the platform that started this server may use it"}}'
 
 
 class Locked:
-    """ASGI middleware: 403 to every request, `/health` included, that does not have the secret."""
+    """ASGI middleware that answers 403 to requests without the secret, also on `/health`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -29,12 +29,12 @@ class Locked:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
-            await send({"type": "websocket.close"})  # before it is accepted: that is a 403
+            await send({"type": "websocket.close"})  # becomes a 403: it was not accepted yet
         else:
             kind = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 403, "headers": kind})
             await send({"type": "http.response.body", "body": _REFUSAL})
 
     def _is_ours(self, scope: Scope) -> bool:
-        told = dict(scope["headers"]).get(HEADER.encode(), b"")
-        return secrets.compare_digest(told, self._secret)
+        secret = dict(scope["headers"]).get(HEADER.encode(), b"")
+        return secrets.compare_digest(secret, self._secret)

@@ -1,15 +1,15 @@
-"""What vLLM's scheduler lacks: it knows which weights there are, and sends logprobs in few pieces.
+"""Scheduler: key vLLM's prefix cache by the weights, and send captured logprobs in few pieces.
 
-replica.py has vLLM make its scheduler by `scheduler`; all scheduling stays vLLM's.
+runtime/pool/vllm_replica.py starts vLLM with the factory `scheduler`. All scheduling stays vLLM's.
 
-Weights: each change is told to vLLM as a weight version (vllm_engine.py). From then on nothing but
-probes is computed until `/resume`, and the prefix cache's keys are made of the version: no block,
-in memory or in what outlives a process, is found under other weights than it was made by, even
-those of requests that a change of weights came upon.
+Weights: runtime/pool/vllm_engine.py announces each change as a weight version. From then on only
+probes are computed until `/resume`. The keys of the prefix cache contain the version, so a block is
+only reused under the weights that computed it. That holds in memory, in caches that outlive a
+process, and for requests in flight during a change.
 
 Logprobs: vLLM sends three small arrays per request and step, which cost more to pack and unpack
-than all else that is sent. Those of a request that vllm_capture.py marked are kept here and sent
-every `EVERY` tokens and at its end.
+than the rest of the message. For requests that capture.py marked, logprobs are kept here and sent
+every `EVERY` tokens and at the end.
 """
 
 import functools
@@ -25,32 +25,32 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 
 MARK = "cray_agents_capture"  # in a request's extra_args
-PROBE = "cray_agents_probe"  # likewise; vllm_engine.py names the same
-EVERY = 64  # tokens; what a request that is aborted may lack at its end
+PROBE = "cray_agents_probe"  # in extra_args too; runtime/pool/vllm_engine.py repeats it
+EVERY = 64  # tokens; an aborted request may lack the logprobs of so many at its end
 
 
-def scheduler(**parts: Any) -> Scheduler:
-    """The scheduler that vLLM would have made, with what it lacks."""
-    _tell_of_weights()
-    config = parts["vllm_config"].scheduler_config
+def scheduler(**arguments: Any) -> Scheduler:
+    """Make a LeanScheduler of the kind that vLLM's configuration asks for."""
+    _forward_weight_versions()
+    config = arguments["vllm_config"].scheduler_config
     kind = AsyncLeanScheduler if config.async_scheduling else LeanScheduler
-    return kind(**parts)
+    return kind(**arguments)
 
 
-def _tell_of_weights() -> None:
-    """Have the engine core tell its scheduler of the weight version, which it alone is told."""
-    told = EngineCore.set_weight_version
+def _forward_weight_versions() -> None:
+    """Make the engine core pass each weight version on to its scheduler."""
+    original = EngineCore.set_weight_version
 
-    @functools.wraps(told)
+    @functools.wraps(original)
     def set_weight_version(core: EngineCore, weight_version: str) -> None:
-        told(core, weight_version)
-        core.scheduler.renew(weight_version)
+        original(core, weight_version)
+        core.scheduler.change_weights(weight_version)
 
     EngineCore.set_weight_version = set_weight_version
 
 
 class _Columns:
-    """Stands for a step's logprobs while vLLM cuts them up: a cut is remembered, not made."""
+    """A stand-in for a step's logprobs, whose slices are indexes: vLLM need not copy arrays."""
 
     def __init__(self, whole: LogprobsLists) -> None:
         self.whole = whole
@@ -60,66 +60,66 @@ class _Columns:
 
 
 class LeanScheduler(Scheduler):  # type: ignore[misc]
-    """Keeps back the logprobs of marked requests, and all but probes while weights are unproven."""
+    """Scheduler that batches logprobs of marked requests, and runs only probes on new weights."""
 
     waiting: Any
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._kept: dict[str, list[float]] = {}
-        self._key = _key("")
-        self._held: Any = None  # a queue, while the weights are unproven
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._logprobs: dict[str, list[float]] = {}  # not sent yet, by id of a marked request
+        self._key = _hash("")
+        self._postponed: Any = None  # a queue while the weights are unproven, else None
 
-    def renew(self, weights: str) -> None:
-        """Other weights are in place; until `/resume` they answer to probes alone."""
-        if self.running:  # whoever paused has left them their blocks
+    def change_weights(self, weights: str) -> None:
+        """Key the cache by new weights, and postpone all but probes until `/resume`."""
+        if self.running:  # paused requests have kept their blocks
             self.reset_prefix_cache(reset_running_requests=True)
-        self._key = _key(weights)
+        self._key = _hash(weights)
         for request in self.requests.values():
-            self._salt(request, request.cache_salt[len(self._key) :])
-        self._held = self._held or create_request_queue(self.policy)
+            self._set_salt(request, request.cache_salt[len(self._key) :])
+        self._postponed = self._postponed or create_request_queue(self.policy)
         for request in self.waiting:
-            self._held.add_request(request)
+            self._postponed.add_request(request)
         self.waiting = create_request_queue(self.policy)
         super().set_pause_state(PauseState.UNPAUSED)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause, or go on: the weights are proven."""
-        if pause_state is PauseState.UNPAUSED and self._held is not None:
-            held, self._held = self._held, None
-            for request in held:
+        """Pause; or resume, with the postponed requests, once the weights are proven."""
+        if pause_state is PauseState.UNPAUSED and self._postponed is not None:
+            postponed, self._postponed = self._postponed, None
+            for request in postponed:
                 self.waiting.add_request(request)
         super().set_pause_state(pause_state)
 
-    def _salt(self, request: Any, asked: str) -> None:
-        """Key its blocks by the weights and what the client `asked` for."""
-        request.cache_salt = self._key + asked
+    def _set_salt(self, request: Any, client_salt: str) -> None:
+        """Key a request's blocks by the weights and the client's own salt."""
+        request.cache_salt = self._key + client_salt
         request.block_hashes = []
         request.update_block_hashes()
 
     def add_request(self, request: Any) -> None:
-        """A request comes in."""
+        """Queue a request; postpone it while the weights are unproven, unless it is a probe."""
         params = request.sampling_params
         extra = (params and params.extra_args) or ()
         if MARK in extra:
-            self._kept[request.request_id] = []
-        self._salt(request, request.cache_salt or "")
+            self._logprobs[request.request_id] = []
+        self._set_salt(request, request.cache_salt or "")
         super().add_request(request)
-        if self._held is not None and PROBE not in extra:
+        if self._postponed is not None and PROBE not in extra:
             self.waiting.remove_request(request)
-            self._held.add_request(request)
+            self._postponed.add_request(request)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """Requests are aborted."""
+        """End aborted requests, and drop their logprobs."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
-            self._kept.pop(request.request_id, None)
-        if self._held is not None:
-            self._held.remove_requests(finished)
+            self._logprobs.pop(request.request_id, None)
+        if self._postponed is not None:
+            self._postponed.remove_requests(finished)
         return finished
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """A step has been computed."""
+        """Process a step's output; keep or send the logprobs of marked requests."""
         whole = model_runner_output.logprobs
         if whole is None:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -131,31 +131,31 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
                 if output.new_logprobs is None:
                     continue
                 index, count = output.new_logprobs
-                kept = self._kept.get(output.request_id)
+                kept = self._logprobs.get(output.request_id)
                 if kept is None:
                     output.new_logprobs = whole.slice_request(index, count)
                     continue
                 start = starts[index] if starts is not None else index
                 kept += column[start : start + count]
                 ended = output.finish_reason is not None
-                output.new_logprobs = _packed(kept) if ended or len(kept) >= EVERY else None
+                output.new_logprobs = _pack(kept) if ended or len(kept) >= EVERY else None
                 if ended:
-                    del self._kept[output.request_id]
+                    del self._logprobs[output.request_id]
                 elif output.new_logprobs is not None:
                     kept.clear()
         return clients
 
 
 class AsyncLeanScheduler(LeanScheduler, AsyncScheduler):  # type: ignore[misc]
-    """The same over vLLM's scheduler that runs a step ahead."""
+    """LeanScheduler over vLLM's scheduler that runs a step ahead."""
 
 
-def _key(weights: str) -> str:
+def _hash(weights: str) -> str:
     return hashlib.sha256(weights.encode()).hexdigest()[:32]
 
 
-def _packed(logprobs: list[float]) -> LogprobsLists:
-    """Of the sampled tokens alone, [tokens, 1]: their ids and ranks are not looked at."""
+def _pack(logprobs: list[float]) -> LogprobsLists:
+    """Pack logprobs of sampled tokens as [tokens, 1], with empty token ids and ranks."""
     column = np.array(logprobs, dtype=np.float32)[:, None]
-    nothing = np.empty(0, dtype=np.int32)
-    return LogprobsLists(nothing, column, nothing)
+    empty = np.empty(0, dtype=np.int32)
+    return LogprobsLists(empty, column, empty)

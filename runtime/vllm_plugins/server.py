@@ -1,16 +1,16 @@
-"""The process of a replica: vLLM's API server, started so that nothing of it can be left behind.
+"""Replica process: run vLLM's API server so that all of its processes end with their parent.
 
     python -m cray_agents.runtime.vllm_plugins.server PARENT_PID [vLLM's own flags...]
 
-replica.py starts it. vLLM alone leaves its engine core running for ever when the API server is
-killed; here every process of it asks the kernel to die with its parent.
+runtime/pool/vllm_replica.py starts it. Plain vLLM leaves its engine core running forever when the
+API server is killed. Here every process asks the kernel to end it with its parent.
 
 With `VLLM_WORKER_MULTIPROC_METHOD=fork` in the environment the engine core is forked from the API
-server, which has imported everything by then: 9 s to start instead of 16. vLLM's CPU platform
-overwrites that variable, so it is pinned first, by vLLM's own cache of its environment. It is safe
-on CPU because the API server computes nothing: no OpenMP thread exists when it forks.
+server. That has imported everything by then, so a start takes 9 s instead of 16. vLLM's CPU
+platform overwrites the variable, so vLLM's own cache of its environment pins it first. Forking is
+safe on CPU because the API server computes nothing: no OpenMP thread exists at that time.
 
-A chat template that loops is interrupted (template_time.py), so that it fails its own request only.
+template_time.py interrupts a chat template that loops, so that only its own request fails.
 """
 
 import os
@@ -22,7 +22,7 @@ from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
 
 
 def main() -> None:
-    """Serve until told to stop. `argv[1]` is the parent's pid, the rest is for vLLM."""
+    """Serve until a signal ends it. `argv[1]` is the parent's pid; vLLM gets the rest."""
     die_with_parent(int(sys.argv.pop(1)))
     pid = os.getpid()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))

@@ -1,10 +1,9 @@
-"""A time limit for chat templates, which are their authors' programs and may loop for ever.
+"""Template time: interrupt chat templates, which are programs and may loop forever.
 
-A template is rendered by Python code that jinja makes of it, in some thread; a watcher raises
-TemplateTooSlow in that thread, which a template cannot catch. One thing it cannot interrupt: a
-single step that is long by itself, such as a sort of millions. vLLM has a limit of its own, which
-gives the request up but leaves its thread running, and with it Python's lock.
-Called by vllm_server.py, for requests, and datasets/demonstrations.py.
+Jinja compiles a template to Python code that runs in some thread. A watcher raises TemplateTooSlow
+in that thread, which a template cannot catch. A single long step, such as a sort of millions,
+cannot be interrupted. vLLM's own limit gives the request up but leaves its thread running, and with
+it the GIL held. Called by server.py for requests, and by runtime/datasets/demonstrations.py.
 """
 
 import contextlib
@@ -16,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-SECONDS = 5.0  # for rendering a conversation: it takes milliseconds
-_PERIOD = 0.5  # seconds between looks
+SECONDS = 5.0  # for a conversation, which usually takes milliseconds
+_PERIOD = 0.5  # seconds between checks
 
 
 class TemplateTooSlow(Exception):
@@ -27,8 +26,8 @@ class TemplateTooSlow(Exception):
         super().__init__(f"the chat template took more than {SECONDS:g} s: it may loop for ever")
 
 
-class _Clock:
-    """Who renders, and since when."""
+class _Watcher:
+    """A watcher of the threads that render a template."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +48,7 @@ class _Clock:
     def _watch(self) -> None:
         while True:
             time.sleep(_PERIOD)
-            with self._lock:  # so that whoever is interrupted is still within `limit`
+            with self._lock:  # so that an interrupted thread is still within `limit`
                 late = time.monotonic() - SECONDS
                 for thread in [one for one, since in self._since.items() if since < late]:
                     del self._since[thread]
@@ -59,13 +58,13 @@ class _Clock:
 
 
 @functools.cache
-def _clock(pid: int) -> _Clock:
-    return _Clock()
+def _watcher(pid: int) -> _Watcher:
+    return _Watcher()
 
 
-def limited() -> contextlib.AbstractContextManager[None]:
-    """A block that gets SECONDS, or it is ended by TemplateTooSlow."""
-    return _clock(os.getpid()).limit()
+def limit_template() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that ends its block by TemplateTooSlow after SECONDS."""
+    return _watcher(os.getpid()).limit()
 
 
 def limit_all_templates() -> None:
@@ -75,9 +74,9 @@ def limit_all_templates() -> None:
     render: Callable[..., Any] = tokenization_utils_base.render_jinja_template
 
     @functools.wraps(render)
-    def rendered(*arguments: Any, **options: Any) -> Any:
-        with limited():
+    def render_limited(*arguments: Any, **options: Any) -> Any:
+        with limit_template():
             return render(*arguments, **options)
 
-    tokenization_utils_base.render_jinja_template = rendered
-    processing_utils.render_jinja_template = rendered
+    tokenization_utils_base.render_jinja_template = render_limited
+    processing_utils.render_jinja_template = render_limited

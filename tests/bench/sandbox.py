@@ -19,7 +19,7 @@ async def main(home: Path) -> None:
     boxes = {
         layer: Sandbox(layer=layer)
         for layer in backends.CONFINING
-        if backends.problem(layer) is None
+        if backends.layer_problem(layer) is None
     }
     for name, argv in {"true": ["true"], "python -c pass": [sys.executable, "-c", "pass"]}.items():
         measures: dict[str, Measure] = {

@@ -41,7 +41,7 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
     import torch
 
     from cray_agents.trainers.checkpointing.save import Saver
-    from cray_agents.trainers.data.baseline_logprobs import Known
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
@@ -52,7 +52,9 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
     join_ranks(layout, rank, 1, store, on_cpu=True)
     training = Training(read_architecture(parent), layout, hyper, parent, on_cpu=True)
     random = np.random.default_rng(0)
-    known = Known(Samples.of([random.integers(0, 8192, TOKENS).tolist() for _ in range(16)]))
+    known = BaselineLogprobs(
+        Samples.of([random.integers(0, 8192, TOKENS).tolist() for _ in range(16)])
+    )
     points: list[int] = []
     saver = Saver(training, folder, 1, 1, lambda: True, lambda step, _: points.append(step))
     found: dict[str, list[float]] = {"waited": [], "blocked": [], "step": [], "beside": []}
@@ -75,14 +77,14 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
             timed("beside", lambda: training.step(known))
             blocked += timed("poll", saver.poll)
         found["blocked"].append(blocked)
-    found["parameters"] = [sum(p.numel() for p in training.inner[0].parameters())]
+    found["parameters"] = [sum(p.numel() for p in training.chunks[0].parameters())]
     (folder / "seconds.json").write_text(json.dumps(found))
     return 0
 
 
 async def main(home: Path) -> None:
     """A row for each size: medians of rounds that take turns, and the median of their ratios."""
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
@@ -90,7 +92,7 @@ async def main(home: Path) -> None:
     for name in SIZES:
         folder = home / name
         work = partial(measure, model(name, folder / "model"), folder)
-        run_ranks(find_place(1, "bench"), folder / "logs", work)
+        run_ranks(find_placement(1, "bench"), folder / "logs", work)
         found = json.loads((folder / "seconds.json").read_bytes())
         pairs = zip(found["blocked"], found["waited"], strict=True)
         ratio = statistics.median(blocked / waited for blocked, waited in pairs)

@@ -137,13 +137,13 @@ def serve(
 
 def trainer(home: Path, ranks: int, shape: str) -> None:
     """Our side: ranks forked as a job forks them."""
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     work = partial(trainer_rank, home / "model", Layout(data=ranks), shape, os.dup(1))
-    run_ranks(find_place(ranks, "bench"), home / "logs", work)
+    run_ranks(find_placement(ranks, "bench"), home / "logs", work)
 
 
 def trainer_rank(
@@ -152,17 +152,17 @@ def trainer_rank(
     """One of them."""
     import torch
 
-    from cray_agents.trainers.data.baseline_logprobs import Known
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import agree, join_ranks
+    from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, join_ranks
     from cray_agents.trainers.training.train_step import Training
 
     torch.set_num_threads(1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     training = Training(read_architecture(parent), layout, HYPER, parent, on_cpu=True)
-    known = Known(Samples.of(sequences(shape)))
-    serve(lambda: training.step(known).tokens, out, agree)
+    known = BaselineLogprobs(Samples.of(sequences(shape)))
+    serve(lambda: training.step(known).tokens, out, broadcast_from_rank0)
     return 0
 
 

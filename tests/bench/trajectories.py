@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.runtime.datasets import build_dataset, shards
-from cray_agents.runtime.exports.exporter import export, of_dataset
+from cray_agents.runtime.exports.exporter import export, open_dataset
 from cray_agents.runtime.exports.tokens import TOKENS
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import cache_of
@@ -134,7 +134,7 @@ async def exporting(root: Path) -> None:
     async def ours() -> float:
         target = next(folder)
         begun = time.perf_counter()
-        source = of_dataset(home, made["id"], TOKENS, "train", skip_missing=False)
+        source = open_dataset(home, made["id"], TOKENS, "train", skip_missing=False)
         done = await asyncio.to_thread(export, source, TOKENS, target)
         return done.records / (time.perf_counter() - begun)
 

@@ -501,16 +501,6 @@ async def test_two_hundred_runs_in_one_loop():
     assert seconds < 10  # seen: 0.5; one after another: 20
 
 
-async def test_overhead_per_turn():
-    a = agent(script(lambda r: asks(SUM) if len(r["messages"]) < 15 else "432"), tools=[calculator])
-    seconds = []
-    for _ in range(10):
-        began = time.process_time()
-        run = await a.run("go")
-        seconds.append((time.process_time() - began) / len(run.trajectory.turns))
-    assert min(seconds) < 0.001  # of processor time, a sync tool's thread included; seen: 0.0003
-
-
 def test_run_sync_without_and_with_a_loop():
     a = agent(script(lambda request: "ok"))
     assert a.run_sync("go").output == "ok"

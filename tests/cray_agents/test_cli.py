@@ -104,7 +104,7 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {row["check"]: row for row in json.loads(done.stdout)}
     assert rows["vllm"]["state"] == rows["megatron"]["state"] == "ok"
     assert done.returncode == (2 if any(r["state"] == "missing" for r in rows.values()) else 0)
-    for tried in (backends.best, backends.problem):  # once in a process
+    for tried in (backends.best_layer, backends.layer_problem):  # once in a process
         monkeypatch.setattr(backends, tried.__name__, tried.__wrapped__)
     without = cli("doctor", "--json", cwd=tmp_path, PATH="/nowhere")
     slurm = next(row for row in json.loads(without.stdout) if row["check"] == "slurm")

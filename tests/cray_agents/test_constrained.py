@@ -11,7 +11,12 @@ from cray_agents import Agent, ConstrainedEngine, ScriptedEngine, tool
 from cray_agents.agent.stream_events import RunEnded, TextDelta
 from cray_agents.agent.tool import as_tool
 from cray_agents.engines.chat_completions import Assembly, tidy
-from cray_agents.engines.json_tool_calls import constrained, describe, read_written, reply_schema
+from cray_agents.engines.json_tool_calls import (
+    constrain_request,
+    describe_tools,
+    parse_reply,
+    reply_schema,
+)
 from cray_agents.errors import EngineError
 from cray_agents.tools.calculator import calculator
 
@@ -88,18 +93,18 @@ def test_an_answer_has_the_form_that_was_asked_for():
 
 def test_the_server_is_asked_for_no_tools_but_told_of_them():
     given = ASK | {"tool_choice": "auto", "parallel_tool_calls": False, "temperature": 0.5}
-    asked = constrained(given)
+    asked = constrain_request(given)
     assert {"tools", "tool_choice", "parallel_tool_calls"} & asked.keys() == set()
     assert (asked["model"], asked["temperature"]) == ("m", 0.5)
     assert asked["response_format"]["type"] == "json_schema"
     note, question = asked["messages"]
-    assert note == {"role": "system", "content": describe(ASK["tools"])}
+    assert note == {"role": "system", "content": describe_tools(ASK["tools"])}
     assert "- calculator: " in note["content"] and '"expression"' in note["content"]
     assert question == ASK["messages"][0]
     system = {"role": "system", "content": "Be brief."}
-    first, *rest = constrained(given | {"messages": [system, question]})["messages"]
+    first, *rest = constrain_request(given | {"messages": [system, question]})["messages"]
     assert first["content"] == f"Be brief.\n\n{note['content']}" and rest == [question]
-    listed = constrained(given, note=False)
+    listed = constrain_request(given, note=False)
     assert listed["messages"] == [question]
     assert (listed["tools"], listed["tool_choice"]) == (ASK["tools"], "none")
 
@@ -116,7 +121,7 @@ def test_calls_of_other_servers_are_rendered_as_the_model_would_write_them_here(
         {"role": "tool", "tool_call_id": "2", "content": "two"},
         {"role": "assistant", "content": 'It is "so".'},
     ]
-    assert constrained(ASK | {"messages": messages})["messages"][2:] == [
+    assert constrain_request(ASK | {"messages": messages})["messages"][2:] == [
         {
             "role": "assistant",
             "content": '{"tool": "calculator", "arguments": {"expression": "1"}}\n'
@@ -178,9 +183,9 @@ async def test_what_is_neither_stays_text_and_is_counted(text):
 
 
 def test_calls_are_told_apart_by_their_place():
-    one = read_written(CALL, ASK)["tool_calls"][0]["id"]
-    later = read_written(CALL, ASK | {"messages": ASK["messages"] * 2})["tool_calls"][0]["id"]
-    assert one != later and one == read_written(CALL, ASK)["tool_calls"][0]["id"]
+    one = parse_reply(CALL, ASK)["tool_calls"][0]["id"]
+    later = parse_reply(CALL, ASK | {"messages": ASK["messages"] * 2})["tool_calls"][0]["id"]
+    assert one != later and one == parse_reply(CALL, ASK)["tool_calls"][0]["id"]
 
 
 async def test_an_answers_text_streams_as_it_is_written():

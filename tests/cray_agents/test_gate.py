@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cray_agents import Platform, ScriptedEngine
-from cray_agents.loop.version_gate import Passing, VersionGate
+from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.records import ModelVersion
 from tests.loop_site import echo, site_loop
 from tests.scripted_platform import platform
@@ -122,7 +122,7 @@ def test_calls_of_the_incumbent_pass_while_a_candidate_is_loaded(tmp_path: Path)
 
             async def ask(version: ModelVersion) -> str:
                 request = {"model": version.id, "messages": [{"role": "user", "content": WHO}]}
-                answer = await Passing(where.engine(), gate, version).chat(request)
+                answer = await GatedEngine(where.engine(), gate, version).chat(request)
                 return str(answer["choices"][0]["message"]["content"])
 
             async def through(act: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from cray_agents import Agent, Run, ScriptedEngine, Task, tool
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, EngineUnavailable
-from cray_agents.rewards.llm_judge import judge, judged_parts
+from cray_agents.rewards.llm_judge import judge, judged_sections
 from cray_agents.rewards.reward import score
 from tests.scripted_platform import platform
 
@@ -116,7 +116,7 @@ async def test_rubrics_of_the_run_and_what_was_said() -> None:
     assert asked.startswith("Rubric:\nOf a\n")
     assert '[assistant] calls add({"a": 2, "b": 2})\n\n[tool] 4\n\n[assistant] It is 4.' in asked
     nothing = run.model_copy(update={"output": None})
-    assert judged_parts(nothing, transcript=False) == {"task": "2 + 2?", "answer": "(none)"}
+    assert judged_sections(nothing, transcript=False) == {"task": "2 + 2?", "answer": "(none)"}
 
 
 def test_a_judgement_is_a_run_of_its_own(tmp_path: Path) -> None:

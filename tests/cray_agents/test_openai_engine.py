@@ -305,17 +305,17 @@ async def test_few_share_a_connection_and_many_have_clients_of_few_connections_e
 
     server.answer = when_all_are_there
     with contextlib.ExitStack() as held:
-        with engine.connections.one() as first:
-            more = [held.enter_context(engine.connections.one()) for _ in range(2 * WIDTH - 1)]
+        with engine.connections.borrow() as first:
+            more = [held.enter_context(engine.connections.borrow()) for _ in range(2 * WIDTH - 1)]
         assert len(set(map(id, [first, *more]))) == 2
-        with engine.connections.one() as client:
+        with engine.connections.borrow() as client:
             assert client is first, "it has room again, however many there are"
     await asyncio.gather(*(engine.chat(ASK) for _ in range(3 * WIDTH)))
     assert len(set(server.ports[5:])) == 3 * WIDTH and server.ports[0] in server.ports[5:]
-    with engine.connections.one() as client:
+    with engine.connections.borrow() as client:
         assert client is first, "none of them is counted any more"
     await engine.close()
-    with engine.connections.one() as client:
+    with engine.connections.borrow() as client:
         assert client is not first
     await engine.close()
 

@@ -14,9 +14,9 @@ from cray_agents.promotion.sequential_test import (
     Pair,
     PromotionTest,
     decide,
-    measured,
+    deciding_tasks,
     plan,
-    probes,
+    probe_tasks,
 )
 from cray_agents.records import Task
 
@@ -40,7 +40,7 @@ def trial(
     `kinship`: probability that both meet a task with the same luck, as parent and child do.
     """
     rng = random.Random(seed)
-    wanted = measured(tasks, test)
+    wanted = deciding_tasks(tasks, test)
     rng.shuffle(wanted)
     planned, pairs = plan(wanted, test), list[Pair]()
 
@@ -59,7 +59,7 @@ def trial(
         exhausted = len(pairs) == len(wanted)
         decision = decide(pairs, test, planned=planned, exhausted=exhausted)
         if decision.verdict == "promote":
-            hidden = [pair(task) for task in probes(tasks, seed, test)]
+            hidden = [pair(task) for task in probe_tasks(tasks, seed, test)]
             decision = decide(pairs, test, planned=planned, exhausted=exhausted, hidden=hidden)
         if decision.verdict != "continue":
             return decision
@@ -149,14 +149,15 @@ def test_rewards_in_another_range() -> None:
 
 def test_hidden_probes_decide_nothing_but_can_forbid() -> None:
     test = PromotionTest()
-    hidden = [probes(TASKS, generation, test) for generation in range(4)]
+    hidden = [probe_tasks(TASKS, generation, test) for generation in range(4)]
     ids = [{task.id for task in part} for part in hidden]
     assert (ids[0], ids[1]) == (ids[2], ids[3]) and ids[0] and ids[1] and not ids[0] & ids[1]
-    rest = {task.id for task in measured(TASKS, test)}
+    rest = {task.id for task in deciding_tasks(TASKS, test)}
     assert rest | ids[0] | ids[1] == {task.id for task in TASKS} and not rest & (ids[0] | ids[1])
     fewer = {task.id for task in TASKS[:100]}
-    assert {task.id for task in measured(TASKS[:100], test)} == rest & fewer  # by the task alone
-    assert probes(TASKS[:19], 0, test) == [] and len(measured(TASKS[:19], test)) == 19
+    # by the task alone
+    assert {task.id for task in deciding_tasks(TASKS[:100], test)} == rest & fewer
+    assert probe_tasks(TASKS[:19], 0, test) == [] and len(deciding_tasks(TASKS[:19], test)) == 19
 
     better = [Pair(task=str(n), incumbent=0, candidate=1) for n in range(100)]
     worse = [Pair(task=task.id, incumbent=1, candidate=0) for task in hidden[0]]
@@ -174,7 +175,7 @@ def test_a_stream_finds_a_difference_and_keeps_its_level() -> None:
         for n in range(300):
             stream.add((rng.random() < success) - (rng.random() < 0.5))
             if n == 150:  # as after a restart
-                kept, stream = stream.kept(), Stream(margin)
+                kept, stream = stream.state(), Stream(margin)
                 stream.restore(kept)
         return stream.evidence
 

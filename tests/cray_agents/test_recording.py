@@ -7,7 +7,7 @@ import pytest
 
 from cray_agents import Platform, Run, StopReason
 from cray_agents.errors import BadInput, StoreError
-from cray_agents.platform.transport import MOST, Event, Recording
+from cray_agents.platform.transport import MAX_EVENTS, Event, Recording
 from tests.runtime.gateways import served
 
 
@@ -31,13 +31,13 @@ async def test_what_comes_while_a_request_is_under_way_shares_the_next_ones() ->
     recording = Recording(slow)
     first = asyncio.create_task(recording.put({"n": 0}))
     await asyncio.sleep(0.01)
-    others = [asyncio.create_task(recording.put({"n": n})) for n in range(1, MOST + 3)]
+    others = [asyncio.create_task(recording.put({"n": n})) for n in range(1, MAX_EVENTS + 3)]
     await asyncio.sleep(0.01)
     assert (slow.groups, first.done()) == ([[0]], False)
     others[0].cancel()  # nobody else's run is lost with it
     slow.open.set()
     await asyncio.gather(first, *others[1:])
-    assert slow.groups == [[0], list(range(1, MOST + 1)), [MOST + 1, MOST + 2]]
+    assert slow.groups == [[0], list(range(1, MAX_EVENTS + 1)), [MAX_EVENTS + 1, MAX_EVENTS + 2]]
     await recording.put({"n": 99})
     assert slow.groups[-1] == [99]
 
@@ -90,7 +90,7 @@ def test_a_platform_records_from_one_event_loop_after_the_other(tmp_path: Path) 
     asyncio.run(both())
 
 
-@pytest.mark.parametrize("count", [0, 1, MOST + 1])
+@pytest.mark.parametrize("count", [0, 1, MAX_EVENTS + 1])
 async def test_a_list_of_runs(tmp_path: Path, count: int) -> None:
     async with served(tmp_path) as gateway:
         platform = Platform(gateway.url)

@@ -110,9 +110,9 @@ async def test_errors_are_replayed_too(tmp_path: Path, stream: bool) -> None:
     assert again[0].error is not None and again[0].error.type == "EngineTimeout"
     engine = ReplayEngine(path)
     with pytest.raises(EngineTimeout):
-        await engine.chat(engine._left[0].request)
+        await engine.chat(engine._unused[0].request)
     with pytest.raises(EngineError) as caught:
-        await engine.chat(engine._left[0].request)
+        await engine.chat(engine._unused[0].request)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, "p", "c")
 
 

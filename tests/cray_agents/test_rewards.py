@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from cray_agents import Agent, Run, ScriptedEngine, reward
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Redaction, Reward, RunError, Trajectory, Turn
-from cray_agents.rewards.reward import Verdict, restored, score, scored, unscored
+from cray_agents.rewards.reward import Verdict, needs_scoring, prepare_rescoring, score, score_run
 from tests.scripted_platform import platform
 
 RUN = Run(
@@ -61,9 +61,9 @@ async def test_a_verdict_has_a_comment_and_may_be_suspect():
         lambda run: Verdict(0.5, "half"),
         lambda run: [None, Verdict(0.0, "sly", suspect=True), 1],
     ]
-    done = await scored(RUN.model_copy(update={"tags": ["a", "suspect"]}), given[:1])
+    done = await score_run(RUN.model_copy(update={"tags": ["a", "suspect"]}), given[:1])
     assert done.tags == ["a"] and done.rewards[0].comment == "half" and done.reward == 0.5
-    done = await scored(done, [reward(weight=2, name="two")(each) for each in given[1:]])
+    done = await score_run(done, [reward(weight=2, name="two")(each) for each in given[1:]])
     assert done.tags == ["a", "suspect"]
     assert [(r.turn, r.value, r.comment) for r in done.rewards if r.name == "two"] == [
         (1, 0.0, "suspect: sly"), (2, 2.0, None),
@@ -101,9 +101,9 @@ async def test_a_reward_that_fails_is_no_zero(function, message):
     assert not error.infrastructure  # the run need not be done again
     failed = run.model_copy(update={"rewards": rewards, "error": error})
     assert failed.reward is None  # half a sum is no reward
-    assert unscored(failed) and not unscored(run)
+    assert needs_scoring(failed) and not needs_scoring(run)
     redacted = failed.model_copy(update={"redacted": [Redaction(kind="email", count=1)]})
-    assert not unscored(redacted)  # it cannot be judged by what is left of it
+    assert not needs_scoring(redacted)  # it cannot be judged by what is left of it
 
 
 async def test_rewards_of_turns():
@@ -182,8 +182,8 @@ def test_a_run_whose_reward_failed_is_kept_and_scored_again_without_being_done_a
         stored = await site.run("run_x")
         assert stored.error.type == "RewardError" and stored.reward is None
         [listed] = [run async for run in site.runs(error="RewardError")]
-        assert listed.id == "run_x" and unscored(listed)
-        again = restored(stored, agent.output_type)
+        assert listed.id == "run_x" and needs_scoring(listed)
+        again = prepare_rescoring(stored, agent.output_type)
         rewards, error = await score(again, [flaky])
         await site.record([again.model_copy(update={"rewards": rewards, "error": error})])
         stored = await site.run("run_x")

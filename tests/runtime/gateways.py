@@ -21,7 +21,7 @@ from cray_agents.errors import EngineError
 from cray_agents.paths import Home
 from cray_agents.ports import Engine, EngineCall, Trainer
 from cray_agents.records import ModelCall
-from cray_agents.runtime.gateway.http.app import create_app
+from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.engine_host import EngineHost, InProcessEngine
 from cray_agents.runtime.pool.pool import Pool

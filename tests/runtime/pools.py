@@ -22,7 +22,7 @@ def says_version(request: dict[str, Any], version: str) -> str:
 
 
 class Mortal(InProcessEngine):
-    """A Resident that can be made to die, as a process does."""
+    """An InProcessEngine that can be made to die, as a process does."""
 
     engine: ScriptedEngine
 
@@ -39,7 +39,7 @@ class Mortal(InProcessEngine):
         self._ended.clear()
         await super().start(checkpoint, version)
 
-    async def died(self) -> None:
+    async def wait_until_dead(self) -> None:
         await self._ended.wait()
 
     def die(self) -> None:

@@ -171,17 +171,17 @@ async def test_no_prompt_gets_anothers_prefix(serving: Serving, tmp_path: Path) 
             return exchange.samples[0].token_ids, exchange.samples[0].logprobs
 
         shutil.copytree(models["m@2"] / checkpoints.ADAPTER, folder)
-        reused = await engine.adapt(folder, "m@2 reused")
+        reused = await engine.load_adapter(folder, "m@2 reused")
         assert await told(reused) == said(right["m@2"])
         shutil.copytree(models["m@3"] / checkpoints.ADAPTER, folder, dirs_exist_ok=True)
         # the control: other weights under the same name, from the same folder
         again = {"lora_name": "m@2 reused", "lora_path": str(folder), "load_inplace": True}
         await engine._control("/v1/load_lora_adapter", again)
         assert await told(reused) != said(right["m@3"]), "the control has to fail"
-        fresh = await engine.adapt(folder, "m@3 fresh")
+        fresh = await engine.load_adapter(folder, "m@3 fresh")
         assert await told(fresh) == said(right["m@3"])
         for name in ("m@2 reused", "m@3 fresh"):
-            await engine.release(name)
+            await engine.unload_adapter(name)
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise"])

@@ -1,4 +1,4 @@
-"""Admission: never too many inside, nobody forgotten, keys in turn, batches behind the others."""
+"""Admission: a limit that holds, no lost request, keys in turn, batches after the rest."""
 
 import asyncio
 import random
@@ -20,13 +20,13 @@ STEP = st.one_of(
 )
 
 
-async def settled() -> None:
+async def let_tasks_run() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 class Visit:
-    """A request as a task, which tells when it is let in."""
+    """A request as a task, which appends itself to `order` when it is let in."""
 
     def __init__(self, ticket: Ticket, order: list["Visit"]) -> None:
         self.ticket = ticket
@@ -74,7 +74,7 @@ def test_slots_are_never_too_many_and_never_idle(
                 assert not ticket.inside
             elif kind == "capacity":
                 capacity = int(value)
-                admission.look()
+                admission.recheck()
             inside = [t for t in tickets if t.inside]
             assert len(inside) == admission.inside() + admission.inside(batch=True)
             assert admission.inside(batch=True) == sum(t.batch for t in inside)
@@ -93,7 +93,7 @@ def test_slots_are_never_too_many_and_never_idle(
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_random_visits_with_cancellations(seed: int) -> None:
-    """Real tasks: some are cancelled while they wait, just after they were let in, or inside."""
+    """Cancel real tasks while they wait, just after they were let in, or inside."""
     chance = random.Random(seed)
     capacity = chance.choice((1, 3, 7))
     admission = Admission(capacity, 10_000, trickle=0.0)
@@ -133,12 +133,12 @@ async def test_a_slot_given_to_one_that_was_just_cancelled_goes_to_the_next() ->
     admission = Admission(1)
     order: list[Visit] = []
     first, second, third = (Visit(admission.enter("a"), order) for _ in range(3))
-    await settled()
+    await let_tasks_run()
     first.done.set()
     await asyncio.sleep(0)  # first leaves: the slot is second's, whose task has not run yet
     assert second.ticket.inside
     second.task.cancel()
-    await settled()
+    await let_tasks_run()
     assert order == [first, third]
     third.done.set()
     await third.task
@@ -147,13 +147,13 @@ async def test_a_slot_given_to_one_that_was_just_cancelled_goes_to_the_next() ->
 
 async def test_one_that_is_cancelled_before_a_slot_is_free_is_passed_over() -> None:
     admission = Admission(1)
-    held = admission.enter("a")
+    first = admission.enter("a")
     order: list[Visit] = []
     gone, next_ = Visit(admission.enter("a"), order), Visit(admission.enter("a"), order)
-    await settled()
+    await let_tasks_run()
     gone.task.cancel()
-    held.release()  # before the cancelled task has run
-    await settled()
+    first.release()  # before the cancelled task has run
+    await let_tasks_run()
     assert order == [next_]
     assert admission.waiting() == 0
     next_.done.set()
@@ -162,24 +162,24 @@ async def test_one_that_is_cancelled_before_a_slot_is_free_is_passed_over() -> N
 
 async def test_a_cancelled_waiter_leaves_the_queue_at_once() -> None:
     admission = Admission(1, 1)
-    held = admission.enter("a")
+    first = admission.enter("a")
     waiting = Visit(admission.enter("a"), [])
-    await settled()
+    await let_tasks_run()
     with pytest.raises(TooManyRequests):
         admission.enter("a")
     waiting.task.cancel()
-    await settled()
+    await let_tasks_run()
     assert admission.waiting() == 0
     admission.enter("a").release()
-    held.release()
+    first.release()
 
 
 async def test_a_thousand_of_one_key_delay_another_key_by_one() -> None:
     admission = Admission(1, 2000)
-    held = admission.enter("busy")
+    first = admission.enter("busy")
     busy = [admission.enter("busy") for _ in range(1000)]
     rare = admission.enter("rare")
-    held.release()
+    first.release()
     assert busy[0].inside
     busy[0].release()
     assert rare.inside and not busy[1].inside
@@ -190,19 +190,19 @@ async def test_a_thousand_of_one_key_delay_another_key_by_one() -> None:
 @settings(max_examples=100, deadline=None)
 @given(keys=st.lists(st.sampled_from("abcde"), min_size=2, max_size=40))
 def test_keys_are_served_in_turn(keys: list[str]) -> None:
-    """While a key waits, no other is let in twice; within a key the first come is first."""
+    """While a key waits, no other key is let in twice. Requests of one key keep their order."""
 
     async def play() -> None:
         admission = Admission(1, 100)
-        held = admission.enter("x")
+        first = admission.enter("x")
         waiting = [admission.enter(key) for key in keys]
         while waiting:
-            held.release()
-            (held,) = (ticket for ticket in waiting if ticket.inside)
-            assert held is next(ticket for ticket in waiting if ticket.key == held.key)
-            waiting.remove(held)
-            since.append(held.key)
-        held.release()
+            first.release()
+            (first,) = (ticket for ticket in waiting if ticket.inside)
+            assert first is next(ticket for ticket in waiting if ticket.key == first.key)
+            waiting.remove(first)
+            since.append(first.key)
+        first.release()
 
     since: list[str] = []
     asyncio.run(play())
@@ -233,13 +233,13 @@ async def test_a_full_queue_refuses_whoever_has_a_share_and_takes_the_others() -
 
 
 async def test_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the queue takes at the pace that was seen, spread over its second half."""
+    """The time to retry is what the queue takes at the recent pace, spread over its second half."""
     now = 0.0
     monkeypatch.setattr(
         "cray_agents.runtime.gateway.model_calls.admission.time.monotonic", lambda: now
     )
 
-    def told(seconds: float) -> list[float]:
+    def retry_seconds(seconds: float) -> list[float]:
         nonlocal now
         admission = Admission(2, 10)
         for _ in range(200):
@@ -247,21 +247,21 @@ async def test_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
             now += seconds
             ticket.release()
         tickets = [admission.enter() for _ in range(12)]
-        found = []
+        retries = []
         for _ in range(50):
             with pytest.raises(TooManyRequests) as caught:
                 admission.enter()
-            found.append(caught.value.retry_after)
+            retries.append(caught.value.retry_after)
         assert admission.room().remaining == 0
         assert admission.room().reset == pytest.approx(12 * seconds / 2)
         for ticket in tickets:
             ticket.release()
-        return found
+        return retries
 
-    spread = told(0.4)
+    spread = retry_seconds(0.4)
     assert 1.0 <= min(spread) < max(spread) <= 2.0
-    assert set(told(0.0001)) == {RETRY_SECONDS[0]}
-    assert set(told(1000)) == {RETRY_SECONDS[1]}
+    assert set(retry_seconds(0.0001)) == {RETRY_SECONDS[0]}
+    assert set(retry_seconds(1000)) == {RETRY_SECONDS[1]}
 
 
 async def test_nobody_is_refused_for_a_swap() -> None:
@@ -274,7 +274,7 @@ async def test_nobody_is_refused_for_a_swap() -> None:
     for ticket in tickets[:17]:
         ticket.release()
     assert [ticket.inside for ticket in tickets[17:]] == [True, False, False]
-    more = [admission.enter("a") for _ in range(2)]  # those of the swap are not counted
+    more = [admission.enter("a") for _ in range(2)]  # requests of the swap do not count
     with pytest.raises(TooManyRequests):
         admission.enter("a")
     for ticket in (*tickets, *more):
@@ -285,17 +285,17 @@ async def test_nobody_is_refused_for_a_swap() -> None:
 async def test_a_rise_of_the_capacity_is_seen_though_nobody_leaves() -> None:
     capacity = 1
     admission = Admission(lambda: capacity)
-    held = admission.enter()
+    first = admission.enter()
     order: list[Visit] = []
     visits = [Visit(admission.enter(), order) for _ in range(3)]
-    await settled()
+    await let_tasks_run()
     assert order == []
     capacity = 3
     async with asyncio.timeout(20):
-        while len(order) < 2:  # noqa: ASYNC110 - it is looked for, not told
+        while len(order) < 2:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.01)
     assert order == visits[:2]
-    held.release()
+    first.release()
     for visit in visits:
         visit.done.set()
     await asyncio.gather(*(visit.task for visit in visits))
@@ -326,15 +326,15 @@ async def test_without_any_replica_the_last_capacity_holds_and_then_nobody_waits
 async def test_a_long_swap_is_no_outage() -> None:
     capacity, swapping = 1, True
     admission = Admission(lambda: capacity, swapping=lambda: swapping, outage=0.0)
-    held = admission.enter()
+    first = admission.enter()
     capacity = 0
     order: list[Visit] = []
     visit = Visit(admission.enter(), order)
     await asyncio.sleep(0.3)  # some looks
     assert not visit.task.done()
     capacity, swapping = 1, False
-    held.release()
-    await settled()
+    first.release()
+    await let_tasks_run()
     assert order == [visit]
     visit.done.set()
     await visit.task
@@ -388,39 +388,39 @@ async def test_a_released_ticket_cannot_be_used() -> None:
     ticket = Admission(1).enter()
     ticket.release()
     with pytest.raises(RuntimeError, match="released"):
-        await ticket.turn()
+        await ticket.wait()
 
 
 async def test_who_came_first_gets_a_new_slot_first() -> None:
     capacity = 1
     admission = Admission(lambda: capacity)
-    held, first = admission.enter("a"), admission.enter("a")
+    inside, first = admission.enter("a"), admission.enter("a")
     capacity = 2
     second = admission.enter("b")
     assert first.inside and not second.inside
-    for ticket in (held, first, second):
+    for ticket in (inside, first, second):
         ticket.release()
 
 
 async def test_who_waits_for_a_model_that_nobody_holds_takes_no_slot() -> None:
-    held = {"old"}
-    admission = Admission(2, queue=1, serves=held.__contains__, swapping=lambda: True, outage=30)
+    served = {"old"}
+    admission = Admission(2, queue=1, serves=served.__contains__, swapping=lambda: True, outage=30)
     waiting = [admission.enter("a", model="new") for _ in range(5)]  # beyond the bound, too
     assert not any(ticket.inside for ticket in waiting) and admission.waiting() == 5
     candidate = admission.enter("b", model="old")
     assert candidate.inside
-    turns = [asyncio.create_task(ticket.turn()) for ticket in waiting]
+    turns = [asyncio.create_task(ticket.wait()) for ticket in waiting]
     await asyncio.sleep(0)
     waiting[4].release()  # its client has left
-    held.add("new")
-    admission.look()
+    served.add("new")
+    admission.recheck()
     assert [ticket.inside for ticket in waiting] == [True, False, False, False, False]
-    held.remove("new")
+    served.remove("new")
     candidate.release()
     waiting[0].release()
     assert admission.inside() == 0 and admission.waiting() == 3, "parked again, in their place"
-    held.add("new")
-    await asyncio.gather(*turns[1:3])  # noticed without being told
+    served.add("new")
+    await asyncio.gather(*turns[1:3])  # noticed without a recheck
     assert admission.inside() == 2
     for ticket in waiting:
         ticket.release()
@@ -429,18 +429,18 @@ async def test_who_waits_for_a_model_that_nobody_holds_takes_no_slot() -> None:
 
 
 async def test_who_waits_for_a_model_that_nobody_holds_is_counted() -> None:
-    held = {"old"}
+    served = {"old"}
     swapping = False
-    admission = Admission(1, 4, serves=held.__contains__, swapping=lambda: swapping)
+    admission = Admission(1, 4, serves=served.__contains__, swapping=lambda: swapping)
     parked = [admission.enter("a", model="new") for _ in range(4)]
     with pytest.raises(TooManyRequests, match="0 requests are served and 4 wait"):
         admission.enter("a", model="new")
-    batch = admission.enter("a", batch=True, model="new")  # who sends these bounds them
-    parked += [admission.enter("b", model="new") for _ in range(2)]  # has its share, too
+    batch = admission.enter("a", batch=True, model="new")  # bounded by their sender
+    parked += [admission.enter("b", model="new") for _ in range(2)]  # within this key's share
     with pytest.raises(TooManyRequests):
         admission.enter("b", model="new")
-    others = [admission.enter("a", model="old") for _ in range(5)]  # nobody is kept out by them
-    assert others[0].inside
+    rest = [admission.enter("a", model="old") for _ in range(5)]  # not kept out by parked ones
+    assert rest[0].inside
     swapping = True
     parked.append(admission.enter("a", model="new"))
     swapping = False
@@ -449,13 +449,13 @@ async def test_who_waits_for_a_model_that_nobody_holds_is_counted() -> None:
     more = [admission.enter("a", model="new")]
     with pytest.raises(TooManyRequests):
         admission.enter("a", model="new")
-    for ticket in others:
+    for ticket in rest:
         ticket.release()
-    held.add("new")
-    admission.look()
+    served.add("new")
+    admission.recheck()
     assert parked[3].inside
-    held.remove("new")
-    parked[3].release()  # the others are parked again, where their coming back is no new request
+    served.remove("new")
+    parked[3].release()  # the others are parked again, not refused as new requests
     for ticket in (*parked, *more, batch):
         ticket.release()
     assert admission.inside() == admission.waiting() == 0
@@ -465,5 +465,5 @@ async def test_who_waits_for_a_model_that_nobody_holds_is_counted() -> None:
 async def test_a_model_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
     admission = Admission(2, serves=lambda model: model == "old", outage=0.2)
     with pytest.raises(EngineUnavailable, match="no replica has served new"):
-        await admission.enter(model="new").turn()
+        await admission.enter(model="new").wait()
     assert admission.waiting() == 0 and admission.enter(model="old").inside

@@ -416,7 +416,7 @@ def queued(tmp_path: Path, lines: int) -> tuple[Home, BatchFolder]:
 def test_a_dead_workers_chunk_is_taken_over_with_its_results(tmp_path: Path) -> None:
     home, folder = queued(tmp_path, 3)
     elsewhere = dead_holder(home, folder)
-    answer = chunks.answered(folder.id, 2, "c2", 200, "req", b'{"usage":{"total_tokens":5}}')[0]
+    answer = chunks.result_line(folder.id, 2, "c2", 200, "req", b'{"usage":{"total_tokens":5}}')[0]
     torn = answer[: len(answer) // 2]
     (folder.results / "00000000.1-0000.jsonl").write_bytes(answer + b"\n" + torn)
     board = Board(home, Holder(home.batches / "workers"))

@@ -90,7 +90,7 @@ async def test_a_share_of_the_sessions_stays_with_the_candidate(
     async with two(tmp_path, script) as gateway:
         before = await start(gateway, share=0.2)
         assert (before["kind"], before["version"], before["who"]) == ("canary_started", 2, "me")
-        canary = gateway.services.promoting.live.canary("calc")
+        canary = gateway.services.versions.live.canary("calc")
         assert canary is not None
         drawn = sum(canary.draws(session) for session in named("s", 20_000))
         assert abs(drawn - 4000) < 4 * math.sqrt(20_000 * 0.2 * 0.8)
@@ -281,9 +281,9 @@ def judged(seed: int, canary: float, control: float, reward: float | None = None
         side: Side = "canary" if found.draws(f"s{n}") else "control"
         level = canary if side == "canary" else control
         if reward is None:
-            found.answered(f"s{n}", side, failed=rng.random() < level)
+            found.add_answer(f"s{n}", side, failed=rng.random() < level)
         else:
-            found.rewarded(f"r{n}", side, 1.0 if rng.random() < level else -1.0)
+            found.add_reward(f"r{n}", side, 1.0 if rng.random() < level else -1.0)
         if n % 20 == 0 and found.verdict()[0] != "continue":  # evidence is the most there ever was
             break
     return found
@@ -307,8 +307,8 @@ def test_rewards_are_told_in_their_own_range() -> None:
     numbers = {"share": 0.5, "low": -1.0, "high": 3.0}
     canary = Canary(ModelEvent(name="m", number=1, version=2, numbers=numbers))
     for n, value in enumerate((1.0, 2.0, 99.0)):
-        canary.rewarded(f"r{n}", "canary", value)
-        canary.rewarded(f"r{n}", "canary", 0.0)  # of a run its first
+        canary.add_reward(f"r{n}", "canary", value)
+        canary.add_reward(f"r{n}", "canary", 0.0)  # of a run its first
     assert canary.numbers()["canary"] | {"reward": 0} == {
         "answered": 0, "failed": 0, "rewarded": 3, "reward": 0
     }  # fmt: skip

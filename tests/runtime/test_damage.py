@@ -152,7 +152,7 @@ async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     weights = home.checkpoint(name) / "model.safetensors"
     flip(weights, 0)
     with pytest.raises(SwapError, match=r"m@1 was not loaded: .*model\.safetensors is damaged"):
-        await LoadedVersion.proven(home.checkpoint(name), "m@1", [])
+        await LoadedVersion.verify_and_create(home.checkpoint(name), "m@1", [])
 
 
 def test_a_damaged_claim_on_the_root_lets_no_second_platform_in(tmp_path: Path) -> None:

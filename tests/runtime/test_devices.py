@@ -1,9 +1,9 @@
-"""Which GPUs each replica gets; nothing here needs one."""
+"""GPU assignment of replicas; no GPU is needed."""
 
 import pytest
 
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.runtime.pool.gpu_assignment import shares, size
+from cray_agents.runtime.pool.gpu_assignment import assign_gpus, gpus_per_server
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, environment
 
 
@@ -19,33 +19,33 @@ from cray_agents.runtime.pool.vllm_replica import EngineSettings, environment
     ],
 )
 def test_how_many_gpus_a_server_takes(args: list[str], gpus: int) -> None:
-    assert size(args) == gpus
+    assert gpus_per_server(args) == gpus
 
 
 @pytest.mark.parametrize("args", [["-tp", "two"], ["-tp"], ["--tensor-parallel-size=0"]])
 def test_a_size_that_is_none(args: list[str]) -> None:
     with pytest.raises(BadInput, match="is no number"):
-        size(args)
+        gpus_per_server(args)
 
 
 def test_each_replica_has_its_own() -> None:
-    assert shares(3, [], {}, 8) == ["0", "1", "2"]
-    assert shares(2, ["-tp", "2"], {}, 4) == ["0,1", "2,3"]
+    assert assign_gpus(3, [], {}, 8) == ["0", "1", "2"]
+    assert assign_gpus(2, ["-tp", "2"], {}, 4) == ["0,1", "2,3"]
     named = {"CUDA_VISIBLE_DEVICES": "7, GPU-5f,2,1,-1,0"}
-    assert shares(2, ["-tp", "2"], named, 8) == ["7,GPU-5f", "2,1"]
+    assert assign_gpus(2, ["-tp", "2"], named, 8) == ["7,GPU-5f", "2,1"]
 
 
 @pytest.mark.parametrize(
-    ("shown", "here", "words"),
+    ("visible", "gpu_count", "words"),
     [
         ({}, 3, "2 replica(s) of 2 GPU(s) each need 4, and this host has 3"),
         ({"CUDA_VISIBLE_DEVICES": "4,5"}, 8, "CUDA_VISIBLE_DEVICES=4,5 has 2"),
         ({"CUDA_VISIBLE_DEVICES": ""}, 8, "has 0"),
     ],
 )
-def test_too_few(shown: dict[str, str], here: int, words: str) -> None:
+def test_too_few(visible: dict[str, str], gpu_count: int, words: str) -> None:
     with pytest.raises(SetupError) as told:
-        shares(2, ["-tp", "2"], shown, here)
+        assign_gpus(2, ["-tp", "2"], visible, gpu_count)
     assert words in str(told.value)
 
 

@@ -14,17 +14,12 @@ from starlette.routing import Route
 
 from cray_agents.cli.platform.platform_process import fetch
 from cray_agents.errors import TooManyRequests
+from cray_agents.runtime.gateway.app import declarations
 from cray_agents.runtime.gateway.http.api_keys import FRESH_SECONDS, Role
-from cray_agents.runtime.gateway.http.auth import (
-    Access,
-    caller_of,
-    guarded,
-    is_model_call,
-    needed,
-    row,
-)
-from cray_agents.runtime.gateway.http.bodies import answer, read_json
+from cray_agents.runtime.gateway.http.auth import Access, caller_of
+from cray_agents.runtime.gateway.http.bodies import json_response, read_json
 from cray_agents.runtime.gateway.http.middleware import duration
+from cray_agents.runtime.gateway.http.routing import Declaration, DeclaredRoute, Router
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.gateway_site import TOKEN, Site, site_at
 
@@ -52,17 +47,17 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         yield site
 
 
-async def test_every_route_has_a_row_and_lets_in_whom_it_says(tmp_path: Path) -> None:
+async def test_every_route_lets_in_whom_it_declares(tmp_path: Path) -> None:
     async with site_at(tmp_path, api_keys="required") as site:
         secrets = {role: site.keys.create(role.name, role)[1] for role in Role}
         _, revoked = site.keys.create("gone", Role.admin)
         site.keys.revoke("gone")
-        routes = [route for route in site.app.routes if isinstance(route, Route)]
+        routes = [route for route in site.app.routes if isinstance(route, DeclaredRoute)]
+        assert len(routes) == len(site.app.routes)
         for route in routes:
             path = re.sub(r"\{[^}]*\}", "1", route.path)
             for method in sorted(route.methods or ()):
-                need = row("GET" if method == "HEAD" else method, route.path_format)
-                assert need is not None, f"{method} {route.path} has no row in auth.py"
+                need = route.declaration.role
                 for key in (None, "none", "sk-cray-" + "x" * 43, revoked):
                     status, code = await site.call(method, path, key)
                     if need == "open":
@@ -92,7 +87,7 @@ async def test_every_route_has_a_row_and_lets_in_whom_it_says(tmp_path: Path) ->
                 "POST /v1/files", "GET /v1/files/{id}/content", "DELETE /v1/files/{id}",
                 "POST /v1/uploads/{id}/parts", "POST /v1/batches", "POST /v1/batches/{id}/cancel",
                 "POST /v1/trajectories/{id}/events", "POST /v1/trajectories/events",
-                "HEAD /v1/models", "GET /v1/platform",
+                "GET /v1/platform",
             ],
         ),
         (
@@ -108,20 +103,31 @@ async def test_every_route_has_a_row_and_lets_in_whom_it_says(tmp_path: Path) ->
             Role.admin,
             [
                 "POST /v1/models/{name}/promote", "POST /v1/models/{name}/rollback", "GET /v1/pool",
-                "DELETE /v1/models/{id}", "POST /v1/what/comes/later", "PUT /v1/files", "GET /x",
-                "POST /health", "POST /v1/filesystem", "GET /v1/keys",
+                "POST /v1/models/{name}/canary", "DELETE /v1/models/{name}/canary",
+                "DELETE /v1/trajectories/{id}", "POST /v1/pool/lease",
             ],
         ),
     ],
 )  # fmt: skip
 def test_what_needs_which_role(role: Role | str, routes: list[str]) -> None:
+    declared = {
+        f"{each.method} {re.sub(r'{[^}]*}', '{}', path)}": each.role
+        for each in declarations()
+        for path in each.paths
+    }
     for route in routes:
-        assert needed(*route.split()) == role, route
+        assert declared[re.sub(r"{[^}]*}", "{}", route)] == role, route
+
+
+def test_a_route_without_a_role_cannot_be_declared() -> None:
+    with pytest.raises(TypeError):
+        Router("Files").get("/v1/forgotten")  # type: ignore[call-arg]
 
 
 def test_model_calls() -> None:
-    assert all(map(is_model_call, [CHAT, "/runs/{run_id}/v1/messages", "/v1/embeddings"]))
-    assert not any(map(is_model_call, ["/v1/models", "/v1/messages/count_tokens", "other"]))
+    paths = {path for each in declarations() if each.rate_limited for path in each.paths}
+    assert {CHAT, "/runs/{run_id}/v1/messages", "/v1/embeddings"} <= paths
+    assert not {"/v1/models", "/v1/messages/count_tokens"} & paths
 
 
 async def test_without_keys_this_host_is_let_in_until_there_was_one(site: Site) -> None:
@@ -181,12 +187,14 @@ async def test_commands_of_the_same_user_need_no_key(
 
 
 async def test_the_handler_knows_who_calls(tmp_path: Path) -> None:
-    async def who(request: Request) -> Response:
+    async def who(services: Any, request: Request) -> Response:
         caller = caller_of(request)
-        return answer([caller.key_id, caller.name, caller.role.name])
+        return json_response([caller.key_id, caller.name, caller.role.name])
 
     async with site_at(tmp_path) as site:
-        route = guarded(Route("/v1/models/who/is/it", who), Access(site.keys))
+        path = "/v1/models/who/is/it"
+        declaration = Declaration("GET", path, Role.use, "Models", who)
+        route = DeclaredRoute(declaration, path, site.services, Access(site.keys))
         site.app.router.routes.append(route)
         told = await site.client().get("/models/who/is/it", cast_to=object)
         assert told == ["", "anybody", "admin"]
@@ -299,7 +307,7 @@ async def test_too_many_requests_as_the_client_takes_it(tmp_path: Path) -> None:
         seen += 1
         if seen <= refusals:
             raise TooManyRequests("full", retry_after=0.0301)
-        return answer({"fine": True})
+        return json_response({"fine": True})
 
     async with site_at(tmp_path, Route("/v1/busy", busy)) as site:
         with pytest.raises(openai.RateLimitError) as caught:
@@ -325,7 +333,7 @@ async def test_a_failure_of_ours_is_an_envelope_too(tmp_path: Path) -> None:
 
 async def test_a_body_that_stands_still_is_told(tmp_path: Path) -> None:
     async def read(request: Request) -> Response:
-        return answer(await read_json(request, 1000))
+        return json_response(await read_json(request, 1000))
 
     route = Route("/v1/read", read, methods=["POST"])
     async with site_at(tmp_path, route, body_timeout=0.2) as site:

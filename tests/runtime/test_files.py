@@ -22,7 +22,7 @@ from cray_agents.runtime.files.files import FileObject, Files
 from cray_agents.runtime.files.garbage import sweep
 from cray_agents.runtime.files.uploads import Uploads
 from cray_agents.runtime.gateway.http.error_envelope import BodyTooLarge
-from cray_agents.runtime.gateway.http.multipart import FIELD_BYTES, PARTS, FormReader
+from cray_agents.runtime.gateway.http.multipart import FIELD_BYTES, MAX_PARTS, FormReader
 
 WIRE = {"id", "bytes", "created_at", "filename", "object", "purpose", "status"}
 JSONL = b'{"custom_id": "1"}\n'
@@ -37,9 +37,9 @@ def put(client: openai.OpenAI, data: bytes = JSONL, name: str = "a.jsonl") -> Sh
 
 
 def raw(url: str, request: bytes, *, cut: bool = False) -> bytes:
-    """What comes back for these bytes, until the server closes; `cut`: or we, after them."""
-    where = urlsplit(url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+    """Send bytes, end our side if `cut`, and return all bytes until the server closes."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         connection.sendall(request)
         if cut:
             connection.shutdown(socket.SHUT_WR)
@@ -50,7 +50,7 @@ def raw(url: str, request: bytes, *, cut: bool = False) -> bytes:
 
 
 def error(failure: openai.APIStatusError) -> tuple[int, str | None, str | None]:
-    """An envelope's status, param and code; all four fields must be there."""
+    """Return an error envelope's status, param and code; check that all four fields exist."""
     body: Any = failure.response.json()
     assert set(body["error"]) == {"message", "type", "param", "code"}
     return failure.status_code, body["error"]["param"], body["error"]["code"]
@@ -62,8 +62,8 @@ def error(failure: openai.APIStatusError) -> tuple[int, str | None, str | None]:
 def test_a_file_comes_back_as_it_was(client: openai.OpenAI) -> None:
     data = os.urandom(3 * PIECE + 17)
     file = put(client, data, 'zwölf "x".jsonl')
-    shown = json.loads(client.files.with_raw_response.retrieve(file.id).content)
-    assert set(shown) == WIRE
+    fields = json.loads(client.files.with_raw_response.retrieve(file.id).content)
+    assert set(fields) == WIRE
     assert (file.bytes, file.filename, file.purpose) == (len(data), 'zwölf "x".jsonl', "batch")
     answer = client.files.content(file.id)
     assert answer.read() == data
@@ -128,7 +128,7 @@ def test_files_expire(client: openai.OpenAI, home: Home) -> None:
         client.files.retrieve("file-late")
     assert "file-late" not in [listed.id for listed in client.files.list()]
     assert "file-late" not in {file.id for file in Files(home).list("file-late").files}
-    Files(home).sweep()
+    Files(home).delete_expired()
     assert not (home.files / "file-late.json").exists()
 
 
@@ -204,11 +204,11 @@ def test_bad_fields(
     assert (set(home.drafts.iterdir()) if home.drafts.exists() else set()) == drafts
 
 
-def form(*parts: tuple[str, bytes], end: bytes = b"--B--\r\n") -> bytes:
-    """Parts of the headers' rest and their bodies, as a multipart body with the boundary B."""
+def form(*fields: tuple[str, bytes], end: bytes = b"--B--\r\n") -> bytes:
+    """Return a multipart body with the boundary B from pairs of header rests and contents."""
     head = b"--B\r\nContent-Disposition: form-data; "
     return (
-        b"".join(head + rest.encode() + b"\r\n\r\n" + body + b"\r\n" for rest, body in parts) + end
+        b"".join(head + rest.encode() + b"\r\n\r\n" + body + b"\r\n" for rest, body in fields) + end
     )
 
 
@@ -242,7 +242,7 @@ KIND = "multipart/form-data; boundary=B"
         ),
         (
             KIND,
-            form(*((f'name="{n}"', b"") for n in range(PARTS + 1))),
+            form(*((f'name="{n}"', b"") for n in range(MAX_PARTS + 1))),
             "file",
             "invalid_multipart",
         ),
@@ -351,13 +351,15 @@ def test_what_nobody_holds_is_swept(tmp_path: Path) -> None:
             draft.write(text)
             return draft.publish().sha256
 
-    held, deleted, orphan, fresh = (store(t) for t in (b"held", b"deleted", b"orphan", b"fresh"))
-    files.publish(held, filename="a", purpose="batch")
+    published, deleted, orphan, fresh = (
+        store(t) for t in (b"held", b"deleted", b"orphan", b"fresh")
+    )
+    files.publish(published, filename="a", purpose="batch")
     files.delete(files.publish(deleted, filename="a", purpose="batch").id)
-    for sha256 in (held, deleted, orphan):
+    for sha256 in (published, deleted, orphan):
         age(blobs.path(sha256))
     assert sweep(files, uploads) == 2
-    assert [blobs.size(s) for s in (held, deleted, orphan, fresh)] == [4, None, None, 5]
+    assert [blobs.size(s) for s in (published, deleted, orphan, fresh)] == [4, None, None, 5]
 
 
 def test_a_sweep_leaves_what_is_asked_for_meanwhile(tmp_path: Path) -> None:
@@ -380,7 +382,7 @@ def test_a_sweep_leaves_what_is_asked_for_meanwhile(tmp_path: Path) -> None:
 
 
 def test_sweeps_and_publishers_at_once(tmp_path: Path) -> None:
-    """Whoever published a content finds it, however eagerly others sweep."""
+    """A published content survives any number of concurrent sweeps."""
     blobs = Blobs(Home(tmp_path))
 
     def publish(number: int) -> None:

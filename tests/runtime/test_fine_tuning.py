@@ -42,8 +42,12 @@ def test_from_a_file_to_a_model_that_answers(site: Site) -> None:
     assert created.id.startswith("ftjob-") and created.fine_tuned_model is None
     assert created.status in ("validating_files", "queued")
     queued = site.until(created.id, "queued")
-    shown = queued.method.supervised.hyperparameters
-    assert (shown.n_epochs, shown.batch_size, shown.learning_rate_multiplier) == (2, 12, 1.0)
+    settings = queued.method.supervised.hyperparameters
+    assert (settings.n_epochs, settings.batch_size, settings.learning_rate_multiplier) == (
+        2,
+        12,
+        1.0,
+    )
     assert queued.metadata["team"] == "a" and queued.finished_at is None
 
     job = site.submitted(
@@ -84,7 +88,7 @@ def test_from_a_file_to_a_model_that_answers(site: Site) -> None:
     answer = site.client.chat.completions.create(model=done.fine_tuned_model, messages=says)
     assert (answer.model, answer.choices[0].message.content) == ("sums@1", "433")
     answer = site.client.chat.completions.create(model="m", messages=says)
-    assert (answer.model, answer.choices[0].message.content) == ("m@1", "432")  # it is served on
+    assert (answer.model, answer.choices[0].message.content) == ("m@1", "432")  # still served
 
 
 def test_a_rate_of_nothing_is_a_rate(site: Site) -> None:
@@ -122,7 +126,7 @@ def test_the_same_weights_with_another_template_are_another_parent(
     first = site.submitted()
     mended = tmp_path / "mended"
     shutil.copytree(model, mended)
-    (mended / "generation_config.json").write_text("{}")  # the engine's alone
+    (mended / "generation_config.json").write_text("{}")  # read by the engine only
     (mended / "README.md").write_text("Mended.")
     same = asyncio.run(site.platform.register("m", str(mended)))
     with (mended / "chat_template.jinja").open("a") as template:
@@ -140,8 +144,8 @@ def test_the_same_weights_with_another_template_are_another_parent(
 
 def test_what_was_asked_before_settings_counted_keeps_its_id() -> None:
     words = dict.fromkeys(("model", "name", "parent", "training_file"), "x")
-    asked = TuningRequest(**words, parent_sha256="p", training_sha256="t", created=1.0)
-    assert asked.id == "ftjob-2ebd93476a9dac0c469f1d3a"
+    request = TuningRequest(**words, parent_sha256="p", training_sha256="t", created=1.0)
+    assert request.id == "ftjob-2ebd93476a9dac0c469f1d3a"
 
 
 def test_events_are_paged_newest_first_and_keep_their_ids(site: Site) -> None:
@@ -191,7 +195,7 @@ def test_pause_and_resume(site: Site) -> None:
     paused: Any = jobs.pause(job.id)
     assert (paused.status, paused.metadata["paused"]) == ("queued", "true")
     assert jobs.pause(job.id).metadata == paused.metadata
-    assert [found.id for found in jobs.list(metadata={"paused": "true"})] == [job.id]
+    assert [listed.id for listed in jobs.list(metadata={"paused": "true"})] == [job.id]
     assert site.trainer.advance(training).step == 2
     resumed: Any = jobs.resume(job.id)
     assert resumed.status == "running" and "paused" not in resumed.metadata
@@ -329,7 +333,7 @@ def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Pa
         file = site.upload(LINES)
         sha256 = json.loads((site.home.files / f"{file}.json").read_bytes())["sha256"]
         parent = asyncio.run(site.platform.versions("m"))[0]
-    asked = TuningRequest(  # as of a gateway that died when it had written this, and no more
+    request = TuningRequest(  # from a gateway that died just after writing it
         model="m",
         name="m",
         parent=parent["checkpoint"],
@@ -338,23 +342,23 @@ def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Pa
         training_file=file,
         training_sha256=sha256,
     )
-    TuningFolder(site.home).ask(asked)
+    TuningFolder(site.home).create(request)
     with site.served():
         created = site.client.fine_tuning.jobs.create(model="m", training_file=file)
-        assert created.id == asked.id
+        assert created.id == request.id
         training = site.submitted().metadata["job"]
         site.trainer.advance(training, 2)
     with site.served():
-        assert site.retrieve(asked.id).status == "running"
-        site.client.fine_tuning.jobs.pause(asked.id)
+        assert site.retrieve(request.id).status == "running"
+        site.client.fine_tuning.jobs.pause(request.id)
     with site.served():
-        assert site.retrieve(asked.id).metadata["paused"] == "true"
-        site.client.fine_tuning.jobs.resume(asked.id)
+        assert site.retrieve(request.id).metadata["paused"] == "true"
+        site.client.fine_tuning.jobs.resume(request.id)
     site.trainer.advance(training)
     with site.served():
         assert [job.fine_tuned_model for job in site.client.fine_tuning.jobs.list()] == ["m@2"]
     with site.served():
-        assert site.retrieve(asked.id).fine_tuned_model == "m@2"
+        assert site.retrieve(request.id).fine_tuned_model == "m@2"
         assert len(asyncio.run(site.platform.versions("m"))) == 2
 
 
@@ -365,7 +369,7 @@ def untended(site: Site) -> FineTuning:
 
 
 def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Path) -> None:
-    """What the platform does at its start: `fine_tuning.start`."""
+    """The platform calls `fine_tuning.start` when it starts."""
     site = Site(tmp_path / "home", model)
     with site.served():
         job = site.submitted()
@@ -375,7 +379,7 @@ def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Pa
     async def after() -> None:
         tuning = untended(site)
         await tuning.start()
-        while tuning.folder.ended(job.id) is None:  # noqa: ASYNC110 - files tell nobody
+        while tuning.folder.read_ended(job.id) is None:  # noqa: ASYNC110 - files tell nobody
             await asyncio.sleep(0.02)
         await tuning.close()
         assert tuning.look(job.id).ended.model == "m@2"  # type: ignore[union-attr]
@@ -392,9 +396,10 @@ def test_a_job_that_the_trainer_does_not_take_fails(tmp_path: Path, model: Path)
     with site.served():
         job = site.submitted()
     shutil.rmtree(site.home.job(job.metadata["job"]))
-    shutil.rmtree(site.home.checkpoint(TuningFolder(site.home).asked(job.id).parent))
+    shutil.rmtree(site.home.checkpoint(TuningFolder(site.home).read_request(job.id).parent))
     with pytest.raises(NotFound) as refused:
-        site.trainer.submit(TuningFolder(site.home).validated(job.id).spec)  # type: ignore[union-attr]
+        validated = TuningFolder(site.home).read_validated(job.id)
+        site.trainer.submit(validated.spec)  # type: ignore[union-attr]
     tuning = untended(site)
     assert tuning.advance(job.id)
     ended = tuning.look(job.id).ended
@@ -423,17 +428,17 @@ def test_jobs_are_paused_and_resumed_by_route_and_command_too(site: Site) -> Non
     site.trainer.advance(training, 1)
     assert asyncio.run(site.platform.pause_job(training)).state == "paused"
     assert site.retrieve(job.id).metadata["paused"] == "true"
-    told = cli("jobs", "resume", training, "--home", site.root)
-    assert told.returncode != 0 and "no platform runs" in told.stderr
+    result = cli("jobs", "resume", training, "--home", site.root)
+    assert result.returncode != 0 and "no platform runs" in result.stderr
     info = {"url": site.platform.url, "name": "m", "started": 0.0}
     owner = [sys.executable, "-c", "import time; time.sleep(60)", "cray"]
     with subprocess.Popen(owner) as process:  # a platform is looked for by its process
         site.home.platform.write_text(json.dumps(info | {"pid": process.pid}))
         try:
-            told = cli("jobs", "resume", training, "--home", site.root)
-            assert f"{training} is running at step 1 of 9" in told.stdout, told.stderr
-            told = cli("jobs", "resume", training, "--home", site.root)
-            assert told.returncode == 2 and "not paused" in told.stderr
+            result = cli("jobs", "resume", training, "--home", site.root)
+            assert f"{training} is running at step 1 of 9" in result.stdout, result.stderr
+            result = cli("jobs", "resume", training, "--home", site.root)
+            assert result.returncode == 2 and "not paused" in result.stderr
             assert "is paused" in cli("jobs", "pause", training, "--home", site.root).stdout
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""What fine-tuning makes of training and validation files: bad lines, weights, tools, pairs."""
+"""Training and validation files of fine-tuning: bad lines, weights, tools, preference pairs."""
 
 import csv
 import io
@@ -109,7 +109,7 @@ def test_every_bad_line_is_named(tmp_path: Path, model: Path) -> None:
 def test_a_line_that_the_trainer_would_refuse_is_named(
     tmp_path: Path, model: Path, changed: dict[str, Any]
 ) -> None:
-    """It reads no further than the window, or than RoPE's frequencies stay the same."""
+    """The limit is the window, or the length up to which RoPE's frequencies stay the same."""
     narrow = tmp_path / "narrow"
     shutil.copytree(model, narrow)
     config = json.loads((narrow / "config.json").read_bytes())
@@ -124,12 +124,12 @@ def test_a_line_that_the_trainer_would_refuse_is_named(
 
 
 def test_a_batch_is_at_most_an_epoch(site: Site) -> None:
-    asked = {"n_epochs": 2, "batch_size": 256}
-    job = site.submitted(hyperparameters=asked)
+    settings = {"n_epochs": 2, "batch_size": 256}
+    job = site.submitted(hyperparameters=settings)
     assert job.method.supervised.hyperparameters.batch_size == len(LINES)
     hyper = JobJournal(site.home, job.metadata["job"]).spec().hyperparameters
     assert (hyper.steps, hyper.batch_size) == (2, len(LINES))
-    other = site.submitted(hyperparameters=asked | {"batch_size": len(LINES)})
+    other = site.submitted(hyperparameters=settings | {"batch_size": len(LINES)})
     assert other.metadata["job"] == job.metadata["job"]
 
 
@@ -178,21 +178,26 @@ def test_from_pairs_to_a_dpo_job(site: Site) -> None:
     assert created.method.dpo.hyperparameters.beta == 0.5
     auto = {"type": "dpo", "dpo": {"hyperparameters": {"beta": "auto"}}}
     queued = site.until(site.create(PAIRS, method=auto).id, "queued")
-    shown = queued.method.dpo.hyperparameters
-    assert (queued.method.type, shown.beta, shown.n_epochs, shown.batch_size) == ("dpo", 0.1, 17, 6)
+    settings = queued.method.dpo.hyperparameters
+    assert (queued.method.type, settings.beta, settings.n_epochs, settings.batch_size) == (
+        "dpo",
+        0.1,
+        17,
+        6,
+    )
     job = site.submitted(PAIRS, method=DPO, validation_file=site.upload([PAIR, *NEW_PAIRS]))
     assert job.id == created.id != queued.id
     spec = JobJournal(site.home, job.metadata["job"]).spec()
     hyper = spec.hyperparameters
     assert (spec.method, hyper.preference.beta, spec.evaluate_every) == ("dpo", 0.5, 1)
     assert (hyper.steps, hyper.batch_size) == (2, 6)  # of pairs
-    assert hyper.learning_rate == pytest.approx(2e-4)  # a tenth of what supervised takes
+    assert hyper.learning_rate == pytest.approx(2e-4)  # a tenth of supervised's
     rows = [row for path in shards(site.home, spec.dataset) for row in read_rows(path)]
     assert [row["chosen"] for row in rows] == [True, False] * 6
-    held = [
+    pairs = [
         row for path in shards(site.home, spec.dataset, "validation") for row in read_rows(path)
     ]
-    assert len(held) == 2 * len(NEW_PAIRS)
+    assert len(pairs) == 2 * len(NEW_PAIRS)
     messages = [event.message for event in site.client.fine_tuning.jobs.list_events(job.id)]
     assert (
         "Files validated, moving job to queued state: 6 examples, 3 to validate on,"
@@ -213,7 +218,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.megatron
 def test_pairs_are_learnt(tmp_path: Path, model: Path) -> None:
-    """With the real trainer: after it, the preferred answers are the likelier ones."""
+    """After a job of the real trainer the preferred answers are more likely."""
     site = Site(tmp_path / "home", model)
     with LocalProcesses(site.root / "local") as scheduler:
         trainer = MegatronTrainer(site.home, scheduler, Resources(ranks=1))
@@ -221,12 +226,12 @@ def test_pairs_are_learnt(tmp_path: Path, model: Path) -> None:
             file = site.upload(NEW_PAIRS)
             job = site.until(site.create(PAIRS, method=TENFOLD, validation_file=file).id, *ENDS)
             assert job.status == "succeeded", (job.error, trainer.status(job.metadata["job"]))
-            told = site.client.fine_tuning.jobs.list_events(job.id, limit=100).data
+            events = site.client.fine_tuning.jobs.list_events(job.id, limit=100).data
             (checkpoint,) = site.client.fine_tuning.jobs.checkpoints.list(job.id)
             (row, *_, last) = csv.DictReader(
                 io.StringIO(site.client.files.content(job.result_files[0]).text)
             )
-    metrics: list[Any] = [event for event in reversed(told) if event.type == "metrics"]
+    metrics: list[Any] = [event for event in reversed(events) if event.type == "metrics"]
     untrained, first, evaluation = metrics[0], metrics[1], metrics[-1]
     assert untrained.data["valid_loss"] == pytest.approx(math.log(2))
     assert first.data["train_loss"] == pytest.approx(math.log(2))  # nothing is preferred yet
@@ -239,7 +244,7 @@ def test_pairs_are_learnt(tmp_path: Path, model: Path) -> None:
     assert checkpoint.metrics.full_valid_loss == evaluation.data["full_valid_loss"]
     assert float(last["valid_loss"]) == evaluation.data["valid_loss"]
     assert float(row["train_loss"]) == first.data["train_loss"]
-    assert any("Spread over ranks: data=1" in event.message for event in told)
+    assert any("Spread over ranks: data=1" in event.message for event in events)
 
 
 ENDS = ("succeeded", "failed", "cancelled")
@@ -256,7 +261,7 @@ def test_a_validation_file_s_loss_is_told_everywhere(site: Site) -> None:
     training = job.metadata["job"]
     journal = JobJournal(site.home, training)
     assert journal.spec().evaluate_every == 2
-    for step, loss in ((2, 0.75), (4, None), (6, 0.5)):  # as trainers/rank.py tells it
+    for step, loss in ((2, 0.75), (4, None), (6, 0.5)):  # as trainers/job/rank.py writes them
         site.trainer.advance(training, min(step, 5))
         journal.event("evaluation", step=step, loss=loss, tokens=9, accuracy=1.0)
         journal.close()
@@ -264,14 +269,14 @@ def test_a_validation_file_s_loss_is_told_everywhere(site: Site) -> None:
     done = site.retrieve(job.id)
     assert done.status == "succeeded"
     events = site.client.fine_tuning.jobs.list_events(job.id, limit=100).data
-    told: list[Any] = [e for e in events if "validation loss" in e.message]
-    assert [event.message for event in reversed(told)] == [
+    losses: list[Any] = [e for e in events if "validation loss" in e.message]
+    assert [event.message for event in reversed(losses)] == [
         "Step 2/6: validation loss=0.7500",
         "Step 4/6: validation loss=not finite",
         "Step 6/6: validation loss=0.5000",
     ]
-    assert {event.type for event in told} == {"metrics"}
-    assert told[0].data == {
+    assert {event.type for event in losses} == {"metrics"}
+    assert losses[0].data == {
         "step": 6,
         "total_steps": 6,
         "valid_loss": 0.5,
@@ -345,7 +350,7 @@ def test_weights_and_the_tools_of_each_line_decide_what_is_trained(site: Site, m
 
 
 def test_a_large_file_is_read_in_a_process_of_its_own(site: Site) -> None:
-    """So that it holds up no request; what comes of it is the same."""
+    """A process of its own delays no request and gives the same result."""
     large = [says(f"What is {n} + 1?", str(n + 1)) for n in range(500)]
     job = site.submitted(large)
     assert job.metadata["job"] and job.hyperparameters.n_epochs == 3
@@ -362,13 +367,13 @@ def test_a_model_that_cannot_be_trained_fails_its_jobs(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_deleted_before_it_is_read_fails_the_job(site: Site) -> None:
-    asked = TuningRequest(
+    request = TuningRequest(
         **dict.fromkeys(("model", "name", "parent", "parent_sha256"), "x"),
         training_file="file-gone",
         training_sha256="0" * 64,
     )
-    TuningFolder(site.home).ask(asked)
-    failed = site.until(asked.id, "failed")
+    TuningFolder(site.home).create(request)
+    failed = site.until(request.id, "failed")
     assert failed.error.code == "invalid_training_file" and "deleted" in failed.error.message
 
 

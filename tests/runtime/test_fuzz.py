@@ -25,9 +25,9 @@ from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation
 
 from cray_agents.paths import Home
-from cray_agents.runtime.gateway.http.auth import is_model_call
+from cray_agents.runtime.gateway.app import declarations
+from cray_agents.runtime.gateway.http.openapi import document
 from cray_agents.runtime.gateway.model_calls.apis import chat, completions, messages, responses
-from cray_agents.runtime.gateway.openapi import document
 from cray_agents.runtime.store import Store
 from tests.runtime.fuzz.bodies import BODIES, CHAT, FORMS, SAYS
 from tests.runtime.fuzz.cases import IN_RUNS, case, request
@@ -154,11 +154,12 @@ def _check(reply: Reply, template: str, head: bool = False) -> None:
 def test_the_fuzz_knows_every_route_that_takes_a_body() -> None:
     taking = {
         path
-        for path, methods in document()["paths"].items()
+        for path, methods in document(declarations())["paths"].items()
         if "requestBody" in methods.get("post", {})
     }
     assert {*BODIES, *FORMS, *(f"/runs/{{run_id}}{path}" for path in IN_RUNS)} == taking
-    assert {path for path in BODIES if is_model_call(path)} <= set(IN_RUNS)
+    model_calls = {each.path for each in declarations() if each.rate_limited}
+    assert model_calls & set(BODIES) <= set(IN_RUNS)
 
 
 @pytest.mark.timeout(120 + 120 * TIMES)

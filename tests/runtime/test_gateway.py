@@ -1,4 +1,4 @@
-"""The gateway's other routes: refusals, runs, versions, jobs, loops; models are asked elsewhere."""
+"""The gateway's routes other than model calls: refusals, runs, versions, jobs, loops."""
 
 import hashlib
 import os
@@ -64,8 +64,8 @@ REFUSALS = [
 
 async def test_every_refusal_is_an_envelope(gateway: Gateway) -> None:
     for method, path, body, status, code in REFUSALS:
-        found, answer = await gateway.call(method, path, data=body or None)
-        assert (found, answer["error"]["code"]) == (status, code), (method, path, body[:60])
+        actual, answer = await gateway.call(method, path, data=body or None)
+        assert (actual, answer["error"]["code"]) == (status, code), (method, path, body[:60])
 
 
 async def test_a_chunked_body_has_the_same_limit(gateway: Gateway) -> None:
@@ -149,9 +149,9 @@ async def test_events_of_several_runs_are_told_at_once_and_all_or_none(gateway: 
     assert (await gateway.call("GET", "/v1/trajectories"))[1]["data"] == []
     reward = {"kind": "reward", "run_id": "r1", "body": {"name": "useful", "value": 1.0}}
     for appended in (4, 0):
-        _, told = await gateway.call("POST", "/v1/trajectories/events",
+        _, answer = await gateway.call("POST", "/v1/trajectories/events",
                                      json={"events": [*events, reward]})  # fmt: skip
-        assert told == {"appended": appended, "duplicates": 4 - appended}
+        assert answer == {"appended": appended, "duplicates": 4 - appended}
     assert [gateway.store.run(f"r{n}").reward for n in range(3)] == [None, 1.0, None]
 
 
@@ -266,7 +266,7 @@ async def test_a_job_can_be_asked_for_whole(gateway: Gateway) -> None:
     home, trainer = gateway.services.home, gateway.services.trainer
     home.dataset("ds-1").mkdir(parents=True)
     version = gateway.services.registry.resolve("calc")
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "method": "dpo",
         "dataset": "ds-1",
         "parent": "calc@1",
@@ -278,7 +278,7 @@ async def test_a_job_can_be_asked_for_whole(gateway: Gateway) -> None:
         "recompute": "full",
         "logprob_limit": 0.25,
     }
-    status, _ = await gateway.call("POST", "/v1/jobs", json=asked)
+    status, _ = await gateway.call("POST", "/v1/jobs", json=request)
     assert status == 200 and isinstance(trainer, ScriptedTrainer)
     spec = trainer.submitted[-1]
     assert (spec.reference, spec.reference_sha256) == (spec.parent, version.weights_sha256)
@@ -291,7 +291,7 @@ async def test_a_job_can_be_asked_for_whole(gateway: Gateway) -> None:
         ("method", {"method": "sft"}),
         ("hyperparameters.lora.rank", {"hyperparameters": {"steps": 1, "lora": {"rank": 0}}}),
     ):
-        status, answer = await gateway.call("POST", "/v1/jobs", json=asked | changed)
+        status, answer = await gateway.call("POST", "/v1/jobs", json=request | changed)
         assert (status in (400, 404), answer["error"]["param"]) == (True, field), answer
 
 
@@ -301,8 +301,8 @@ async def test_a_job_that_starts_afresh_needs_no_weights(gateway: Gateway, tmp_p
     bare.mkdir()
     body = {"dataset": "ds-1", "parent": str(bare), "hyperparameters": {"steps": 1}}
     random = body | {"hyperparameters": {"steps": 1, "init": "random"}}
-    for asked in (body, random):
-        status, answer = await gateway.call("POST", "/v1/jobs", json=asked)
+    for request in (body, random):
+        status, answer = await gateway.call("POST", "/v1/jobs", json=request)
         assert (status, answer["error"]["param"]) == (404, "parent"), answer
     (bare / "config.json").write_bytes(b"{}")
     assert (await gateway.call("POST", "/v1/jobs", json=random))[0] == 200
@@ -348,14 +348,14 @@ async def test_from_a_run_to_a_version_through_the_shipped_parts(tmp_path: Path)
 
 
 async def _talk(gateway: Gateway) -> None:
-    """A turn with a tool call, and a streamed one with its result."""
+    """Ask twice in a run: a tool call, then a streamed answer to its result."""
     client = gateway.client("/runs/run_x/v1")
     chat = await client.chat.completions.create(model="calc", messages=says("2 + 2?"), tools=[TOOL])
     assert (chat.choices[0].finish_reason, chat.model) == ("tool_calls", "calc@1")
-    asked: Any = [*says("2 + 2?"), chat.choices[0].message.model_dump(exclude_none=True)]
-    asked.append({"role": "tool", "content": "4", "tool_call_id": "call"})
+    messages: Any = [*says("2 + 2?"), chat.choices[0].message.model_dump(exclude_none=True)]
+    messages.append({"role": "tool", "content": "4", "tool_call_id": "call"})
     stream = await client.chat.completions.create(
-        model="calc", messages=asked, tools=[TOOL], stream=True
+        model="calc", messages=messages, tools=[TOOL], stream=True
     )
     text = [chunk.choices[0].delta.content or "" async for chunk in stream]
     assert "".join(text) == "The result is 4."

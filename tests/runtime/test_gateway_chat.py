@@ -1,4 +1,4 @@
-"""Chat completions in one piece, as the official client sees them, and what is recorded."""
+"""Chat completions in one piece: the official client's view, and the record."""
 
 import asyncio
 import json
@@ -88,9 +88,9 @@ async def test_exact_samples_are_given_to_who_asks(gateway: Gateway) -> None:
                 "a b", n=2, return_samples=True, return_token_ids=True, stream=stream, headers=key
             )
             if stream:
-                *_, told, done, _ = reply.body.split(b"\n\n")
+                *_, samples, done, _ = reply.body.split(b"\n\n")
                 assert done == b"data: [DONE]"
-                answer = json.loads(told[6:])
+                answer = json.loads(samples[6:])
                 assert (answer["choices"], answer["model"]) == ([], "calc@1")
             else:
                 answer = reply.json
@@ -105,7 +105,7 @@ async def test_exact_samples_are_given_to_who_asks(gateway: Gateway) -> None:
 
 
 class Completing(ScriptedEngine):
-    """Answers completions, with as many logprobs as are asked for."""
+    """An engine that answers completions, with as many logprobs as requested."""
 
     async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         exchange.samples = [SampledSequence([1], [7], [-0.5], "stop")]
@@ -115,8 +115,8 @@ class Completing(ScriptedEngine):
 
 async def test_samples_do_not_stand_for_a_completions_logprobs(tmp_path: Path) -> None:
     async with served(tmp_path, Completing()) as gateway:
-        asked = {"prompt": "a", "logprobs": 1, "return_samples": True}
-        reply = await gateway.ask("a", path="/v1/completions", **asked)
+        request = {"prompt": "a", "logprobs": 1, "return_samples": True}
+        reply = await gateway.ask("a", path="/v1/completions", **request)
         assert reply.json["samples"][0]["token_ids"] == [7]
         assert reply.json["choices"][0]["logprobs"]["top_logprobs"] == [{"b": -0.5}]
 
@@ -292,10 +292,10 @@ async def test_who_comes_during_a_swap_waits_however_many_they_are(tmp_path: Pat
         promote = gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
         promotion = asyncio.create_task(promote)
         await until(lambda: gateway.pool.swapping)
-        asked = [asyncio.create_task(gateway.ask("who?", stream=n % 2 == 0)) for n in range(12)]
-        await until(lambda: admission.waiting() == 11 or any(task.done() for task in asked))
+        requests = [asyncio.create_task(gateway.ask("who?", stream=n % 2 == 0)) for n in range(12)]
+        await until(lambda: admission.waiting() == 11 or any(task.done() for task in requests))
         gate.set()
-        replies = await asyncio.gather(*asked)
+        replies = await asyncio.gather(*requests)
         assert [reply.status for reply in replies] == [200] * 12
         assert all(b'"calc@2"' in reply.body for reply in replies)
         assert (await first).text == "calc@1" and (await promotion)[0] == 200
@@ -309,13 +309,13 @@ async def test_the_queue_is_bounded_when_nothing_is_swapped(tmp_path: Path) -> N
         return "hi"
 
     async with served(tmp_path, ScriptedEngine(slow), admission=Admission(1, 1)) as gateway:
-        asked = [asyncio.create_task(gateway.ask("hi")) for _ in range(2)]
+        requests = [asyncio.create_task(gateway.ask("hi")) for _ in range(2)]
         await until(lambda: gateway.services.admission.waiting() == 1)
         refused = await gateway.ask("hi")
         assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
         assert int(refused.headers["retry-after-ms"]) > 0
         gate.set()
-        assert [(await reply).status for reply in asked] == [200, 200]
+        assert [(await reply).status for reply in requests] == [200, 200]
 
 
 async def test_a_call_that_cannot_be_recorded_is_not_answered(gateway: Gateway) -> None:

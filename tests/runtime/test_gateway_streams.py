@@ -1,4 +1,4 @@
-"""Streams: what the client sees, what is recorded of it, and who ends it."""
+"""Streams: the client's view, the record, and all ways to end."""
 
 import asyncio
 import time
@@ -38,14 +38,14 @@ async def test_stream(gateway: Gateway) -> None:
     )
     assert raw.headers["content-type"].startswith("text/event-stream")
     chunks = [chunk async for chunk in raw.parse()]
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert said == "one and two and three" and len(chunks) > 3
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == "one and two and three" and len(chunks) > 3
     assert {c.model for c in chunks} == {"calc@1"} and len({c.id for c in chunks}) == 1
     assert chunks[-1].choices[0].finish_reason == "stop"
     (call,) = gateway.calls(raw.headers["x-run-id"])
-    assert (call.id, bytes(call.token_ids).decode()) == (chunks[0].id, said)
-    assert call.logprobs == [-0.5] * len(said) and call.prompt_token_ids
-    assert call.message == {"role": "assistant", "content": said}
+    assert (call.id, bytes(call.token_ids).decode()) == (chunks[0].id, text)
+    assert call.logprobs == [-0.5] * len(text) and call.prompt_token_ids
+    assert call.message == {"role": "assistant", "content": text}
     assert (call.finish_reason, call.sampling) == ("stop", {})
 
 
@@ -54,10 +54,10 @@ async def test_a_streamed_tool_call_is_recorded_whole(tmp_path: Path) -> None:
     async with served(tmp_path, ScriptedEngine([two])) as gateway:
         reply = await gateway.ask("add", stream=True, tools=[TOOL])
         (call,) = gateway.calls(reply.run_id)
-        functions = [said["function"] for said in call.message["tool_calls"]]
+        functions = [made["function"] for made in call.message["tool_calls"]]
         assert [f["arguments"] for f in functions] == ['{"a": 1, "b": 2}', '{"a": 3, "b": 4}']
         assert {f["name"] for f in functions} == {"add"}
-        assert all(said["id"] and said["type"] == "function" for said in call.message["tool_calls"])
+        assert all(made["id"] and made["type"] == "function" for made in call.message["tool_calls"])
         assert call.finish_reason == "tool_calls"
 
 
@@ -89,10 +89,10 @@ async def test_a_stream_that_a_swap_holds_is_kept_alive(tmp_path: Path) -> None:
         promote = gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
         promotion = asyncio.create_task(promote)
         await until(lambda: gateway.pool.status()[0]["state"] == "swapping")
-        held = await gateway.ask("who?", stream=True)
+        reply = await gateway.ask("who?", stream=True)
         assert (await promotion)[0] == 200
         assert b"I am cal" in (await first).body and b'"calc@1"' in (await first).body
-        head, _, rest = held.body.partition(b"data: ")
+        head, _, rest = reply.body.partition(b"data: ")
         assert head.count(b": keep-alive\n\n") >= 1 and b"data" not in head
         assert b'"calc@2"' in rest and b'"calc@1"' not in rest and rest.endswith(DONE)
 
@@ -132,7 +132,7 @@ async def test_an_error_in_mid_stream(tmp_path: Path) -> None:
 
 
 class Unfinished(ScriptedEngine):
-    """Tells of an error in its own words, as vLLM does in the APIs that are not chat's."""
+    """An engine with error events of its own, as vLLM sends in the APIs other than chat."""
 
     async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with aclosing(super().answer(exchange)) as pieces:
@@ -141,7 +141,7 @@ class Unfinished(ScriptedEngine):
 
 
 class Uneven(ScriptedEngine):
-    """Breaks off when the second of three choices alone has said something."""
+    """An engine that breaks off after text for only the second of three choices."""
 
     async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         exchange.samples = [
@@ -149,8 +149,10 @@ class Uneven(ScriptedEngine):
             SampledSequence([1], [7], [-0.5]),
             SampledSequence([1], [], []),
         ]
-        said = {"text": "b"} if exchange.path == "/v1/completions" else {"delta": {"content": "b"}}
-        yield b"data: " + orjson.dumps({"choices": [{"index": 1, **said}]}) + b"\n\n"
+        choice = (
+            {"text": "b"} if exchange.path == "/v1/completions" else {"delta": {"content": "b"}}
+        )
+        yield b"data: " + orjson.dumps({"choices": [{"index": 1, **choice}]}) + b"\n\n"
         raise EngineError("the engine died", status=500)
 
 
@@ -158,8 +160,10 @@ class Uneven(ScriptedEngine):
 async def test_texts_of_a_cut_stream_are_their_own_sequences(tmp_path: Path, path: str) -> None:
     async with served(tmp_path, Uneven()) as gateway:
         reply = await gateway.ask("hi", path=path, prompt="hi", n=3, stream=True)
-        said = [(call.token_ids, call.message["content"]) for call in gateway.calls(reply.run_id)]
-        assert said == [([], None), ([7], "b"), ([], None)]
+        recorded = [
+            (call.token_ids, call.message["content"]) for call in gateway.calls(reply.run_id)
+        ]
+        assert recorded == [([], None), ([7], "b"), ([], None)]
 
 
 async def test_a_stream_without_its_last_event_has_failed(tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ async def test_a_stream_without_its_last_event_has_failed(tmp_path: Path) -> Non
             assert reply.body.endswith(b'event: error\ndata: {"type":"error"}\n\n')
             (call,) = gateway.calls(reply.run_id)
             assert (call.finish_reason, call.message["content"]) == ("error", "one two three")
-        assert len(gateway.engine.requests) == 2  # it is not kept as an answer
+        assert len(gateway.engine.requests) == 2  # not kept as an answer
 
 
 async def test_all_is_well_is_said_when_it_is_recorded_and_not_before(tmp_path: Path) -> None:
@@ -192,10 +196,10 @@ def _on_disk(gateway: Gateway) -> str:
 async def test_a_store_that_fails_in_mid_stream_ends_it_with_an_error(tmp_path: Path) -> None:
     engine = Paced(echo, pause=0.05)
     async with served(tmp_path, engine) as gateway:
-        asked = asyncio.create_task(gateway.ask("one two three", stream=True))
+        request = asyncio.create_task(gateway.ask("one two three", stream=True))
         await until(lambda: engine.active)
         block(gateway.services.home)
-        reply = await asked
+        reply = await request
         *chunks, last = reply.body.strip().split(b"\n\n")
         assert b"three" in b"".join(chunks) and DONE not in reply.body
         assert b'"code":"store_error"' in last and b"cannot write" in last

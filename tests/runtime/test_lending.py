@@ -1,4 +1,4 @@
-"""What is promoted keeps its last replica, or gets it back from who took it for a while."""
+"""Replica leases: a promoted version keeps its last replica, or gets it back from a holder."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from cray_agents.platform.client import Platform
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from tests.runtime.gateways import Gateway, served, until
-from tests.runtime.test_promoting import MODELS, change, held, register, says_version
+from tests.runtime.test_promoting import MODELS, change, register, says_version, versions_on
 
 STAGE = f"{MODELS}/versions/2/stage"
 FORCED = {"force": True, "holder": "me", "seconds": 600}
@@ -38,7 +38,7 @@ async def test_staging_does_not_take_what_is_promoted_off_its_last_replica(tmp_p
         assert (
             "calc@1" in refused["error"]["message"] and "--replicas" in refused["error"]["message"]
         )
-        assert held(gateway) == ["calc@1"] and (await ready(gateway))[0] == 200
+        assert versions_on(gateway) == ["calc@1"] and (await ready(gateway))[0] == 200
         assert (await gateway.ask("hi")).text == "calc@1" and await lease(gateway) is None
 
 
@@ -57,7 +57,7 @@ async def test_force_needs_the_role_admin(tmp_path: Path) -> None:
             await trainer.stage(version)
         admin = Platform(gateway.url, api_key=secrets[Role.admin])
         assert (await admin.stage(version, force=True)).passed
-        assert held(gateway) == ["calc@2"]
+        assert versions_on(gateway) == ["calc@2"]
         await trainer.close()
         await admin.close()
 
@@ -66,12 +66,16 @@ async def test_what_was_displaced_comes_back_when_its_holder_dies(tmp_path: Path
     async with served(tmp_path, engine()) as gateway:
         await register(gateway, tmp_path, b"second")
         await change(gateway, "versions/2/stage", **FORCED)
-        told = await lease(gateway)
-        assert (told["holder"], told["version"], told["displaced"]) == ("me", "calc@2", ["calc@1"])
+        current = await lease(gateway)
+        assert (current["holder"], current["version"], current["displaced"]) == (
+            "me",
+            "calc@2",
+            ["calc@1"],
+        )
         status, why = await ready(gateway)
         assert status == 503 and "calc@1: 'me' has calc@2" in why["error"]["message"]
         waiting = asyncio.create_task(gateway.ask("hi"))
-        renewed = {"holder": "me", "seconds": 0.2}  # and no more after that
+        renewed = {"holder": "me", "seconds": 0.2}  # the last renewal
         assert (await gateway.call("POST", "/v1/pool/lease", json=renewed))[0] == 200
         assert (await waiting).text == "calc@1" and (await ready(gateway))[0] == 200
         assert await lease(gateway) is None
@@ -86,7 +90,7 @@ async def test_a_holder_that_says_it_lives_keeps_what_it_staged(tmp_path: Path) 
             await asyncio.sleep(0.1)
             renewed = {"holder": "me", "seconds": 5}
             assert (await gateway.call("POST", "/v1/pool/lease", json=renewed))[0] == 200
-            assert held(gateway) == ["calc@2"]
+            assert versions_on(gateway) == ["calc@2"]
 
 
 async def test_nobody_takes_what_another_one_holds(tmp_path: Path) -> None:
@@ -98,7 +102,9 @@ async def test_nobody_takes_what_another_one_holds(tmp_path: Path) -> None:
         assert (status, busy["error"]["code"]) == (409, "pool_busy")
         assert "lent to 'me', for calc@2" in busy["error"]["message"]
         await change(gateway, "versions/3/stage", **FORCED)  # the holder itself goes on
-        assert held(gateway) == ["calc@3"] and (await lease(gateway))["displaced"] == ["calc@1"]
+        assert versions_on(gateway) == ["calc@3"] and (await lease(gateway))["displaced"] == [
+            "calc@1"
+        ]
 
 
 @pytest.mark.parametrize("end", ["reject", "promote", "stage", "rollback"])
@@ -117,9 +123,9 @@ async def test_a_lease_ends_with_what_it_was_for(tmp_path: Path, end: str) -> No
             await change(gateway, "promote", version=2)
         elif end == "stage":
             await change(gateway, "versions/1/stage", holder="me")
-        await until(lambda: gateway.services.promoting.lending.lease is None)
+        await until(lambda: gateway.services.versions.leases.lease is None)
         now = gateway.services.registry.resolve("calc").id
-        assert held(gateway) == [now] and (await ready(gateway))[0] == 200
+        assert versions_on(gateway) == [now] and (await ready(gateway))[0] == 200
 
 
 async def test_a_client_stages_for_as_long_as_it_works(tmp_path: Path) -> None:
@@ -128,13 +134,13 @@ async def test_a_client_stages_for_as_long_as_it_works(tmp_path: Path) -> None:
         platform = Platform(gateway.url)
         version = gateway.services.registry.resolve("calc@2")
         async with platform.staged(version, "me") as report:
-            assert report.passed and held(gateway) == ["calc@2"]
+            assert report.passed and versions_on(gateway) == ["calc@2"]
             with pytest.raises(PoolBusy):
                 await platform.stage(version, force=True, holder="you")
-        await until(lambda: held(gateway) == ["calc@1"])
+        await until(lambda: versions_on(gateway) == ["calc@1"])
         async with platform.staged(version, "me"):
             await platform.promote(version, who="me", reason="good")
-        assert held(gateway) == ["calc@2"] and await lease(gateway) is None
+        assert versions_on(gateway) == ["calc@2"] and await lease(gateway) is None
         await platform.close()
 
 
@@ -148,4 +154,4 @@ async def test_a_promoted_name_is_not_displaced_by_another(tmp_path: Path) -> No
         assert (status, refused["error"]["code"]) == (409, "would_displace")
         assert (await gateway.ask("hi")).text == "calc@1" and (await ready(gateway))[0] == 200
         assert (await gateway.call("POST", path, json=body | {"force": True}))[0] == 200
-        assert held(gateway) == ["tuned@1"] * 2 and (await ready(gateway))[0] == 200
+        assert versions_on(gateway) == ["tuned@1"] * 2 and (await ready(gateway))[0] == 200

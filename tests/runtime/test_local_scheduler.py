@@ -1,4 +1,4 @@
-"""What only local processes do: hard limits, one owner, memory in files."""
+"""Local processes: hard time limits, one owner per directory, states kept in files."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A version that no replica holds: loaded where that displaces nothing, or refused at once."""
+"""Loading on demand: a version on no replica is loaded if that displaces nothing, or refused."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from cray_agents.runtime.pool.engine_host import InProcessEngine
 from tests.runtime.gateways import Gateway, says, served, until
 from tests.runtime.pools import Mortal, checkpoint, probe
 from tests.runtime.pools import serving as pool_serving
-from tests.runtime.test_promoting import Slow, change, held, register, says_version
+from tests.runtime.test_promoting import Slow, change, register, says_version, versions_on
 
 
 def engine() -> ScriptedEngine:
@@ -32,14 +32,16 @@ async def test_what_cannot_be_loaded_is_refused_at_once_with_what_to_do(
         await register(gateway, tmp_path, b"second")
         client = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", timeout=20)
         async with client:
-            with pytest.raises(openai.InternalServerError, match="no replica holds calc@2") as told:
+            with pytest.raises(
+                openai.InternalServerError, match="no replica holds calc@2"
+            ) as error:
                 await client.chat.completions.create(
                     model="calc@2", messages=says("hi"), stream=stream
                 )
-        assert told.value.status_code == 503 and told.value.code == "model_not_loaded"
-        assert "models promote calc@2" in told.value.message
-        assert told.value.response.headers["x-should-retry"] == "false"
-        assert held(gateway) == ["calc@1"] and (await gateway.ask("hi")).text == "calc@1"
+        assert error.value.status_code == 503 and error.value.code == "model_not_loaded"
+        assert "models promote calc@2" in error.value.message
+        assert error.value.response.headers["x-should-retry"] == "false"
+        assert versions_on(gateway) == ["calc@1"] and (await gateway.ask("hi")).text == "calc@1"
 
 
 async def test_it_is_loaded_by_a_spare_replica_that_displaces_nothing(tmp_path: Path) -> None:
@@ -49,14 +51,14 @@ async def test_it_is_loaded_by_a_spare_replica_that_displaces_nothing(tmp_path: 
         assert await spares(gateway) == [] and spare.starts == 0  # not before it is asked for
         replies = await asyncio.gather(*(gateway.ask("hi", model="calc@2") for _ in range(8)))
         assert {reply.text for reply in replies} == {"calc@2"} and spare.starts == 1
-        assert await spares(gateway) == ["calc@2"] and held(gateway) == ["calc@1"]
+        assert await spares(gateway) == ["calc@2"] and versions_on(gateway) == ["calc@1"]
         assert (await gateway.call("GET", "/health/ready"))[0] == 200
         both = [gateway.ask("hi", model=f"calc@{n % 3 + 1}") for n in range(12)]
-        replies = await asyncio.gather(*both)  # they take turns on it
+        replies = await asyncio.gather(*both)  # one after the other on the spare replica
         assert [reply.text for reply in replies] == [f"calc@{n % 3 + 1}" for n in range(12)]
-        assert held(gateway) == ["calc@1"]
+        assert versions_on(gateway) == ["calc@1"]
         await change(gateway, "promote", version=2)
-        assert held(gateway) == ["calc@2"]
+        assert versions_on(gateway) == ["calc@2"]
         assert (await gateway.ask("hi")).text == "calc@2"
 
 
@@ -64,7 +66,7 @@ async def test_a_stage_takes_it_where_the_last_replica_may_not_be_taken(tmp_path
     async with served(tmp_path, engine(), spares=[InProcessEngine(engine())]) as gateway:
         await register(gateway, tmp_path, b"second")
         assert (await change(gateway, "versions/2/stage"))["passed"]
-        assert held(gateway) == ["calc@1"] and await spares(gateway) == ["calc@2"]
+        assert versions_on(gateway) == ["calc@1"] and await spares(gateway) == ["calc@2"]
 
 
 async def test_a_spare_that_does_not_come_up_fails_who_asked(tmp_path: Path) -> None:
@@ -75,14 +77,14 @@ async def test_a_spare_that_does_not_come_up_fails_who_asked(tmp_path: Path) -> 
         refused = await gateway.ask("hi", model="calc@2")
         assert (refused.status, refused.code) == (409, "swap_failed")
         assert "it does not come up" in refused.json["error"]["message"]
-        assert await spares(gateway) == [] and held(gateway) == ["calc@1"]
+        assert await spares(gateway) == [] and versions_on(gateway) == ["calc@1"]
         spare.broken = False
         assert (await gateway.ask("hi", model="calc@2")).text == "calc@2"
 
 
 async def test_too_little_memory_is_told(tmp_path: Path) -> None:
     spare = Mortal(engine())
-    spare.lacks = lambda checkpoint: "memory"  # type: ignore[method-assign]
+    spare.missing_resource = lambda checkpoint: "memory"  # type: ignore[method-assign]
     async with served(tmp_path, engine(), spares=[spare]) as gateway:
         await register(gateway, tmp_path, b"second")
         refused = await gateway.ask("hi", model="calc@2")
@@ -102,15 +104,15 @@ async def test_a_spare_nobody_asks_is_ended(tmp_path: Path) -> None:
     settings: Any = {"spares": [spare], "spare_seconds": 0.3}
     async with pool_serving(tmp_path, InProcessEngine(engine()), **settings) as pool:
         await pool.load_beside(checkpoint(tmp_path, 2), "m@2", probe(2), [])
-        assert pool.serves("m@2") and [s["version"] for s in pool.spares()] == ["m@2"]
-        await until(lambda: not pool.spares())
+        assert pool.serves("m@2") and [s["version"] for s in pool.spares_status()] == ["m@2"]
+        await until(lambda: not pool.spares_status())
         assert not pool.expects("m@2") and pool.serves("m@1")
         await pool.load_beside(checkpoint(tmp_path, 2), "m@2", probe(2), [])
         assert pool.serves("m@2") and spare.starts == 2
 
 
 async def test_who_waits_while_another_version_takes_its_place_is_told(tmp_path: Path) -> None:
-    """A request for a version that a swap takes away does not wait for what will not come."""
+    """A waiting request for a version that a swap removes is refused."""
     held_up = Slow()
 
     def serves(model: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a key made, only it or an admin changes; what a client merely claims teaches nothing."""
+"""Ownership: only its key or an admin changes a record, and mere claims are not trained on."""
 
 import time
 from collections.abc import AsyncIterator
@@ -12,19 +12,23 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.gateway.model_calls.answer import DOORS
+from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT as CHAT_API
+from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
+from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
+from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
 from cray_agents.runtime.pool import vllm_engine
 from tests.runtime.gateways import CHAT, Gateway, says, served
 
 RUN: Any = {"agent": "a", "model": "calc@1", "input": "2+2?", "stop_reason": "completed"}
 REWARD: Any = {"kind": "reward", "body": {"name": "good", "value": 1.0}}
-LOOPS_RUN = "run_" + "0123456789abcdef01234567"  # as rollouts.py names them
+LOOPS_RUN = "run_" + "0123456789abcdef01234567"  # the form of a loop's run ids
 TOKEN = "the platform's own"
+APIS = (CHAT_API, COMPLETIONS, RESPONSES, MESSAGES)
 
 
 @dataclass
 class Site:
-    """A gateway that asks for keys: two of people who only use it, a trainer's and an admin's."""
+    """A gateway with four keys: two of role `use`, one of `train`, one of `admin`."""
 
     gateway: Gateway
     keys: dict[str, str]
@@ -66,8 +70,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 def key_id(site: Site, name: str) -> str:
-    found = Keys(site.gateway.services.home).list()
-    return next(record.id for record, _ in found if record.name == name)
+    keys = Keys(site.gateway.services.home).list()
+    return next(record.id for record, _ in keys if record.name == name)
 
 
 def described(run_id: str, **changes: Any) -> Any:
@@ -98,23 +102,23 @@ async def test_a_run_is_written_by_its_owner_or_an_admin(site: Site) -> None:
         assert (await site.tell(who, run_id, described(run_id, trajectory=turns)))[0] == 200
         assert (await site.reward(who, run_id, value=1, source=who))[0] == 200
         assert (await site.ask(who, run_id)).status == 200
-    # reading is everybody's
+    # every key may read
     assert (await site.call("bob", "GET", f"/v1/trajectories/{run_id}"))[0] == 200
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
-async def test_no_door_adds_a_call_to_anothers_run(site: Site, door: Any) -> None:
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
+async def test_no_door_adds_a_call_to_anothers_run(site: Site, api: Any) -> None:
     run_id = (await site.ask("ann")).run_id
     body: Any = {"model": "calc", "max_tokens": 5, "messages": says("hi")}
-    if door.path == "/v1/completions":
+    if api.path == "/v1/completions":
         body = {"model": "calc", "prompt": "hi"}
-    elif door.path == "/v1/responses":
+    elif api.path == "/v1/responses":
         body = {"model": "calc", "input": "hi"}
-    ways = ((f"/runs/{run_id}{door.path}", {}), (door.path, {"x-run-id": run_id}))
+    ways = ((f"/runs/{run_id}{api.path}", {}), (api.path, {"x-run-id": run_id}))
     for path, headers in ways:
         for stream in (False, True):
-            asked = {**body, "stream": stream}
-            assert denied(await site.call("bob", "POST", path, json=asked, headers=headers))
+            request = {**body, "stream": stream}
+            assert denied(await site.call("bob", "POST", path, json=request, headers=headers))
     assert len(site.gateway.calls(run_id)) == 1
 
 
@@ -140,13 +144,15 @@ async def test_a_use_key_claims_no_loop_no_import_and_no_held_out_split(
 
 
 async def test_what_is_claimed_is_not_trained_on(site: Site) -> None:
-    """Messages, turns, tokens and rewards that a key posts: only what was sampled here counts."""
+    """Only tokens sampled here count, not posted messages, turns, tokens and rewards."""
     call = {"id": "c", "run_id": "run_a", "model": "calc@1", "messages": [], "message": {},
             "prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.1]}  # fmt: skip
     turns = [{"call_id": "c", "call": call}]
-    said = {"messages": says("2+2?"), "turns": turns}
+    trajectory = {"messages": says("2+2?"), "turns": turns}
     good = {"rewards": [{"name": "good", "value": 1.0}]}
-    assert (await site.tell("ann", "run_a", described("run_a", trajectory=said, **good)))[0] == 200
+    assert (await site.tell("ann", "run_a", described("run_a", trajectory=trajectory, **good)))[
+        0
+    ] == 200
     claimed = {"events": [{"kind": "call", "body": call}]}
     path = "/v1/trajectories/run_a/events"
     assert (await site.call("ann", "POST", path, json=claimed))[0] == 400
@@ -161,12 +167,12 @@ async def test_what_is_claimed_is_not_trained_on(site: Site) -> None:
 async def test_names_that_loops_batches_and_imports_give_are_not_taken_before_them(
     site: Site,
 ) -> None:
-    """These ids follow from what is known: a run begun under one would be found as theirs."""
+    """These ids can be guessed: a run begun under one would pass for a loop's or a batch's."""
     for run_id in (LOOPS_RUN, f"{LOOPS_RUN}-retry1", "batch_0123-7", "imported-0123"):
         assert (await site.ask("ann", run_id)).code == "not_the_owner", run_id
         assert denied(await site.tell("ann", run_id, described(run_id)))
         assert (await site.tell("ann", run_id, REWARD))[0] in (403, 404)
-    assert (await site.ask("tim", LOOPS_RUN)).status == 200  # whose loop it may be
+    assert (await site.ask("tim", LOOPS_RUN)).status == 200  # a trainer may begin loop runs
     assert denied(await site.tell("ann", LOOPS_RUN, REWARD))
     # a name of any other kind is free
     assert (await site.ask("ann", "night-shift.7")).status == 200
@@ -179,7 +185,7 @@ async def test_nothing_is_rewarded_before_it_is_there(site: Site) -> None:
 
 
 async def test_an_event_under_anothers_name_is_not_taken_for_it(site: Site) -> None:
-    """Events are recorded once by their id: who could choose another's could have it left out."""
+    """Events are recorded once per id: another client's id would suppress its event."""
     bobs = {**described("run_bob"), "id": "run_bob.run.0"}
     assert (await site.tell("ann", "run_ann", {**described("run_ann"), "id": bobs["id"]}))[0] == 200
     assert await site.tell("bob", "run_bob", bobs) == (200, {"appended": 1, "duplicates": 0})
@@ -235,7 +241,7 @@ async def test_a_reward_of_the_future_would_never_be_replaced(site: Site) -> Non
 
 
 async def test_records_without_an_owner_are_the_admins(tmp_path: Path) -> None:
-    """What was there before owners were kept, or before the first key was made."""
+    """Records from before owners were kept, or before the first key, belong to no key."""
     async with served(tmp_path) as gateway:
         run_id = (await gateway.ask("hello")).run_id
         assert gateway.store.run(run_id).owner == ""
@@ -264,14 +270,14 @@ async def test_one_key_does_all_that_it_did(site: Site) -> None:
     """An agent's run as the SDK records it, feedback, files, a batch: nothing is refused."""
     run_id = (await site.ask("ann", "run_mine")).run_id
     call = site.gateway.calls(run_id)[0]
-    told = described(
+    event = described(
         run_id,
         trajectory={"messages": says("hello"), "turns": [{"call_id": call.id}]},
         rewards=[{"name": "good", "value": 0.5}],
         task={"input": "hello"},
     )
-    assert (await site.tell("ann", run_id, told))[0] == 200
-    assert await site.tell("ann", run_id, told) == (200, {"appended": 0, "duplicates": 1})
+    assert (await site.tell("ann", run_id, event))[0] == 200
+    assert await site.tell("ann", run_id, event) == (200, {"appended": 0, "duplicates": 1})
     assert (await site.reward("ann", run_id, value=1))[0] == 200
     assert site.gateway.store.run(run_id).reward == 1.5
     file = await site.upload("ann")
@@ -328,12 +334,12 @@ async def test_batches_are_cancelled_by_their_owner_or_an_admin(site: Site) -> N
 
 
 async def test_a_batchs_runs_are_its_owners(site: Site) -> None:
-    """Its worker asks for it, with the platform's own key."""
+    """The worker asks with the platform's own key, on behalf of the owner."""
     for_ann = site.headers("platform", **{"x-run-id": "batch_1-0", "x-on-behalf-of": "key_ann"})
     assert (await site.gateway.ask("a line", headers=for_ann)).status == 200
     assert site.gateway.store.run("batch_1-0").owner == "key_ann"
     assert denied(await site.reward("bob", "batch_1-0", value=1))
-    # nobody else speaks for others
+    # only admins may act for another key
     forged = site.headers("bob", **{"x-on-behalf-of": key_id(site, "ann")})
     run_id = (await site.gateway.ask("hello", headers=forged)).run_id
     assert site.gateway.store.run(run_id).owner == key_id(site, "bob")
@@ -342,7 +348,7 @@ async def test_a_batchs_runs_are_its_owners(site: Site) -> None:
 @pytest.mark.parametrize("mark", [vllm_engine.PROBE, "cray_agents_capture", "cray_agents_new"])
 async def test_no_request_carries_the_platforms_marks(site: Site, mark: str) -> None:
     body: Any = {"model": "calc", "messages": says("x"), "prompt": "x", "input": "x"}
-    for path in (*(door.path for door in DOORS), "/v1/embeddings"):
+    for path in (*(api.path for api in APIS), "/v1/embeddings"):
         for who in ("ann", "ops"):
             marked = {**body, "vllm_xargs": {"session_id": "s", mark: 1}}
             status, refused = await site.call(who, "POST", path, json=marked)

@@ -284,7 +284,7 @@ class Fatal(Mortal):
             raise EngineUnavailable("the connection broke")
         return said
 
-    def trouble(self) -> str:
+    def death_reason(self) -> str:
         return "RuntimeError: no kernel" if self._ended.is_set() else ""
 
 
@@ -332,7 +332,7 @@ class Silent(Mortal):
 
     silent = False
 
-    async def answers(self) -> None:
+    async def check_alive(self) -> None:
         if self.silent:
             await asyncio.Event().wait()
 
@@ -366,7 +366,7 @@ async def test_what_dies_of_the_same_at_each_start_is_not_started_a_third_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = Stillborn(ScriptedEngine(says_version), deaths=9)
-    host.trouble = lambda: "ValueError: no such head size"  # type: ignore[method-assign]
+    host.death_reason = lambda: "ValueError: no such head size"  # type: ignore[method-assign]
     with pytest.raises(EngineUnavailable, match=r"m@1 cannot be served.*no such head size"):
         async with serving(tmp_path, host):
             pass

@@ -79,7 +79,7 @@ async def test_the_incumbent_the_last_good_one_and_what_is_needed_stay(tmp_path:
         for number in (2, 3):
             await pool.swap(adapter(tmp_path, number), f"m@{number}", probe(number))
         await pool.stage(adapter(tmp_path, 4), "m@4", probe(4))
-        await pool.stage(adapter(tmp_path, 5), "m@5", probe(5), needed=["m@4"])
+        await pool.stage(adapter(tmp_path, 5), "m@5", probe(5), protected=["m@4"])
         assert held(pool) == [["m@1", "m@2", "m@3", "m@4", "m@5"]]
         await pool.stage(adapter(tmp_path, 6), "m@6", probe(6))
         assert held(pool) == [["m@1", "m@2", "m@3", "m@6"]]

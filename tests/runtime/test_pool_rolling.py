@@ -94,10 +94,10 @@ async def test_staging_leaves_the_others_serving_and_takes_the_least_busy(tmp_pa
 async def test_a_needed_version_is_not_displaced(tmp_path: Path) -> None:
     async with serving(tmp_path, *residents(3)) as pool:
         await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
-        await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3), needed=["m@2"])
+        await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3), protected=["m@2"])
         assert {version for version, _ in held(pool)} == {"m@1", "m@2", "m@3"}
         with pytest.raises(SwapError, match="no replica can be spared"):
-            await pool.stage(checkpoint(tmp_path, 4), "m@4", probe(4), needed=["m@2", "m@3"])
+            await pool.stage(checkpoint(tmp_path, 4), "m@4", probe(4), protected=["m@2", "m@3"])
         assert {version for version, _ in held(pool)} == {"m@1", "m@2", "m@3"}
 
 
@@ -127,7 +127,7 @@ async def test_a_spare_that_is_broken_is_passed_over(tmp_path: Path) -> None:
         await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert pool.serves("m@1") and pool.serves("m@2")
         with pytest.raises(SwapError, match="does not come up"):  # what is needed is kept
-            await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3), needed=["m@2"])
+            await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3), protected=["m@2"])
         assert pool.serves("m@1") and pool.serves("m@2")
 
 

@@ -18,7 +18,7 @@ from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import clean_environment
 from cray_agents.runtime.scheduler.supervisor import descendants
-from cray_agents.trainers.job.launch import RankPlacement, meeting_point
+from cray_agents.trainers.job.launch import RankPlacement, listen_for_ranks
 
 #: A platform's process: a cluster in the folder named, until its standard input ends.
 PLATFORM = """
@@ -185,7 +185,7 @@ def test_its_daemons_and_clients_listen_on_loopback_alone(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
 def test_a_jobs_ranks_on_its_virtual_nodes_meet_on_loopback(host: str) -> None:
-    with meeting_point(RankPlacement(node=0, nodes=2, world=2, host=host, port=0)) as listener:
+    with listen_for_ranks(RankPlacement(node=0, nodes=2, world=2, host=host, port=0)) as listener:
         assert listener.getsockname()[0] == host
 
 

@@ -1,4 +1,4 @@
-"""Changes of what a name means, disturbed: by requests, by each other, by lost files and kills."""
+"""Version switches, disturbed by requests, by each other, by lost files and kills."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def says_version(request: dict[str, Any], version: str) -> str:
 
 
 class Slow(ScriptedEngine):
-    """Loads a version when it is told to; `waiting`: which one it was asked for."""
+    """An engine that loads a version once `go` is set. `waiting` is the version to load."""
 
     def __init__(self) -> None:
         super().__init__(says_version)
@@ -60,11 +60,11 @@ async def change(gateway: Gateway, act: str, **body: Any) -> dict[str, Any]:
 
 
 async def history(gateway: Gateway) -> list[tuple[int, str, int]]:
-    _, found = await gateway.call("GET", f"{MODELS}/history")
-    return [(event["number"], event["kind"], event["version"]) for event in found["data"]]
+    _, history = await gateway.call("GET", f"{MODELS}/history")
+    return [(event["number"], event["kind"], event["version"]) for event in history["data"]]
 
 
-def held(gateway: Gateway) -> list[str]:
+def versions_on(gateway: Gateway) -> list[str]:
     return sorted(replica["version"] for replica in gateway.pool.status())
 
 
@@ -86,7 +86,7 @@ async def test_the_name_is_answered_while_each_replica_changes(tmp_path: Path) -
             assert (await gateway.ask("hi")).text == new
             other.go.set()
             await changing
-            assert held(gateway) == [new, new]
+            assert versions_on(gateway) == [new, new]
 
 
 async def test_a_canary_makes_room_and_comes_back_if_nothing_is_promoted(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_a_canary_makes_room_and_comes_back_if_nothing_is_promoted(tmp_pat
         assert await answers() == {"calc@1"}  # nobody waits for the canary's replica
         theirs.go.set()
         await promoting
-        assert await answers() == {"calc@3"} and held(gateway) == ["calc@3", "calc@3"]
+        assert await answers() == {"calc@3"} and versions_on(gateway) == ["calc@3", "calc@3"]
         assert [kind for _, kind, _ in await history(gateway)][-2:] == ["canary_ended", "promoted"]
 
         await change(gateway, "canary", version=2, share=0.5)
@@ -137,14 +137,14 @@ async def test_what_has_no_checkpoint_any_more_is_not_promoted(tmp_path: Path) -
         ):
             status, refused = await gateway.call("POST", f"{MODELS}/{act}", json=body)
             assert 400 <= status < 500 and gone in refused["error"]["message"]
-        assert (await gateway.ask("hi")).text == "calc@1" and held(gateway) == ["calc@1"] * 2
+        assert (await gateway.ask("hi")).text == "calc@1" and versions_on(gateway) == ["calc@1"] * 2
         assert await history(gateway) == before
 
 
 async def test_changes_at_once_are_done_one_after_the_other(tmp_path: Path) -> None:
     engines = [ScriptedEngine(says_version) for _ in range(3)]
-    others = [InProcessEngine(engine) for engine in engines[1:]]
-    async with served(tmp_path, engines[0], others=others) as gateway:
+    more = [InProcessEngine(engine) for engine in engines[1:]]
+    async with served(tmp_path, engines[0], others=more) as gateway:
         await register(gateway, tmp_path, b"second", b"third")
         changes = [("promote", {"version": n}) for n in (2, 3, 2, 3)] + [("rollback", {})] * 2
         asking = asyncio.create_task(_ask_on(gateway))
@@ -157,11 +157,11 @@ async def test_changes_at_once_are_done_one_after_the_other(tmp_path: Path) -> N
         happened = await history(gateway)
         assert [number for number, _, _ in happened] == list(range(1, len(happened) + 1))
         now = f"calc@{happened[-1][2]}"
-        assert (await gateway.ask("hi")).text == now and held(gateway) == [now] * 3
+        assert (await gateway.ask("hi")).text == now and versions_on(gateway) == [now] * 3
 
 
 class Holding(Slow):
-    """Holds each stream open until it is told to end; other requests are answered at once."""
+    """An engine that keeps streams open until `end` is set, and answers other requests at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,11 +177,11 @@ class Holding(Slow):
 
 @asynccontextmanager
 async def streaming(gateway: Gateway, *engines: Holding, streams: int = 1) -> AsyncIterator[None]:
-    """Meanwhile streams are open, longer than any test; then they end, whole."""
+    """Keep streams open during the block; afterwards they end whole."""
     open_ = [asyncio.create_task(gateway.ask("hi", stream=True)) for _ in range(streams)]
     await until(lambda: sum(r["in_flight"] for r in gateway.pool.status()) == streams)
     try:
-        async with asyncio.timeout(60):  # where a change waits for them
+        async with asyncio.timeout(60):  # fails if a change waits for the streams
             yield
     finally:
         for engine in engines:
@@ -200,11 +200,13 @@ async def test_a_rollback_does_not_wait_for_a_promotion_that_drains(tmp_path: Pa
         await register(gateway, tmp_path, b"second")
         async with streaming(gateway, *engines):
             promoting = asyncio.create_task(change(gateway, "promote", version=2))
-            await until(lambda: held(gateway) == ["calc@1", "calc@2"])
+            await until(lambda: versions_on(gateway) == ["calc@1", "calc@2"])
             await until(lambda: "swapping" in states(gateway))
             assert (await gateway.ask("hi")).text == "calc@2"
             rolled_back = await change(gateway, "rollback", who="me")
-            assert (await gateway.ask("hi")).text == "calc@1" and held(gateway) == ["calc@1"] * 2
+            assert (await gateway.ask("hi")).text == "calc@1" and versions_on(gateway) == [
+                "calc@1"
+            ] * 2
             assert (await promoting)["version"] == 2 and rolled_back["version"] == 1
             assert await history(gateway) == [
                 (1, "promoted", 1),
@@ -245,7 +247,7 @@ async def test_a_candidate_is_staged_after_the_rollback_that_overtook_it(tmp_pat
             await until(lambda: gateway.services.registry.resolve("calc").number == 1)
             assert (await gateway.ask("hi")).text == "calc@1" and not staging.done()
         assert (await rolling_back)["version"] == 1
-        assert (await staging)["passed"] and held(gateway) == ["calc@1", "calc@3"]
+        assert (await staging)["passed"] and versions_on(gateway) == ["calc@1", "calc@3"]
 
 
 @pytest.mark.parametrize("to", [99, 3])
@@ -255,7 +257,7 @@ async def test_a_rollback_that_comes_to_nothing_stops_no_promotion(tmp_path: Pat
         await register(gateway, tmp_path, b"second", b"third")
         async with streaming(gateway, *engines):
             promoting = asyncio.create_task(change(gateway, "promote", version=2))
-            await until(lambda: held(gateway) == ["calc@1", "calc@2"])
+            await until(lambda: versions_on(gateway) == ["calc@1", "calc@2"])
             await until(lambda: "swapping" in states(gateway))
             gone = gateway.services.registry.resolve("calc@3").checkpoint
             shutil.rmtree(gateway.services.home.checkpoint(gone))
@@ -263,7 +265,7 @@ async def test_a_rollback_that_comes_to_nothing_stops_no_promotion(tmp_path: Pat
             status, _ = await gateway.call("POST", f"{MODELS}/rollback", json=body)
             assert status >= 400
         assert (await promoting)["version"] == 2
-        await until(lambda: held(gateway) == ["calc@2", "calc@2"])
+        await until(lambda: versions_on(gateway) == ["calc@2", "calc@2"])
         assert [kind for _, kind, _ in await history(gateway)] == ["promoted", "promoted"]
 
 
@@ -271,10 +273,10 @@ async def test_a_rollback_that_comes_to_nothing_stops_no_promotion(tmp_path: Pat
 async def almost_promoted(
     gateway: Gateway, version: int, engines: Sequence[Holding]
 ) -> AsyncIterator[None]:
-    """Meanwhile a canary waits for the one session that will let it be promoted, in flight."""
+    """Keep the last session that a canary's promotion needs in flight during the block."""
     body = {"version": version, "share": 0.5, "promote_after": 2}
     await change(gateway, "canary", **body)
-    canary = gateway.services.promoting.live.canary("calc")
+    canary = gateway.services.versions.live.canary("calc")
     assert canary is not None
     ours = [session for session in map(str, range(100)) if canary.draws(session)]
     assert (await gateway.ask("hi", headers={"X-Session-Id": ours[0]})).text == canary.version
@@ -295,7 +297,7 @@ async def test_a_canary_that_was_stopped_is_not_promoted(tmp_path: Path) -> None
             stopping = asyncio.create_task(gateway.call("DELETE", f"{MODELS}/canary"))
             await until(lambda: gateway.services.registry.canary("calc") is None)
         assert (await stopping)[0] == 200
-        await until(lambda: held(gateway) == ["calc@1", "calc@1"])
+        await until(lambda: versions_on(gateway) == ["calc@1", "calc@1"])
         kinds = [kind for _, kind, _ in await history(gateway)]
         assert kinds == ["promoted", "canary_started", "canary_ended"]
 
@@ -309,7 +311,7 @@ async def test_a_canary_does_not_undo_a_rollback_that_was_first(tmp_path: Path) 
             rolling_back = asyncio.create_task(change(gateway, "rollback"))
             await until(lambda: "swapping" in states(gateway))
         assert (await rolling_back)["version"] == 1
-        assert (await gateway.ask("hi")).text == "calc@1" and held(gateway) == ["calc@1"] * 2
+        assert (await gateway.ask("hi")).text == "calc@1" and versions_on(gateway) == ["calc@1"] * 2
         kinds = [kind for _, kind, _ in await history(gateway)]
         assert kinds[2:] == ["canary_started", "canary_ended", "rolled_back"]
 
@@ -328,7 +330,7 @@ def test_a_gateway_killed_in_a_change_serves_what_the_history_says(tmp_path: Pat
         assert _post(url, "/v1/models/m/promote", {"version": 2})["number"] == 2
         rolling_back = threading.Thread(target=_try_post, args=(url, "/v1/models/m/rollback", {}))
         rolling_back.start()
-        while not (events / "3.json").exists():  # killed as soon as it is written down
+        while not (events / "3.json").exists():  # kill it as soon as the event is on disk
             rolling_back.join(0.001)
             assert rolling_back.is_alive() or (events / "3.json").exists()
         os.kill(process.pid, signal.SIGKILL)
@@ -351,8 +353,8 @@ def _get(url: str, path: str) -> Any:
 
 def _post(url: str, path: str, body: Any) -> Any:
     headers = {"content-type": "application/json"}
-    asked = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked, timeout=20) as reply:
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=20) as reply:
         return json.load(reply)
 
 

@@ -26,7 +26,7 @@ from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.retention.prune import Prunable, prune, set_aside
+from cray_agents.runtime.retention.prune import Prunable, find_set_aside, prune
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.cray_agents.command_line import cli
@@ -150,7 +150,7 @@ def test_keep_says_how_far_back_a_rollback_may_go(site: Site) -> None:
     site.registry.roll_back("calc", 3)
     assert site.prune(keep=2).kept.keys() == {"calc@2", "calc@3", "calc@4", "calc@1", "calc@6"}
     assert site.prune(keep=1).weights.keys() == {"calc@1"}  # 4 served before 3, 2 before that
-    assert site.registry.before("calc").id == "calc@2" and 2 in site.left
+    assert site.registry.rollback_target("calc").id == "calc@2" and 2 in site.left
 
 
 def test_records_of_what_was_pruned_stay(site: Site) -> None:
@@ -161,7 +161,7 @@ def test_records_of_what_was_pruned_stay(site: Site) -> None:
     assert site.left == [1, 4]
     assert {one["id"]: one["parent"] for one in lineage_of(site.registry, "calc")} == before
     assert [event.version for event in site.registry.history("calc")] == [1, 2]
-    record = checkpoints.record_of(site.folder(2))
+    record = checkpoints.manifest_of(site.folder(2))
     assert (record.job, record.metrics["steps"]) == (site.registry.resolve("calc@2").job, 2)
     for use in (checkpoints.read_manifest, checkpoints.verify, checkpoints.config_sha256):
         with pytest.raises(NotFound, match="removed by `cray-agents models prune`") as refused:
@@ -186,7 +186,7 @@ def test_what_jobs_and_replicas_need_stays(site: Site) -> None:
     source = site.registry.resolve("calc@4").job
     for number, more in ((2, {}), (3, {"optimizer_from": source})):
         later.submit(site.spec(number, f"later-{number}", **more))
-    done = site.prune(held=lambda: ["calc@5", "calc@9", "other@1"])
+    done = site.prune(in_use=lambda: ["calc@5", "calc@9", "other@1"])
     assert site.left == [1, 2, 3, 5, 7]
     assert site.points == [2, 3, 4, 5, 7]  # of 4 the optimizer goes on
     assert done.kept["calc@5"] == "a replica holds it"
@@ -267,7 +267,7 @@ def test_what_is_chosen_meanwhile_comes_back(site: Site) -> None:
         looks.append(len(site.left))
         return ["calc@2"] if len(looks) == 2 else []
 
-    done = site.prune(held=held)
+    done = site.prune(in_use=held)
     assert looks == [4, 2]
     assert site.left == [1, 2, 4] and done.weights.keys() == {"calc@3"}
     assert checkpoints.verify(site.folder(2)).job is not None
@@ -278,11 +278,11 @@ def test_a_killed_prune_is_finished_by_the_next(site: Site) -> None:
     row(site, 5)
     argv = [sys.executable, "-c", KILLED, str(site.home.root)]
     assert subprocess.run(argv, check=False).returncode == -signal.SIGKILL
-    assert site.left == [1, 5] and len(set_aside(site.home)) == 3
+    assert site.left == [1, 5] and len(find_set_aside(site.home)) == 3
     with pytest.raises(NotFound, match="models prune"):
         checkpoints.read_manifest(site.folder(3))
-    done = site.prune(held=lambda: ["calc@3"])  # as of a swap that was under way
-    assert site.left == [1, 3, 5] and not set_aside(site.home)
+    done = site.prune(in_use=lambda: ["calc@3"])  # as of a swap that was under way
+    assert site.left == [1, 3, 5] and not find_set_aside(site.home)
     assert len(done.drafts) == 2 and done.bytes > 0
     checkpoints.verify(site.folder(3))
 
@@ -296,7 +296,7 @@ def test_drafts_of_dead_processes_are_swept(site: Site) -> None:
     for name in (".hf-1.draft_old", ".job-3.1", ".x.aside_y"):
         for path in (folder / name / "model.safetensors", folder / name):
             os.utime(path, (ago, ago))
-    assert checkpoints.sweep(site.home) == 3 * len(b"half")
+    assert checkpoints.delete_leftovers(site.home) == 3 * len(b"half")
     assert sorted(p.name for p in folder.glob(".*")) == [".hf-2.draft_young", ".x.aside_y"]
     assert site.prune().drafts.keys() == {".x.aside_y"}
     assert site.left == [1]
@@ -343,7 +343,7 @@ def test_a_loop_beside_which_it_is_pruned_all_the_while_ends_the_same(
                     return [v for r in json.load(answer)["data"] for v in r["versions"]]
 
             while not over.is_set():
-                found.append(prune(Home(root), keep=1, held=held, grace=0.1))
+                found.append(prune(Home(root), keep=1, in_use=held, grace=0.1))
 
         trainer = Pointed(Home(root), {"trained_tokens": 5, "seconds": 1.0}, PROBE)
         with platform(root, ScriptedEngine(echo), trainer=trainer) as where:

@@ -164,22 +164,22 @@ def three(home: Home, tmp_path: Path) -> Registry:
 def test_rolling_back_goes_through_what_was_promoted(home: Home, tmp_path: Path) -> None:
     registry = three(home, tmp_path)
     with pytest.raises(BadInput, match="nothing was promoted as 'calc' before now"):
-        registry.before("calc")
+        registry.rollback_target("calc")
     registry.promote("calc", 1)
     with pytest.raises(BadInput, match="before calc@1"):
-        registry.before("calc")
+        registry.rollback_target("calc")
     registry.promote("calc", 3)
-    assert registry.before("calc").number == 1
+    assert registry.rollback_target("calc").number == 1
     with pytest.raises(BadInput, match=r"calc@2 never was promoted: .*calc@1, calc@3"):
-        registry.before("calc", 2)
-    assert registry.before("calc", 2, force=True).number == 2
+        registry.rollback_target("calc", 2)
+    assert registry.rollback_target("calc", 2, force=True).number == 2
     with pytest.raises(NotFound, match="there is calc@1, calc@2, calc@3"):
-        registry.before("calc", 4, force=True)
+        registry.rollback_target("calc", 4, force=True)
     registry.promote("calc", 2)
     registry.roll_back("calc", 3)
-    assert registry.before("calc").number == 1  # not forward to 2 again
+    assert registry.rollback_target("calc").number == 1  # not forward to 2 again
     registry.roll_back("calc", 2)
-    assert Registry(home).before("calc").number == 3
+    assert Registry(home).rollback_target("calc").number == 3
 
 
 def test_rejections_and_canaries_are_in_the_same_history(home: Home, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_history_that_began_as_promotions_goes_on(home: Home, tmp_path: Path) 
         (folder / f"{n}.json").write_text(json.dumps(record))
     registry = Registry(home)
     assert registry.resolve("calc").number == 3
-    assert registry.roll_back("calc", registry.before("calc").number).number == 3
+    assert registry.roll_back("calc", registry.rollback_target("calc").number).number == 3
     assert registry.resolve("calc").number == 1
     assert [event.kind for event in registry.history("calc")] == ["promoted"] * 2 + ["rolled_back"]
 

@@ -1,4 +1,4 @@
-"""Idempotency-Key: who sends the same again gets the same again, and it is sampled once."""
+"""Idempotency keys: a repeated request gets the same answer, which is sampled once."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ KEY = {"Idempotency-Key": "order 7"}
 
 
 def counting(**settings: Any) -> ScriptedEngine:
-    """Never says the same twice."""
+    """Make an engine that never answers the same twice."""
     count = iter(range(10**6))
     return ScriptedEngine(lambda request: f"answer number {next(count)}", **settings)
 
@@ -55,7 +55,7 @@ async def test_a_repeat_is_the_same_answer_byte_for_byte(
 
 async def test_a_client_reads_a_repeated_stream_as_the_first(tmp_path: Path) -> None:
     async with served(tmp_path, counting()) as gateway:
-        said = []
+        streams = []
         for _ in range(2):
             stream = await gateway.client().chat.completions.create(
                 model="calc",
@@ -63,15 +63,15 @@ async def test_a_client_reads_a_repeated_stream_as_the_first(tmp_path: Path) -> 
                 stream=True,
                 extra_headers=KEY,
             )
-            said.append([chunk.model_dump() async for chunk in stream])
-        assert said[0] == said[1] and len(said[0]) > 2
+            streams.append([chunk.model_dump() async for chunk in stream])
+        assert streams[0] == streams[1] and len(streams[0]) > 2
 
 
 async def test_another_request_under_the_same_key_is_refused(gateway: Gateway) -> None:
     await gateway.ask("hi", headers=KEY, temperature=0.5)
-    others: list[tuple[str, Any]]
-    others = [("ho", {}), ("hi", {}), ("hi", {"temperature": 0.5, "stream": True})]
-    for content, fields in others:
+    different: list[tuple[str, Any]]
+    different = [("ho", {}), ("hi", {}), ("hi", {"temperature": 0.5, "stream": True})]
+    for content, fields in different:
         refused = await gateway.ask(content, headers=KEY, **fields)
         assert (refused.status, refused.code) == (400, "idempotency_key_reused")
     assert (await gateway.ask("hi", headers=KEY, temperature=0.5)).status == 200
@@ -84,8 +84,8 @@ async def test_another_request_under_the_same_key_is_refused(gateway: Gateway) -
 @pytest.mark.parametrize("stream", [False, True])
 async def test_many_at_once_sample_once(tmp_path: Path, stream: bool) -> None:
     async with served(tmp_path, counting(delay=0.1), admission=Admission(1, 1)) as gateway:
-        asked = [gateway.ask("hi", headers=KEY, stream=stream) for _ in range(8)]
-        replies = await asyncio.gather(*asked)
+        requests = [gateway.ask("hi", headers=KEY, stream=stream) for _ in range(8)]
+        replies = await asyncio.gather(*requests)
         assert {reply.status for reply in replies} == {200} and sampled(gateway) == 1
         bodies = {reply.body.replace(b": keep-alive\n\n", b"") for reply in replies}
         assert len(bodies) == 1 and len({reply.run_id for reply in replies}) == 1
@@ -202,7 +202,7 @@ async def test_without_a_key_the_same_request_is_sampled_each_time(tmp_path: Pat
 
 
 async def test_the_official_client_repeats_by_itself(tmp_path: Path) -> None:
-    """It retries a 5xx, under the key that it was given."""
+    """The official client retries a 5xx under the same key."""
     engine = ScriptedEngine([EngineError("it broke", status=500), "well"])
     async with served(tmp_path, engine) as gateway:
         client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=2)
@@ -216,6 +216,6 @@ async def test_a_repeat_joins_the_conversation_of_the_first(tmp_path: Path) -> N
     async with served(tmp_path, counting()) as gateway:
         for _ in range(2):
             first = await gateway.ask("hi", headers=KEY)
-        said = {"role": "assistant", "content": first.text}
-        turns = [{"role": "user", "content": "hi"}, said, {"role": "user", "content": "and?"}]
+        answer = {"role": "assistant", "content": first.text}
+        turns = [{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "and?"}]
         assert (await gateway.ask(turns, path=CHAT)).run_id == first.run_id

@@ -1,6 +1,6 @@
 """Every route of the gateway, who may ask it, and whose things it changes: a new one needs a row.
 
-The table is written by hand on purpose: auth.py says what is done, this what was meant. It changes
+The table is written by hand on purpose: routes say what is done, this what was meant. It changes
 
     nothing     reads, or asks a model and records nothing under a name of the client's choice
     own         makes something that is the caller's
@@ -18,9 +18,8 @@ import pytest
 from starlette.routing import Route
 
 from cray_agents.paths import Home
+from cray_agents.runtime.gateway.app import create_app, declarations
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.gateway.http.app import create_app
-from cray_agents.runtime.gateway.http.auth import needed
 from tests.runtime.gateways import CHAT, Gateway, says, served
 
 MATRIX = """
@@ -190,8 +189,9 @@ async def test_every_route_has_a_row(site: Site) -> None:
 async def test_each_role_gets_what_its_row_says(site: Site) -> None:
     """That who may is let in, test_edge.py tries, for all roles."""
     roles = [role.name for role in Role]
+    declared = {(str(d.method), path): d.role for d in declarations() for path in d.paths}
     for (method, template), (need, _) in ROWS.items():
-        assert needed(method, template) == (need if need == "open" else Role[need]), template
+        assert declared[method, template] == (need if need == "open" else Role[need]), template
         if need == "open":
             assert (await site.call("nobody", method, template))[0] in (200, 503)
             continue

@@ -1,4 +1,4 @@
-"""The Scheduler port's contract, held by both of its implementations."""
+"""Contract of the Scheduler port, tested on both implementations."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Uploads: OpenAI's client, what is beyond it, `cray-agents upload`, and `kill -9`."""
+"""Uploads: OpenAI's client, our additions, `cray-agents upload`, and `kill -9`."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def send(client: openai.OpenAI, upload_id: str, data: bytes) -> str:
 
 
 def name(client: openai.OpenAI, upload_id: str, sha256: str) -> Any:
-    """A part that is named and not sent."""
+    """Add a part by its sha256 without sending it."""
     headers = {"Content-Type": "multipart/form-data"}
     return client.post(
         f"/uploads/{upload_id}/parts",
@@ -221,21 +221,21 @@ def test_the_file_expires_from_its_completion(client: openai.OpenAI) -> None:
 
 
 def test_an_upload_is_gone_on_with(client: openai.OpenAI) -> None:
-    parts = [os.urandom(1000) for _ in range(3)]
-    whole = b"".join(parts)
+    chunks = [os.urandom(1000) for _ in range(3)]
+    whole = b"".join(chunks)
     first = begin(client, len(whole), sha256=sha256(whole))
-    ids = [send(client, first["id"], parts[2])]
+    ids = [send(client, first["id"], chunks[2])]
     again = begin(client, len(whole), sha256=sha256(whole))
     assert (again["id"], again["status"]) == (first["id"], "pending")
     assert [(p["id"], p["bytes"], p["sha256"]) for p in again["parts"]] == [
-        (ids[0], 1000, sha256(parts[2]))
+        (ids[0], 1000, sha256(chunks[2]))
     ]
     other = begin(client, len(whole), sha256=sha256(whole), filename="else.bin")
     assert other["id"] != first["id"]
-    for part in parts[:2]:
+    for part in chunks[:2]:
         send(client, first["id"], part)
     known = {p["sha256"]: p["id"] for p in look(client, first["id"])["parts"]}
-    client.uploads.complete(first["id"], part_ids=[known[sha256(part)] for part in parts])
+    client.uploads.complete(first["id"], part_ids=[known[sha256(part)] for part in chunks])
     done = begin(client, len(whole), sha256=sha256(whole), filename="else.bin")
     assert (done["id"], done["status"]) == (other["id"], "completed")
     assert client.files.content(done["file"]["id"]).read() == whole
@@ -282,7 +282,7 @@ def test_announced_and_other_content(client: openai.OpenAI) -> None:
 
 
 def test_a_crash_between_the_end_and_the_file(tmp_path: Path) -> None:
-    """The end is written first; whoever looks next makes the file, of the same id."""
+    """The end is written first. The next look makes the file, with the same id."""
     uploads = Uploads(Files(Home(tmp_path)))
     blobs = Blobs(Home(tmp_path))
     with blobs.draft() as draft:
@@ -336,11 +336,11 @@ def test_the_command_sends_what_lacks(client: openai.OpenAI, url: str, tmp_path:
         send(client, begun["id"], data[start : start + 1000])
     done = command(*words)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["sent"], said["bytes"]) == (8000, len(data))
-    assert client.files.content(said["id"]).read() == data
-    assert json.loads(command(*words).stdout) == {**said, "sent": 0}
-    assert command(path, "--url", f"{url}/v1").stdout == f"{said['id']}\n"
+    report = json.loads(done.stdout)
+    assert (report["sent"], report["bytes"]) == (8000, len(data))
+    assert client.files.content(report["id"]).read() == data
+    assert json.loads(command(*words).stdout) == {**report, "sent": 0}
+    assert command(path, "--url", f"{url}/v1").stdout == f"{report['id']}\n"
 
 
 def test_the_command_fails_with_a_word(
@@ -351,7 +351,7 @@ def test_the_command_fails_with_a_word(
     monkeypatch.delenv("CRAY_AGENTS_URL", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    for words, said in (
+    for words, message in (
         ((tmp_path / "none", "--url", url), "no such file"),
         ((path, "--url", url, "--purpose", "nonsense"), "purpose"),
         ((path, "--home", tmp_path / "nowhere"), "no platform runs on"),
@@ -362,14 +362,14 @@ def test_the_command_fails_with_a_word(
             main()
         out, err = capsys.readouterr()
         assert (end.value.code, out) == (2, "")
-        assert said in " ".join(err.split())
+        assert message in " ".join(err.split())
 
 
 # kill -9
 
 
 class Sender:
-    """Sends chunks from several threads to a gateway that comes and goes."""
+    """A client that sends chunks from several threads to a gateway that is killed and restarted."""
 
     def __init__(self, url: str, upload_id: str, chunks: list[bytes]) -> None:
         self._url = url
@@ -422,11 +422,11 @@ def test_no_acknowledged_part_is_lost(tmp_path: Path) -> None:
             thread.join()
         assert sender.failures > 0
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            parts = look(client, upload["id"])["parts"]
-            ids = [part["id"] for part in parts]
+            uploaded = look(client, upload["id"])["parts"]
+            ids = [part["id"] for part in uploaded]
             assert len(ids) == len(set(ids)) == len(chunks)
             assert set(sender.acknowledged.values()) == set(ids)
-            assert {p["sha256"] for p in parts} == {sha256(chunk) for chunk in chunks}
+            assert {p["sha256"] for p in uploaded} == {sha256(chunk) for chunk in chunks}
             ordered = [sender.acknowledged[number] for number in range(len(chunks))]
             done = client.uploads.complete(upload["id"], part_ids=ordered)
             assert done.file is not None

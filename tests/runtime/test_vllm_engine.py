@@ -1,4 +1,4 @@
-"""VllmEngine against a server that speaks as vllm_capture.py does, and breaks off as vLLM may."""
+"""VllmEngine against a server that answers like vLLM with capture.py, and breaks off like vLLM."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import pytest
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
 from cray_agents.ports import EngineCall
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.vllm_http import refusal
+from cray_agents.runtime.pool.vllm_http import to_engine_error
 
 CHUNK = b'data: {"model":"m","choices":[{"delta":{"content":"\\"model\\":\\"m\\""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -217,5 +217,5 @@ PYDANTIC = """22 validation errors:
     ],
 )
 def test_a_refusal_in_the_clients_words(raw: str, message: str, param: str | None) -> None:
-    error = refusal(400, {"error": {"message": raw, "code": 400}})
+    error = to_engine_error(400, {"error": {"message": raw, "code": 400}})
     assert (str(error), error.param) == (message, param)

@@ -1,4 +1,4 @@
-"""The lock before a replica's server, and that replica.py puts it there; test_vllm.py asks vLLM."""
+"""The lock before a replica's server, set by vllm_replica.py; test_vllm.py asks vLLM itself."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.pool.vllm_http import refusal
+from cray_agents.runtime.pool.vllm_http import to_engine_error
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, command
 from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE, Locked
 
@@ -40,7 +40,8 @@ async def test_a_request_without_the_secret_is_refused(
 ) -> None:
     head, body = await asked(monkeypatch, "http", *told)
     assert (head["type"], head["status"]) == ("http.response.start", 403)
-    assert "platform" in str(refusal(403, body["body"])) and SECRET not in json.dumps(str(body))
+    assert "platform" in str(to_engine_error(403, body["body"]))
+    assert SECRET not in json.dumps(str(body))
     assert await asked(monkeypatch, "websocket", *told) == [{"type": "websocket.close"}]
 
 

@@ -11,7 +11,7 @@ from cray_agents import Agent, ScriptedEngine
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
 from cray_agents.paths import host_cache
-from cray_agents.tools.documents import Documents, FoundPassage, fused
+from cray_agents.tools.documents import Documents, FoundPassage, fuse_rankings
 from cray_agents.tools.documents.passages import SIZE, passages_of
 
 REFUNDS = """# Refunds
@@ -127,7 +127,7 @@ def test_passages_cover_the_text_once() -> None:
 
 
 def test_rankings_are_fused() -> None:
-    assert fused([1, 2], [2, 3]) == [(2, 1 / 62 + 1 / 61), (1, 1 / 61), (3, 1 / 62)]
+    assert fuse_rankings([1, 2], [2, 3]) == [(2, 1 / 62 + 1 / 61), (1, 1 / 61), (3, 1 / 62)]
 
 
 def test_bad_arguments(folder: Path) -> None:

@@ -106,9 +106,7 @@ def test_hybrid_search_and_what_it_keeps(embedder: str, folder: Path) -> None:
     shelf.keep_vectors("minds", {first: vectors[second], second: vectors[first]})
     meanings = EmbeddingIndex(minds, shelf)
     meanings.index(passages)
-    nearest = {
-        one.text: dict(passages)[meanings.ranked(one.text, 1)[0]].text for _, one in passages
-    }
+    nearest = {one.text: dict(passages)[meanings.rank(one.text, 1)[0]].text for _, one in passages}
     assert sum(text != found for text, found in nearest.items()) == 2
 
 

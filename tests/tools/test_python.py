@@ -13,7 +13,7 @@ from cray_agents.engines.scripted import tool_call
 from cray_agents.processes import alive
 from cray_agents.tools.python import PythonSession, python_tool
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.sandbox.usage_monitor import family
+from cray_agents.tools.sandbox.usage_monitor import process_tree
 
 
 @contextlib.asynccontextmanager
@@ -122,7 +122,7 @@ async def test_an_agent_has_its_own_and_leaves_nothing() -> None:
         async def teardown(self) -> None:
             if self._worker is not None:
                 made.append(self)
-                pids.extend(family(self._worker.pid))
+                pids.extend(process_tree(self._worker.pid))
             await super().teardown()
 
     agent = Agent(name="a", environment=Watched, engine=ScriptedEngine(script * 2))

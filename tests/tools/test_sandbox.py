@@ -25,12 +25,12 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.processes import alive
 from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.tools.sandbox.folders import remove
-from cray_agents.tools.sandbox.usage_monitor import family
+from cray_agents.tools.sandbox.usage_monitor import process_tree
 from tests.tools.sandbox_shared import Shared
 
 ATTACKS = Path(__file__).with_name("sandbox_attacks.py")
 ROOT = Path(__file__).parents[2]
-LAYERS = [layer for layer in backends.CONFINING if backends.problem(layer) is None]
+LAYERS = [layer for layer in backends.CONFINING if backends.layer_problem(layer) is None]
 PYTHON = sys.executable
 
 
@@ -251,7 +251,7 @@ async def test_a_removal_that_takes_long_is_not_waited_for(tmp_path: Path) -> No
 async def test_time(sandbox: Sandbox) -> None:
     outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", "echo a; sleep 60 & sleep 60"])
     assert outcome.timed_out and outcome.returncode is None and outcome.stdout == "a\n"
-    assert outcome.shown == "a\n[ended: it took too long]"
+    assert outcome.text == "a\n[ended: it took too long]"
 
 
 async def test_processor_time(sandbox: Sandbox) -> None:
@@ -260,7 +260,7 @@ async def test_processor_time(sandbox: Sandbox) -> None:
     assert (outcome.stdout, outcome.limit) == ("a\n", None)
     outcome = await fair.run(["bash", "-c", "(while :; do :; done) & (while :; do :; done) & wait"])
     assert outcome.limit == "processor" and not outcome.timed_out
-    assert outcome.shown == "[ended: it took too much processor time]"
+    assert outcome.text == "[ended: it took too much processor time]"
     with pytest.raises(BadInput, match="cpu_seconds=0: must be above 0"):
         replace(sandbox, cpu_seconds=0)
 
@@ -296,9 +296,9 @@ async def test_processes(sandbox: Sandbox) -> None:
     exact = os.getuid() == 0 or sandbox.layer == "bubblewrap"  # else of the whole user's, then
     assert int(outcome.stdout) == 7 if exact else 0 < int(outcome.stdout) < 12
     async with sandbox.start(["bash", "-c", "f() { f | f & }; f; read"]) as bomb:
-        await until(lambda: len(family(bomb.pid)) > sandbox.processes / 2)
-        most = max(len(family(bomb.pid)) for _ in range(50))
-        pids = family(bomb.pid)
+        await until(lambda: len(process_tree(bomb.pid)) > sandbox.processes / 2)
+        most = max(len(process_tree(bomb.pid)) for _ in range(50))
+        pids = process_tree(bomb.pid)
     assert most <= sandbox.processes + 8  # the sandbox's own, and what ends while it is counted
     assert not [pid for pid in pids if alive(pid)]
 
@@ -418,7 +418,7 @@ async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:
     assert outcome.timed_out
     async with sandbox.start(["bash", "-c", f"{detach}; echo; sleep {mark}"]) as confined:
         await confined.stdout.readline()
-        pids = family(confined.pid)
+        pids = process_tree(confined.pid)
         assert len(pids) > 3
     assert not [pid for pid in pids if alive(pid)]
     begun = asyncio.create_task(
@@ -458,7 +458,7 @@ async def test_nothing_outlives_the_platform(sandbox: Sandbox, tmp_path: Path) -
     )
     assert platform.stdout
     holder = int(await platform.stdout.readline())
-    pids = family(holder)
+    pids = process_tree(holder)
     platform.kill()
     await platform.wait()
     await until(lambda: not any(alive(pid) for pid in pids))
@@ -529,7 +529,7 @@ async def test_a_sandbox_that_is_killed_is_no_outcome(sandbox: Sandbox) -> None:
     """Who kills it is not the program: not a result that may be rewarded with 0."""
     run = asyncio.create_task(sandbox.run(["sleep", "60"]))
     held: list[int] = []
-    await until(lambda: held.extend(filter(_is_sandbox, family(os.getpid()))) or held)
+    await until(lambda: held.extend(filter(_is_sandbox, process_tree(os.getpid()))) or held)
     os.kill(held[0], 9)
     with pytest.raises(SetupError, match="killed"):
         await run
@@ -538,7 +538,7 @@ async def test_a_sandbox_that_is_killed_is_no_outcome(sandbox: Sandbox) -> None:
 def _is_sandbox(pid: int) -> bool:
     """Whether it is the holder of a sandbox whose program has begun."""
     with contextlib.suppress(OSError):
-        words = [Path(f"/proc/{each}/cmdline").read_bytes() for each in family(pid)]
+        words = [Path(f"/proc/{each}/cmdline").read_bytes() for each in process_tree(pid)]
         holds = b"bwrap" in words[0] or b"keeper" in words[0]
         return holds and words[-1].startswith(b"sleep\x00")
     return False
@@ -548,7 +548,7 @@ LOOK = """
 import asyncio
 from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.errors import SetupError
-print(backends.problem("bubblewrap"))
+print(backends.layer_problem("bubblewrap"))
 try:
     print(Sandbox().check(), asyncio.run(Sandbox().run(["echo", "hi"])).stdout)
 except SetupError as error:
@@ -613,7 +613,7 @@ async def test_where_namespaces_are_forbidden(outer: backends.Layer) -> None:
 
 def test_some_layer_works_here_or_the_refusal_says_why() -> None:
     try:
-        assert backends.best() in LAYERS
+        assert backends.best_layer() in LAYERS
     except SetupError as error:
         assert not LAYERS
         assert "bubblewrap: " in str(error) and "landlock: " in str(error)

@@ -10,7 +10,7 @@ import pytest
 
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Run, StopReason, Task
-from cray_agents.rewards.reward import Verdict, score, scored
+from cray_agents.rewards.reward import Verdict, score, score_run
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.verifier import Case, checker, code_of, plain_answers, verifier
 from cray_agents.tools.verifier.call_worker import DEPTH, plain
@@ -63,10 +63,10 @@ async def test_what_no_honest_code_does_is_suspect() -> None:
         given = await value(TESTS, code)
         assert given == 0.0 and given.suspect and given.comment.startswith(f"suspect: {why}"), given
     run = run_of("import os; os._exit(0)").model_copy(update={"tags": ["a"]})
-    done = await scored(run, [verifier(TESTS, name="passes")])
+    done = await score_run(run, [verifier(TESTS, name="passes")])
     assert done.tags == ["a", "suspect"] and done.error is None and done.reward == 0
     assert done.rewards[0].comment == "suspect: it ended without an answer"
-    again = await scored(done.model_copy(update={"output": RIGHT}), [verifier(TESTS)])
+    again = await score_run(done.model_copy(update={"output": RIGHT}), [verifier(TESTS)])
     assert again.tags == ["a"] and again.rewards[-1].comment == "2 of 2 tests passed"
 
 
@@ -168,7 +168,7 @@ UNEQUAL: list[tuple[Any, Any]] = [
 def test_what_equals_what() -> None:
     def alike(got: Any, expected: Any) -> bool:
         read = [plain_answers.read(json.dumps(plain(each))) for each in (got, expected)]
-        return plain_answers.alike(read[0], read[1], 1e-9)
+        return plain_answers.values_equal(read[0], read[1], 1e-9)
 
     assert [pair for pair in EQUAL if not alike(*pair)] == []
     assert [pair for pair in UNEQUAL if alike(*pair)] == []
@@ -181,7 +181,7 @@ def test_what_equals_what() -> None:
              ("1_0.0", "10.0", False), ("nan", "1.0", False),
              ("1e999", "1e998", False), ("a", "b", False), ("1\n2", "1 2", False)]  # fmt: skip
     for got, expected, same in texts:
-        assert plain_answers.alike_text(got, expected, 1e-9) is same, (got, expected)
+        assert plain_answers.outputs_equal(got, expected, 1e-9) is same, (got, expected)
 
 
 @pytest.mark.parametrize("text", [

@@ -13,7 +13,7 @@ from cray_agents.agent.tool import perform
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, ToolError
 from cray_agents.tools.safe_paths import MAX_DEPTH
-from cray_agents.tools.workspace import MAX_FOUND, MAX_LISTED, Workspace
+from cray_agents.tools.workspace import MAX_LISTED, MAX_MATCHES, Workspace
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_long_lists_say_so(folder: Path) -> None:
     workspace = Workspace(folder)
     listed, found = workspace.list_files().split("\n"), workspace.search_text("needle").split("\n")
     assert len(listed) == MAX_LISTED + 1 and "[and more" in listed[-1]
-    assert len(found) == MAX_FOUND + 1 and "[and more" in found[-1]
+    assert len(found) == MAX_MATCHES + 1 and "[and more" in found[-1]
     assert workspace.list_files(pattern="*.md") == "notes.md (14)"
     assert workspace.search_text("ÜBER", ignore_case=True) == "notes.md:1: Über die Zwei"
     with pytest.raises(ToolError, match="has 1 lines: there is no line 2"):

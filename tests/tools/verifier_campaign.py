@@ -20,7 +20,7 @@ from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.tools.verifier import checker, verifier
 from tests.tools.verifier_attacks import ATTACKS, PROGRAM
 
-LAYERS = [layer for layer in backends.CONFINING if backends.problem(layer) is None]
+LAYERS = [layer for layer in backends.CONFINING if backends.layer_problem(layer) is None]
 AT_A_TIME = 4
 
 RIGHT = {n: 734950 * 10**10 + secrets.randbelow(10**10) for n in (1, 2, 3)}

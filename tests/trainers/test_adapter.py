@@ -103,7 +103,7 @@ async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: 
     replica = Replica("m", EngineSettings(max_lora_rank=8), tmp_path / "replica.log")
     await replica.start(parent, "m@1")
     try:
-        learnt = await replica.adapt(checkpoint, "learnt")
+        learnt = await replica.load_adapter(checkpoint, "learnt")
         with_adapter, without = await score(learnt), await score(replica.engine)
     finally:
         await replica.stop()

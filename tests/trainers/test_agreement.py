@@ -21,7 +21,11 @@ from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.data.samples import Floats, Samples
-from cray_agents.trainers.job.engine_agreement import compare, limit_of, sampled_by_parent
+from cray_agents.trainers.job.engine_agreement import (
+    compare,
+    difference_limit,
+    select_sampled_by_parent,
+)
 
 VERSION = "m@1"
 DRAWN = 24  # tokens of each request
@@ -51,25 +55,25 @@ def sampled(count: int, **changes: Any) -> Samples:
 def test_what_the_parent_sampled_is_compared(home: Home) -> None:
     register(home, "m", "parent")
     register(home, "m", "another")
-    found = sampled_by_parent(sampled(3), home, "parent")
+    found = select_sampled_by_parent(sampled(3), home, "parent")
     assert [mask.tolist() for mask in found.masks] == [[0, 0, 1, 0, 1]] * 3
-    other = sampled_by_parent(sampled(3), home, "another")
+    other = select_sampled_by_parent(sampled(3), home, "another")
     assert [mask.tolist() for mask in other.masks] == [[0, 0, 0, 1, 0]] * 3
-    assert len(sampled_by_parent(sampled(3), home, "nobody")) == 0
-    assert len(sampled_by_parent(Samples.of([[1, 2]]), home, "parent")) == 0
+    assert len(select_sampled_by_parent(sampled(3), home, "nobody")) == 0
+    assert len(select_sampled_by_parent(Samples.of([[1, 2]]), home, "parent")) == 0
 
 
 def test_only_tokens_of_the_plain_distribution_are_compared(home: Home) -> None:
     register(home, "m", "parent")
     at = np.array([1.0, 0.7, 0.0, np.nan, 1.0])
     samples = sampled(5, temperatures=at, shaped=np.array([False] * 4 + [True]))
-    assert sampled_by_parent(samples, home, "parent").run_ids == ["run-0", "run-2"]
-    assert sampled_by_parent(samples, home, "parent", 0.7).run_ids == ["run-1"]
+    assert select_sampled_by_parent(samples, home, "parent").run_ids == ["run-0", "run-2"]
+    assert select_sampled_by_parent(samples, home, "parent", 0.7).run_ids == ["run-1"]
 
 
 def test_of_many_samples_some_are_compared_evenly(home: Home) -> None:
     register(home, "m", "parent")
-    found = sampled_by_parent(sampled(1000), home, "parent", most=5)
+    found = select_sampled_by_parent(sampled(1000), home, "parent", most=5)
     assert found.run_ids == [f"run-{i}" for i in (0, 249, 499, 749, 999)]
 
 
@@ -91,7 +95,7 @@ def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
 
 def test_limits(lab: Any, tmp_path: Path) -> None:
     def limit(**changes: Any) -> float:
-        return limit_of(lab.spec(tmp_path, parent_sha256="0" * 64, **changes))
+        return difference_limit(lab.spec(tmp_path, parent_sha256="0" * 64, **changes))
 
     assert limit() == 0.01
     assert limit(hyper={"dtype": "bfloat16"}) == 0.5

@@ -73,7 +73,7 @@ def learn(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: 
     """One rank: train a few steps; write losses, and its share of the first step's gradients."""
     import torch
 
-    from cray_agents.trainers.data.baseline_logprobs import Known
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
@@ -82,13 +82,13 @@ def learn(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: 
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     parent = Path(spec.parent)
     model = read_architecture(parent)
-    known = Known(read_samples(dataset))
+    known = BaselineLogprobs(read_samples(dataset))
     training = Training(model, spec.layout, spec.hyperparameters, parent, on_cpu=True)
     scored = training.score(known.samples, [0, 1, 2])
     reports = [training.step(known)]
-    buffer = training.parts[0].buffers[0]
+    buffer = training.wrapped_chunks[0].buffers[0]
     mine = buffer.grad_data.chunk(torch.distributed.get_world_size(buffer.data_parallel_group))
-    names = {parameter: name for name, parameter in training.inner[0].named_parameters()}
+    names = {parameter: name for name, parameter in training.chunks[0].named_parameters()}
     index = {names[p]: (*ends[:2], list(p.shape)) for p, ends in buffer.param_index_map.items()}
     torch.save((mine[buffer.data_parallel_group.rank()].clone(), index), out / f"{rank}.pt")
     reports += [training.step(known) for _ in range(STEPS - 1)]
@@ -105,7 +105,7 @@ def learnt(lab: Any, tmp_path: Path, name: str, **layout: Any) -> tuple[Any, dic
     """(what rank 0 measured, gradients by name where no tensor is split)."""
     import torch
 
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
@@ -114,7 +114,7 @@ def learnt(lab: Any, tmp_path: Path, name: str, **layout: Any) -> tuple[Any, dic
     out.mkdir()
     hyper = {"steps": STEPS, "max_tokens_per_microbatch": 90, "clip_grad": 1e9}
     spec = lab.spec("qwen3", layout=layout, hyper=hyper)
-    place = find_place(spec.layout.world, spec.id)
+    place = find_placement(spec.layout.world, spec.id)
     outcome = run_ranks(place, out / "logs", partial(learn, spec, lab.home.dataset("ds"), out))
     assert outcome.code == 0, outcome
     found = [json.loads((out / f"{r}.json").read_bytes()) for r in range(spec.layout.world)]

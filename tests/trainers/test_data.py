@@ -20,9 +20,9 @@ from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
-from cray_agents.trainers.data.packer import microbatches, pack, spread, step_units
+from cray_agents.trainers.data.packer import balance, microbatches, pack, step_units
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.baselines import mismatched
+from cray_agents.trainers.job.baselines import mismatch_completions
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import read_architecture
@@ -115,7 +115,7 @@ def test_a_pair_is_drawn_by_the_weight_of_its_better_one() -> None:
 def test_spreading_uses_each_sequence_once_within_the_limit(
     costs: list[int], ranks: int, limit: int
 ) -> None:
-    shares = spread(costs, ranks, limit)
+    shares = balance(costs, ranks, limit)
     assert len(shares) == ranks
     assert len({len(share) for share in shares}) == 1  # as many micro-batches on every rank
     places = [place for share in shares for batch in share for place in batch]
@@ -363,7 +363,7 @@ def test_mismatched_gives_each_prompt_a_completion_of_another_prompt() -> None:
     ids = [[1, 1, 10], [1, 1, 11, 5, 12], [2, 20], [2, 21], [2, 22], [3, 30, 31]]
     masks = [[0, 0, 1], [0, 0, 1, 0, 1], [0, 1], [0, 1], [1, 1], [0, 1, 1]]
     samples = Samples.of(ids, [np.array(mask, np.float32) for mask in masks])
-    found = mismatched(samples, limit=4)
+    found = mismatch_completions(samples, limit=4)
     assert [row.tolist() for row in found.tokens] == [
         [1, 1, 21],  # passed on by three places: three have the prompt [2]
         [1, 1, 22],
@@ -380,8 +380,10 @@ def test_mismatched_gives_each_prompt_a_completion_of_another_prompt() -> None:
         [0, 1, 0, 1],
         [0, 1],
     ]
-    assert [row.tolist() for row in mismatched(samples, limit=3).tokens][4] == [2, 11, 5]
-    assert [row.tolist() for row in mismatched(Samples.of([[1, 2], [1, 3]]), 9).tokens] == [
+    assert [row.tolist() for row in mismatch_completions(samples, limit=3).tokens][4] == [2, 11, 5]
+    assert [
+        row.tolist() for row in mismatch_completions(Samples.of([[1, 2], [1, 3]]), 9).tokens
+    ] == [
         [1, 3],
         [1, 2],
     ]
@@ -395,7 +397,7 @@ def test_mismatched_uses_every_completion_once(prompts: list[tuple[int, int]], l
     attempts = [prompt for prompt, times in prompts for _ in range(times)]
     samples = Samples.of([[prompt, 10 + n, 99] for n, prompt in enumerate(attempts)])
     masks = [np.array([0, 1, 1], np.float32) for _ in attempts]
-    found = mismatched(replace(samples, masks=masks), limit)
+    found = mismatch_completions(replace(samples, masks=masks), limit)
     assert [row[0] for row in found.tokens] == attempts
     assert sorted(row[1] for row in found.tokens) == [10 + n for n in range(len(attempts))]
 

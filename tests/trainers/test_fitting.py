@@ -22,7 +22,7 @@ from cray_agents.trainers.planning.cluster_resources import (
     Resources,
     this_host,
 )
-from cray_agents.trainers.planning.layout_limits import hold
+from cray_agents.trainers.planning.layout_limits import check_layout_fits
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.runtime.tuning_site import Site
 from tests.trainers.known_models import LLAMA_2_70B
@@ -78,10 +78,12 @@ def of_layers(home: Home, layers: int, **changes: Any) -> JobSpec:
 def refusal(spec: JobSpec, home: Home, resources: Resources, *, chosen: bool = False) -> str:
     """What is said against it; nothing if it may run."""
     try:
-        hold(spec, home, resources, chosen=chosen)
+        check_layout_fits(spec, home, resources, chosen=chosen)
     except BadInput as error:
         assert (error.param, error.code) == ("layout", "does_not_fit")
-        hold(spec.model_copy(update={"oversubscribe": True}), home, resources, chosen=chosen)
+        check_layout_fits(
+            spec.model_copy(update={"oversubscribe": True}), home, resources, chosen=chosen
+        )
         return str(error)
     return ""
 
@@ -132,7 +134,7 @@ def test_gpus_are_held_to_their_number_and_memory(home: Home) -> None:
     assert refusal(of_layers(home, 8, layout=Layout(data=8)), home, here) == ""
     many = of_layers(home, 8, layout=Layout(data=16))
     with pytest.raises(BadInput, match="takes 16 GPUs, one a rank, and this host has 8: ask") as no:
-        hold(many, home, here, chosen=False)
+        check_layout_fits(many, home, here, chosen=False)
     assert "--oversubscribe" not in str(no.value)  # two ranks cannot share one
     assert refusal(many, home, Resources(8, 1, H100)) == ""  # at a site, on two nodes
     whole = of_layers(home, 80, layout=Layout(data=8))
@@ -143,9 +145,9 @@ def test_gpus_are_held_to_their_number_and_memory(home: Home) -> None:
 
 def test_schedulers_say_whether_they_run_everything_here(tmp_path: Path) -> None:
     with LocalProcesses(tmp_path / "local") as local:
-        assert local.here
-    assert Slurm(tmp_path, PrivateCluster(tmp_path)).here
-    assert not Slurm(tmp_path).here
+        assert local.on_this_host
+    assert Slurm(tmp_path, PrivateCluster(tmp_path)).on_this_host
+    assert not Slurm(tmp_path).on_this_host
     host = this_host()
     assert host.cores >= 1 and host.gib > 0.1
 

@@ -16,8 +16,8 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Trainer
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, handover, read_status
-from cray_agents.trainers.job.restarter import going, keep_going
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, read_handover, read_status
+from cray_agents.trainers.job.restarter import restart_unfinished_jobs, unfinished_jobs
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
@@ -28,10 +28,10 @@ PROCESS = """
 import sys, time
 from pathlib import Path
 from cray_agents.paths import Home
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobStatus
 path, why = Path(sys.argv[1]), sys.argv[2]
-journal = Journal(Home(path.parents[2]), path.parent.name)
+journal = JobJournal(Home(path.parents[2]), path.parent.name)
 if journal.claim_attempt() == 1:
     while why == "pause" and not (journal.folder / "pauses" / "1.resumed").exists():
         time.sleep(0.01)
@@ -73,7 +73,7 @@ def seeded(folder: Path) -> str:
 @asynccontextmanager
 async def kept_going(home: Home, trainer: Trainer) -> AsyncIterator[None]:
     """As of a platform: the task that nobody awaits."""
-    task = asyncio.create_task(keep_going(home, trainer, every=0.05))
+    task = asyncio.create_task(restart_unfinished_jobs(home, trainer, every=0.05))
     try:
         yield
         assert not task.done()
@@ -149,14 +149,14 @@ async def test_what_ended_is_not_asked_after_and_trouble_with_one_stops_no_other
 
 def test_the_files_of_what_ended_are_looked_at_once(tmp_path: Path) -> None:
     home, ended = Home(tmp_path / "home"), set[str]()
-    assert going(home, ended) == []
+    assert unfinished_jobs(home, ended) == []
     trainer = ScriptedTrainer(home, held=True)
     parent = str(bare_model(tmp_path / "model"))
     done, other = (trainer.submit(some_spec(n, parent)).id for n in range(2))
     trainer.advance(done)
-    assert going(home, ended) == [other] and ended == {done}
+    assert unfinished_jobs(home, ended) == [other] and ended == {done}
     (home.job(done) / "status.json").unlink()
-    assert going(home, ended) == [other]
+    assert unfinished_jobs(home, ended) == [other]
 
 
 class Slow:
@@ -192,4 +192,4 @@ def test_several_who_ask_at_once_start_a_dead_job_once(tmp_path: Path) -> None:
     for asker in askers:
         asker.join()
     assert scheduler.submitted == 2
-    assert handover(JobJournal(home, spec.id)).restarts == 1
+    assert read_handover(JobJournal(home, spec.id)).restarts == 1

@@ -48,7 +48,7 @@ def write(training: Any, folder: Path) -> None:
     from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 
     lora = training.hyper.lora
-    write_adapter(training.inner, training.model, lora, str(training.parent), folder)
+    write_adapter(training.chunks, training.model, lora, str(training.parent), folder)
 
 
 def train(
@@ -57,16 +57,16 @@ def train(
     """One rank: take steps, from a resume point if there is one, and write all that they made."""
     from cray_agents.trainers.checkpointing import hf_export, resume
     from cray_agents.trainers.checkpointing.save import Saver
-    from cray_agents.trainers.data.baseline_logprobs import Known
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples, read_samples
-    from cray_agents.trainers.models.lora import fold
+    from cray_agents.trainers.models.lora import fold_adapters
 
     rank, store, _ = place
     training = started(spec, rank, store)
     if point is not None:
         resume.load(training, point)
     write(training, out / "before")
-    known = Known(read_samples(dataset))
+    known = BaselineLogprobs(read_samples(dataset))
     reports = [training.step(known) for _ in range(steps)]
     write(training, out / "after")
     saver = Saver(training, out, 1, 1, lambda: True)
@@ -78,7 +78,7 @@ def train(
 
     losses, norms = [r.loss for r in reports], [r.grad_norm for r in reports]
     logprobs = score()
-    fold(training.inner)
+    fold_adapters(training.chunks)
     found = Trained(losses, norms, logprobs, folded=score())
     hf_export.export_weights(training, out / "merged")
     (out / f"rank-{rank}.json").write_text(json.dumps(asdict(found)))
@@ -87,12 +87,12 @@ def train(
 
 def in_ranks(spec: JobSpec, out: Path, main: Callable[..., int], *arguments: Any) -> None:
     """Run `main(spec, *arguments, out, rank, store, stop)` in a forked process per rank."""
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401 (before the fork)
 
     load_megatron()
-    place = find_place(spec.layout.world, spec.id)
+    place = find_placement(spec.layout.world, spec.id)
     outcome = run_ranks(place, out / "logs", partial(main, spec, *arguments, out))
     assert outcome.code == 0, outcome
 
@@ -227,7 +227,7 @@ def drop(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
     training = started(spec, rank, store)
     training.ranks.seed(0, 3)
     found = {}
-    for _, name, adapter in list(adapters(training.inner))[:4]:
+    for _, name, adapter in list(adapters(training.chunks))[:4]:
         with torch.no_grad():
             adapter.base.weight.zero_()
             adapter.a.fill_(1.0)
@@ -279,13 +279,13 @@ def test_training_goes_on_in_another_layout(lab: Any, tmp_path: Path, expected: 
 
 def restart(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: Any) -> int:
     """One rank: learn something, then begin anew."""
-    from cray_agents.trainers.data.baseline_logprobs import Known
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.data.samples import read_samples
 
     training = started(spec, rank, store)
     write(training, out / "before")
     for _ in range(2):
-        training.step(Known(read_samples(dataset)))
+        training.step(BaselineLogprobs(read_samples(dataset)))
     write(training, out / "learnt")
     training.restart()
     write(training, out / "after")
@@ -315,13 +315,13 @@ def test_bfloat16_is_close_to_float32(lab: Any) -> None:
 
 def test_what_cannot_be_adapted_is_refused(models: Callable[[str], Path]) -> None:
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.models.lora import adapted
+    from cray_agents.trainers.models.lora import choose_targets
 
     dense, experts = (read_architecture(models(kind)) for kind in ("qwen3", "mixtral"))
-    assert adapted(dense, Lora(rank=64)) == ["qkv", "proj", "fc1", "fc2"]
-    assert adapted(dense, Lora(rank=64, targets=["fc1"])) == ["fc1"]
-    assert adapted(experts, Lora(rank=64)) == ["qkv", "proj"]
+    assert choose_targets(dense, Lora(rank=64)) == ["qkv", "proj", "fc1", "fc2"]
+    assert choose_targets(dense, Lora(rank=64, targets=["fc1"])) == ["fc1"]
+    assert choose_targets(experts, Lora(rank=64)) == ["qkv", "proj"]
     with pytest.raises(BadInput, match="experts of a mixtral model"):
-        adapted(experts, Lora(targets=["fc1", "fc2"]))
+        choose_targets(experts, Lora(targets=["fc1", "fc2"]))
     with pytest.raises(BadInput, match=r"rank 65.*64 at most"):
-        adapted(dense, Lora(rank=65))
+        choose_targets(dense, Lora(rank=65))

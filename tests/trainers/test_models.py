@@ -10,8 +10,8 @@ import pytest
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.trainers.models.architecture import SUPPORTED, read_architecture
-from cray_agents.trainers.models.head import padded
-from cray_agents.trainers.models.rope import VARIANTS, frequencies
+from cray_agents.trainers.models.head import padded_vocab
+from cray_agents.trainers.models.rope import VARIANTS, rope_frequencies
 from cray_agents.training_jobs import Hyperparameters, Layout, Policy
 
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.1 * i for i in range(8)]
@@ -84,7 +84,7 @@ def test_positions_are_rotated_as_transformers_does(tmp_path: Path, name: str) -
     folder = written(tmp_path, **ROPES[name])
     rope = read_architecture(folder).rope
     theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
-    found, scaling = frequencies(rope, head_size=16)
+    found, scaling = rope_frequencies(rope, head_size=16)
     assert torch.equal(found, theirs.inv_freq)
     assert scaling == theirs.attention_scaling
 
@@ -120,7 +120,7 @@ def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_is_padded_to_the_ranks() -> None:
-    assert [padded(n, 4) for n in (303, 304, 305)] == [304, 304, 308]
+    assert [padded_vocab(n, 4) for n in (303, 304, 305)] == [304, 304, 308]
 
 
 VOCAB, TOKENS, TEMPERATURE = 303, 16, 0.7
@@ -171,7 +171,7 @@ def test_the_head_chooses_rows_and_hides_padding(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     load_megatron()
@@ -182,12 +182,12 @@ def test_the_head_chooses_rows_and_hides_padding(
     with torch.no_grad():
         expected = network(torch.arange(TOKENS)[None]).logits[0] / TEMPERATURE
     work = partial(logits_of, tmp_path / "odd", layout, tmp_path)
-    assert run_ranks(find_place(layout.world, "head"), tmp_path / "logs", work).code == 0
+    assert run_ranks(find_placement(layout.world, "head"), tmp_path / "logs", work).code == 0
 
     ranks = [torch.load(tmp_path / f"{n}.pt") for n in range(layout.world)]
     for name, rows in (("whole", slice(None)), ("rows", [2, 3, 11])):
         found = torch.cat([rank[name][0] for rank in ranks], -1)
-        assert found.shape[-1] == padded(VOCAB, layout.tensor)
+        assert found.shape[-1] == padded_vocab(VOCAB, layout.tensor)
         assert (found[:, VOCAB:] == -torch.inf).all()
         torch.testing.assert_close(found[:, :VOCAB], expected[rows], atol=1e-5, rtol=0)
     entropy = torch.distributions.Categorical(logits=expected[[2, 3, 11]].double()).entropy()

@@ -143,11 +143,11 @@ def measure(
     from safetensors.torch import save_file
 
     from cray_agents.trainers.checkpointing import hf_export
-    from cray_agents.trainers.data.baseline_logprobs import Known
-    from cray_agents.trainers.data.packer import spread
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import balance
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.models.weights import exported
+    from cray_agents.trainers.models.weights import export_tensors
     from cray_agents.trainers.planning.layouts import check_layout
     from cray_agents.trainers.training.train_step import Training
 
@@ -156,14 +156,14 @@ def measure(
     training = Training(model, layout, hyper, folder, on_cpu=True, recompute=recompute)
     seen: list[torch.Tensor] = []
     if training.head is not None:
-        layer = training.inner[-1].output_layer
+        layer = training.chunks[-1].output_layer
         hook = layer.register_forward_hook(lambda _, __, out: seen.append(out[0][:, 0].clone()))
     scores = training.score(Samples.of(PROMPTS))
     rank = torch.distributed.get_rank()
     if training.head is not None:
         hook.remove()
         costs = [len(prompt) - 1 for prompt in PROMPTS]
-        batches = spread(costs, layout.data, hyper.max_tokens_per_microbatch)
+        batches = balance(costs, layout.data, hyper.max_tokens_per_microbatch)
         shares = {}
         for batch, logits in zip(batches[training.ranks.data_rank], seen, strict=False):
             sizes = [costs[n] for n in batch]
@@ -174,12 +174,12 @@ def measure(
     hf_export.export_weights(training, out / "hf", SMALL_FILES)
     measured = Measured(out, [row.tolist() for row in scores])
     for step in range(steps):
-        report = training.step(Known(the_samples()))
+        report = training.step(BaselineLogprobs(the_samples()))
         measured.losses.append(report.loss)
         measured.norms.append(report.grad_norm)
         if step == 0:
-            put_together(training.parts)
-            found = exported(training.inner, model, of=attrgetter("main_grad"))
+            put_together(training.wrapped_chunks)
+            found = export_tensors(training.chunks, model, of=attrgetter("main_grad"))
             gradients = {name: tensor.clone().contiguous() for name, tensor in found}
             save_file(gradients, out / "gradients" / f"{rank}.safetensors")
     text = json.dumps({**vars(measured), "folder": str(out)})
@@ -214,7 +214,7 @@ def measure_all(jobs: list[Job], rank: int, store: Any, stop: Any) -> int:
 
 def run(jobs: list[Job], logs: Path) -> list[Measured]:
     """Fork the ranks of a layout for some jobs; all ranks must have said the same."""
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
@@ -223,7 +223,7 @@ def run(jobs: list[Job], logs: Path) -> list[Measured]:
         (job[2] / "hf").mkdir(parents=True)
         (job[2] / "gradients").mkdir()
     world = jobs[0][3].world
-    outcome = run_ranks(find_place(world, "numerics"), logs, partial(measure_all, jobs))
+    outcome = run_ranks(find_placement(world, "numerics"), logs, partial(measure_all, jobs))
     assert outcome.code == 0, outcome
     found = []
     for job in jobs:

@@ -18,9 +18,9 @@ from cray_agents.runtime.datasets.counts import BuildCounts
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.arithmetic import (
     adapter_weights,
-    count,
+    count_weights,
     flops_per_token,
-    multiplied,
+    weights_per_token,
 )
 from cray_agents.trainers.planning.hardware import find_gpu, identify, peak_flops
 from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan, plan_by_size
@@ -50,7 +50,9 @@ def test_weights_are_counted_as_transformers_has_them(lab: Any, kind: str) -> No
     folder = lab.models(kind)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    assert count(read_architecture(folder)).total == sum(p.numel() for p in model.parameters())
+    assert count_weights(read_architecture(folder)).total == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,15 +70,17 @@ def test_weights_are_counted_as_transformers_has_them(lab: Any, kind: str) -> No
     ids=lambda value: value["model_type"] if isinstance(value, dict) else f"{value / 1e9:.1f}B",
 )
 def test_weights_of_well_known_models(tmp_path: Path, config: dict[str, Any], known: int) -> None:
-    assert count(written(tmp_path, config)).total == known
+    assert count_weights(written(tmp_path, config)).total == known
 
 
 def test_a_token_is_multiplied_with_the_experts_it_is_sent_to(tmp_path: Path) -> None:
     """Mixtral: 12.9 billion active of 46.7, Qwen3-30B-A3B: 3.3, as their makers say."""
     mixtral = written(tmp_path, MIXTRAL_8X7B)
-    assert multiplied(mixtral) + count(mixtral).embedding == 12_879_925_248
+    assert weights_per_token(mixtral) + count_weights(mixtral).embedding == 12_879_925_248
     qwen = written(tmp_path, QWEN3_30B_A3B)
-    assert (multiplied(qwen) + count(qwen).embedding) / 1e9 == pytest.approx(3.35, abs=0.01)
+    assert (weights_per_token(qwen) + count_weights(qwen).embedding) / 1e9 == pytest.approx(
+        3.35, abs=0.01
+    )
 
 
 def test_adapters_are_counted_as_peft_would(tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_operations_of_a_token_are_those_of_the_papers(tmp_path: Path) -> None:
         LLAMA_2_7B
         | {"num_hidden_layers": layers, "intermediate_size": 8 * hidden, "vocab_size": vocab},
     )
-    norms = 6 * count(model).norms
+    norms = 6 * count_weights(model).norms
     gated = 6 * layers * (3 * 8 - 8) * hidden**2  # this one's are three times as large
     paper = 72 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (12 * hidden * layers))
     assert flops_per_token(model, length) == pytest.approx(paper + gated + norms, rel=1e-12)
@@ -248,7 +252,7 @@ def test_the_command_reads_a_dataset(tmp_path: Path) -> None:
     counts.splits["train"] = Counter(samples=10, tokens=5000)
     counts.splits["validation"] = Counter(samples=90, tokens=9000)
     home.dataset("ds").mkdir(parents=True)
-    (home.dataset("ds") / "manifest.json").write_text(json.dumps(counts.plain()))
+    (home.dataset("ds") / "manifest.json").write_text(json.dumps(counts.manifest_fields()))
     words = ("--model", "7B", "--home", home.root, "--epochs", 2, "--json", "--dataset")
     made = json.loads(cli(*words, "ds").stdout)
     assert made["workload"]["tokens"] == 5000

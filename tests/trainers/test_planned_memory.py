@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cray_agents.trainers.models.architecture import read_architecture
-from cray_agents.trainers.planning.arithmetic import count
+from cray_agents.trainers.planning.arithmetic import count_weights
 from cray_agents.trainers.planning.layouts import possible_layouts, why_unfit
 from cray_agents.trainers.planning.memory import (
     estimate_memory,
     in_flight,
     layer_activations,
-    share,
+    weight_share,
 )
 from cray_agents.training_jobs import JobSpec, Layout, Lora
 from tests.trainers.known_models import LLAMA_2_7B, LLAMA_31_8B, SMALL, hyper, written
@@ -45,7 +45,7 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_it_has_stages() -> None:
 def test_bytes_of_a_weight(tmp_path: Path) -> None:
     """2 + 4 + 12 in bfloat16, 4 + 4 + 8 in float32, the last shared by data ranks."""
     model = written(tmp_path, LLAMA_31_8B)
-    total = count(model).total
+    total = count_weights(model).total
 
     def parts(layout: Layout, **more: Any) -> tuple[float, float, float]:
         found = estimate_memory(model, layout, hyper(**more), sequence_length=4096)
@@ -107,12 +107,12 @@ def test_more_tokens_at_once_need_more_memory(layout: Layout, size: Any, more: i
 def test_shares_add_up_to_the_model(layout: Layout, tied: bool) -> None:
     """Tensor ranks add norms, and a row of padding where 32,001 does not divide; stages a table."""
     model = replace(SMALL, tied=tied)
-    stages = [share(model, layout, stage).dense for stage in range(layout.pipeline)]
-    copies = (layout.tensor - 1) * count(model).norms
+    stages = [weight_share(model, layout, stage).dense for stage in range(layout.pipeline)]
+    copies = (layout.tensor - 1) * count_weights(model).norms
     table = -(-model.vocab // layout.tensor) * layout.tensor
     padding = (table - model.vocab) * model.hidden * (1 if tied and layout.pipeline == 1 else 2)
     twice = model.vocab * model.hidden if tied and layout.pipeline > 1 else 0
-    assert sum(stages) * layout.tensor == count(model).total + copies + padding + twice
+    assert sum(stages) * layout.tensor == count_weights(model).total + copies + padding + twice
 
 
 # ---- memory, as Megatron takes it
@@ -123,7 +123,7 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
 
     from cray_agents.trainers.models.lora import add_lora
     from cray_agents.trainers.models.model import build_model
-    from cray_agents.trainers.training.optimizer import optimizer_of, wrap
+    from cray_agents.trainers.training.optimizer import build_optimizer, wrap
     from cray_agents.trainers.training.parallel_groups import join_ranks
 
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
@@ -132,7 +132,7 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
     if sizes.lora is not None:
         add_lora(chunks, model, sizes.lora, seed=0)
     parts = wrap(chunks, spec.layout, sizes, overlap=False)
-    optimizer = optimizer_of(parts, sizes)
+    optimizer = build_optimizer(parts, sizes)
     optimizer.step()  # the moments are made by the first
     parameters = [p for part in parts for p in part.parameters()]
     moments = [
@@ -172,14 +172,14 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
 def test_megatron_holds_the_bytes_that_are_estimated(
     lab: Any, tmp_path: Path, kind: str, layout: dict[str, Any], sizes: dict[str, Any]
 ) -> None:
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     lab.dataset()
     spec = lab.spec(kind, layout=layout, hyper=sizes)
-    place = find_place(spec.layout.world, spec.id)
+    place = find_placement(spec.layout.world, spec.id)
     assert run_ranks(place, tmp_path / "logs", partial(buffers, spec, tmp_path)).code == 0
     ranks = [json.loads((tmp_path / f"rank-{n}.json").read_bytes()) for n in range(place.world)]
     model = read_architecture(Path(spec.parent))

@@ -17,7 +17,7 @@ import pytest
 from cray_agents.errors import JobError
 from cray_agents.records import Manifest
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256, weights_sha256
-from cray_agents.trainers.data.packer import step_units, trained_on
+from cray_agents.trainers.data.packer import samples_to_train_on, step_units
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.rank import RECENT, JobTotals
 from cray_agents.trainers.training.train_step import StepReport
@@ -43,7 +43,7 @@ def small_slices(patch: pytest.MonkeyPatch) -> None:
     """Let jobs score and evaluate a few samples at a time."""
     from cray_agents.trainers.training import train_step
 
-    patch.setattr(train_step, "AT_ONCE", 3)
+    patch.setattr(train_step, "SCORED_TOGETHER", 3)
 
 
 class Transformers:
@@ -334,13 +334,13 @@ def test_only_what_is_trained_on_is_looked_back_at(lab: Any, order: str) -> None
     job = lab.run(lab.spec("qwen3", method="grpo", hyper=hyper))
     samples = read_samples(lab.home.dataset("ds"), "grpo")
     draws = [step_units(job.journal.spec().hyperparameters, s, samples.weights) for s in (0, 1)]
-    places = trained_on(job.journal.spec().hyperparameters, samples)
+    places = samples_to_train_on(job.journal.spec().hyperparameters, samples)
     assert places == sorted({place for draw in draws for place in draw})
     (file,) = (job.journal.folder / "baselines").iterdir()  # the parent is the reference, too
     marks = sum(int(samples.masks[place][1:].sum()) for place in places)
     assert file.stat().st_size == 32 + 4 * marks
     everything = Hyperparameters(steps=20, batch_size=3)
-    assert trained_on(everything, samples) == list(range(60))
+    assert samples_to_train_on(everything, samples) == list(range(60))
 
 
 # ---- nonsense
@@ -396,7 +396,7 @@ Ship = tuple[Path, Path, Layout, Hyperparameters]
 def sail(ship: Ship, out: Path, overlap: bool, rank: int, store: Any, stop: Any) -> int:
     """One rank: score, train, evaluate, train, and write the weights right after a step."""
     from cray_agents.trainers.checkpointing.hf_export import export_weights
-    from cray_agents.trainers.data.baseline_logprobs import Known
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
     from cray_agents.trainers.training.train_step import Training
@@ -405,7 +405,7 @@ def sail(ship: Ship, out: Path, overlap: bool, rank: int, store: Any, stop: Any)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     model = read_architecture(folder)
     training = Training(model, layout, hyper, folder, on_cpu=True, overlap=overlap)
-    known = Known(read_samples(dataset))
+    known = BaselineLogprobs(read_samples(dataset))
     losses = [float(training.score(known.samples, [0])[0].sum())]
     losses += [training.step(known).loss for _ in range(2)]
     losses += [training.evaluate(known)[0]]
@@ -431,7 +431,7 @@ def test_what_travels_during_computation_arrives(
     from safetensors.torch import load_file
 
     from cray_agents.trainers.checkpointing import hf_export  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     load_megatron()
@@ -443,7 +443,7 @@ def test_what_travels_during_computation_arrives(
         out = tmp_path / str(overlap)
         out.mkdir()
         main = partial(sail, ship, out, overlap)
-        assert run_ranks(find_place(2, "overlap"), out / "logs", main).code == 0
+        assert run_ranks(find_placement(2, "overlap"), out / "logs", main).code == 0
         weights = [load_file(path) for path in sorted(out.glob("*.safetensors"))]
         found.append((json.loads((out / "losses.json").read_bytes()), weights))
     (losses, plain), (overlapped, ours) = found

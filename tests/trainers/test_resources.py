@@ -19,7 +19,7 @@ from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import (
     Gpus,
     Resources,
-    read_answer,
+    parse_nvidia_smi,
     resources_of,
 )
 from cray_agents.trainers.planning.default_layout import LOUD, usual_length
@@ -126,12 +126,12 @@ def test_a_configuration_that_cannot_be_is_refused(
 
 def test_what_nvidia_smi_says() -> None:
     """Of several GPUs the smallest counts; what is no answer is told with what to do."""
-    assert read_answer("NVIDIA H200, 143771\nNVIDIA H200, 143771\n") == ("H200", 143771 / 1024)
-    assert read_answer("NVIDIA A100-SXM4-40GB, 40960\nA, 1024\n") == ("A100-40GB", 1.0)
-    assert read_answer("Quadro P400, 2048\n") == ("Quadro P400", 2.0)
+    assert parse_nvidia_smi("NVIDIA H200, 143771\nNVIDIA H200, 143771\n") == ("H200", 143771 / 1024)
+    assert parse_nvidia_smi("NVIDIA A100-SXM4-40GB, 40960\nA, 1024\n") == ("A100-40GB", 1.0)
+    assert parse_nvidia_smi("Quadro P400, 2048\n") == ("Quadro P400", 2.0)
     for broken in ("", "No devices were found\n", "NVIDIA H200, [N/A]\n"):
         with pytest.raises(ConfigError, match="train_gpus = 'off'"):
-            read_answer(broken)
+            parse_nvidia_smi(broken)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
 
     from cray_agents.trainers.checkpointing import resume
     from cray_agents.trainers.checkpointing.save import Saver
-    from cray_agents.trainers.data.baseline_logprobs import Known
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
@@ -48,7 +48,7 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
     training = Training(
         read_architecture(parent), spec.layout, spec.hyperparameters, parent, on_cpu=True
     )
-    known = Known(read_samples(course.dataset))
+    known = BaselineLogprobs(read_samples(course.dataset))
     told: list[int] = []
     saver = Saver(
         training,
@@ -78,13 +78,13 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
 
 def run(spec: JobSpec, course: Course) -> list[float]:
     """The losses of the steps so far."""
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     course.folder.mkdir(parents=True)
-    place = find_place(spec.layout.world, spec.id)
+    place = find_placement(spec.layout.world, spec.id)
     outcome = run_ranks(place, course.folder / "logs", partial(sail, spec, course))
     if outcome.refusal is not None:
         raise ValueError(outcome.refusal)

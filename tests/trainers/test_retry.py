@@ -22,7 +22,7 @@ from cray_agents.records import Manifest
 from cray_agents.runtime.registry.checkpoints import Pruned, pruned_file
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, handover, read_status
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, read_handover, read_status
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
 
@@ -31,10 +31,10 @@ PROCESS = """
 import sys
 from pathlib import Path
 from cray_agents.paths import Home
-from cray_agents.trainers.job.journal import Journal
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobStatus
 path = Path(sys.argv[1])
-journal = Journal(Home(path.parents[2]), path.parent.name)
+journal = JobJournal(Home(path.parents[2]), path.parent.name)
 journal.claim_attempt()
 if journal.spec().logprob_limit is None:
     journal.write_status(JobStatus(id=journal.job_id, state="failed", error="raise logprob_limit"))
@@ -212,7 +212,7 @@ def test_a_kill_at_any_moment_neither_loses_the_try_nor_repeats_the_old_one(
         MegatronTrainer(home, paper).submit(first)
         paper.tell("died")
         # as after restarts in vain
-        note = handover(journal).model_copy(update={"restarts": 3})
+        note = read_handover(journal).model_copy(update={"restarts": 3})
         (journal.folder / "scheduler.json").write_text(note.model_dump_json())
         journal.write_status(JobStatus(id=first.id, state="failed", error="why"))
 
@@ -225,7 +225,7 @@ def test_a_kill_at_any_moment_neither_loses_the_try_nor_repeats_the_old_one(
             seen.add(failed)
         again = MegatronTrainer(home, paper).submit(some_spec(logprob_limit=0.5))
         assert again.state != "failed" and paper.told == [None, "died", 0.5]
-        assert journal.spec().logprob_limit == 0.5 and handover(journal).restarts <= 1
+        assert journal.spec().logprob_limit == 0.5 and read_handover(journal).restarts <= 1
         [old] = journal.folder.glob("status.*.json")
         assert (old.name, json.loads(old.read_text())["error"]) == ("status.1.json", "why")
         assert "retried" in [event["event"] for event in journal.events()]

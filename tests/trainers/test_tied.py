@@ -128,7 +128,7 @@ def test_what_is_trained_is_the_model_that_transformers_loads(
 ) -> None:
     import torch
 
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
@@ -136,7 +136,7 @@ def test_what_is_trained_is_the_model_that_transformers_loads(
     folders = [says_tied(models(kind), tmp_path / kind, differing) for kind in SUPPORTED]
     folders.append(says_tied(models("qwen3"), tmp_path / "only head", only_head))
     outcome = run_ranks(
-        find_place(1, "tied"), tmp_path / "logs", partial(scored_and_exported, folders)
+        find_placement(1, "tied"), tmp_path / "logs", partial(scored_and_exported, folders)
     )
     assert outcome.code == 0, outcome
     for folder in folders:

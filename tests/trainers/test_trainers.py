@@ -1,5 +1,6 @@
 """The two trainers: the Megatron one over real processes, the scripted one."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from cray_agents.runtime.scheduler.choose import (
 )
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
+from cray_agents.trainers.job import megatron_trainer
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
@@ -122,9 +124,20 @@ def test_a_job_that_never_gets_further_fails_with_its_log(lab: Any) -> None:
         trainer.status("job-none")
 
 
-def test_the_code_version_is_of_the_sources() -> None:
-    assert code_version() == code_version()
-    assert len(code_version()) == 16
+def test_the_code_version_is_of_all_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = code_version()
+    assert before == code_version() and len(before) == 16
+    copy = tmp_path / "trainers"
+    shutil.copytree(megatron_trainer.TRAINERS, copy)
+    monkeypatch.setattr(megatron_trainer, "TRAINERS", copy)
+    assert code_version() == before
+    for file in ("methods/grpo.py", "models/weights.py", "training/train_step.py", "job/rank.py"):
+        with (copy / file).open("a") as source:
+            source.write("# changed\n")
+        assert code_version() != before
+        before = code_version()
 
 
 def test_a_scripted_job_publishes_its_parent_under_a_new_name(lab: Any) -> None:

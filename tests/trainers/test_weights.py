@@ -87,7 +87,7 @@ class Counting:
 
 
 def through_megatron(folder: Path, out: Path, layout: Layout, **hyper: Any) -> dict[str, Any]:
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
@@ -95,7 +95,7 @@ def through_megatron(folder: Path, out: Path, layout: Layout, **hyper: Any) -> d
     out.mkdir(parents=True)
     settings = Hyperparameters(steps=1, **hyper)
     work = partial(loaded_and_exported, folder, layout, settings, out)
-    assert run_ranks(find_place(layout.world, "weights"), out / "logs", work).code == 0
+    assert run_ranks(find_placement(layout.world, "weights"), out / "logs", work).code == 0
     return read(out)
 
 
@@ -186,13 +186,13 @@ def test_a_rank_reads_no_more_than_its_part(models: Callable[[str], Path], tmp_p
 def test_weights_of_another_model_are_refused(
     models: Callable[[str], Path], tmp_path: Path, change: dict[str, int], said: str
 ) -> None:
-    from cray_agents.trainers.job.launch import find_place, run_ranks
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     load_megatron()
     folder = copied(models("llama"), tmp_path / "other", lambda tensors: None, **change)
     work = partial(loaded_and_exported, folder, Layout(), Hyperparameters(steps=1), tmp_path)
-    outcome = run_ranks(find_place(1, "weights"), tmp_path / "logs", work)
+    outcome = run_ranks(find_placement(1, "weights"), tmp_path / "logs", work)
     assert outcome.refusal is not None
     assert said in outcome.refusal
 

@@ -1,10 +1,10 @@
-"""Search over a folder of documents, as a tool.
+"""Documents: a tool that searches a folder of documents.
 
     agent = Agent(name="clerk", tools=[Documents("handbook").tool])
 
-Words are ranked by BM25 (words.py), and meanings by a model's embeddings where one is named
-(meanings.py); the two rankings are joined. What is found are passages (passages.py) of text and
-HTML files. What was read of them lies in a file on this host (shelf.py), never in the folder.
+Passages (passages.py) of text and HTML files are ranked by BM25 (bm25_index.py). With a model's
+embeddings (embedding_index.py) they are also ranked by meaning, and the two rankings are fused. The
+index is in a file on this host (passage_store.py), never in the folder.
 """
 
 import threading
@@ -19,17 +19,17 @@ from cray_agents.tools.documents.embedding_index import EmbeddingIndex, Embeddin
 from cray_agents.tools.documents.passage_store import PassageStore
 from cray_agents.tools.html_text import check_installed
 
-__all__ = ["Documents", "Embeddings", "Found", "fused"]
+__all__ = ["Documents", "Embeddings", "FoundPassage", "fuse_rankings"]
 
-MAX_BYTES = 8 * 2**20  # of a file; larger ones are left out
-MAX_FOUND = 20
+MAX_BYTES = 8 * 2**20  # size of a file; larger ones are left out
+MAX_PASSAGES = 20
 FUSION = 60  # k of reciprocal rank fusion
-DEPTH = 100  # of each ranking that is joined
+DEPTH = 100  # passages of each ranking to fuse
 
 
 @dataclass(frozen=True)
 class FoundPassage:
-    """A passage that was found. `lines` are the first and the last, from 1, in its file."""
+    """A passage in a search result. `lines` are its first and last line in the file, from 1."""
 
     path: str
     lines: tuple[int, int]
@@ -38,20 +38,20 @@ class FoundPassage:
 
 
 class Documents:
-    """The text files below a folder, to search in.
+    """The searchable text files below a folder.
 
-    Each search looks first whether files came, changed or went. Hidden files, symbolic links,
-    files that are no UTF-8 text and those above 8 MiB are left out: `left_out` says which and why.
+    Each search first looks for new, changed and removed files. Hidden files, symbolic links, files
+    above 8 MiB and those that are not UTF-8 text are left out; `left_out` gives them with reasons.
 
     Args:
-        folder: where the documents are.
-        include: patterns that paths must fit, such as '*.md'.
-        embeddings: where vectors come from; None: BM25 alone.
-        name: what models call the tool.
-        timeout: seconds a search may take. The first of many files takes longer: `refresh()`
-            beforehand does that work.
+        folder: the folder of the documents.
+        include: patterns that paths must match, such as '*.md'.
+        embeddings: source of the vectors; None: BM25 alone.
+        name: the tool's name for models.
+        timeout: seconds that a search may take. The first search of many files takes longer, unless
+            `refresh()` did its work before.
 
-    Raises BadInput for a folder that is none, SetupError where bm25s or lxml are missing.
+    Raises BadInput if there is no such folder, SetupError if bm25s or lxml are missing.
     """
 
     def __init__(
@@ -69,52 +69,52 @@ class Documents:
         if isinstance(include, str):
             raise BadInput(f"include={include!r}: give a list of patterns", param="include")
         check_installed()
-        self._shelf = PassageStore(self.folder, include, MAX_BYTES)
-        self._words = Bm25Index()
-        self._meanings = EmbeddingIndex(embeddings, self._shelf) if embeddings else None
-        self._one_searches = threading.Lock()
+        self._store = PassageStore(self.folder, include, MAX_BYTES)
+        self._bm25 = Bm25Index()
+        self._embedding_index = EmbeddingIndex(embeddings, self._store) if embeddings else None
+        self._search_lock = threading.Lock()
         self._indexed = False
         self.tool: Tool = as_tool(tool(name=name, timeout=timeout)(self._search_tool()))
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The files that cannot be searched, and why; after a search or `refresh`."""
-        return self._shelf.left_out()
+        """The files left out of the last search or `refresh`, with the reasons."""
+        return self._store.left_out()
 
     def refresh(self) -> int:
-        """Read what is new, and ask for its vectors; returns the number of passages.
+        """Read new files, and request their vectors; return the number of passages.
 
-        Raises EngineError and its kinds when the embeddings cannot be had.
+        Raises EngineError and its subclasses when the embeddings fail.
         """
-        with self._one_searches:
+        with self._search_lock:
             self._index()
-            if self._meanings is not None:
-                self._meanings.prepare()
-            return len(self._words)
+            if self._embedding_index is not None:
+                self._embedding_index.prepare()
+            return len(self._bm25)
 
     def search(self, query: str, limit: int = 5) -> list[FoundPassage]:
-        """The best passages for a query, best first.
+        """Return the best passages for a query, best first.
 
         `score` is BM25's, or with embeddings that of reciprocal rank fusion. Raises as `refresh`.
         """
-        with self._one_searches:
+        with self._search_lock:
             self._index()
-            ranked = self._words.ranked(query, DEPTH)
-            if self._meanings is not None:
-                nearest = self._meanings.ranked(query, DEPTH)
-                ranked = fused([number for number, _ in ranked], nearest)
+            ranking = self._bm25.rank(query, DEPTH)
+            if self._embedding_index is not None:
+                nearest = self._embedding_index.rank(query, DEPTH)
+                ranking = fuse_rankings([number for number, _ in ranking], nearest)
             return [
                 FoundPassage(one.path, (one.first, one.last), round(score, 4), one.text)
-                for one, score in self._shelf.passages(ranked[:limit])
+                for one, score in self._store.passages(ranking[:limit])
             ]
 
     def _index(self) -> None:
         """Bring the rankings up to date with the folder."""
-        if self._shelf.refresh() or not self._indexed:
-            passages = list(self._shelf.all())
-            self._words.index(passages)
-            if self._meanings is not None:
-                self._meanings.index(passages)
+        if self._store.refresh() or not self._indexed:
+            passages = list(self._store.all())
+            self._bm25.index(passages)
+            if self._embedding_index is not None:
+                self._embedding_index.index(passages)
             self._indexed = True
 
     def _search_tool(self) -> Callable[..., list[FoundPassage]]:
@@ -127,15 +127,15 @@ class Documents:
             """
             if not query.strip():
                 raise ToolError("query is empty: give some words")
-            if not 1 <= limit <= MAX_FOUND:
-                raise ToolError(f"limit={limit}: must be 1 to {MAX_FOUND}")
+            if not 1 <= limit <= MAX_PASSAGES:
+                raise ToolError(f"limit={limit}: must be 1 to {MAX_PASSAGES}")
             return self.search(query, limit)
 
         return search_documents
 
 
-def fused(*rankings: Sequence[int]) -> list[tuple[int, float]]:
-    """Reciprocal rank fusion: best first, with the sum of 1 / (60 + rank) as the score.
+def fuse_rankings(*rankings: Sequence[int]) -> list[tuple[int, float]]:
+    """Fuse rankings by reciprocal rank: the score is the sum of 1 / (60 + rank), best first.
 
     Cormack, Clarke & Büttcher 2009.
     """

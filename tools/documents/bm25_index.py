@@ -1,6 +1,6 @@
-"""Passages ranked by the words they share with a query: BM25, by the bm25s library.
+"""BM25 index: rank passages by the words that they share with a query, by the bm25s library.
 
-Robertson & Zaragoza 2009, in Lucene's variant; words are not stemmed, so that any language will do.
+Robertson & Zaragoza 2009, in Lucene's variant. Words are not stemmed, so that any language works.
 Called by documents/__init__.py.
 """
 
@@ -15,7 +15,7 @@ WORD = r"(?u)\b\w+\b"
 
 
 class Bm25Index:
-    """An index in memory. Raises SetupError where bm25s is missing."""
+    """An index in memory. Raises SetupError if bm25s is missing."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("bm25s") is None:
@@ -27,7 +27,7 @@ class Bm25Index:
         return len(self._numbers)
 
     def index(self, passages: Sequence[tuple[int, Passage]]) -> None:
-        """Take these (number, passage) in the place of all others. Their paths are words too."""
+        """Replace the index by these (number, passage). The words of their paths count, too."""
         import bm25s
 
         self._numbers, self._scorer = [number for number, _ in passages], None
@@ -36,8 +36,8 @@ class Bm25Index:
             words = _words([f"{one.path} {one.text}" for _, one in passages])
             self._scorer.index(words, show_progress=False)
 
-    def ranked(self, query: str, depth: int) -> list[tuple[int, float]]:
-        """The best numbers with their scores, best first; none that shares no word."""
+    def rank(self, query: str, depth: int) -> list[tuple[int, float]]:
+        """Return the best numbers with their scores, best first, if they share a word."""
         (wanted,) = _words([query])
         if self._scorer is None or not wanted:
             return []

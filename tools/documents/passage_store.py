@@ -1,9 +1,9 @@
-"""What was read of a folder's documents, in a SQLite file on this host's own disk.
+"""Passage store: keep the passages and vectors of documents in a SQLite file on this host.
 
     $CRAY_AGENTS_CACHE or /var/tmp
       cray-agents-<uid>/documents/<digest of folder and patterns>-<FORMAT>.sqlite
 
-Delete it, and it is made anew. Several processes may share it. Called by documents/__init__.py.
+A deleted file is made anew. Several processes may use it. Called by documents/__init__.py.
 """
 
 import fnmatch
@@ -25,9 +25,9 @@ from cray_agents.tools.documents.passages import (
     read_document,
 )
 
-FORMAT = 1  # of the file: another one is begun when passages are cut in another way
+FORMAT = 1  # of the file; increased when passages are cut in another way
 BATCH = 200  # files in a transaction
-FRESH = 2.0  # seconds: a file as new as that may change again without its time telling
+FRESH = 2.0  # seconds; so new a file may change again without a change of its time
 _SCHEMA = """
 create table if not exists files(
     path text primary key, stamp text not null, problem text);
@@ -41,49 +41,49 @@ create table if not exists vectors(
 
 
 class PassageStore:
-    """The passages of a folder's files that fit `include`. No number is given twice."""
+    """The passages of a folder's files that match `include`. No number is used twice."""
 
     def __init__(self, folder: Path, include: Sequence[str], max_bytes: int) -> None:
         self._folder, self._include, self._max_bytes = folder, tuple(include), max_bytes
-        place = host_cache() / "documents"
+        folder_path = host_cache() / "documents"
         name = digest([os.fsdecode(folder), *self._include])
         try:
-            place.mkdir(mode=0o700, exist_ok=True)
+            folder_path.mkdir(mode=0o700, exist_ok=True)
             self._base = sqlite3.connect(
-                place / f"{name}-{FORMAT}.sqlite", timeout=60, check_same_thread=False,
+                folder_path / f"{name}-{FORMAT}.sqlite", timeout=60, check_same_thread=False,
                 isolation_level=None,
             )  # fmt: skip
             self._base.execute("pragma journal_mode = wal")
-            self._base.execute("pragma synchronous = off")  # what is lost is read again
+            self._base.execute("pragma synchronous = off")  # lost data is read again
             self._base.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
-                f"cannot keep what was read of {folder} in {place}: {error}"
+                f"cannot keep what was read of {folder} in {folder_path}: {error}"
             ) from error
-        self._seen: tuple[int, int] | None = None
+        self._last_passages: tuple[int, int] | None = None
 
     def refresh(self) -> bool:
-        """Read files that came or changed, forget those that went; whether any passage did."""
-        found = dict(self._scan())
+        """Read new and changed files, forget removed ones; return True if any passage changed."""
+        current = dict(self._scan())
         known = dict(self._base.execute("select path, stamp from files"))
-        gone = [path for path in known if path not in found]
-        new = [path for path, stamp in found.items() if known.get(path) != stamp]
+        gone = [path for path in known if path not in current]
+        new = [path for path, stamp in current.items() if known.get(path) != stamp]
         for at in range(0, len(new), BATCH):
             some = new[at : at + BATCH]
-            self._replace(some, [(path, found[path], *self._read(path)) for path in some])
+            self._replace(some, [(path, current[path], *self._read(path)) for path in some])
         self._replace(gone, [])
         now = self._base.execute("select count(*), coalesce(max(id), 0) from passages").fetchone()
-        before, self._seen = self._seen, now
-        return self._seen != before
+        before, self._last_passages = self._last_passages, now
+        return self._last_passages != before
 
     def all(self) -> Iterator[tuple[int, Passage]]:
-        """Every passage, with its number, in the order in which they were read."""
+        """Yield every passage with its number, in the order of reading."""
         rows = self._base.execute("select id, path, first, last, text from passages order by id")
         for at, *about in rows:
             yield at, Passage(*about)
 
     def passages(self, ranked: Sequence[tuple[int, float]]) -> Iterator[tuple[Passage, float]]:
-        """Passages by their numbers; those that went meanwhile are left out."""
+        """Yield passages by their numbers, skipping those removed meanwhile."""
         for at, score in ranked:
             row = self._base.execute(
                 "select path, first, last, text from passages where id = ?", (at,)
@@ -92,22 +92,22 @@ class PassageStore:
                 yield Passage(*row), score
 
     def left_out(self) -> dict[str, str]:
-        """Files that could not be read, and why."""
+        """Return the files that could not be read, with the reasons."""
         return dict(self._base.execute("select path, problem from files where problem is not null"))
 
     def vectors(self, model: str) -> dict[str, bytes]:
-        """The vectors of a model that are kept, by the digest of their text."""
+        """Return the stored vectors of a model, by the digest of their text."""
         return dict(
             self._base.execute("select digest, vector from vectors where model = ?", (model,))
         )
 
     def keep_vectors(self, model: str, vectors: Mapping[str, bytes]) -> None:
-        """Keep vectors, by the digest of their text."""
+        """Store vectors, by the digest of their text."""
         rows = [(digest, model, vector) for digest, vector in vectors.items()]
         self._base.executemany("insert or replace into vectors values (?, ?, ?)", rows)
 
     def _scan(self) -> Iterator[tuple[str, str]]:
-        """Each file and a stamp that changes when it does."""
+        """Yield each file with a stamp that changes when the file does."""
         now = time.time()
         for path, _, _, about in safe_paths.walk(self._folder, "."):
             if not path.isprintable() or any(part.startswith(".") for part in path.split("/")):
@@ -127,7 +127,7 @@ class PassageStore:
     def _replace(
         self, old: Sequence[str], new: Sequence[tuple[str, str, list[Passage], str | None]]
     ) -> None:
-        """Forget some files and put others, (path, stamp, passages, problem), in their place."""
+        """Replace files by new ones, (path, stamp, passages, problem)."""
         if not old:
             return
         self._base.execute("begin immediate")
@@ -144,5 +144,5 @@ class PassageStore:
 
 
 def digest_of(text: str) -> str:
-    """A name for a text, so that equal passages share a vector."""
+    """Return a hash of a text, so that equal passages share a vector."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]

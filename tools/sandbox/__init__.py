@@ -1,35 +1,39 @@
-"""Programs of other people, models among them, run where they can do no harm.
+"""Sandbox: run programs of other people or of models without harm to this machine.
 
     from cray_agents.tools.sandbox import Sandbox
 
     outcome = await Sandbox(seconds=5).run(["python3", "-c", "print(6 * 7)"])
 
-Of two layers, the better one that works here is used (layers.py): bubblewrap's namespaces, or
-Landlock; both with a seccomp filter (seccomp.py). What holds in both: no file outside the work
-folder is written, and only system folders, this Python's and `readable` ones are read; no network,
-no unix socket of the host; no variable of this process's environment; other processes cannot be
-signalled, traced or slowed; time, memory, processes, disk and output have limits; nothing outlives
-the run; as root, the program still runs as an unprivileged user, and has no capability unless what
-is given (`readable`, a `workdir`), or this Python, is not open to all: then one, to read, or to
-write, what the layer lets it open.
+The sandbox uses the better of two layers that works on this machine (backends.py): bubblewrap's
+namespaces, or Landlock; both with a seccomp filter (seccomp.py). Both guarantee:
 
-Memory is what processes hold, in memory and swap, with their page tables, and what their sockets
-can hold: buffers keep the system's size, and each socket beyond 64 counts with all of it. It is
-counted every 25 ms, so that processes can for a moment exceed the sum; each alone cannot, but for
-page tables of a quarter more, for a process has at most 128 times its memory of addresses.
+- The program writes no file outside its work folder, and reads only system folders, this Python's
+  and `readable` ones.
+- It has no network, no unix socket of the host, and no variable of this process's environment.
+- It cannot signal, trace or slow other processes.
+- Time, memory, processes, disk and output have limits, and nothing outlives the run.
+- If this process is root, the program still runs as an unprivileged user without capabilities. One
+  exception: if the given folders (`readable`, a `workdir`), or this Python, are not open to all, it
+  gets one capability, to read, or to write, the files that the layer allows.
 
-Not covered: bugs of the kernel, which is shared; side channels between programs on one processor;
-with `network=True`, the host's loopback, and what waits in its stack. Not counted as memory: 64
+Memory is the sum over processes of memory, swap and page tables, and the most that their sockets
+can buffer. Buffers keep the system's size, and each socket beyond 64 counts in full. The sum is
+checked every 25 ms, so processes can exceed it for a moment. One process alone cannot, except for
+page tables of a quarter more, as it has at most 128 times its memory of addresses.
+
+Not covered: bugs of the shared kernel; side channels between programs on one processor; with
+`network=True`, the host's loopback, and data waiting in its stack. Not counted as memory: 64
 sockets (some 27 MB), in Landlock those in flight between processes too (256, some 100 MB), 64 MB of
 /dev/shm, pipes (64 MB of a user), file locks, and the kernel's own records of processes and files.
-Disk is counted every 250 ms and in the run's own folders only, not in a `workdir` or `writable`
-that is given, and not in files deleted while open; a folder so full that its removal takes longer
-than 5 s is removed after `run` returned. What may be read may also be locked (flock, and shared
-locks of fcntl), for as long as the program runs; leases are refused. Landlock lets names and sizes
-of other files be seen, and has no /dev/shm and no /proc; it refuses xattrs everywhere and, for an
-ordinary user or with a folder that is given, chmod, chown and times by path, because it cannot tell
-where; the times of what may be read can be set through the open file, and as root those of files
-that all users may write.
+Disk is checked every 250 ms and in the run's own folders only, not in a given `workdir` or
+`writable`, and not in files deleted while open. If the removal of a full folder takes longer than
+5 s, it goes on after `run` has returned. The program may lock readable files (flock, and shared
+locks of fcntl) while it runs; leases are refused.
+
+Landlock reveals names and sizes of other files, and has no /dev/shm and no /proc. It cannot
+restrict xattrs, chmod, chown and times to folders. It therefore refuses xattrs everywhere, and the
+others by path for an ordinary user or with a given folder. The times of readable files can be set
+through the open file; as root, the times of files that all users may write, too.
 Read next: sandbox.py.
 """
 

@@ -1,10 +1,10 @@
-"""What confines a program: bubblewrap, else Landlock, else nothing. Each is a command's prefix.
+"""Sandbox backends: build the command that confines a program, by bubblewrap or Landlock.
 
-bubblewrap gives the program namespaces of its own: a file system of only what it may see, its own
-processes, no network. Landlock, for machines that forbid namespaces (most containers), lets it stay
-where it is and open only what it may. In both, `setpriv` and `prlimit` of util-linux set the user
-and the limits, and the word STARTED on the output says that the program is about to begin.
-Called by sandbox.py.
+bubblewrap gives the program its own namespaces: a file system of the visible files alone, its own
+processes, no network. Landlock is for machines that forbid namespaces (most containers). It keeps
+the program in the host's file system, and restricts the files that it may open. In both, `setpriv`
+and `prlimit` of util-linux set the user and the limits. The word STARTED on the output announces
+the program's start. Called by sandbox.py and process.py.
 """
 
 import base64
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from cray_agents.errors import SetupError
-from cray_agents.tools.sandbox.seccomp import filter_program, supported
+from cray_agents.tools.sandbox.seccomp import filter_program, machine_supported
 from cray_agents.tools.sandbox.usage_monitor import OPEN_FILES
 
 Layer = Literal["bubblewrap", "landlock", "none"]
@@ -35,13 +35,13 @@ PATH = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"  # this Python first
 STARTED = b"started\n"
 LANDLOCK_ABI = 6  # scopes signals and abstract sockets: Linux 6.12
 MEGABYTE = 1 << 20
-SHARED_MEMORY = 64 * MEGABYTE  # of /dev/shm: bytes
-ADDRESSES = 128  # times the memory: page tables for as many take a quarter of it
-FIRST_USER, USERS = 61184, 4335  # systemd's range of users that exist for a while
+SHARED_MEMORY = 64 * MEGABYTE  # size of /dev/shm, in bytes
+ADDRESSES = 128  # address space, in multiples of the memory; its page tables take a quarter of it
+FIRST_USER, USERS = 61184, 4335  # systemd's range of dynamic users
 KEEPER = Path(__file__).with_name("keeper.py")
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
-_SETTINGS = (  # in /etc: what programs look up, and nothing that is secret
+_SETTINGS = (  # files in /etc that programs read, none of them secret
     *("alternatives", "ca-certificates", "ca-certificates.conf", "crypto-policies", "fonts"),
     *("group", "host.conf", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime"),
     *("magic", "mime.types", "nsswitch.conf", "os-release", "passwd", "protocols"),
@@ -55,7 +55,7 @@ _FACTS = ("/proc/cpuinfo", "/proc/meminfo")
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What one program gets: its folders, and its limits. `work` and `temp` are its own."""
+    """Folders and limits of one program. `work` and `temp` are its own."""
 
     work: Path
     temp: Path
@@ -65,20 +65,20 @@ class SandboxSpec:
     memory: int  # bytes, of each process
     file_size: int  # bytes
     processes: int
-    shared: bool  # some of what it may write is not its own
+    shared: bool  # it may also write to folders that are not its own
 
     @property
     def user(self) -> int:
-        """As root, the user id that the program gets: one of its work folder's own."""
+        """The program's user id if this process is root, chosen by its work folder."""
         return FIRST_USER + zlib.crc32(bytes(self.work)) % USERS
 
 
 @functools.cache
-def best() -> Layer:
-    """The layer that works on this machine, tried out once. Raises SetupError if none does."""
+def best_layer() -> Layer:
+    """Return the layer that works on this machine, tried once. Raises SetupError if none does."""
     problems: dict[Layer, str] = {}
     for layer in CONFINING:
-        if (why := problem(layer)) is None:
+        if (why := layer_problem(layer)) is None:
             return layer
         problems[layer] = why
     raise SetupError(
@@ -90,9 +90,9 @@ def best() -> Layer:
 
 
 @functools.cache
-def problem(layer: Layer) -> str | None:
-    """What keeps a layer from working here, or None: a program is run in it."""
-    if sys.platform != "linux" or not supported():
+def layer_problem(layer: Layer) -> str | None:
+    """Return the reason why a layer does not work on this machine, or None. It runs a program."""
+    if sys.platform != "linux" or not machine_supported():
         return "only on Linux, x86_64 or aarch64"
     for name in ("setpriv", "prlimit", *(["bwrap"] if layer == "bubblewrap" else [])):
         if shutil.which(name) is None:
@@ -108,11 +108,11 @@ def problem(layer: Layer) -> str | None:
         work.mkdir()
         for each in (Path(folder), work):
             each.chmod(0o755)
-        cell = SandboxSpec(work, Path(folder), (), (), False, 1 << 29, 1 << 20, 4, False)
-        program = seccomp_file(layer, cell)
+        spec = SandboxSpec(work, Path(folder), (), (), False, 1 << 29, 1 << 20, 4, False)
+        program = seccomp_file(layer, spec)
         try:
             done = subprocess.run(
-                command(layer, cell, ["true"], program),
+                command(layer, spec, ["true"], program),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 env={"PATH": PATH},
@@ -130,123 +130,124 @@ def problem(layer: Layer) -> str | None:
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that the kernel speaks; 0: none."""
-    found: int = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1)
-    return max(found, 0)
+    """Return the kernel's version of Landlock; 0: it has none."""
+    version: int = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1)
+    return max(version, 0)
 
 
-def seccomp(layer: Layer, cell: SandboxSpec) -> bytes:
-    """The filter of a layer: see seccomp.py."""
-    owner = os.getuid() != 0 or cell.shared
-    return filter_program(namespaces=layer == "bubblewrap", network=cell.network, owner=owner)
+def seccomp_program(layer: Layer, spec: SandboxSpec) -> bytes:
+    """Return the filter program of a layer: see seccomp.py."""
+    owner = os.getuid() != 0 or spec.shared
+    return filter_program(namespaces=layer == "bubblewrap", network=spec.network, owner=owner)
 
 
-def seccomp_file(layer: Layer, cell: SandboxSpec) -> int:
-    """That filter as an open file: a pipe, which has room for it. The caller closes it."""
+def seccomp_file(layer: Layer, spec: SandboxSpec) -> int:
+    """Return the filter program as an open pipe, which is large enough. The caller closes it."""
     reading, writing = os.pipe()
-    os.write(writing, seccomp(layer, cell))
+    os.write(writing, seccomp_program(layer, spec))
     os.close(writing)
     return reading
 
 
-def command(layer: Layer, cell: SandboxSpec, argv: Sequence[str], program: int) -> list[str]:
-    """The command that runs `argv` in a cell; `program` is an open file with the filter."""
+def command(layer: Layer, spec: SandboxSpec, argv: Sequence[str], program: int) -> list[str]:
+    """Return the command that runs `argv` confined; `program` is an open file with the filter."""
     if layer == "bubblewrap":
-        return [*_bubblewrap(cell, program), *_begin(cell, layer), *argv]
-    spec = {
+        return [*_bubblewrap(spec, program), *_begin(spec, layer), *argv]
+    rules = {
         "parent": os.getpid(),
-        "network": cell.network,
+        "network": spec.network,
         "readable": [*_SYSTEM, *(f"/etc/{name}" for name in _SETTINGS), *_FACTS,
-                     *map(str, (*_python(), *cell.readable))],
-        "writable": [*_DEVICES, *map(str, (cell.work, cell.temp, *cell.writable))],
-        "filter": base64.b64encode(seccomp(layer, cell)).decode() if layer == "landlock" else None,
+                     *map(str, (*_python_folders(), *spec.readable))],
+        "writable": [*_DEVICES, *map(str, (spec.work, spec.temp, *spec.writable))],
+        "filter": base64.b64encode(seccomp_program(layer, spec)).decode()
+                  if layer == "landlock" else None,
     }  # fmt: skip
-    keeper = [sys.executable, "-I", "-S", str(KEEPER), json.dumps(spec)]
-    return [*keeper, *_begin(cell, layer), *argv]
+    keeper = [sys.executable, "-I", "-S", str(KEEPER), json.dumps(rules)]
+    return [*keeper, *_begin(spec, layer), *argv]
 
 
-def _bubblewrap(cell: SandboxSpec, program: int) -> list[str]:
-    made = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
-    made += ["--unshare-cgroup-try"]
-    if not cell.network:
-        made += ["--unshare-net"]
+def _bubblewrap(spec: SandboxSpec, program: int) -> list[str]:
+    flags = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+    flags += ["--unshare-cgroup-try"]
+    if not spec.network:
+        flags += ["--unshare-net"]
     if os.getuid() == 0:  # a user namespace would exempt root from the limit on processes
-        made += ["--cap-drop", "ALL"]
+        flags += ["--cap-drop", "ALL"]
         for capability in ("SETUID", "SETGID", "SETPCAP", "DAC_OVERRIDE", "DAC_READ_SEARCH"):
-            made += ["--cap-add", f"CAP_{capability}"]
+            flags += ["--cap-add", f"CAP_{capability}"]
     else:
-        made += ["--unshare-user"]
-    made += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
-    made += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHARED_MEMORY)]
-    made += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        flags += ["--unshare-user"]
+    flags += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    flags += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHARED_MEMORY)]
+    flags += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for path in map(Path, _SYSTEM):
         if path.is_symlink():
-            made += ["--symlink", str(path.readlink()), str(path)]
+            flags += ["--symlink", str(path.readlink()), str(path)]
         elif path.exists():
-            made += ["--ro-bind", str(path), str(path)]
+            flags += ["--ro-bind", str(path), str(path)]
     for name in _SETTINGS:
-        made += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    made += ["--bind", str(cell.temp), "/tmp"]
-    shown = (*_python(), *cell.readable, *cell.writable, cell.work)
-    for above in sorted({folder for path in shown for folder in path.parents} - {Path("/")}):
-        made += ["--perms", "0755", "--dir", str(above)]  # else 0700, and root's
-    for path in (*_python(), *cell.readable):
-        made += ["--ro-bind", str(path), str(path)]
-    for path in (*cell.writable, cell.work):
-        made += ["--bind", str(path), str(path)]
-    made += ["--chdir", str(cell.work), "--remount-ro", "/"]
-    return [*made, "--seccomp", str(program), "--"]
+        flags += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    flags += ["--bind", str(spec.temp), "/tmp"]
+    visible = (*_python_folders(), *spec.readable, *spec.writable, spec.work)
+    for above in sorted({folder for path in visible for folder in path.parents} - {Path("/")}):
+        flags += ["--perms", "0755", "--dir", str(above)]  # else 0700, and root's
+    for path in (*_python_folders(), *spec.readable):
+        flags += ["--ro-bind", str(path), str(path)]
+    for path in (*spec.writable, spec.work):
+        flags += ["--bind", str(path), str(path)]
+    flags += ["--chdir", str(spec.work), "--remount-ro", "/"]
+    return [*flags, "--seccomp", str(program), "--"]
 
 
-def _begin(cell: SandboxSpec, layer: Layer) -> list[str]:
-    """Become an unprivileged user, take on the limits, say that all is ready."""
-    made: list[str] = []
-    processes = cell.processes
+def _begin(spec: SandboxSpec, layer: Layer) -> list[str]:
+    """Return the command prefix that sets the user and the limits, and prints STARTED."""
+    flags: list[str] = []
+    processes = spec.processes
     if os.getuid() == 0:
-        keep = "-all" if (capability := _capability(cell, layer)) is None else f"-all,+{capability}"
-        made += ["setpriv", f"--reuid={cell.user}", f"--regid={cell.user}", "--clear-groups"]
-        made += [f"--inh-caps={keep}", f"--ambient-caps={keep}", f"--bounding-set={keep}"]
+        keep = "-all" if (capability := _capability(spec, layer)) is None else f"-all,+{capability}"
+        flags += ["setpriv", f"--reuid={spec.user}", f"--regid={spec.user}", "--clear-groups"]
+        flags += [f"--inh-caps={keep}", f"--ambient-caps={keep}", f"--bounding-set={keep}"]
     elif layer == "bubblewrap":
         processes += 1  # bubblewrap's own, in the same user namespace
     else:
         processes += _threads_of(os.getuid())
-    made += ["prlimit", "--core=0"]
+    flags += ["prlimit", "--core=0"]
     for name, value in (
         ("nproc", processes),
-        ("data", cell.memory),
-        ("as", ADDRESSES * cell.memory),
-        ("fsize", cell.file_size),
+        ("data", spec.memory),
+        ("as", ADDRESSES * spec.memory),
+        ("fsize", spec.file_size),
         ("nofile", OPEN_FILES),
     ):
         _, most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
-        made += [f"--{name}={value if most < 0 else min(value, most)}"]
-    return [*made, "sh", "-c", 'cd "$0" && echo started && exec "$@"', str(cell.work)]
+        flags += [f"--{name}={value if most < 0 else min(value, most)}"]
+    return [*flags, "sh", "-c", 'cd "$0" && echo started && exec "$@"', str(spec.work)]
 
 
-def _capability(cell: SandboxSpec, layer: Layer) -> str | None:
-    """As root, what the program's user cannot do without; None: nothing.
+def _capability(spec: SandboxSpec, layer: Layer) -> str | None:
+    """Return the capability that the program's user needs if this process is root, or None.
 
-    What is given may be root's own, and lie where nobody else gets. What may be opened is then the
-    layer's to say, whoever owns it.
+    The given folders may belong to root and be closed to other users. The capability opens them,
+    and the layer alone restricts the program's files.
     """
-    if cell.shared:
+    if spec.shared:
         return "dac_override"
-    needed, above = list(_python()), set[Path]()
-    if layer != "bubblewrap":  # which makes the folders above anew
-        above = {folder for path in (*needed, cell.work) for folder in path.parents}
-    hidden = any(path.stat().st_mode & 0o005 != 0o005 for path in needed)
+    python_paths, above = list(_python_folders()), set[Path]()
+    if layer != "bubblewrap":  # bubblewrap makes new folders above
+        above = {folder for path in (*python_paths, spec.work) for folder in path.parents}
+    hidden = any(path.stat().st_mode & 0o005 != 0o005 for path in python_paths)
     hidden = hidden or any(not folder.stat().st_mode & 0o001 for folder in above)
-    return "dac_read_search" if hidden or cell.readable else None
+    return "dac_read_search" if hidden or spec.readable else None
 
 
-def _python() -> list[Path]:
-    """Where this Python and its packages are, unless among the system's folders."""
+def _python_folders() -> list[Path]:
+    """Return the folders of this Python and its packages, except those among the system's."""
     places = {Path(sys.prefix).resolve(), Path(sys.prefix), Path(sys.base_prefix).resolve()}
     return sorted(place for place in places if not place.is_relative_to("/usr"))
 
 
 def _threads_of(user: int) -> int:
-    """How many threads a user has: without a namespace, the limit counts them all."""
+    """Count a user's threads. Without a namespace, the limit on processes includes them all."""
     count = 0
     for process in Path("/proc").iterdir():
         try:

@@ -1,12 +1,12 @@
-"""Runs a program under Landlock and seccomp, and leaves no process of it behind. Stands alone.
+"""Keeper: a script that runs a program under Landlock and seccomp, and ends its processes.
 
     python -I -S keeper.py '{"readable": [...], "writable": [...], "filter": "BASE64"}' program ...
 
-Started by layers.py; imports nothing of this package. It confines the child, not itself: it adopts
-what the child's processes leave (PR_SET_CHILD_SUBREAPER), and ends all of it when the program ends,
-when it is told to (SIGTERM) or when its own parent dies. Exit status: the program's, 128 + n for a
+Started by backends.py; imports nothing of this package. It confines the child, not itself. It
+adopts orphans of the child's processes (PR_SET_CHILD_SUBREAPER). It ends all of them when the
+program ends, on SIGTERM, or when its own parent dies. Exit status: the program's, 128 + n for a
 signal n. Without "filter", nothing is confined. The numbers are those of linux/landlock.h and
-linux/prctl.h; what Landlock does: docs.kernel.org/userspace-api/landlock.html
+linux/prctl.h. Landlock is described at docs.kernel.org/userspace-api/landlock.html
 """
 
 import base64
@@ -23,11 +23,11 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, read a directory
-ALL = (1 << 16) - 1  # what ABI 6 knows to forbid: also make, remove, link, truncate, ioctl
-DEVICES = 1 << 6 | 1 << 11  # making device nodes: never
-FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # what applies to a file that is no directory
+ALL = (1 << 16) - 1  # all rights of ABI 6: also make, remove, link, truncate, ioctl
+DEVICES = 1 << 6 | 1 << 11  # making device nodes, which is never allowed
+FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # rights that apply to a regular file
 NETWORK = 1 << 0 | 1 << 1  # TCP: bind, connect
-SCOPED = 1 << 0 | 1 << 1  # abstract unix sockets, signals: only within the sandbox
+SCOPED = 1 << 0 | 1 << 1  # abstract unix sockets, signals: confined to the sandbox
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -35,10 +35,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 def main() -> int:
     """Run the program of the command line to its end."""
     spec: dict[str, Any] = json.loads(sys.argv[1])
-    checked("prctl", libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-    checked("prctl", libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
+    check("prctl", libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    check("prctl", libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
     if os.getppid() != spec["parent"]:
-        return 1  # it died before this process could ask to be told
+        return 1  # the parent died before the request for its death signal
     awaited = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     child = os.fork()
@@ -49,30 +49,30 @@ def main() -> int:
         os.execvp(sys.argv[2], sys.argv[2:])
     status = None
     while status is None and signal.sigwait(awaited) == signal.SIGCHLD:
-        status = reaped(child)
+        status = reap(child)
     end_all()
     return 143 if status is None else 128 - status if status < 0 else status
 
 
 def confine(spec: dict[str, Any]) -> None:
-    """Forbid this process, for ever, all that the spec does not allow."""
+    """Forbid this process, for ever, everything that the spec does not allow."""
     handled = struct.pack("=QQQ", ALL, 0 if spec["network"] else NETWORK, SCOPED)
-    rules = checked("landlock", libc.syscall(CREATE_RULESET, handled, len(handled), 0))
+    rules = check("landlock", libc.syscall(CREATE_RULESET, handled, len(handled), 0))
     for path in spec["readable"]:
         allow(rules, path, READ)
     for path in spec["writable"]:
         allow(rules, path, ALL & ~DEVICES)
-    checked("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    checked("landlock", libc.syscall(RESTRICT_SELF, rules, 0))
+    check("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    check("landlock", libc.syscall(RESTRICT_SELF, rules, 0))
     os.close(rules)
     program = base64.b64decode(spec["filter"])
     lines = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(lines))
-    checked("seccomp", libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0))
+    check("seccomp", libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0))
 
 
 def allow(rules: int, path: str, access: int) -> None:
-    """Allow access beneath a path; one that does not exist is left out."""
+    """Allow access beneath a path, if it exists."""
     try:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -80,12 +80,12 @@ def allow(rules: int, path: str, access: int) -> None:
     if not stat.S_ISDIR(os.fstat(handle).st_mode):
         access &= FILES
     rule = struct.pack("=Qi", access, handle)
-    checked("landlock", libc.syscall(ADD_RULE, rules, 1, rule, 0))
+    check("landlock", libc.syscall(ADD_RULE, rules, 1, rule, 0))
     os.close(handle)
 
 
-def reaped(child: int) -> int | None:
-    """Collect the dead. The exit status of the child, negative for a signal, once it is one."""
+def reap(child: int) -> int | None:
+    """Collect dead processes. Return the child's exit status, negative for a signal, if it died."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -98,9 +98,9 @@ def reaped(child: int) -> int | None:
 
 
 def end_all() -> None:
-    """Kill every descendant. Stopped first, so that none forks faster than it is found."""
+    """Stop and then kill every descendant. A stopped one cannot fork faster than this search."""
     stopped: set[int] = set()
-    while fresh := set(family(os.getpid())) - stopped:
+    while fresh := set(descendants(os.getpid())) - stopped:
         for pid in fresh:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -113,9 +113,9 @@ def end_all() -> None:
             os.waitpid(-1, 0)
 
 
-def family(pid: int) -> list[int]:
-    """The pids of all descendants."""
-    found: list[int] = []
+def descendants(pid: int) -> list[int]:
+    """Return the pids of all descendants."""
+    pids: list[int] = []
     waiting = [pid]
     while waiting:
         at = waiting.pop()
@@ -126,12 +126,12 @@ def family(pid: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             pass
         if at != pid:
-            found.append(at)
-    return found
+            pids.append(at)
+    return pids
 
 
-def checked(what: str, result: int) -> int:
-    """The result of a C call, or its error."""
+def check(what: str, result: int) -> int:
+    """Return the result of a C call. Raises OSError."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,6 +1,6 @@
-"""A program in its sandbox, from its first moment to the end of its last process.
+"""Sandboxed process: start a program in its sandbox, watch its limits, and end it.
 
-Called by sandbox.py and tools/python.py. Read next: watching.py.
+Called by sandbox.py and tools/python.py. Read next: usage_monitor.py.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ TOO_MUCH: dict[Limit, str] = {
     "output": "it printed too much",
 }
 
-START = 60.0  # seconds that a machine gets to start a sandbox
-PERIOD = 0.025  # seconds between looks at the memory
-DISK_EVERY = 10  # looks
-FLOOD = 32 * backends.MEGABYTE  # bytes of output: a program that writes more is ended
+START = 60.0  # seconds that the start of a sandbox may take
+PERIOD = 0.025  # seconds between checks of the memory
+DISK_EVERY = 10  # checks of the memory between two of the disk
+FLOOD = 32 * backends.MEGABYTE  # bytes of output after which a program is killed
 BLOCK = 1 << 16
 
 
 class SandboxLost(SetupError):
-    """The sandbox failed after its program had begun: by chance, or by what the program did."""
+    """The sandbox failed after its program had begun, by chance or by an act of the program."""
 
 
 class SandboxedProcess:
-    """A program that runs. `limit` says which limit ended it, if one did."""
+    """A running program in a sandbox. `limit` names the limit that ended it, if one did."""
 
     def __init__(self, process: asyncio.subprocess.Process, layer: backends.Layer) -> None:
         assert process.stdin and process.stdout and process.stderr
@@ -45,61 +45,61 @@ class SandboxedProcess:
         self.limit: Limit | None = None
         self._process = process
         self._layer = layer
-        self.first: int | None = None  # of bubblewrap's namespaces, and within them
-        self.seen: dict[int, str] = {}  # at the last look: pid and when it began
-        self._used = 0.0  # seconds of processor time, at the last look
+        self.first: int | None = None  # pid of the first process within bubblewrap's namespaces
+        self.seen: dict[int, str] = {}  # pid: start time, at the last check
+        self._used = 0.0  # seconds of processor time, at the last check
         self._allowed = math.inf
 
     @property
     def pid(self) -> int:
-        """The process that holds the sandbox: the program's are its descendants."""
+        """The process that holds the sandbox; the program's processes are its descendants."""
         return self._process.pid
 
     @property
-    def holds(self) -> bool:
-        """Whether that process is there."""
+    def running(self) -> bool:
+        """True while the process that holds the sandbox exists."""
         return self._process.returncode is None
 
     async def begin(self) -> None:
-        """Wait until all is ready for the program. Raises SetupError."""
+        """Wait until the sandbox is ready for the program. Raises SetupError."""
         try:
             async with asyncio.timeout(START):
                 line = await self.stdout.readline()
         except TimeoutError:
             raise SetupError(f"the sandbox did not start within {START:g} s") from None
         if line != backends.STARTED:
-            told = (await self.stderr.read()).decode(errors="replace").strip()
-            raise SetupError(f"the sandbox did not start: {told[-500:] or line!r}")
+            message = (await self.stderr.read()).decode(errors="replace").strip()
+            raise SetupError(f"the sandbox did not start: {message[-500:] or line!r}")
         pids = self.look()
         if self._layer == "bubblewrap":
             self.first = next(iter(pids[1:]), None)
 
     def look(self) -> list[int]:
-        """The processes of the sandbox, its holder first."""
-        pids = usage_monitor.family(self.pid)
-        if len(pids) > 1:  # else the holder is dead, and the others are no longer its children
-            self.seen = {pid: usage_monitor.begun(pid) for pid in pids}
+        """Return the pids of the sandbox, its holder first, and remember them in `seen`."""
+        pids = usage_monitor.process_tree(self.pid)
+        if len(pids) > 1:  # otherwise the holder is dead and has no children any more
+            self.seen = {pid: usage_monitor.start_time(pid) for pid in pids}
         return pids
 
     def allow(self, seconds: float) -> None:
-        """End the program once it has used so much more processor time, all processes together.
+        """End the program once all its processes together have used `seconds` of processor time.
 
-        Of a child that nobody waited for it is forgotten when it ends: hold the clock too.
+        The time of an ended child that no process waited for is lost, so limit the clock too.
         """
-        self._allowed = self._used_now(self.look()) + seconds
+        self._allowed = self._processor_time(self.look()) + seconds
 
-    def takes_more_time(self, pids: list[int]) -> bool:
-        """Whether it has used more than it was allowed."""
-        return self._allowed < math.inf and self._used_now(pids) > self._allowed
+    def exceeds_time(self, pids: list[int]) -> bool:
+        """Return True if the program has used more processor time than allowed."""
+        return self._allowed < math.inf and self._processor_time(pids) > self._allowed
 
-    def _used_now(self, pids: list[int]) -> float:
+    def _processor_time(self, pids: list[int]) -> float:
         self._used = max(self._used, usage_monitor.processor_time(pids))
         return self._used
 
     async def wait(self) -> int:
-        """The exit status, once the program has ended with all its processes.
+        """Wait for the end of the program and all its processes; return the exit status.
 
-        Its output must be read meanwhile, or the end is never seen.
+        Read the program's output meanwhile, or it may never end.
         """
         status = await self._process.wait()
         while self.first is not None and alive(self.first):  # noqa: ASYNC110 - of the kernel
@@ -107,46 +107,46 @@ class SandboxedProcess:
         return status
 
     def kill(self, limit: Limit | None = None) -> None:
-        """Kill the program and all its processes: the kernel does, or keeper.py."""
-        if self.holds:
+        """Kill the program and all its processes, through the kernel or keeper.py."""
+        if self.running:
             self.limit = self.limit or limit
             with contextlib.suppress(ProcessLookupError):
                 if self._layer != "bubblewrap":
                     os.kill(self.pid, signal.SIGTERM)  # terminate() would take its exit status
                 elif self.first is None:
                     self._process.kill()
-                else:  # with it goes its namespace, and then bubblewrap
+                else:  # this ends its namespace, and then bubblewrap
                     os.kill(self.first, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill all and wait until it is gone; what it still says is dropped."""
+        """Kill the program, wait until it is gone, and discard the rest of its output."""
         self.kill()
         self.stdin.close()
-        await asyncio.gather(self.wait(), _drop(self.stdout), _drop(self.stderr))
+        await asyncio.gather(self.wait(), _discard(self.stdout), _discard(self.stderr))
 
 
 @contextlib.asynccontextmanager
 async def start(
     layer: backends.Layer,
-    cell: backends.SandboxSpec,
+    spec: backends.SandboxSpec,
     argv: Sequence[str],
     env: Mapping[str, str],
     base: Path,
     disk: int,
 ) -> AsyncIterator[SandboxedProcess]:
-    """A program that has begun; watched while the block lasts, gone after it."""
-    program = backends.seccomp_file(layer, cell)
+    """Start a program, watch it during the block, and end it after the block."""
+    program = backends.seccomp_file(layer, spec)
     try:
-        command = await asyncio.to_thread(backends.command, layer, cell, argv, program)
+        command = await asyncio.to_thread(backends.command, layer, spec, argv, program)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(env), cwd=cell.work,
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(env), cwd=spec.work,
             pass_fds=[program], start_new_session=True, limit=BLOCK,
         )  # fmt: skip
     finally:
         os.close(program)
     confined = SandboxedProcess(process, layer)
-    watch = asyncio.create_task(_watch(confined, cell, base, disk))
+    watch = asyncio.create_task(_watch(confined, spec, base, disk))
     try:
         await confined.begin()
         yield confined
@@ -158,31 +158,34 @@ async def start(
 
 
 async def _watch(
-    confined: SandboxedProcess, cell: backends.SandboxSpec, base: Path, disk: int
+    confined: SandboxedProcess, spec: backends.SandboxSpec, base: Path, disk: int
 ) -> None:
     look = 0
     while True:
         await asyncio.sleep(PERIOD)
         look += 1
-        if not confined.holds:  # killed from outside: the kernel ends what bubblewrap held
+        if not confined.running:  # killed from outside: the kernel ends bubblewrap's processes
             usage_monitor.kill(confined.seen)
             continue
         pids = confined.look()
-        if confined.takes_more_time(pids):
+        if confined.exceeds_time(pids):
             confined.kill("processor")
-        if usage_monitor.takes_more(pids, cell.memory, inside=confined.first, network=cell.network):
+        first, network = confined.first, spec.network
+        if usage_monitor.exceeds_memory(pids, spec.memory, inside=first, network=network):
             confined.kill("memory")
-        if look % DISK_EVERY == 0 and await asyncio.to_thread(usage_monitor.fills_more, base, disk):
+        if look % DISK_EVERY == 0 and await asyncio.to_thread(
+            usage_monitor.exceeds_disk, base, disk
+        ):
             confined.kill("disk")
 
 
-async def _drop(stream: asyncio.StreamReader) -> None:
+async def _discard(stream: asyncio.StreamReader) -> None:
     while await stream.read(BLOCK):
         pass
 
 
 async def feed(stream: asyncio.StreamWriter, data: bytes) -> None:
-    """Write all of a program's stdin, as far as it reads it."""
+    """Write a program's stdin, as far as the program reads it."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stream.write(data)
         await stream.drain()
@@ -192,9 +195,9 @@ async def feed(stream: asyncio.StreamWriter, data: bytes) -> None:
 async def collect(
     stream: asyncio.StreamReader, chars: int, confined: SandboxedProcess
 ) -> tuple[str, bool]:
-    """What a program writes until it ends, cut to about `chars`; whether it was cut.
+    """Return a program's whole output, cut to about `chars`, and True if it was cut.
 
-    Memory stays flat: of what comes, the beginning and the end are kept.
+    Only the beginning and the end are kept in memory.
     """
     room = 4 * chars  # bytes: a character has at most four
     head, tail, total = bytearray(), bytearray(), 0

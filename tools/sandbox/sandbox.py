@@ -1,7 +1,7 @@
-"""Sandbox: run a program with limits, and say how it ended. The promises stand in __init__.py.
+"""Sandbox: run a program with limits, and report its end. __init__.py states the guarantees.
 
-Called by tools/python.py, tools/shell.py and tools/verifier/. Read next: layers.py, what confines
-the program; confined.py, the process while it runs.
+Called by tools/python.py, tools/shell.py and tools/verifier/. Read next: backends.py, the layers
+that confine the program; process.py, the running program.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ from cray_agents.tools.sandbox.process import (
     start,
 )
 
-_NAMES = {"PATH": backends.PATH, "LANG": "C.UTF-8", "USER": "sandbox"}
-_ONE_THREAD = dict.fromkeys(  # libraries that start a thread per core would meet the limit
+_VARIABLES = {"PATH": backends.PATH, "LANG": "C.UTF-8", "USER": "sandbox"}
+_ONE_THREAD = dict.fromkeys(  # a thread per core would exceed the limit on processes
     ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"], "1"
 )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """The end of a program and its output.
 
-    `returncode` is None if a limit ended the program (`limit` says which), 128 + n for a signal n.
-    Long output keeps its beginning and its end, with a note between; `truncated` says so.
+    `returncode` is None if the limit named by `limit` ended the program, 128 + n for a signal n.
+    Long output keeps its beginning and its end, with a note between; `truncated` is then true.
     """
 
     stdout: str
@@ -49,38 +49,38 @@ class Outcome:
 
     @property
     def timed_out(self) -> bool:
-        """Whether it took longer than the sandbox's seconds."""
+        """True if the program took longer than the sandbox's seconds."""
         return self.limit == "seconds"
 
     @property
-    def shown(self) -> str:
-        """All of it as text for a model: what was written, and how it ended if not well."""
-        parts = [text.rstrip("\n") for text in (self.stdout, self.stderr) if text.strip()]
+    def text(self) -> str:
+        """The outcome as text for a model: the output, and the end if it was not a success."""
+        lines = [output.rstrip("\n") for output in (self.stdout, self.stderr) if output.strip()]
         if self.limit is not None:
-            parts.append(f"[ended: {TOO_MUCH[self.limit]}]")
+            lines.append(f"[ended: {TOO_MUCH[self.limit]}]")
         elif self.returncode:
-            parts.append(f"[exit status {self.returncode}]")
-        return "\n".join(parts) or "[no output]"
+            lines.append(f"[exit status {self.returncode}]")
+        return "\n".join(lines) or "[no output]"
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Where programs run, and what they may use.
+    """A sandbox for programs, with its limits.
 
     Args:
-        seconds: how long a program may run, by the clock; its start does not count.
+        seconds: seconds that a program may run, by the clock; its start does not count.
         memory_mb: megabytes, of each process and of all together.
-        processes: how many processes and threads it may have at a time.
+        processes: processes and threads that a program may have at a time.
         disk_mb: megabytes of a file, and of the run's own folders.
-        output_chars: how much of stdout, and of stderr, is kept. Far more ends the program.
-        network: whether it may use the host's network, loopback included.
-        readable: files and folders it may read, beside the system's and this Python's.
-        writable: folders it may also write to.
-        unsandboxed: where the system offers no sandbox, run programs without one: they can then do
-            whatever this process can. Otherwise that is a SetupError.
-        layer: "bubblewrap" or "landlock"; default: the better one that works here.
-        cpu_seconds: how much processor time a program may use, all its processes together; default:
-            any. On a busy machine this is the fair limit, with several times as many `seconds`.
+        output_chars: characters of stdout, and of stderr, to keep. Far more ends the program.
+        network: True to allow the host's network, loopback included.
+        readable: files and folders to read, beside the system's and this Python's.
+        writable: folders to write to, too.
+        unsandboxed: True to run programs without a sandbox if the system offers none. They then
+            have all rights of this process. Otherwise that is a SetupError.
+        layer: "bubblewrap" or "landlock"; default: the better one that works on this machine.
+        cpu_seconds: processor time of a program, all its processes together; default: no limit. On
+            a busy machine this is the fair limit, with several times as many `seconds`.
     """
 
     seconds: float = 10
@@ -106,19 +106,19 @@ class Sandbox:
             raise BadInput("layer='none' needs unsandboxed=True", param="layer")
 
     def check(self) -> backends.Layer:
-        """The layer that programs will run in; tried out the first time (a few milliseconds).
+        """Return the layer for programs, which is tried the first time (a few milliseconds).
 
-        Raises SetupError, which says what is missing, if there is none.
+        Raises SetupError, naming the missing prerequisites, if no layer works.
         """
         layer = self.layer
         if layer is None:
             try:
-                return backends.best()
+                return backends.best_layer()
             except SetupError:
                 if not self.unsandboxed:
                     raise
                 layer = "none"
-        if (problem := backends.problem(layer)) is not None:
+        if (problem := backends.layer_problem(layer)) is not None:
             raise SetupError(f"programs cannot be run with layer {layer!r} here: {problem}")
         return layer
 
@@ -131,22 +131,22 @@ class Sandbox:
         workdir: str | Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Outcome:
-        """Run a program to its end; all its processes are gone when this returns.
+        """Run a program to its end. All its processes are gone when this returns.
 
         Args:
             argv: the program and its arguments; names are looked up in the system's folders.
-            stdin: what it reads.
-            files: name (may have folders in it): content; written to the work folder first.
+            stdin: the program's input.
+            files: name (which may contain folders): content; written to the work folder first.
             workdir: an existing folder to work in and to write to; default: a new one, removed
                 afterwards.
-            env: variables, beside PATH, HOME, LANG and a few; none of this process's go along.
+            env: variables, beside PATH, HOME, LANG and a few; none of this process's variables.
 
-        Raises SetupError if the sandbox cannot be had; SandboxLost, a SetupError, if it failed once
-        the program had begun.
-        Raises BadInput for a file name that leads out of the work folder, or no workdir.
+        Raises SetupError if the sandbox does not work, and SandboxLost, a SetupError, if it failed
+        after the program had begun.
+        Raises BadInput for a file name that leads out of the work folder, or a missing workdir.
         """
         async with self.start(argv, files=files, workdir=workdir, env=env) as confined:
-            begun = time.monotonic()
+            began = time.monotonic()
             if self.cpu_seconds is not None:
                 confined.allow(self.cpu_seconds)
             data = stdin.encode() if isinstance(stdin, str) else stdin
@@ -162,7 +162,7 @@ class Sandbox:
                 except TimeoutError:
                     confined.kill("seconds")
                     returncode = await confined.wait()
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - began
             (out, cut), (err, cut_too) = (read.result() for read in reads)
         if confined.limit is None and returncode < 0:
             raise SandboxLost(
@@ -181,23 +181,23 @@ class Sandbox:
         workdir: str | Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> AsyncIterator[SandboxedProcess]:
-        """A program that has begun, for as long as the block lasts: for talking to it.
+        """Start a program and yield it, to communicate with it during the block.
 
-        `seconds`, `cpu_seconds` (Confined.allow) and `output_chars` are the caller's to hold; the
-        other limits are held. Arguments and errors are those of `run`.
+        The caller enforces `seconds`, `cpu_seconds` (SandboxedProcess.allow) and `output_chars`;
+        the other limits are enforced here. Arguments and errors are those of `run`.
         """
         layer = await asyncio.to_thread(self.check)
-        for name, path in self._missing():  # it was there when this sandbox was made
+        for name, path in self._missing():  # the path existed when this sandbox was made
             raise SetupError(f"the sandbox did not start: {name}: there is no {path}")
         base = Path(tempfile.mkdtemp(prefix="cray-sandbox-")).resolve()
         try:
-            cell = self._cell(base, workdir)
-            write_files(cell.work, files or {}, cell.user if workdir is None else None)
-            temp = "/tmp" if layer == "bubblewrap" else str(cell.temp)
-            own = {"HOME": str(cell.work), "TMPDIR": temp}
-            variables = {**_NAMES, **_ONE_THREAD, **own, **(env or {})}
+            spec = self._make_spec(base, workdir)
+            write_files(spec.work, files or {}, spec.user if workdir is None else None)
+            temp = "/tmp" if layer == "bubblewrap" else str(spec.temp)
+            own = {"HOME": str(spec.work), "TMPDIR": temp}
+            variables = {**_VARIABLES, **_ONE_THREAD, **own, **(env or {})}
             disk = self.disk_mb * backends.MEGABYTE
-            async with start(layer, cell, list(argv), variables, base, disk) as confined:
+            async with start(layer, spec, list(argv), variables, base, disk) as confined:
                 yield confined
         finally:
             await asyncio.shield(remove(base))
@@ -208,12 +208,12 @@ class Sandbox:
             (name, at) for name, paths in given.items() for at in paths if not Path(at).exists()
         ]
 
-    def _cell(self, base: Path, workdir: str | Path | None) -> backends.SandboxSpec:
+    def _make_spec(self, base: Path, workdir: str | Path | None) -> backends.SandboxSpec:
         temp = base / "temp"
         work = base / "work" if workdir is None else Path(workdir).resolve()
         if workdir is not None and not work.is_dir():
             raise BadInput(f"workdir={str(workdir)!r} is no folder", param="workdir")
-        cell = backends.SandboxSpec(
+        spec = backends.SandboxSpec(
             work=work,
             temp=temp,
             readable=tuple(Path(path).resolve() for path in self.readable),
@@ -228,5 +228,5 @@ class Sandbox:
         for folder in (temp, *([work] if workdir is None else [])):
             folder.mkdir(mode=0o700)
             if os.getuid() == 0:
-                os.chown(folder, cell.user, cell.user)
-        return cell
+                os.chown(folder, spec.user, spec.user)
+        return spec

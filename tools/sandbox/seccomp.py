@@ -1,12 +1,12 @@
-"""The system calls that a sandboxed program is refused, as a seccomp filter (classic BPF).
+"""Seccomp: a filter (classic BPF) that refuses system calls of a sandboxed program.
 
-What opens the kernel beyond ordinary programs' needs (new namespaces, mounts, BPF, io_uring, keys,
-modules, clocks), what escapes the limits (memory that is no process's own), and sockets. Where
-Landlock stands alone, also what Landlock does not see: file metadata, the settings of other
-processes of the same user, and what those share by a number or name that can be guessed: System
-V's memory, semaphores and messages, and message queues. The format is that of linux/filter.h and
-linux/seccomp.h; the numbers are those of asm/unistd_64.h and asm-generic/unistd.h. Called by
-layers.py.
+It refuses kernel features that ordinary programs do not need (new namespaces, mounts, BPF,
+io_uring, keys, modules, clocks), memory that belongs to no process and so escapes the limits, and
+sockets. Without namespaces it also refuses the calls that Landlock does not cover: on file
+metadata, on the settings of other processes of the same user, and on objects with guessable numbers
+or names (System V's memory, semaphores and messages, and message queues). The format is that of
+linux/filter.h and linux/seccomp.h. The numbers are those of asm/unistd_64.h and
+asm-generic/unistd.h. Called by backends.py.
 """
 
 import functools
@@ -16,12 +16,12 @@ import struct
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND, _THIRD = 0, 4, 16, 24, 32  # in struct seccomp_data
-_UPPER = 4  # bytes further: an argument's upper half
+_UPPER = 4  # offset in bytes of an argument's upper half
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _EPERM, _ENOSYS, _EACCES = 1, 38, 13
 _X32 = 0x40000000  # the second, 32-bit set of numbers on x86_64
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, -CGROUP, -UTS, -IPC, -USER, -PID, -NET, -TIME
-_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # typing into a terminal
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # they simulate input to a terminal
 
 # name: (number on x86_64, number on aarch64)
 _ALWAYS: dict[str, tuple[int | None, int | None]] = {
@@ -101,7 +101,9 @@ _OF_OTHERS: dict[str, tuple[int | None, int | None]] = {
     "msgctl": (71, 187),
     "mq_unlink": (241, 181),
 }
-_OF_OTHERS_BY_PID: dict[str, tuple[int | None, int | None]] = {  # fine on oneself, as pid 0
+_OF_OTHERS_BY_PID: dict[
+    str, tuple[int | None, int | None]
+] = {  # allowed on the process itself, as pid 0
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
@@ -134,27 +136,27 @@ _XATTRS: dict[str, tuple[int | None, int | None]] = {
 }
 _CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
 _UTIMENSAT, _FCNTL, _SETSOCKOPT = (280, 88), (72, 25), (54, 208)
-_SET_LEASE = 1024  # F_SETLEASE: makes others wait who open the file
+_SET_LEASE = 1024  # F_SETLEASE: it makes other processes wait that open the file
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)  # SOL_SOCKET; SO_SNDBUF, SO_RCVBUF, and with force
 
 _LOCAL = (1,)  # AF_UNIX
 _INTERNET = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK
 
 
-def supported() -> bool:
-    """Whether the numbers of this machine's system calls are known here."""
+def machine_supported() -> bool:
+    """Return True if this module has the numbers of this machine's system calls."""
     return platform.machine() in _MACHINES
 
 
 @functools.cache
 def filter_program(*, namespaces: bool, network: bool, owner: bool) -> bytes:
-    """The filter: struct sock_filter[], native byte order.
+    """Return the filter: struct sock_filter[], native byte order.
 
     Args:
-        namespaces: the program has pid, network and mount namespaces of its own.
-        network: it may reach the host's network; unix sockets are then refused, because those
-            with abstract names would come along.
-        owner: it has the rights of an owner over files of this process's user.
+        namespaces: the program has its own pid, network and mount namespaces.
+        network: the program may use the host's network. Unix sockets are then refused, as those
+            with abstract names would be reachable too.
+        owner: the program has the rights of an owner over files of this process's user.
     """
     column, architecture = _MACHINES[platform.machine()]
     families: tuple[int, ...] = ()
@@ -181,7 +183,7 @@ def filter_program(*, namespaces: bool, network: bool, owner: bool) -> bytes:
     lines += _when(_CLONE[column], _FIRST, [(_ANY_BIT, _NEW_NAMESPACES)], _EPERM)
     lines += _when(_IOCTL[column], _SECOND, [(_EQUAL, _TIOCSTI), (_EQUAL, _TIOCLINUX)], _EPERM)
     lines += _when(_FCNTL[column], _SECOND, [(_EQUAL, _SET_LEASE)], _EPERM)
-    # a buffer of another size is taken for a wish, as the kernel does: no error, and no change
+    # requests for another size of buffer succeed without effect, as the kernel may ignore them too
     wishes = [
         line
         for option in _BUFFERS
@@ -195,7 +197,7 @@ def filter_program(*, namespaces: bool, network: bool, owner: bool) -> bytes:
         for numbers in _OF_OTHERS_BY_PID.values():
             if (number := numbers[column]) is not None:
                 lines += _unless(number, _FIRST, (0,), _EPERM)
-        if owner:  # allowed on a file that is open, as `touch` does for a new one: no path
+        if owner:  # allowed on an open file without a path, as `touch` does for a new file
             body = [_line(_LOAD, _SECOND + _UPPER), _line(_EQUAL, 0, then=1)]
             body += [_line(_RETURN, _ERRNO | _EPERM)]
             body += _unless(None, _SECOND, (0,), _EPERM)

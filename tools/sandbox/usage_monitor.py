@@ -1,7 +1,7 @@
-"""How much a sandboxed program takes: its processes, their memory, its folders.
+"""Usage monitor: measure a sandboxed program's processes, their memory, and its folders.
 
-Read from /proc and the disk, because control groups are not ours to make on every machine.
-Called by sandbox.py.
+The numbers are from /proc and the disk, as not every machine lets us make control groups. Called by
+process.py.
 """
 
 import contextlib
@@ -10,30 +10,30 @@ import os
 import signal
 from pathlib import Path
 
-OPEN_FILES = 256  # of a process
-ENTRIES = 100_000  # files and folders: as many are too many, however small
-FREE_SOCKETS = 64  # so many are not counted: an honest program has fewer, and they are mostly empty
-NAME_IN_MEMORY = 1024  # bytes that the kernel takes for a file in /dev/shm, however empty
-_HELD = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:", "HugetlbPages:")
+OPEN_FILES = 256  # limit of a process
+ENTRIES = 100_000  # limit on files and folders of any size
+FREE_SOCKETS = 64  # sockets that do not count: an honest program has fewer, mostly empty ones
+NAME_IN_MEMORY = 1024  # bytes that the kernel uses for a file in /dev/shm, even if it is empty
+_MEMORY_LINES = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:", "HugetlbPages:")
 
 
-def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    found: list[int] = []
+def process_tree(pid: int) -> list[int]:
+    """Return the pids of a process and all its descendants."""
+    pids: list[int] = []
     waiting = [pid]
     while waiting:
         at = waiting.pop()
-        found.append(at)
+        pids.append(at)
         try:
             for thread in Path(f"/proc/{at}/task").iterdir():
                 waiting += map(int, (thread / "children").read_text().split())
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return pids
 
 
-def begun(pid: int) -> str:
-    """When a process began, in the kernel's words: with its pid, its identity. "" if it is gone."""
+def start_time(pid: int) -> str:
+    """Return a process's start time as the kernel's text; "" if it is gone. With the pid, an id."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -41,16 +41,16 @@ def begun(pid: int) -> str:
 
 
 def kill(processes: dict[int, str]) -> None:
-    """Kill those of these processes that are still the same, and what descends from them."""
+    """Kill processes whose start time is unchanged, and their descendants."""
     for pid, beginning in processes.items():
-        if beginning and begun(pid) == beginning:
-            for each in family(pid):
+        if beginning and start_time(pid) == beginning:
+            for each in process_tree(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
 
 
 def processor_time(pids: list[int]) -> float:
-    """Seconds of processor time that processes have used, with those that they waited for."""
+    """Return seconds of processor time of processes, including children that they waited for."""
     ticks = 0
     for pid in pids:
         try:
@@ -61,29 +61,29 @@ def processor_time(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def takes_more(pids: list[int], memory: int, *, inside: int | None, network: bool) -> bool:
-    """Whether processes together hold more than so many bytes.
+def exceeds_memory(pids: list[int], memory: int, *, inside: int | None, network: bool) -> bool:
+    """Return True if processes together use more than `memory` bytes.
 
-    Counted are memory and swap, page tables, and what sockets and the names in /dev/shm can take.
-    The quick count takes what they share for each one's own; only if that is too much, the exact
-    one is made.
+    Memory, swap, page tables, and the most that sockets and names in /dev/shm can use are counted.
+    A quick count takes shared memory for each process's own. Only if it is too large, the exact
+    count is made.
 
     Args:
-        pids: the processes, their holder first.
+        pids: the processes, the one that holds the sandbox first.
         memory: bytes.
-        inside: one of them that is in namespaces of its own, if they have any.
-        network: they share the host's network.
+        inside: one of them that is in its own namespaces, if they have any.
+        network: True if they share the host's network.
     """
-    room = memory - (0 if inside is None else NAME_IN_MEMORY * _names_in_memory(inside))
+    room = memory - (0 if inside is None else NAME_IN_MEMORY * _shm_entries(inside))
     room -= _fd_sockets(pids[1:]) if inside is None or network else _sockets(inside)
     return (
-        sum(_sum(f"/proc/{pid}/status", _HELD) for pid in pids) > room
-        and sum(_exact(pid) for pid in pids) > room
+        sum(_sum_lines(f"/proc/{pid}/status", _MEMORY_LINES) for pid in pids) > room
+        and sum(_exact_memory(pid) for pid in pids) > room
     )
 
 
-def fills_more(folder: Path, size: int) -> bool:
-    """Whether a folder takes more than so many bytes on disk, or cannot be looked into."""
+def exceeds_disk(folder: Path, size: int) -> bool:
+    """Return True if a folder takes more than `size` bytes on disk, or cannot be read."""
     total = entries = 0
     waiting = [str(folder)]
     while waiting:
@@ -98,31 +98,33 @@ def fills_more(folder: Path, size: int) -> bool:
                         return True
         except FileNotFoundError:
             continue
-        except OSError:  # no permission, or a path that is too long: made to hide something
+        except OSError:  # no permission, or a path too long: an attempt to hide data
             return True
     return False
 
 
-def _exact(pid: int) -> int:
-    """Bytes of a process, its share of what it shares; the quick count where that is hidden."""
-    shared = _sum(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
-    return _sum(f"/proc/{pid}/status", _HELD[3:] if shared else _HELD) + shared
+def _exact_memory(pid: int) -> int:
+    """Return bytes of a process with its fraction of shared memory, or the quick count."""
+    shared = _sum_lines(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
+    return (
+        _sum_lines(f"/proc/{pid}/status", _MEMORY_LINES[3:] if shared else _MEMORY_LINES) + shared
+    )
 
 
-def _names_in_memory(inside: int) -> int:
-    """How many files and folders there are in /dev/shm, which a process has for itself."""
+def _shm_entries(inside: int) -> int:
+    """Count the files and folders in a process's own /dev/shm."""
     try:
-        found = os.statvfs(f"/proc/{inside}/root/dev/shm")
+        status = os.statvfs(f"/proc/{inside}/root/dev/shm")
     except OSError:
         return 0
-    return found.f_files - found.f_ffree
+    return status.f_files - status.f_ffree
 
 
 def _sockets(inside: int) -> int:
-    """Bytes that the sockets of a network namespace can hold, those in flight included.
+    """Return the bytes that the sockets of a network namespace can buffer, also those in flight.
 
-    Buffers are as large as the system makes them (seccomp.py), but TCP's grow by themselves: of
-    these, what waits in them is counted twice over, for what the kernel keeps beside it.
+    Buffers have the system's size (seccomp.py), but TCP's grow by themselves. The bytes waiting in
+    those are counted twice, as the kernel keeps records beside them.
     """
     used = waiting = tcp = 0
     with contextlib.suppress(OSError):
@@ -138,38 +140,38 @@ def _sockets(inside: int) -> int:
 
 
 def _fd_sockets(pids: list[int]) -> int:
-    """Bytes that the sockets which processes have open can hold; of what is hidden, the most."""
+    """Return the bytes that open sockets of processes can buffer; at most, if they are hidden."""
     hidden = 0
     links: list[Path] = []
     for pid in pids:
         try:
             links += list(Path(f"/proc/{pid}/fd").iterdir())
-        except PermissionError:  # of a process that hides, or of a dead one, which has no memory
-            hidden += OPEN_FILES if _sum(f"/proc/{pid}/status", ("VmSize:",)) else 0
+        except PermissionError:  # the process hides its files, or is dead and has no memory
+            hidden += OPEN_FILES if _sum_lines(f"/proc/{pid}/status", ("VmSize:",)) else 0
         except OSError:
             continue
-    found = set()
+    names = set()
     if len(links) + hidden > FREE_SOCKETS:
         for link in links:
             with contextlib.suppress(OSError):
-                found.add(link.readlink().name)
-    return _buffers(hidden + sum(each.startswith("socket:") for each in found))
+                names.add(link.readlink().name)
+    return _buffers(hidden + sum(each.startswith("socket:") for each in names))
 
 
 def _buffers(sockets: int) -> int:
-    """Bytes that the buffers of so many sockets can hold, one message too large included."""
+    """Return the bytes of the buffers of sockets, including one message beyond their size."""
     return max(sockets - FREE_SOCKETS, 0) * 2 * _buffer_size()
 
 
 @functools.cache
 def _buffer_size() -> int:
-    """Bytes of a socket's buffer, as the system makes it."""
+    """Return the default size of a socket's buffer, in bytes."""
     sizes = [Path(f"/proc/sys/net/core/{kind}mem_default") for kind in "rw"]
     return max(int(size.read_text()) for size in sizes if size.exists())
 
 
-def _sum(path: str, names: tuple[str, ...]) -> int:
-    """The sum of some lines of a file such as `RssAnon:  1024 kB`: bytes; 0 if it is gone."""
+def _sum_lines(path: str, names: tuple[str, ...]) -> int:
+    """Sum lines of a file such as `RssAnon:  1024 kB`, in bytes; 0 if it is gone."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

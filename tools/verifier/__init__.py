@@ -1,13 +1,14 @@
-"""The agent's code as a reward: tests that it never sees, judged outside of its sandbox.
+"""Verifier: reward an agent's code by hidden tests, judged outside of the code's sandbox.
 
     loop = Loop(agent, tasks, rewards=[verifier()])
 
 with tasks such as {"input": "Write add(a, b).", "metadata": {"tests": ["add(2, 3) == 5"]}}.
 
-What the code earns is a number from 0 to 1. That it could not be run at all is a RewardError, never
-a 0; once it runs, nothing that it does is an error: what no honest code does earns 0.0, and the
-run the tag `suspect`. `checker` is the second kind: a program of yours beside the code, and what
-that cannot hold. Called by agent authors. Read next: cases.py; judge.py; sandbox/__init__.py.
+The reward is a number from 0 to 1. If the code could not be run at all, it is a RewardError, never
+0. Once the code runs, no act of it is an error. Acts that honest code never does earn 0.0, and give
+the run the tag `suspect`. `checker` is the second kind of reward: your own program runs beside the
+code, with weaker guarantees. Called by agent authors. Read next: cases.py; judge.py;
+sandbox/__init__.py.
 """
 
 import json
@@ -29,10 +30,10 @@ from cray_agents.tools.verifier.judge import (
     JudgeRules,
     Suspect,
     check_program,
-    fair,
+    guard_verdict,
     judge_calls,
     judge_programs,
-    judged,
+    with_processor_limit,
 )
 
 __all__ = ["Case", "checker", "code_of", "verifier"]
@@ -40,7 +41,7 @@ __all__ = ["Case", "checker", "code_of", "verifier"]
 PYTHON = (sys.executable, "solution.py")
 
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-# Runs verify.py to its end and says so with a word that only it was told, before anything else can.
+# Run verify.py to its end, and at once report that with a word that no other program knows.
 _TO_THE_END = """\
 import json, os, sys
 word = sys.stdin.readline().strip()
@@ -66,62 +67,62 @@ def verifier(
     weight: float = 1.0,
     name: str = "verifier",
 ) -> Callable[[Run], Awaitable[float]]:
-    """A reward function that asks the agent's code, in a sandbox, and compares the answers itself.
+    """Make a reward that runs the agent's code in a sandbox, and compares its answers itself.
 
-    The code gets calls, or a program's input, and gives plain data back. The tests, the expected
-    values and the comparison stay in this process, where the code reaches nothing. One process of
-    it answers all calls of a run, in order; a program is run anew for each input.
+    The code gets calls, or a program's input, and returns plain data. The tests, the expected
+    values and the comparison stay in this process, out of the code's reach. One process of the code
+    answers all calls of a run, in order. A program is run anew for each input.
 
-    What it cannot hold off: code that guesses, such as one that always returns True. Give several
-    tests, with different answers. And code that answers only what is asked: ask enough.
+    Two weaknesses remain. Code can guess, for example by always returning True: give several tests
+    with different answers. Code can answer the tested inputs alone: give enough tests.
 
     Args:
-        tests: texts such as "add(2, 3) == 5", dicts or Cases (see Case), or Python source of
-            `assert add(2, 3) == 5` and the like; or a function that gives a run's; default: what
-            its task has as metadata["tests"].
-        files: what lies in the code's folder, made of the run, with solution.py among it; default:
-            solution.py, the last fenced block of the output. The code can read all of it.
-        command: how a program is run, for tests with `stdin`.
-        partial: earn the share of the tests that pass; default: 1.0 for all of them, or 0.0.
-        tolerance: how far numbers with a point may be off, relative to the larger, or absolute.
-        accepts: instead of comparing: whether an answer, as plain data or a program's output, is
-            right for its case. Called with both here, outside of the sandbox.
-        sandbox: limits, and what may be read: nothing that tells the tests. Each call, or run of a
-            program, gets `cpu_seconds` of processor time and `seconds` by the clock. Without
-            `cpu_seconds`, its `seconds` are processor time, and 20 times as many by the clock:
-            slow code is not cut short because the machine is busy. Default: Sandbox().
+        tests: texts such as "add(2, 3) == 5", dicts or Cases (see Case), or Python source such as
+            `assert add(2, 3) == 5`; or a function that returns a run's tests; default: the
+            metadata["tests"] of its task.
+        files: function of the run that returns the files of the code's folder, solution.py among
+            them; default: solution.py, the last fenced block of the output. The code can read them.
+        command: command of a program, for tests with `stdin`.
+        partial: True to earn the share of the passed tests; default: 1.0 for all of them, else 0.0.
+        tolerance: allowed error of numbers with a point, relative to the larger, or absolute.
+        accepts: function that decides if an answer, as plain data or a program's output, is right
+            for its case, instead of the comparison. Called with both, outside of the sandbox.
+        sandbox: limits and readable files, none of which may reveal the tests. Each call, or run of
+            a program, gets `cpu_seconds` of processor time and `seconds` by the clock. Without
+            `cpu_seconds`, its `seconds` are processor time, and 20 times as many by the clock, so
+            that a busy machine does not cut slow code short. Default: Sandbox().
         weight, name: of the reward.
 
-    It earns 0.0 where it meets a limit, does not import, or gives no answer. Where a sandbox or
-    Python cannot be started, or the tests are none, the function raises RewardError. `files` or
-    `accepts` that raises earns 0.0 and the tag `suspect`: the output may well be what makes it.
+    Code that meets a limit, cannot be imported, or gives no answer earns 0.0. If a sandbox or
+    Python cannot be started, or the tests are invalid, the function raises RewardError. If `files`
+    or `accepts` raises, the code earns 0.0 and the tag `suspect`, as its output may be the cause.
     """
     if not 0 <= tolerance < float("inf"):
         raise BadInput(f"tolerance={tolerance!r}: must be a number from 0", param="tolerance")
     if isinstance(command, str) or not command:
         raise BadInput(f"command={command!r}: give the program and its arguments", param="command")
     rules = JudgeRules(partial, tolerance, accepts)
-    known = None if tests is None or callable(tests) else cases_of(tests)
-    cell = fair(sandbox)
-    found: set[str] = set()  # programs that are in the sandbox
+    fixed_cases = None if tests is None or callable(tests) else cases_of(tests)
+    box = with_processor_limit(sandbox)
+    checked_programs: set[str] = set()  # programs that are in the sandbox
 
     async def verify(run: Run) -> float:
-        cases = known or _cases(run, tests if callable(tests) else None)
+        cases = fixed_cases or _cases_of_run(run, tests if callable(tests) else None)
 
-        async def asking() -> Verdict:
+        async def judge() -> Verdict:
             given = _files(run, files or _solution)
             try:
                 if cases[0].stdin is None:
-                    return await judge_calls(cell, given, cases, rules)
-                if command[0] not in found:
-                    await check_program(cell, command[0])
-                    found.add(command[0])
-                return await judge_programs(cell, command, given, cases, rules)
-            except BadInput as error:  # names of files that the run gave
+                    return await judge_calls(box, given, cases, rules)
+                if command[0] not in checked_programs:
+                    await check_program(box, command[0])
+                    checked_programs.add(command[0])
+                return await judge_programs(box, command, given, cases, rules)
+            except BadInput as error:  # invalid names of files, which depend on the run
                 raise Suspect(str(error)) from error
 
         try:
-            return await judged(asking)
+            return await guard_verdict(judge)
         except SetupError as error:
             raise RewardError(f"{name} could not be run: {error}") from error
 
@@ -136,42 +137,44 @@ def checker(
     weight: float = 1.0,
     name: str = "checker",
 ) -> Callable[[Run], Awaitable[float]]:
-    r"""A reward function that runs a program of yours beside the output, in a sandbox.
+    r"""Make a reward that runs a program of yours beside the output, in a sandbox.
 
-    It is for what reads the output: a proof checker, a compiler, a comparison of texts. Where the
-    program runs the agent's code, as unit tests do that import it, IT DOES NOT HOLD against code
-    that is written to deceive, and a model that is rewarded so learns to. The code shares the
-    program's process or at least its user and folder: it reads the tests, the task's target and
-    metadata; returns objects that equal everything; replaces what compares, reports and exits;
-    `os._exit(0)` passes many frameworks' tests. Use `verifier` wherever its tests can be written.
+    It is for programs that read the output: a proof checker, a compiler, a comparison of texts. If
+    the program runs the agent's code, as unit tests do that import it, IT DOES NOT HOLD against
+    code that is written to deceive, and a model that is so rewarded learns to deceive. The code
+    shares the program's process, or at least its user and folder. It can read the tests, and the
+    task's target and metadata. It can return objects that equal everything, and replace functions
+    that compare, report and exit. `os._exit(0)` passes many frameworks' tests. Use `verifier`
+    wherever its tests can be written.
 
     A str is Python source. It earns 1.0 by running to its end, or the value of its global variable
-    `reward`; an exception, and an exit of any kind before the end, earn 0.0.
+    `reward`. An exception, and an exit of any kind before the end, earn 0.0.
 
-    A sequence is a command, such as `["bash", "check.sh"]`. Exit status 0 earns 1.0, or what its
-    last line of output says if that is JSON such as `{"reward": 0.5}`; any other status earns 0.0.
+    A sequence is a command, such as `["bash", "check.sh"]`. Exit status 0 earns 1.0, or the value
+    in the last line of output if that is JSON such as `{"reward": 0.5}`. Any other status earns
+    0.0.
 
-    Only this holds: the reward is a number from 0 to 1, and whatever else is said, such as NaN or
-    1e308, earns 0.0 and the tag `suspect`; once the program runs, no ending is an error.
+    Two guarantees remain. The reward is a number from 0 to 1; any other value, such as NaN or
+    1e308, earns 0.0 and the tag `suspect`. Once the program runs, no ending is an error.
 
     Args:
         program: Python source, or a command.
-        files: what lies in the folder, made of the run; beside `run.json`, the run itself, and
-            `output.txt`, its output as text, which are always there.
-        sandbox: limits, and what may be read; see `verifier`.
+        files: function of the run that returns the files of the folder, beside `run.json`, the run
+            itself, and `output.txt`, its output as text.
+        sandbox: limits and readable files; see `verifier`.
         weight, name: of the reward.
 
     The function raises RewardError if the sandbox, or the program, is missing.
     """
     if not program:
         raise BadInput("checker: the program is empty", param="program")
-    cell = fair(sandbox)
-    found: set[str] = set()  # programs that are in the sandbox
+    box = with_processor_limit(sandbox)
+    checked_programs: set[str] = set()  # programs that are in the sandbox
 
     async def check(run: Run) -> float:
         word = secrets.token_hex(16)
 
-        async def asking() -> Verdict:
+        async def judge() -> Verdict:
             given = {**_records(run), **(_files(run, files) if files else {})}
             try:
                 if isinstance(program, str):
@@ -180,16 +183,20 @@ def checker(
                     stdin: str | bytes = f"{word}\n"
                 else:
                     argv, stdin = program, given["run.json"]
-                if argv[0] not in found:
-                    await check_program(cell, argv[0])
-                    found.add(argv[0])
-                outcome = await cell.run(argv, files=given, stdin=stdin)
+                if argv[0] not in checked_programs:
+                    await check_program(box, argv[0])
+                    checked_programs.add(argv[0])
+                outcome = await box.run(argv, files=given, stdin=stdin)
             except BadInput as error:
                 raise Suspect(str(error)) from error
-            return _word(outcome, word) if isinstance(program, str) else _status(outcome)
+            return (
+                _read_python_verdict(outcome, word)
+                if isinstance(program, str)
+                else _read_command_verdict(outcome)
+            )
 
         try:
-            return await judged(asking)
+            return await guard_verdict(judge)
         except SetupError as error:
             raise RewardError(f"{name} could not be run: {error}") from error
 
@@ -197,16 +204,16 @@ def checker(
 
 
 def code_of(text: str | None) -> str:
-    """The last fenced block of a text, as models write code; all of it if there is none.
+    """Return the last fenced block of a text, or the whole text without one.
 
-    Of None, the output of a run that came to no answer, it is "".
+    None, the output of a run without an answer, gives "".
     """
     blocks: list[str] = _FENCED.findall(text or "")
     return blocks[-1] if blocks else text or ""
 
 
-def _cases(run: Run, tests: Callable[[Run], Tests] | None) -> list[Case]:
-    """The cases of a run. Raises RewardError."""
+def _cases_of_run(run: Run, tests: Callable[[Run], Tests] | None) -> list[Case]:
+    """Return the cases of a run. Raises RewardError."""
     given = tests(run) if tests else (run.task.metadata if run.task else {}).get("tests")
     task = f"task {run.task.id}" if run.task else f"run {run.id}, which is of no task,"
     if given is None:
@@ -222,7 +229,7 @@ def _solution(run: Run) -> Files:
 
 
 def _files(run: Run, files: Callable[[Run], Files]) -> dict[str, str | bytes]:
-    """What the author's function makes of a run. Raises Suspect."""
+    """Return the files that the author's function makes of a run. Raises Suspect."""
     try:
         given = dict(files(run))
     except Exception as error:
@@ -234,45 +241,49 @@ def _files(run: Run, files: Callable[[Run], Files]) -> dict[str, str | bytes]:
 
 
 def _records(run: Run) -> dict[str, str | bytes]:
-    """The run as files. Raises Suspect."""
+    """Return the run as files. Raises Suspect."""
     try:
         return {"run.json": run.model_dump_json(), "output.txt": _text(run.output)}
     except (ValueError, RecursionError) as error:  # such as half of a surrogate pair
         raise Suspect(f"the run cannot be written as JSON: {error}"[:300]) from error
 
 
-def _status(outcome: Outcome) -> Verdict:
-    if outcome.returncode in (126, 127):  # the program itself was there
+def _read_command_verdict(outcome: Outcome) -> Verdict:
+    if outcome.returncode in (126, 127):  # check_program has found the program itself
         raise Suspect(f"exit status {outcome.returncode}, as of a program that is missing")
     if outcome.returncode != 0:
-        return Verdict(0.0, _ending(outcome))
+        return Verdict(0.0, _describe_end(outcome))
     lines = outcome.stdout.strip().splitlines() or [""]
     try:
-        said = json.loads(lines[-1])
+        report = json.loads(lines[-1])
     except (ValueError, RecursionError):
         return Verdict(1.0)
-    return _number(said["reward"]) if isinstance(said, dict) and "reward" in said else Verdict(1.0)
+    return (
+        _checked_reward(report["reward"])
+        if isinstance(report, dict) and "reward" in report
+        else Verdict(1.0)
+    )
 
 
-def _word(outcome: Outcome, word: str) -> Verdict:
+def _read_python_verdict(outcome: Outcome, word: str) -> Verdict:
     if outcome.returncode != 0:
-        return Verdict(0.0, _ending(outcome))
+        return Verdict(0.0, _describe_end(outcome))
     last = (outcome.stdout.strip().splitlines() or [""])[-1]
     if not last.startswith(f"{word} "):
         raise Suspect("it ended before the tests' end")
     try:
-        return _number(json.loads(last.removeprefix(f"{word} ")))
+        return _checked_reward(json.loads(last.removeprefix(f"{word} ")))
     except (ValueError, RecursionError) as error:
         raise Suspect("it ended with what is no reward") from error
 
 
-def _number(value: Any) -> Verdict:
+def _checked_reward(value: Any) -> Verdict:
     if not isinstance(value, bool | int | float) or not 0 <= value <= 1:  # NaN is not
         raise Suspect(f"reward={value!r:.100} is no number from 0 to 1")
     return Verdict(value)
 
 
-def _ending(outcome: Outcome) -> str:
+def _describe_end(outcome: Outcome) -> str:
     return TOO_MUCH[outcome.limit] if outcome.limit else f"exit status {outcome.returncode}"
 
 

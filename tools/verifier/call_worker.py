@@ -1,9 +1,10 @@
-"""The Python that calls the agent's code in the sandbox, and tells what it returns. Stands alone.
+"""Call worker: a script that calls the agent's code in the sandbox, and reports the results.
 
-Started by judge.py, which sends its text along. It says that it is ready, imports solution.py, and
-answers lines of JSON, {"id", "call", "args", "kwargs"}, each with one of {"id", "returned"},
-{"id", "raised"}, {"id", "broken"}. It knows no expected value, and the code may do with it what it
-likes: all that comes out is data, which the judge compares. answers.py imports `plain` from here.
+Started by judge.py, which passes its source text; imports nothing of this package. It reports that
+it is ready, and imports solution.py. It answers lines of JSON, {"id", "call", "args", "kwargs"},
+each with one of {"id", "returned"}, {"id", "raised"}, {"id", "broken"}. It has no expected values.
+The code may manipulate it at will, as its output is only data, which the judge compares.
+plain_answers.py imports `plain` from here.
 """
 
 import importlib
@@ -12,13 +13,13 @@ import os
 import sys
 from typing import Any
 
-DEPTH = 40  # of lists and the like within each other
-LONG = 4096  # bits: longer ints are written in hexadecimal, for JSON's decimals are read slowly
+DEPTH = 40  # of nested lists and the like
+LONG = 4096  # bits; longer ints are written in hexadecimal, as decimals are slow to read
 
 
 def main() -> None:
     """Serve until the pipe is closed."""
-    asked = os.fdopen(os.dup(0), "rb")
+    requests = os.fdopen(os.dup(0), "rb")
     answers = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
@@ -30,31 +31,31 @@ def main() -> None:
     broken = None
     try:
         names = vars(importlib.import_module("solution"))
-    except BaseException as error:  # noqa: BLE001 - the edge to the model's code
+    except BaseException as error:  # noqa: BLE001 - any error of the model's code
         broken = name_of(error)
-    for line in asked:
-        order = json.loads(line)
-        answer = {"broken": broken} if broken else called(order, names)
-        send(answers, {"id": order["id"], **answer})
+    for line in requests:
+        request = json.loads(line)
+        answer = {"broken": broken} if broken else answer_call(request, names)
+        send(answers, {"id": request["id"], **answer})
 
 
-def called(order: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-    """What the code makes of one call."""
+def answer_call(request: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    """Make one call of the code, and return its result."""
     try:
-        value = eval(order["call"], names)  # what this program is for; the sandbox is around it
-        if order["args"] is not None:
-            args, kwargs = native(order["args"]), native(order["kwargs"])
+        value = eval(request["call"], names)  # the purpose of this program, which runs in a sandbox
+        if request["args"] is not None:
+            args, kwargs = native(request["args"]), native(request["kwargs"])
             value = value(*args, **kwargs)
-    except BaseException as error:  # noqa: BLE001 - the edge to the model's code
+    except BaseException as error:  # noqa: BLE001 - any error of the model's code
         return {"raised": name_of(error)}
     try:
         return {"returned": plain(value)}
-    except BaseException:  # noqa: BLE001 - its classes are the model's code as well
+    except BaseException:  # noqa: BLE001 - its classes are the model's code, too
         return {"returned": {"other": "unreadable"}}
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON: what JSON has no word for is an object of one key, its kind."""
+    """Return a value as JSON data. Kinds that JSON lacks become an object of one key, the kind."""
     if depth > DEPTH:
         return {"other": "too deep"}
     if value is None or isinstance(value, bool):
@@ -85,7 +86,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def native(value: Any) -> Any:
-    """The value that `plain` wrote."""
+    """Return the value that `plain` wrote."""
     if isinstance(value, list):
         return [native(each) for each in value]
     if not isinstance(value, dict):
@@ -103,7 +104,7 @@ def native(value: Any) -> Any:
 
 
 def name_of(error: BaseException) -> str:
-    """The name of an exception's class."""
+    """Return the name of an exception's class."""
     return str(type(error).__name__)[:100]
 
 

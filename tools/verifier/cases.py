@@ -1,11 +1,11 @@
-"""Case: what the agent's code is asked, and what is right. And the ways to write one.
+"""Cases: questions to the agent's code with the right answers, and the ways to write them.
 
     "add(2, 3) == 5"                                          a call, and a literal
     {"call": "add", "args": [2, 3], "expected": 5}            a function, and JSON
     {"call": "divide(1, 0)", "raises": "ZeroDivisionError"}   an exception
     {"stdin": "2 3\\n", "expected": "5\\n"}                     a program, and what it prints
 
-Called by verifier/__init__.py and judge.py. Read next: answers.py, what equals what.
+Called by __init__.py and judge.py. Read next: plain_answers.py, the comparison of values.
 """
 
 import ast
@@ -29,16 +29,16 @@ class Case:
     """One question to the code, and the right answer.
 
     Args:
-        call: an expression of the names of solution.py. Let its value be the answer itself: what
-            it compares or checks, the code would decide.
-        args, kwargs: the value of `call` is called with these, if one is given.
-        stdin: instead of a call, what the program reads.
-        expected: the value, as plain data: None, numbers, texts, bytes, lists, tuples, sets, dicts;
-            of a program, what it prints.
-        raises: instead, the name of the exception that the call ends with, or of a built-in
-            exception that it descends from.
+        call: an expression of the names of solution.py. Its value should be the answer itself, as
+            the code would decide the result of a comparison or check in it.
+        args, kwargs: arguments to call the value of `call` with, if one is given.
+        stdin: the program's input, instead of a call.
+        expected: the value as plain data: None, numbers, texts, bytes, lists, tuples, sets, dicts;
+            for a program, its output.
+        raises: instead of `expected`, the name of the exception that ends the call, or of a
+            built-in base class of it.
 
-    Raises BadInput for what cannot be asked or compared.
+    Raises BadInput for a case that cannot be asked or compared.
     """
 
     call: str | None = None
@@ -78,13 +78,13 @@ class Case:
             given["expected"] = self.expected
         for name, value in given.items():
             try:
-                plain_answers.written(value)
+                plain_answers.to_json(value)
             except ValueError as error:
                 raise _bad(f"{name}={value!r:.100} cannot be sent or compared: {error}") from error
 
     @property
     def question(self) -> dict[str, Any]:
-        """The call as worker.py is asked it; nothing in it tells what is expected."""
+        """The call as a request to call_worker.py, which reveals nothing of the expected value."""
         called = self.args is not None or self.kwargs is not None
         return {
             "call": (self.call or "").strip(),
@@ -93,7 +93,7 @@ class Case:
         }
 
     def awaits(self, error: str) -> bool:
-        """Whether an exception of this name is the right end of the call."""
+        """Return True if an exception of this name is the right end of the call."""
         if self.raises is None or error == self.raises:
             return self.raises is not None
         if self.raises in ("Exception", "BaseException"):
@@ -106,7 +106,7 @@ Tests = str | Sequence[Case | str | Mapping[str, Any]]
 
 
 def cases_of(tests: Tests) -> list[Case]:
-    """The cases of tests, however they are written. Raises BadInput, with the number or line."""
+    """Return the cases of tests in any form. Raises BadInput, with the number or line."""
     if isinstance(tests, str):
         cases = _of_source(tests)
     elif isinstance(tests, Sequence):
@@ -125,10 +125,10 @@ def _of_one(test: Case | str | Mapping[str, Any], number: int) -> Case:
         return test
     try:
         if isinstance(test, str):
-            found = _of_source(test)
-            if len(found) != 1:
-                raise _bad(f"{test!r:.100} makes {len(found)} comparisons: give one")
-            return found[0]
+            cases = _of_source(test)
+            if len(cases) != 1:
+                raise _bad(f"{test!r:.100} makes {len(cases)} comparisons: give one")
+            return cases[0]
         if not isinstance(test, Mapping):
             raise _bad(f"{test!r:.100}: give a text, a dict or a Case")
         known = [field.name for field in dataclasses.fields(Case)]
@@ -150,7 +150,7 @@ def _of_source(source: str) -> list[Case]:
 
 
 def _is_import(statement: ast.stmt) -> bool:
-    """Whether it is `from solution import name`: all names of solution.py are there anyway."""
+    """Return True for `from solution import name`, as tests have all names of solution.py."""
     return (
         isinstance(statement, ast.ImportFrom)
         and statement.module == MODULE

@@ -1,8 +1,8 @@
-"""Answers as plain data: read from what the agent's code wrote, and compared by the judge.
+"""Plain answers: read the data that the agent's code wrote, and compare them.
 
-Nothing here runs or holds an object of the code's classes, and nothing is hashed that the code
-chose: of lists and numbers, texts and bytes, sets and dicts (as Items and Pairs), with bounds on
-size and depth. worker.py writes them. Called by cases.py and judge.py.
+This module never runs or keeps an object of the code's classes, and hashes no value that the code
+chose. Answers are lists and numbers, texts and bytes, sets and dicts (as Items and Pairs), with
+bounds on size and depth. call_worker.py writes them. Called by cases.py and judge.py.
 """
 
 import json
@@ -16,24 +16,24 @@ from cray_agents.tools.verifier.call_worker import DEPTH, plain
 SIZE = 1 << 20  # bytes of an answer, or of a program's output
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
-_LONGEST = 400  # characters of a number that is compared as one
+_LONGEST = 400  # characters of a text that is compared as a number
 _SAME_HASH = 16  # values in a set that may share a hash
 
 
 class Malformed(ValueError):
-    """It is no answer that worker.py writes."""
+    """A line is not an answer of call_worker.py."""
 
 
 @dataclass(frozen=True)
 class Items:
-    """The elements of a set, as they came."""
+    """The elements of a set, in the order written."""
 
     items: list[Any]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The keys and values of a dict, as they came."""
+    """The keys and values of a dict, in the order written."""
 
     pairs: list[list[Any]]
 
@@ -47,16 +47,16 @@ class Other:
 
 @dataclass(frozen=True)
 class AnswerLine:
-    """A line of worker.py: the id of what was asked (or ready), and what came of it."""
+    """A line of call_worker.py: the id of the request (or ready), and the result."""
 
     words: dict[str, Any]
 
 
 def read(text: str | bytes) -> Any:
-    """The value of JSON that `worker.plain` made, or a Line. Raises Malformed."""
+    """Return the value of JSON made by `call_worker.plain`, or an AnswerLine. Raises Malformed."""
     try:
         value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite
+            text, object_pairs_hook=_parse_object, parse_constant=_refuse, parse_float=_finite
         )
         check_depth(value.words.get("returned") if isinstance(value, AnswerLine) else value)
     except (ValueError, RecursionError) as error:
@@ -64,60 +64,61 @@ def read(text: str | bytes) -> Any:
     return value
 
 
-def written(value: Any) -> str:
-    """A value of the author's as JSON. Raises ValueError if it is not plain data, or too much."""
+def to_json(value: Any) -> str:
+    """Return a value as JSON. Raises ValueError if it is not plain data, or too large."""
     text = json.dumps(plain(value))
     if len(text) > SIZE:
         raise ValueError(f"it takes {len(text)} bytes, and {SIZE} are the most")
-    if isinstance(other := _other(read(text)), Other):
+    if isinstance(other := _first_other(read(text)), Other):
         raise ValueError(f"a {other.kind} is not plain data")
     return text
 
 
-def alike(got: Any, expected: Any, tolerance: float) -> bool:
-    """Whether an answer is the expected one.
+def values_equal(got: Any, expected: Any, tolerance: float) -> bool:
+    """Return True if an answer is the expected one.
 
-    Numbers may differ by `tolerance`, relative to the larger or absolute; whole ones, in sets and
-    as keys may not. A list equals a tuple, an int a float, but no number equals a bool.
+    Numbers may differ by `tolerance`, relative to the larger or absolute. Whole numbers, elements
+    of sets, and keys may not. A list equals a tuple, an int a float, but no number equals a bool.
     """
     if isinstance(expected, list | tuple):
         return (
             isinstance(got, list | tuple)
             and len(got) == len(expected)
-            and all(alike(a, b, tolerance) for a, b in zip(got, expected, strict=True))
+            and all(values_equal(a, b, tolerance) for a, b in zip(got, expected, strict=True))
         )
     if isinstance(expected, Items):
-        return isinstance(got, Items) and _sorted(got.items) == _sorted(expected.items)
+        return isinstance(got, Items) and _sort(got.items) == _sort(expected.items)
     if isinstance(expected, Pairs):
         if not isinstance(got, Pairs) or len(got.pairs) != len(expected.pairs):
             return False
         values = {_key(key): value for key, value in got.pairs}
         missing = Other("missing")
         return len(values) == len(expected.pairs) and all(
-            alike(values.get(_key(key), missing), value, tolerance) for key, value in expected.pairs
+            values_equal(values.get(_key(key), missing), value, tolerance)
+            for key, value in expected.pairs
         )
     if _is_number(expected):
         return _is_number(got) and _close(got, expected, tolerance)
     return type(got) is type(expected) and not isinstance(got, Other) and bool(got == expected)
 
 
-def alike_text(got: str, expected: str, tolerance: float) -> bool:
-    """Whether a program's output is the expected one, but for blanks at the end of lines and text.
+def outputs_equal(got: str, expected: str, tolerance: float) -> bool:
+    """Return True if a program's output is the expected one, except for trailing blanks.
 
-    Where a word of the expected text is a number with a point or an exponent, the program's may be
-    written in another way, and differ by `tolerance`.
+    A word of the expected text that is a number with a point or an exponent may be written
+    differently in the output, and differ by `tolerance`.
     """
-    lines, others = _lines(got), _lines(expected)
-    return len(lines) == len(others) and all(
+    lines, expected_lines = _lines(got), _lines(expected)
+    return len(lines) == len(expected_lines) and all(
         a == b or _same_words(a.split(" "), b.split(" "), tolerance)
-        for a, b in zip(lines, others, strict=True)
+        for a, b in zip(lines, expected_lines, strict=True)
     )
 
 
 def native(value: Any) -> Any:
-    """An answer as Python's own lists, sets and dicts, for an author's function.
+    """Return an answer as Python's own lists, sets and dicts, for an author's function.
 
-    Raises Malformed where their hashes were made to collide, which would take for ever.
+    Raises Malformed for values with colliding hashes, which would take for ever.
     """
     if isinstance(value, list | tuple):
         return type(value)(map(native, value))
@@ -133,14 +134,14 @@ def native(value: Any) -> Any:
 
 
 def check_depth(value: Any, depth: int = 0) -> None:
-    """Raises Malformed for what is deeper than worker.py writes."""
+    """Raise Malformed for a value deeper than call_worker.py writes."""
     if depth > DEPTH:
         raise Malformed("too deep")
-    for each in _inside(value):
+    for each in _elements(value):
         check_depth(each, depth + 1)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> Any:
+def _parse_object(pairs: list[tuple[str, Any]]) -> Any:
     words = dict(pairs)
     if len(words) != len(pairs):
         raise Malformed("a key stands twice")
@@ -177,7 +178,7 @@ def _finite(word: str) -> float:
     return number
 
 
-def _inside(value: Any) -> list[Any]:
+def _elements(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
     if isinstance(value, Items):
@@ -187,11 +188,11 @@ def _inside(value: Any) -> list[Any]:
     return []
 
 
-def _other(value: Any) -> Other | None:
-    """What in a value is not plain data."""
+def _first_other(value: Any) -> Other | None:
+    """Return the first element of a value that is not plain data, if any."""
     if isinstance(value, Other):
         return value
-    return next(filter(None, map(_other, _inside(value))), None)
+    return next(filter(None, map(_first_other, _elements(value))), None)
 
 
 def _is_number(value: Any) -> bool:
@@ -205,16 +206,16 @@ def _close(got: float, expected: float, tolerance: float) -> bool:
         return math.isnan(got)
     try:
         return math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
-    except OverflowError:  # an int that no float holds
+    except OverflowError:  # an int too large for a float
         return False
 
 
 def _key(value: Any) -> str:
-    """A text that is the same for equal values, and for no others."""
+    """Return a text that is the same for equal values only."""
     return json.dumps(_canonical(value))
 
 
-def _sorted(values: list[Any]) -> list[Any]:
+def _sort(values: list[Any]) -> list[Any]:
     return sorted(map(_canonical, values), key=json.dumps)
 
 
@@ -222,9 +223,9 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, Items):
-        return ["set", _sorted(value.items)]
+        return ["set", _sort(value.items)]
     if isinstance(value, Pairs):
-        return ["dict", _sorted([list(pair) for pair in value.pairs])]
+        return ["dict", _sort([list(pair) for pair in value.pairs])]
     if isinstance(value, list | tuple):
         return ["list", list(map(_canonical, value))]
     if isinstance(value, str | bool) or value is None:
@@ -254,7 +255,7 @@ def _same_number(got: str, expected: str, tolerance: float) -> bool:
 
 
 def _hashable(value: Any) -> Any:
-    """A set's element, as Python has it."""
+    """Return a set's element as a hashable value of Python."""
     made = native(value)
     return frozenset(made) if isinstance(made, set) else made
 

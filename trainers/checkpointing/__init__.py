@@ -1,1 +1,1 @@
-"""Resume points, and the published checkpoint."""
+"""Checkpointing: resume points of a job, and its published checkpoint."""

@@ -1,10 +1,10 @@
-"""From trained Megatron weights to a published checkpoint: a Hugging Face directory and a manifest.
+"""Export: publish trained weights as a Hugging Face directory with a manifest.
 
-The first rank that holds a tensor writes it, into safetensors files of bounded size that are laid
-out beforehand from names and shapes, so that no rank ever holds more than one file's tensors. Rank
-0 adds the parent's config, tokenizer and chat template, the golden probe and the hashes, and
-renames the whole into place. The weights keep the parent's stored types; the probe is of the
-weights as stored. Read next: rank.py, which calls `publish` last.
+The first rank that holds a tensor writes it into safetensors files of bounded size. The files are
+planned from names and shapes, so that no rank holds more than one file's tensors. Rank 0 adds the
+parent's config, tokenizer and chat template, the golden probe and the hashes, and renames the
+folder into place. Weights keep the parent's stored types, and the probe scores the weights as
+stored. Called by job/rank.py. Read next: models/weights.py.
 """
 
 import json
@@ -26,20 +26,20 @@ from cray_agents.runtime.registry.model_config import TIED, read_config
 from cray_agents.runtime.registry.model_files import CONFIG
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 from cray_agents.trainers.data.samples import Samples
-from cray_agents.trainers.models.lora import fold
-from cray_agents.trainers.models.tensors import shapes
+from cray_agents.trainers.models.lora import fold_adapters
+from cray_agents.trainers.models.tensors import tensor_shapes
 from cray_agents.trainers.models.weights import (
-    exported,
+    export_tensors,
+    exported_names,
     round_weights,
     weight_source,
-    written,
 )
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
 
 
 def publish_folder(draft: Path, final: Path) -> bool:
-    """Rename a finished folder into place; False if the name is taken (published folders stay)."""
+    """Rename a finished folder into place; return False if a published folder has the name."""
     for path in draft.rglob("*"):
         durable.sync(path)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -47,15 +47,15 @@ def publish_folder(draft: Path, final: Path) -> bool:
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Name within a folder -> SHA-256, for all plain files there and below but its manifest."""
+    """Map each file below a folder, except its manifest, to its SHA-256."""
     files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     return {n: durable.sha256_file(p) for n, p in files.items() if n != checkpoints.MANIFEST}
 
 
 def weights_sha256(checkpoint: Path) -> str:
-    """The hash that names a checkpoint directory's weights (`JobSpec.parent_sha256`).
+    """Return the hash that names a checkpoint directory's weights (`JobSpec.parent_sha256`).
 
-    Computed from the files, whatever a manifest says. Raises NotFound without safetensors.
+    Computed from the files, not read from a manifest. Raises NotFound without safetensors.
     """
     files = {p.name: checksums.sha256_of(p) for p in sorted(checkpoint.glob("*.safetensors"))}
     if not files:
@@ -64,7 +64,7 @@ def weights_sha256(checkpoint: Path) -> str:
 
 
 def parent_sha256(checkpoint: Path, init: str) -> str:
-    """`JobSpec.parent_sha256`: of the weights, or of the config where they start at random."""
+    """Return `JobSpec.parent_sha256`: of the weights, or of the config if they start at random."""
     return checkpoints.config_sha256(checkpoint) if init == "random" else weights_sha256(checkpoint)
 
 
@@ -75,33 +75,33 @@ _OURS = {checkpoints.MANIFEST, _INDEX}
 
 
 def export_weights(training: Training, folder: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write the weights as safetensors. Collective; the folder exists.
+    """Write the weights as safetensors into an existing folder. Collective.
 
-    Rounds the model's own weights to the stored types first, so that they are what is stored.
+    Rounds the model's own weights to the stored types first, so that model and files are equal.
     """
-    parts, model = training.inner, training.model
+    chunks, model = training.chunks, training.model
     source = weight_source(training.parent, model, training.hyper)
-    round_weights(parts, model, source)
-    sizes = {n: prod(s) * source.dtype(n).itemsize for n, s in shapes(model).items()}
-    mine = written(parts, model)
+    round_weights(chunks, model, source)
+    sizes = {n: prod(s) * source.dtype(n).itemsize for n, s in tensor_shapes(model).items()}
+    mine = exported_names(chunks, model)
     each: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(each, mine)
     files = name_files(list(chain.from_iterable(cut(n, sizes, file_bytes) for n in each)))
-    where = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
     waiting: dict[str, torch.Tensor] = {}
-    for name, tensor in exported(parts, model):
+    for name, tensor in export_tensors(chunks, model):
         waiting[name] = tensor.to("cpu", source.dtype(name)).contiguous()
-        file = where[name]
+        file = file_of[name]
         if len(waiting) == len(files[file]):
             save_file(waiting, folder / file, metadata={"format": "pt"})
             waiting = {}
     if torch.distributed.get_rank() == 0 and len(files) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
 
 
 def copy_settings(parent: Path, folder: Path, *, tied: bool) -> None:
-    """Copy config, tokenizer and chat template; the config says what embedding and head are."""
+    """Copy config, tokenizer and chat template; correct the config's word on tied embeddings."""
     parent = parent.resolve()
     for name in model_files.names_in(parent, _COPIED):
         if name not in _OURS:
@@ -113,7 +113,10 @@ def copy_settings(parent: Path, folder: Path, *, tied: bool) -> None:
 
 
 def cut(names: Sequence[str], sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """One rank's tensors, in order, as files of at most `limit` bytes; larger ones stand alone."""
+    """Divide one rank's tensors, in order, into files of at most `limit` bytes.
+
+    A larger tensor gets its own file.
+    """
     files: list[list[str]] = []
     room = 0
     for name in names:
@@ -126,7 +129,7 @@ def cut(names: Sequence[str], sizes: dict[str, int], limit: int) -> list[list[st
 
 
 def name_files(files: Sequence[list[str]]) -> dict[str, list[str]]:
-    """File name -> its tensors, named as transformers does."""
+    """Name files as transformers does: file name -> its tensors."""
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": f for n, f in enumerate(files, 1)}
@@ -140,9 +143,9 @@ def publish(
     draft: Path,
     final: Path,
 ) -> None:
-    """Export, probe, hash and publish as `final`; an existing one stays. Collective.
+    """Export, probe, hash and publish as `final`, unless that exists. Collective.
 
-    Ends the training: adapters are folded into the weights that they adapt.
+    Training cannot go on afterwards: adapters are folded into the weights that they adapt.
     """
     main = torch.distributed.get_rank() == 0
     if main:
@@ -151,10 +154,10 @@ def publish(
     torch.distributed.barrier()
     if (lora := training.hyper.lora) is not None:
         adapter = draft / checkpoints.ADAPTER
-        write_adapter(training.inner, training.model, lora, spec.parent, adapter)
-        fold(training.inner)
+        write_adapter(training.chunks, training.model, lora, spec.parent, adapter)
+        fold_adapters(training.chunks)
     export_weights(training, draft)
-    found = training.score(Samples.of(prompts), temperature=1.0)
+    scores = training.score(Samples.of(prompts), temperature=1.0)
     torch.distributed.barrier()
     if main:
         copy_settings(training.parent, draft, tied=training.model.tied)
@@ -168,7 +171,7 @@ def publish(
             metrics=metrics,
             probe=[
                 ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist())
-                for prompt, logprobs in zip(prompts, found, strict=True)
+                for prompt, logprobs in zip(prompts, scores, strict=True)
             ],
         )
         text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())
@@ -183,16 +186,16 @@ PROBE_TOKENS = 64
 
 
 def probe_prompts(samples: Samples) -> list[list[int]]:
-    """The golden prompts of a dataset: starts and ends, by turns, of its first samples.
+    """Return a dataset's golden prompts: starts and ends, by turns, of its first samples.
 
-    The first samples often start alike (a system prompt); their ends differ.
+    The first samples often start alike (a system prompt), but end differently.
     """
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     for number, ids in enumerate(samples.tokens):
         window = ids[-PROBE_TOKENS:] if number % 2 else ids[:PROBE_TOKENS]
         prompt = [int(token) for token in window]
-        if prompt not in found:
-            found.append(prompt)
-        if len(found) == PROBE_PROMPTS:
+        if prompt not in prompts:
+            prompts.append(prompt)
+        if len(prompts) == PROBE_PROMPTS:
             break
-    return found
+    return prompts

@@ -1,7 +1,7 @@
-"""Adapters in PEFT's layout, which PEFT and vLLM load over the parent's weights.
+"""PEFT adapter: write LoRA adapters in PEFT's layout, for PEFT and vLLM to load.
 
-export.py calls `write_adapter` beside the merged weights. q, k and v (gate and up) share an A in
-Megatron; PEFT gets a copy of it for each. Read next: models/lora.py.
+hf_export.py calls `write_adapter` and writes the merged weights beside it. In Megatron q, k and v
+(gate and up) share one A; PEFT gets a copy for each. Read next: models/lora.py.
 """
 
 import json
@@ -21,15 +21,15 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def write_adapter(
-    parts: list[Any], model: Architecture, lora: Lora, parent: str, folder: Path
+    chunks: list[Any], model: Architecture, lora: Lora, parent: str, folder: Path
 ) -> None:
     """Write this model's adapters into a new folder. Collective; rank 0 gathers and writes.
 
-    `parent` is where or under which name the adapted weights are found, for PEFT's users.
+    `parent` is the path or name of the adapted weights, for PEFT's users.
     """
     from megatron.core import parallel_state as ps
 
-    mine = peft_tensors(parts, model)
+    mine = peft_tensors(chunks, model)
     first = ps.get_data_parallel_rank(with_context_parallel=True) == 0
     if not first or ps.get_tensor_model_parallel_rank() > 0:
         mine = {}  # another rank of this pipeline stage has the same
@@ -46,11 +46,14 @@ def write_adapter(
 
 
 @torch.no_grad()
-def peft_tensors(parts: list[Any], model: Architecture) -> dict[str, torch.Tensor]:
-    """PEFT's name -> tensor, on the CPU, of this pipeline stage. Tensor ranks call it together."""
+def peft_tensors(chunks: list[Any], model: Architecture) -> dict[str, torch.Tensor]:
+    """Return this pipeline stage's adapters on the CPU: PEFT's name -> tensor.
+
+    Collective over tensor ranks.
+    """
     tensors = {}
-    for part, name, adapter in adapters(parts):
-        origin = Origin(part, f"{name}.weight", model)
+    for chunk, name, adapter in adapters(chunks):
+        origin = Origin(chunk, f"{name}.weight", model)
         a, bs = _whole(adapter, origin.how, model)
         for weight, b in zip(origin.names, bs, strict=True):
             stem = f"base_model.model.{weight.removesuffix('.weight')}"
@@ -62,7 +65,7 @@ def peft_tensors(parts: list[Any], model: Architecture) -> dict[str, torch.Tenso
 def _whole(
     adapter: LoraLinear, how: str, model: Architecture
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A [rank, in], and a B [out, rank] for each of the linear's Hugging Face matrices."""
+    """Gather A [rank, in], and a B [out, rank] for each of the linear's Hugging Face matrices."""
     split = (adapter.b if adapter.column else adapter.a).detach().contiguous()
     slices = [torch.empty_like(split) for _ in range(adapter.group.size())]
     torch.distributed.all_gather(slices, split, group=adapter.group)
@@ -72,7 +75,7 @@ def _whole(
 
 
 def peft_config(lora: Lora, parent: str, modules: set[str]) -> dict[str, Any]:
-    """PEFT's adapter_config.json for adapters of these projections."""
+    """Return PEFT's adapter_config.json for adapters of the projections in `modules`."""
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     return {
         "peft_type": "LORA",

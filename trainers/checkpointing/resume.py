@@ -1,11 +1,11 @@
-"""The way back from a resume point: found, proven, and loaded under any layout.
+"""Resume: find a job's newest sound resume point and load it under any layout.
 
     megatron/step-00000050/    published by rename when complete; SEALED.json has every file's hash
     megatron/.step-...         being written, or left half-written by a killed job: never loaded
 
-Under its own layout training goes on bit for bit, under another but for the order of additions.
-A point that is not what its seal says is set aside by name, and the one before it used.
-Read next: saving.py, which writes them.
+Under its own layout training continues bit for bit. Under another layout only the order of
+additions differs. A point that differs from its seal is set aside, and the one before it is used.
+Read next: save.py, which writes the points.
 """
 
 import json
@@ -28,8 +28,8 @@ from cray_agents.trainers.checkpointing.state import (
     TensorRange,
     TensorSlice,
     allocate_moments,
-    owned,
-    parts_of,
+    local_ranges,
+    owned_ranges,
 )
 from cray_agents.trainers.training.train_step import Training
 
@@ -38,12 +38,12 @@ Slices = tuple[slice, ...]
 
 
 def step_of(point: Path) -> int:
-    """The number of steps that were done at a resume point."""
+    """Return the number of steps done at a resume point."""
     return int(point.name.removeprefix("step-"))
 
 
 def verify(point: Path) -> None:
-    """Raises Corrupt, naming the file, when a resume point is not what its seal says."""
+    """Raise Corrupt, naming the file, if a resume point differs from its seal."""
     try:
         seal: dict[str, str] = json.loads((point / SEAL).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -52,14 +52,14 @@ def verify(point: Path) -> None:
         if not (point / name).exists():
             raise Corrupt(f"resume point {point}: {name} is missing")
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda name: durable.sha256_file(point / name), seal)
-    for (name, expected), sha256 in zip(seal.items(), found, strict=True):
+        hashes = pool.map(lambda name: durable.sha256_file(point / name), seal)
+    for (name, expected), sha256 in zip(seal.items(), hashes, strict=True):
         if sha256 != expected:
             raise Corrupt(f"resume point {point}: {name} is not what was written (bad checksum)")
 
 
 def choose(folder: Path) -> tuple[Path | None, list[str]]:
-    """(the newest sound resume point, what is wrong with newer ones). Sets corrupt ones aside.
+    """Return the newest sound resume point, and the problems of newer ones, which are set aside.
 
     Called by one process, before the ranks start.
     """
@@ -77,130 +77,130 @@ def choose(folder: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def last_of(folder: Path, job_id: str) -> Path:
-    """The newest resume point of another job, for its optimizer. Raises NotFound or Corrupt."""
-    found = resume_points(folder)
-    if not found:
+def newest_point(folder: Path, job_id: str) -> Path:
+    """Return another job's newest resume point, for its optimizer. Raises NotFound or Corrupt."""
+    points = resume_points(folder)
+    if not points:
         raise NotFound(
             f"optimizer_from={job_id!r}: that job has no resume point in {folder} (it has none yet,"
             " or `models prune` removed them); start without optimizer_from, or name a finished job"
             " of this home",
             param="optimizer_from",
         )
-    verify(found[0])
-    return found[0]
+    verify(points[0])
+    return points[0]
 
 
 def sweep(folder: Path, drafts: str = ".step-*") -> None:
-    """Remove what a killed job left half-written. Called by one process, before the ranks start."""
+    """Remove drafts of killed jobs. Called by one process, before the ranks start."""
     for draft in folder.glob(drafts) if folder.exists() else []:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def load(training: Training, point: Path) -> dict[str, Any]:
-    """Restore weights, moments and the count of steps; returns what `save` was given.
+    """Restore weights, moments and the count of steps; return the `common` data of `save`.
 
-    Each rank reads what it needs, whatever layout wrote it; nothing is communicated. Raises
-    BadInput when the point is of another model, or of other trainable weights.
+    Each rank reads its own share, whatever layout wrote it, without communication. Raises BadInput
+    if the point is of another model, or of other trainable weights.
     """
-    saved = _Saved(point)
-    parts = parts_of(training)
+    saved = _SavedPoint(point)
+    ranges = local_ranges(training)
     allocate_moments(training, saved.adam_steps)
     with torch.no_grad():
-        for parameter, places in parts.items():
-            for part in places:
-                values = saved.read(part, NUMBERS.index("param"))
-                parameter.view(-1)[part.begin : part.begin + len(values)].copy_(values)
-        for piece in owned(training, parts):
-            for number, tensor in enumerate(piece.tensors):
-                values = saved.read(piece.part, number)[piece.first : piece.first + piece.count]
+        for parameter, its_ranges in ranges.items():
+            for range_ in its_ranges:
+                values = saved.read(range_, NUMBERS.index("param"))
+                parameter.view(-1)[range_.begin : range_.begin + len(values)].copy_(values)
+        for owned in owned_ranges(training, ranges):
+            for number, tensor in enumerate(owned.tensors):
+                values = saved.read(owned.range_, number)[owned.first : owned.first + owned.count]
                 tensor[: len(values)].copy_(values)
     training.done = saved.step
     return saved.common
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """Consecutive elements of a saved box, from `first` on, and where in which file they are."""
+class _SavedRange:
+    """Consecutive elements of a saved slice from `first` on, at `position` in a file."""
 
     first: int
     count: int
     path: Path
     position: int
-    total: int  # elements in the file, of each of NUMBERS
+    total: int  # elements in the file for each of NUMBERS
 
     def read(self, number: int) -> Floats:
-        """One of NUMBERS, [count]. Nothing is mapped: the shared root may be a network's."""
-        place = (number * self.total + self.position) * 4
-        return np.fromfile(self.path, "<f4", self.count, offset=place)
+        """Read one of NUMBERS, [count]. Not memory-mapped: the root may be a network disk."""
+        offset = (number * self.total + self.position) * 4
+        return np.fromfile(self.path, "<f4", self.count, offset=offset)
 
 
-class _Saved:
-    """The weights of a resume point, each as the boxes that its ranks had."""
+class _SavedPoint:
+    """The weights of a resume point, each as the slices of the ranks that wrote it."""
 
     def __init__(self, point: Path) -> None:
         self.point = point
-        told = json.loads((point / POINT).read_bytes())
-        self.step: int = told["step"]
-        self.common: dict[str, Any] = told["common"]
+        content = json.loads((point / POINT).read_bytes())
+        self.step: int = content["step"]
+        self.common: dict[str, Any] = content["common"]
         self.adam_steps = 0
-        self._weights: dict[str, dict[TensorSlice, list[_Stretch]]] = {}
+        self._weights: dict[str, dict[TensorSlice, list[_SavedRange]]] = {}
         for path in sorted(point.glob("rank-*.json")):
             index = json.loads(path.read_bytes())
             self.adam_steps = max(self.adam_steps, index["adam_steps"])
             self._read_index(path.with_suffix(".bin"), index["pieces"])
 
-    def _read_index(self, path: Path, pieces: list[dict[str, Any]]) -> None:
-        total, position = sum(piece["count"] for piece in pieces), 0
-        for piece in pieces:
-            sizes = (tuple(piece[name]) for name in ("whole", "offset", "shape"))
-            boxes = self._weights.setdefault(piece["key"], {})
-            boxes.setdefault(TensorSlice(piece["key"], *sizes), []).append(
-                _Stretch(piece["first"], piece["count"], path, position, total)
+    def _read_index(self, path: Path, entries: list[dict[str, Any]]) -> None:
+        total, position = sum(entry["count"] for entry in entries), 0
+        for entry in entries:
+            sizes = (tuple(entry[name]) for name in ("whole", "offset", "shape"))
+            slices = self._weights.setdefault(entry["key"], {})
+            slices.setdefault(TensorSlice(entry["key"], *sizes), []).append(
+                _SavedRange(entry["first"], entry["count"], path, position, total)
             )
-            position += piece["count"]
+            position += entry["count"]
 
-    def read(self, part: TensorRange, number: int) -> torch.Tensor:
-        """One of NUMBERS for a box, flattened: [box.size] float32.
+    def read(self, range_: TensorRange, number: int) -> torch.Tensor:
+        """Read one of NUMBERS for a range's slice, flattened: [size] float32.
 
-        Shorter, where a vocabulary was filled up less when it was saved than it is now: of the rows
-        that fill it up, nothing was learnt.
+        The result is shorter if the vocabulary has more filler rows now than when it was saved:
+        filler rows learn nothing.
         """
-        box = part.box
-        saved = self._weights.get(box.key, {})
-        whole = next((other.whole for other in saved), ())
-        if whole != box.whole and (not part.padded or whole[1:] != box.whole[1:]):
-            what = f"has {box.key} as {whole}" if whole else f"has no {box.key}"
+        wanted = range_.slice_
+        saved = self._weights.get(wanted.key, {})
+        whole = next((slice_.whole for slice_ in saved), ())
+        if whole != wanted.whole and (not range_.padded or whole[1:] != wanted.whole[1:]):
+            what = f"has {wanted.key} as {whole}" if whole else f"has no {wanted.key}"
             raise BadInput(
-                f"resume point {self.point} {what}, which this job trains as {box.whole}: an"
+                f"resume point {self.point} {what}, which this job trains as {wanted.whole}: an"
                 " optimizer goes on only with the same model and the same trainable weights (lora,"
                 " its rank and targets); leave optimizer_from out",
                 param="optimizer_from",
             )
-        rows = max(0, min(box.shape[0], whole[0] - box.offset[0]))
-        found = np.empty((rows, *box.shape[1:]), np.float32)
-        for other, stretches in saved.items():
-            both = _overlap(box.offset, found.shape, other)
+        rows = max(0, min(wanted.shape[0], whole[0] - wanted.offset[0]))
+        block = np.empty((rows, *wanted.shape[1:]), np.float32)
+        for slice_, saved_ranges in saved.items():
+            both = _overlap(wanted.offset, block.shape, slice_)
             if both is not None:
-                flat = np.empty(other.size, np.float32)
-                for stretch in stretches:
-                    values = stretch.read(number)
-                    flat[stretch.first : stretch.first + len(values)] = values
-                found[both[0]] = flat.reshape(other.shape)[both[1]]
-        return torch.from_numpy(found.reshape(-1))
+                flat = np.empty(slice_.size, np.float32)
+                for saved_range in saved_ranges:
+                    values = saved_range.read(number)
+                    flat[saved_range.first : saved_range.first + len(values)] = values
+                block[both[0]] = flat.reshape(slice_.shape)[both[1]]
+        return torch.from_numpy(block.reshape(-1))
 
 
 def _overlap(
-    offset: tuple[int, ...], shape: tuple[int, ...], other: TensorSlice
+    offset: tuple[int, ...], shape: tuple[int, ...], slice_: TensorSlice
 ) -> tuple[Slices, Slices] | None:
-    """Where a block and a box share elements, in the coordinates of each."""
-    here, there = [], []
+    """Return the elements that a block and a slice share, in the coordinates of each."""
+    in_block, in_slice = [], []
     for mine, size, theirs, their_size in zip(
-        offset, shape, other.offset, other.shape, strict=True
+        offset, shape, slice_.offset, slice_.shape, strict=True
     ):
         low, high = max(mine, theirs), min(mine + size, theirs + their_size)
         if low >= high:
             return None
-        here.append(slice(low - mine, high - mine))
-        there.append(slice(low - theirs, high - theirs))
-    return tuple(here), tuple(there)
+        in_block.append(slice(low - mine, high - mine))
+        in_slice.append(slice(low - theirs, high - theirs))
+    return tuple(in_block), tuple(in_slice)

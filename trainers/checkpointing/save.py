@@ -1,19 +1,22 @@
-"""Resume points are written while training goes on: it waits for a copy in memory, no longer.
+"""Saver: write resume points while training goes on; training waits only for a copy in memory.
 
-rank.py makes one `Saver`. `save` copies what this rank owns into a buffer of its own (page-locked
-on GPUs); a thread then writes it, hashes it and waits for the disk. When all ranks have written,
-rank 0's thread looks once more whether its attempt may still publish, seals and renames:
+torch DCP and Megatron's dist_checkpointing are not used: resume points are asynchronous, sealed by
+a manifest and independent of the layout, on gloo as on NCCL.
+
+job/rank.py makes one `Saver`. `save` copies this rank's state into a buffer (page-locked on GPUs).
+A thread then writes it, hashes it and waits for the disk. When all ranks have written, rank 0's
+thread checks once more that its attempt may publish, then seals and renames:
 
     .step-00000050.<attempt>/    being written, or left half-written by a killed job: never loaded
         rank-00000.bin           float32 [3, n], little-endian: weights, exp_avg, exp_avg_sq
-        rank-00000.json          the boxes and stretches these n elements are of, in order
-        point.json               steps done, and what `save` was given
-        SEALED.json              every file's SHA-256: it comes last
+        rank-00000.json          the slices and ranges of these n elements, in order
+        point.json               steps done, and the `common` data of `save`
+        SEALED.json              every file's SHA-256, written last
     step-00000050/               the same, published
 
-One point is in flight at a time: the next `save` waits for it. A thread dies with its process and
-needs no fork of one that holds gloo's or NCCL's threads; hashing and writing leave Python's lock to
-training. Read next: state.py for what is saved, resume.py for the way back.
+One point is in flight at a time: the next `save` waits for it. A thread, unlike a forked process,
+does not copy gloo's or NCCL's threads, and hashing and writing release Python's lock. Read next:
+state.py for the saved state, resume.py for loading.
 """
 
 import hashlib
@@ -39,30 +42,30 @@ from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
     OwnedRange,
     adam_steps,
-    owned,
-    parts_of,
+    local_ranges,
+    owned_ranges,
 )
 from cray_agents.trainers.training.train_step import Training
 
 SEAL = "SEALED.json"
 POINT = "point.json"
 BLOCK = 8 << 20  # bytes hashed and written at a time
-FOR_EVER = timedelta(days=7)  # a rank that fails to write ends the job, and with it the waiting
+FOR_EVER = timedelta(days=7)  # no limit: a rank that fails to write ends the job and this wait
 
 
-def name_of(step: int) -> str:
-    """The folder of a step's resume point."""
+def folder_name(step: int) -> str:
+    """Return the folder name of a step's resume point."""
     return f"step-{step:08d}"
 
 
-def _ignore(step: int, seconds: float) -> None: ...
+def _report_nothing(step: int, seconds: float) -> None: ...
 
 
 class Saver:
-    """Writes a job's resume points. All ranks call the same methods in the same order.
+    """Writer of a job's resume points. All ranks call the same methods in the same order.
 
-    `may_publish` is asked on rank 0, in its writing thread, right before the rename; `tell(step,
-    seconds)` hears on rank 0 of a point that was published, and how long it took from `save` on.
+    Rank 0's writing thread calls `may_publish` right before the rename. Rank 0 calls `report(step,
+    seconds)` after a point was published, with the time since `save`.
     """
 
     def __init__(
@@ -72,38 +75,38 @@ class Saver:
         attempt: int,
         keep: int,
         may_publish: Callable[[], bool],
-        tell: Callable[[int, float], None] = _ignore,
+        report: Callable[[int, float], None] = _report_nothing,
     ) -> None:
         self._training, self._folder, self._attempt, self._keep = training, folder, attempt, keep
-        self._may_publish, self._tell = may_publish, tell
+        self._may_publish, self._report = may_publish, report
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store: Any = distributed_c10d._get_default_store()
-        self._store = store.clone()  # on which a thread may wait
+        self._store = store.clone()  # a connection of its own, so that the thread may wait on it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
-        self._pieces: list[OwnedRange] = []
+        self._owned: list[OwnedRange] = []
         self._buffer = torch.empty(len(NUMBERS), 0)
         self._flight: Future[bool] | None = None
-        self._step, self._begun = -1, 0.0
+        self._step, self._started = -1, 0.0
 
     def save(self, common: dict[str, Any]) -> None:
-        """Copy the present state and let it be written; `common` is plain data for `load`.
+        """Copy the current state and start writing it; `common` is plain data that `load` returns.
 
-        Waits for the point before, if that is still being written. Raises StoreError as `poll`.
+        Waits while the previous point is still being written. Raises StoreError as `poll` does.
         """
         self._settle()
         if self._step == self._training.done:
             return
-        self._step, self._begun = self._training.done, time.monotonic()
+        self._step, self._started = self._training.done, time.monotonic()
         self._stage()
         index = {
             "adam_steps": adam_steps(self._training),
-            "pieces": [_describe(piece) for piece in self._pieces],
+            "pieces": [_describe(owned) for owned in self._owned],
         }
         point = {"step": self._step, "common": common}
         self._flight = self._thread.submit(self._write, self._step, canonical(index), point)
 
     def poll(self) -> None:
-        """Called every step. Raises StoreError when the point in flight could not be written."""
+        """Raise StoreError if the point in flight could not be written. Called every step."""
         if self._flight is not None and self._flight.done():
             self._settle()
 
@@ -126,31 +129,31 @@ class Saver:
                 f" before it stays. Make room in {self._folder}, then start the job again"
             ) from problem
         if published:
-            self._tell(self._step, time.monotonic() - self._begun)
+            self._report(self._step, time.monotonic() - self._started)
 
     def _stage(self) -> None:
-        """Copy what this rank owns into the buffer, which is made once."""
-        if not self._pieces:
-            self._pieces = [
-                piece
-                for piece in owned(self._training, parts_of(self._training))
-                if not piece.part.copy
+        """Copy this rank's owned ranges into the buffer, which is made once."""
+        if not self._owned:
+            self._owned = [
+                owned
+                for owned in owned_ranges(self._training, local_ranges(self._training))
+                if not owned.range_.copy
             ]
-            size = sum(piece.count for piece in self._pieces)
+            size = sum(owned.count for owned in self._owned)
             on_gpu = not self._training.on_cpu
             self._buffer = torch.empty(len(NUMBERS), size, pin_memory=on_gpu)
         position = 0
-        for piece in self._pieces:
-            for row, tensor in zip(self._buffer, piece.tensors, strict=True):
-                row[position : position + piece.count].copy_(tensor, non_blocking=True)
-            position += piece.count
+        for owned in self._owned:
+            for row, tensor in zip(self._buffer, owned.tensors, strict=True):
+                row[position : position + owned.count].copy_(tensor, non_blocking=True)
+            position += owned.count
         if not self._training.on_cpu:
             torch.cuda.synchronize()
 
     # ---- on the writing thread
     def _write(self, step: int, index: bytes, point: dict[str, Any]) -> bool:
-        """Write this rank's files; rank 0 then publishes. Whether this rank published."""
-        draft = self._folder / f".{name_of(step)}.{self._attempt}"
+        """Write this rank's files; rank 0 then publishes. Return True if this rank published."""
+        draft = self._folder / f".{folder_name(step)}.{self._attempt}"
         draft.mkdir(parents=True, exist_ok=True)
         name = f"rank-{self._rank:05d}"
         hashes = {f"{name}.bin": _write_hashed(draft / f"{name}.bin", self._buffer)}
@@ -171,7 +174,7 @@ class Saver:
         seal[POINT] = hashlib.sha256(point).hexdigest()
         durable.write_file(draft / SEAL, canonical(seal))
         may = self._may_publish()
-        if not may or not durable.publish_directory(draft, self._folder / name_of(step)):
+        if not may or not durable.publish_directory(draft, self._folder / folder_name(step)):
             shutil.rmtree(draft, ignore_errors=True)
             return False
         keep_newest(self._folder, self._keep)
@@ -181,20 +184,20 @@ class Saver:
         return f"resume-point/{self._attempt}/{step}/{rank}"
 
 
-def _describe(piece: OwnedRange) -> dict[str, Any]:
-    box = piece.part.box
+def _describe(owned: OwnedRange) -> dict[str, Any]:
+    slice_ = owned.range_.slice_
     return {
-        "key": box.key,
-        "whole": box.whole,
-        "offset": box.offset,
-        "shape": box.shape,
-        "first": piece.first,
-        "count": piece.count,
+        "key": slice_.key,
+        "whole": slice_.whole,
+        "offset": slice_.offset,
+        "shape": slice_.shape,
+        "first": owned.first,
+        "count": owned.count,
     }
 
 
 def _write_hashed(path: Path, buffer: torch.Tensor) -> str:
-    """Write a tensor's bytes and wait for the disk; returns their SHA-256."""
+    """Write a tensor's bytes and wait for the disk; return their SHA-256."""
     numbers: Any = buffer.numpy()
     view, hasher = memoryview(numbers).cast("B"), hashlib.sha256()
     with path.open("wb", buffering=0) as file:
@@ -208,14 +211,14 @@ def _write_hashed(path: Path, buffer: torch.Tensor) -> str:
 
 
 def refuse_gaps(indices: Sequence[Path]) -> None:
-    """Raises JobError unless the ranks' pieces are the whole of every weight, each element once.
+    """Raise JobError unless the ranks' ranges hold every element of every weight exactly once.
 
-    It cannot happen, but if it did, it would be noticed when the point is needed.
+    A gap should be impossible. Without this check it would show only when the point is loaded.
     """
     counts: dict[tuple[str, int], int] = defaultdict(int)
     for path in indices:
-        for piece in json.loads(path.read_bytes())["pieces"]:
-            counts[piece["key"], prod(piece["whole"])] += piece["count"]
+        for entry in json.loads(path.read_bytes())["pieces"]:
+            counts[entry["key"], prod(entry["whole"])] += entry["count"]
     wrong = sorted(key for (key, size), count in counts.items() if count != size)
     if wrong:
         raise JobError(

@@ -1,9 +1,9 @@
-"""What training changes, on this rank: boxes of weights, and the stretches it keeps moments of.
+"""Training state of a rank: its slices of the weights, and the ranges that its optimizer owns.
 
-Megatron knows of every weight where this rank's tensor lies in the whole one, and its distributed
-optimizer (ZeRO-1, arXiv 1910.02054) which flat stretch of that tensor this rank updates. Both are
-read here, and nothing of it is communicated. Frozen weights (under LoRA) are not among it: they are
-the parent's. Called by saving.py, which writes it, and resume.py, which reads it back.
+Megatron knows the position of this rank's tensor within every whole weight. Its distributed
+optimizer (ZeRO-1, arXiv 1910.02054) knows the flat range of it that this rank updates. Both are
+read here without communication. Frozen weights (under LoRA) are left out: they equal the parent's.
+Called by save.py, which writes the state, and resume.py, which reads it back.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ NUMBERS = ("param", "exp_avg", "exp_avg_sq")  # of each element, in float32: wei
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A block of a weight: `shape` at `offset` in a whole tensor, whatever the layout calls it."""
+    """A block of a weight: `shape` at `offset` in the whole tensor. `key` is layout-independent."""
 
     key: str
     whole: tuple[int, ...]
@@ -30,15 +30,15 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class TensorRange:
-    """A box that is the elements `begin` .. `begin + box.size` of a flattened local parameter."""
+    """A slice's place in a flattened local parameter: elements `begin` .. `begin + size`."""
 
-    box: TensorSlice
+    slice_: TensorSlice
     begin: int
     padded: bool  # whole[0] depends on the layout: a vocabulary, filled up for tensor ranks
     copy: bool  # another tensor or pipeline rank has the same
@@ -46,23 +46,23 @@ class TensorRange:
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """What this rank's optimizer owns of a box: its elements `first` .. `first + count`.
+    """Elements `first` .. `first + count` of a slice, owned by this rank's optimizer.
 
-    `tensors`: a view for each of NUMBERS, [n] float32, which training goes on changing.
+    `tensors`: a view for each of NUMBERS, [count] float32, which training goes on changing.
     """
 
-    part: TensorRange
+    range_: TensorRange
     first: int
     tensors: tuple[torch.Tensor, ...]
 
     @property
     def count(self) -> int:
-        """How many elements: n."""
+        """The number of elements."""
         return len(self.tensors[0])
 
 
-def parts_of(training: Training) -> dict[torch.Tensor, list[TensorRange]]:
-    """Where each trainable parameter of this rank lies; SwiGLU's two halves lie apart."""
+def local_ranges(training: Training) -> dict[torch.Tensor, list[TensorRange]]:
+    """Map each trainable parameter of this rank to its ranges: two for SwiGLU's two halves."""
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
@@ -70,8 +70,8 @@ def parts_of(training: Training) -> dict[torch.Tensor, list[TensorRange]]:
         "singleton_local_shards": True,  # each layer and expert under its own name
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
     }
-    found: dict[torch.Tensor, list[TensorRange]] = {}
-    for chunk in training.inner:
+    ranges: dict[torch.Tensor, list[TensorRange]] = {}
+    for chunk in training.chunks:
         for place in chunk.sharded_state_dict(metadata=metadata).values():
             parameter = getattr(place, "data", None)
             if not isinstance(parameter, torch.nn.Parameter) or not parameter.requires_grad:
@@ -79,44 +79,47 @@ def parts_of(training: Training) -> dict[torch.Tensor, list[TensorRange]]:
             tensors = place.build() if isinstance(place, ShardedTensorFactory) else [place]
             if not all(tensor.data.is_contiguous() for tensor in tensors):
                 raise JobError(f"{place.key}: its shards are no stretches of a flat tensor")
-            found[parameter] = [_part(parameter, tensor) for tensor in tensors]
-    return found
+            ranges[parameter] = [_range_of(parameter, tensor) for tensor in tensors]
+    return ranges
 
 
-def _part(parameter: torch.Tensor, place: Any) -> TensorRange:
-    box = TensorSlice(
+def _range_of(parameter: torch.Tensor, place: Any) -> TensorRange:
+    slice_ = TensorSlice(
         key=place.key,
         whole=tuple(place.global_shape),
         offset=tuple(place.global_offset),
         shape=(1,) * place.prepend_axis_num + tuple(place.local_shape),
     )
     begin = (place.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
-    return TensorRange(box, begin, place.allow_shape_mismatch, copy=any(place.replica_id[:-1]))
+    return TensorRange(slice_, begin, place.allow_shape_mismatch, copy=any(place.replica_id[:-1]))
 
 
-def owned(training: Training, parts: dict[torch.Tensor, list[TensorRange]]) -> Iterator[OwnedRange]:
-    """What this rank's optimizer owns, of which no other data rank has anything."""
+def owned_ranges(
+    training: Training, ranges: dict[torch.Tensor, list[TensorRange]]
+) -> Iterator[OwnedRange]:
+    """Yield the ranges that this rank's optimizer owns; data ranks do not overlap."""
     for optimizer in optimizers(training):
-        for parameter, start, stop in _stretches(optimizer):
+        for parameter, start, stop in _optimizer_ranges(optimizer):
             state = optimizer._get_main_param_and_optimizer_states(parameter)
-            for part in parts[parameter]:
-                low = max(start, part.begin)
-                high = min(stop, part.begin + part.box.size)
+            for range_ in ranges[parameter]:
+                low = max(start, range_.begin)
+                high = min(stop, range_.begin + range_.slice_.size)
                 if low < high:
                     views = tuple(
                         state[name].detach().view(-1)[low - start : high - start]
                         for name in NUMBERS
                     )
-                    yield OwnedRange(part, low - part.begin, views)
+                    yield OwnedRange(range_, low - range_.begin, views)
 
 
 def optimizers(training: Training) -> list[Any]:
-    """Megatron's distributed optimizers: experts have one of their own; a rank can have none."""
+    """Return Megatron's distributed optimizers: experts have their own; a rank can have none."""
     chained = getattr(training.optimizer, "chained_optimizers", [training.optimizer])
     return [one for one in chained if not one.is_stub_optimizer]
 
 
-def _stretches(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+def _optimizer_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Yield (parameter, start, stop) of the flat ranges that this rank updates."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -124,9 +127,9 @@ def _stretches(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
                     yield parameter, ranges["param"].start, ranges["param"].end
 
 
-# ---- how often the moments were updated: Adam corrects their bias by it
+# ---- Adam's count of steps, with which it corrects the moments' bias
 def adam_steps(training: Training) -> int:
-    """The optimizer's count of steps, which an inherited optimizer does not begin at 0."""
+    """Return the optimizer's count of steps; an inherited optimizer does not start at 0."""
     for optimizer in optimizers(training):
         adam = optimizer.optimizer
         if isinstance(adam, torch.optim.Adam):
@@ -136,19 +139,19 @@ def adam_steps(training: Training) -> int:
 
 
 def allocate_moments(training: Training, steps: int) -> None:
-    """Give Adam, which fills its state at its first step, moments of zero and a count of steps.
+    """Give Adam moments of zero and a count of steps, which it would else create at its first step.
 
-    torch's keeps the count with each parameter, Transformer Engine's and Apex's with each group.
+    torch keeps the count with each parameter, Transformer Engine and Apex with each group.
     """
     for optimizer in optimizers(training):
         adam = optimizer.optimizer
-        torchs = isinstance(adam, torch.optim.Adam)
+        is_torch = isinstance(adam, torch.optim.Adam)
         for group in adam.param_groups:
-            if not torchs:
+            if not is_torch:
                 group["step"] = steps
             for parameter in group["params"]:
                 state = adam.state[parameter]
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-                if torchs:
+                if is_torch:
                     state["step"] = torch.tensor(float(steps))

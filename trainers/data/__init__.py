@@ -1,1 +1,1 @@
-"""Data: a dataset on disk, the order in which it is trained on, and micro-batches packed of it."""
+"""Data: a dataset's samples, their order in training, and packed micro-batches."""

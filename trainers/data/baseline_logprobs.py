@@ -1,6 +1,6 @@
-"""A dataset's samples with all that a loss needs to know of their tokens before a step.
+"""Baseline log-probabilities: a dataset's samples with the per-token inputs of a loss.
 
-baselines.py makes one at a job's start. No torch. Read next: train.py.
+job/baselines.py makes one at a job's start. No torch. Read next: training/train_step.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from cray_agents.trainers.data.samples import Floats, Ints, Samples
 
 
 @dataclass(frozen=True)
-class Known:
-    """Samples, and numbers of their tokens by name, of those that are trained on.
+class BaselineLogprobs:
+    """Samples with named columns of numbers for their trained tokens.
 
-    `mismatched` (kto) are their prompts with other samples' completions, and
-    `mismatched_reference`, [samples], the reference's log-probabilities of those completions.
+    `mismatched` (kto) pairs their prompts with other samples' completions.
+    `mismatched_reference`, [samples], is the reference's log-probability of these completions.
     """
 
     samples: Samples
@@ -28,21 +28,21 @@ class Known:
 
     @cached_property
     def marks(self) -> Ints:
-        """[samples]: how many tokens of each are trained on."""
+        """The number of trained tokens of each sample, [samples]."""
         return np.array([int((mask[1:] > 0).sum()) for mask in self.samples.masks])
 
     def weight_scale(self, indices: Sequence[int]) -> float:
-        """What makes the samples' weights 1 in the mean over their marked tokens."""
+        """Return the factor that makes the samples' mean weight 1 over their trained tokens."""
         marks, weights = self.marks[list(indices)], self.samples.weights[list(indices)]
         total = float((marks * weights).sum())
         return float(marks.sum()) / total if total > 0 else 0.0
 
 
 @dataclass(frozen=True)
-class OfMarked:
-    """Rows for packing.py from what is known of marked tokens alone, which is all that is kept.
+class TrainedTokenRows:
+    """Rows for packer.py, expanded from numbers of the trained tokens alone.
 
-    `values`, by sample: [its marked tokens], or one number for them all. Elsewhere a row is 0.
+    `values`, by sample: [its trained tokens], or one number for all of them. Other places are 0.
     """
 
     masks: Sequence[Floats]

@@ -1,9 +1,10 @@
-"""Context parallelism: which tokens of a packed micro-batch each of several ranks has.
+"""Context parallelism: divide the tokens of a packed micro-batch over several ranks.
 
-A sequence is cut into twice as many chunks as there are ranks, and a rank takes one from the front
-and its mirror image from the back, so that causal attention is as much work for all (arXiv
-2407.21783, section 3.3.2; Transformer Engine cuts `thd` sequences in the same places). train.py
-calls `share` on every micro-batch. No torch. Read next: attention.py, which gathers the keys.
+A sequence is cut into twice as many chunks as there are ranks. A rank takes one from the front and
+its mirror image from the back, so that causal attention is equal work for all ranks (arXiv
+2407.21783, section 3.3.2; Transformer Engine cuts `thd` sequences in the same places). No torch.
+training/train_step.py calls `share` on every micro-batch. Read next: models/attention.py, which
+gathers the keys.
 """
 
 from dataclasses import dataclass
@@ -20,34 +21,34 @@ Number = TypeVar("Number", np.int64, np.float32)
 
 @dataclass(frozen=True)
 class ContextShard:
-    """What a context rank has of a micro-batch, all [its tokens] but what is said otherwise.
+    """A context rank's share of a micro-batch; arrays are [its tokens] unless noted.
 
-    `bounds` and `chosen` are of the whole micro-batch and the same on all ranks. Sequences are
-    filled up behind their ends, where causal attention cannot see it: for the model a filler is
-    the end of its sequence, and it counts for nothing since its mask is 0.
+    `bounds` and `chosen` are of the whole micro-batch and equal on all ranks. Sequences are filled
+    up at their ends, where causal attention hides the filler from the tokens before it. Filler has
+    a mask of 0, so that it does not count.
     """
 
     tokens: Ints
     labels: Ints
-    positions: Ints  # in their sequences
-    sequence: Ints  # in which sequence of the micro-batch
+    positions: Ints  # of each token in its sequence
+    sequence: Ints  # each token's sequence in the micro-batch
     places: Ints  # in the Packed's arrays; -1: a filler
     mask: Floats
     columns: dict[str, Floats]
-    bounds: npt.NDArray[np.int32]  # [sequences + 1]: of the filled-up sequences, before the cut
+    bounds: npt.NDArray[np.int32]  # [sequences + 1], of the filled-up sequences before the cut
     chosen: Floats  # [sequences]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest filled-up sequence, before the cut."""
+        """The number of tokens of the longest filled-up sequence, before the cut."""
         return int(np.diff(self.bounds).max())
 
 
 def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextShard:
-    """The part of a micro-batch that belongs to one of `ranks` context ranks.
+    """Return the share of a micro-batch of one of `ranks` context ranks.
 
-    `multiple`: every rank gets a multiple of it in tokens (tensor ranks share those evenly under
-    sequence parallelism). With one rank and a multiple of 1 it is the whole micro-batch, as it is.
+    Every rank's number of tokens is a multiple of `multiple`: under sequence parallelism tensor
+    ranks divide them evenly. One rank and a multiple of 1 give the whole micro-batch unchanged.
     """
     chunks = 2 * ranks if ranks > 1 else 1
     lengths = np.diff(packed.bounds).astype(np.int64)
@@ -76,13 +77,13 @@ def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextSh
 
 
 def cut(lengths: Ints, rank: int, ranks: int) -> tuple[Ints, Ints]:
-    """(position in its sequence, sequence) of each token that a rank has, sequence by sequence.
+    """Return (position in its sequence, sequence) of a rank's tokens, sequence by sequence.
 
-    `lengths`: [sequences], multiples of 2 * ranks where there are several.
+    `lengths`: [sequences], multiples of 2 * ranks if there are several ranks.
     """
     sequence = np.repeat(np.arange(len(lengths)), lengths // ranks)
     starts = (np.cumsum(lengths) - lengths) // ranks
     nth = np.arange(len(sequence)) - starts[sequence]
     chunk = lengths[sequence] // (2 * ranks)
-    skipped = np.where(nth < chunk, rank, 2 * (ranks - 1) - rank)  # chunks of others before it
+    skipped = np.where(nth < chunk, rank, 2 * (ranks - 1) - rank)  # other ranks' chunks before it
     return nth + skipped * chunk, sequence

@@ -1,8 +1,8 @@
-"""From samples to the packed micro-batches of a step.
+"""Packer: choose a step's samples and pack them into micro-batches.
 
-Which samples a step trains on is a pure function of (seed, step), so that a resumed job sees what
-an undisturbed one would. Each step's samples are spread over the data ranks evenly by tokens and
-packed, without padding and without attention between them. No torch. Read next: train.py.
+The samples of a step are a pure function of (seed, step), so that a resumed job sees the same ones
+as an uninterrupted job. They are balanced over the data ranks by tokens, and packed without padding
+and without attention between them. No torch. Read next: training/train_step.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from cray_agents.training_jobs import Hyperparameters
 
 
 class Rows(Protocol):
-    """Numbers of each sample's tokens: a list of arrays [length], or what makes them when asked."""
+    """Arrays [length] by sample: a list of them, or an object that makes each on access."""
 
     def __getitem__(self, place: int, /) -> Floats: ...
 
@@ -28,16 +28,15 @@ Columns = Mapping[str, Rows]
 
 @dataclass(frozen=True)
 class Packed:
-    """A micro-batch: sequences one after the other, all [tokens] but what is said otherwise.
+    """A micro-batch of sequences one after the other; arrays are [tokens] unless noted.
 
-    Place i holds a token, and its label is the sequence's next one; `mask` and `columns` are of
-    the label.
+    The label at place i is the sequence's next token. `mask` and `columns` describe the label.
     """
 
     tokens: Ints
     labels: Ints
     positions: Ints
-    bounds: npt.NDArray[np.int32]  # [sequences + 1]: where each starts, and the end
+    bounds: npt.NDArray[np.int32]  # [sequences + 1]: the start of each, and the end
     mask: Floats
     columns: dict[str, Floats]
     chosen: Floats  # [sequences]
@@ -49,7 +48,7 @@ def _permutation(seed: int, epoch: int, size: int) -> Ints:
 
 
 def step_units(hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float64]) -> list[int]:
-    """The units of a step (counted from 0): a pure function of its arguments."""
+    """Return the units of a step (counted from 0), a pure function of the arguments."""
     if hyper.order == "weighted":
         random = np.random.default_rng([hyper.seed, step])
         chances = weights / weights.sum()
@@ -59,20 +58,20 @@ def step_units(hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float6
     return [int(_permutation(hyper.seed, epoch, len(weights))[i]) for epoch, i in epochs]
 
 
-def trained_on(hyper: Hyperparameters, samples: Samples) -> list[int]:
-    """The samples that a job's steps take, in order."""
+def samples_to_train_on(hyper: Hyperparameters, samples: Samples) -> list[int]:
+    """Return the samples that a job's steps take, in order."""
     weights = samples.unit_weights
-    if hyper.steps * hyper.batch_size >= len(weights):  # about all: not worth the drawing
+    if hyper.steps * hyper.batch_size >= len(weights):  # nearly all: drawing them is not worth it
         return list(range(len(samples)))
     units = {unit for step in range(hyper.steps) for unit in step_units(hyper, step, weights)}
     return sorted(place for unit in units for place in samples.units[unit])
 
 
-def spread(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]]]:
-    """Spread sequences of the given costs: rank -> micro-batch -> places in `costs`.
+def balance(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]]]:
+    """Balance sequences of the given costs over ranks: rank -> micro-batch -> places in `costs`.
 
-    Longest first, each to the rank with the fewest tokens; within a rank, each to the first
-    micro-batch with room. Every rank gets as many micro-batches, some perhaps empty.
+    Each sequence, longest first, goes to the rank with the fewest tokens, and there to the first
+    micro-batch with room. All ranks get equally many micro-batches, some perhaps empty.
     """
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -92,9 +91,9 @@ def spread(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]]
 
 
 def pack(samples: Samples, indices: Sequence[int], columns: Columns | None = None) -> Packed:
-    """One micro-batch of samples, with what the columns say of each one's tokens.
+    """Pack samples into one micro-batch, with the columns' numbers of their tokens.
 
-    One of no samples is a single token that counts for nothing.
+    Without samples the micro-batch is a single token with a mask of 0.
     """
     filler = 0 if indices else 1
     zeros = np.zeros(filler, np.int64)
@@ -124,12 +123,12 @@ def microbatches(
     columns: Columns | None = None,
     rounds: int = 1,
 ) -> tuple[list[Packed], list[list[int]]]:
-    """A data rank's share of units (samples that stay together), packed, and who is in each.
+    """Pack a data rank's share of units (samples that stay together); also return the members.
 
-    Every rank gets as many micro-batches, a multiple of `rounds` (interleaved pipelines need that).
+    All ranks get equally many micro-batches, a multiple of `rounds` (for interleaved pipelines).
     """
     costs = [sum(samples.cost(i) for i in unit) for unit in units]
-    share = spread(costs, ranks, limit)[rank]
+    share = balance(costs, ranks, limit)[rank]
     share = share + [[] for _ in range(-len(share) % rounds)]
     members = [[i for place in batch for i in units[place]] for batch in share]
     return [pack(samples, batch, columns) for batch in members], members

@@ -1,8 +1,8 @@
-"""A dataset on disk as samples: read and checked once, by job.py, before the ranks are forked.
+"""Samples: a dataset on disk, read and checked once by job/job.py before the ranks are forked.
 
-The columns are those of runtime/datasets/token_shards.py. A sample's arrays are views into flat
+The columns are described in runtime/datasets/token_shards.py. A sample's arrays are views into flat
 buffers, of 18 bytes per token for grpo and 14 for the other methods. No torch. Read next:
-fitting.py, for whether a model can take the samples; packing.py, for how they are put together.
+job/input_checks.py, which checks samples against a model; packer.py, which packs them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 COLUMNS = ("input_ids", "loss_mask", "weight")
 OF_SAMPLING = ("run_id", "reward", "logprobs", "version_index", "versions", "temperature", "shaped")
-OF_METHOD: dict[MethodName, tuple[str, ...]] = {  # without which it cannot be done
+OF_METHOD: dict[MethodName, tuple[str, ...]] = {  # columns that a method requires
     "sft": (),
     "dpo": ("pair", "chosen"),
     "kto": ("chosen",),
@@ -34,41 +34,41 @@ OF_METHOD: dict[MethodName, tuple[str, ...]] = {  # without which it cannot be d
 
 @dataclass(frozen=True)
 class Samples:
-    """A dataset's sequences that have something to learn, in file order.
+    """A dataset's sequences with something to learn, in file order.
 
-    Lists are of samples, their arrays [length]: one number per token. `units` are the samples that
-    a step takes together: pairs (dpo; the better one first), else each alone.
+    Lists are by sample, their arrays [length], one number per token. `units` are the samples that a
+    step takes together: pairs (dpo; the better one first), else single samples.
     """
 
     tokens: list[Ints]
     masks: list[Floats]  # 1: predict this token
-    sampled: list[Floats]  # the engine's log-probability; 0 where it sampled nothing
+    sampled: list[Floats]  # the engine's log-probability; 0 for tokens that it did not sample
     advantages: list[Floats]  # 0 off the mask
-    sampled_by: list[Ints]  # place in `versions`; -1: not sampled, or not known by whom
+    sampled_by: list[Ints]  # place in `versions`; -1: not sampled, or by an unknown version
     versions: list[str]  # `model@version`
     weights: npt.NDArray[np.float64]  # [samples]
     chosen: Floats  # [samples]: 1 better or desirable, 0 worse or undesirable
-    rewards: npt.NDArray[np.float64]  # [samples]; nan: not known
-    temperatures: npt.NDArray[np.float64]  # [samples]; nan: not sampled, or at several
+    rewards: npt.NDArray[np.float64]  # [samples]; nan: unknown
+    temperatures: npt.NDArray[np.float64]  # [samples]; nan: not sampled, or several
     shaped: npt.NDArray[np.bool_]  # [samples]: sampled with more than a temperature (top_p, ...)
-    run_ids: list[str]  # "": not known
+    run_ids: list[str]  # "": unknown
     units: list[list[int]]
-    left_out: int = 0  # samples without a trainable token, and those paired with such a one
+    left_out: int = 0  # samples without a trainable token, and their partners in pairs
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @cached_property
     def unit_weights(self) -> npt.NDArray[np.float64]:
-        """[units]: how likely `order` 'weighted' draws each."""
+        """The weights with which `order` 'weighted' draws units, [units]."""
         return self.weights[[unit[0] for unit in self.units]]
 
     def cost(self, index: int) -> int:
-        """Tokens that a sample brings into a micro-batch: its last one is only ever a target."""
+        """Return the tokens that a sample adds to a micro-batch; its last one is only a target."""
         return len(self.tokens[index]) - 1
 
     def only(self, indices: Sequence[int]) -> Self:
-        """Some of them, each a unit of its own."""
+        """Return some of the samples, each a unit of its own."""
         wanted = list(indices)
         return replace(
             self,
@@ -90,7 +90,10 @@ class Samples:
     def of(
         cls, sequences: Sequence[Sequence[int] | Ints], masks: list[Floats] | None = None
     ) -> Self:
-        """Sequences that nobody sampled; every token but the first is to be predicted, or these."""
+        """Make samples of sequences that no engine sampled; default masks mark all tokens but one.
+
+        The first token of a sequence is never predicted.
+        """
         tokens: list[Ints] = [np.asarray(sequence, np.int32) for sequence in sequences]
         count, longest = len(tokens), max(map(len, tokens), default=0)
 
@@ -116,22 +119,22 @@ class Samples:
 
 
 def read_samples(folder: Path, method: MethodName = "sft", split: SplitName = "train") -> Samples:
-    """Read a split of a published dataset; a validation split may be empty, or not be there.
+    """Read a split of a published dataset; a validation split may be empty or missing.
 
     Raises NotFound, Corrupt, or BadInput when the method cannot use it.
     """
     shards = _shards(folder, method, split)
-    versions: dict[str, int] = {}  # their places
-    parts = [
+    versions: dict[str, int] = {}  # version -> place
+    tables = [
         _samples_of(table, method, versions, path)
         for path in shards
         for table in _tables(path, method)
     ]
-    if not parts:
+    if not tables:
         if split == "train":
             raise BadInput(f"dataset {folder.name} is empty", param="dataset")
         return Samples.of([])
-    rows = _joined(parts, list(versions))
+    rows = _join(tables, list(versions))
     units = _pairs(shards, rows) if method == "dpo" else rows.units
     samples = _with_a_target(rows, units)
     if split == "train":
@@ -140,7 +143,7 @@ def read_samples(folder: Path, method: MethodName = "sft", split: SplitName = "t
 
 
 def _shards(folder: Path, method: MethodName, split: SplitName) -> list[Path]:
-    """A split's shards, in order, each proven. Raises NotFound, BadInput, Corrupt."""
+    """Return a split's shards, in order, each verified. Raises NotFound, BadInput, Corrupt."""
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError as problem:
@@ -157,27 +160,28 @@ def _shards(folder: Path, method: MethodName, split: SplitName) -> list[Path]:
 
 
 def _tables(path: Path, method: MethodName) -> Iterator[Any]:
-    """What a method needs of a shard, a thousand rows or so at a time. Raises Corrupt."""
+    """Yield a shard's columns for a method, about a thousand rows at a time. Raises Corrupt."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            there = set(file.schema_arrow.names)
-            needed = {*COLUMNS, *OF_METHOD[method]}
-            if lacking := needed - there:
+            present = set(file.schema_arrow.names)
+            required = {*COLUMNS, *OF_METHOD[method]}
+            wanted = sorted(present & {*required, *OF_SAMPLING})
+            if lacking := required - present:
                 raise Corrupt(
                     f"{path} lacks {', '.join(sorted(lacking))}, which {method} needs: build the"
                     " dataset again"
                 )
             for group in range(file.num_row_groups):
-                yield file.read_row_group(group, columns=sorted(there & {*needed, *OF_SAMPLING}))
+                yield file.read_row_group(group, columns=wanted)
     except (pa.ArrowInvalid, FileNotFoundError) as problem:
         raise Corrupt(f"cannot read {path}: {problem}") from problem
 
 
 def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: Path) -> Samples:
-    """A table's rows. Versions that are new get a place in `versions`. Raises Corrupt, BadInput."""
+    """Convert a table's rows; new versions get a place in `versions`. Raises Corrupt, BadInput."""
     rows, has = table.num_rows, set(table.column_names)
     lengths = _lengths(table, "input_ids")
     bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
@@ -199,7 +203,7 @@ def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: 
         masks=numbers("loss_mask", np.float32),
         sampled=numbers("logprobs", np.float32),
         advantages=numbers("advantages", np.float32),
-        sampled_by=_sampled_by(table, lengths, versions),
+        sampled_by=_sampling_versions(table, lengths, versions),
         versions=[],
         weights=column("weight", 1.0).astype(np.float64),
         chosen=column("chosen", 0.0).astype(np.float32),
@@ -216,8 +220,8 @@ def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: 
     return samples
 
 
-def _sampled_by(table: Any, lengths: Ints, versions: dict[str, int]) -> list[Ints]:
-    """Who sampled each token, as places in `versions`, which gets those that it lacks."""
+def _sampling_versions(table: Any, lengths: Ints, versions: dict[str, int]) -> list[Ints]:
+    """Return the version that sampled each token, as places in `versions`, which may grow."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     if not {"version_index", "versions"} <= set(table.column_names):
         flat = np.full(bounds[-1], -1, np.int16)
@@ -227,39 +231,39 @@ def _sampled_by(table: Any, lengths: Ints, versions: dict[str, int]) -> list[Int
         counts = _lengths(table, "versions")
         first = np.repeat(np.cumsum(counts) - counts, lengths)  # of each token's row, in `names`
         index = _flat(table, "version_index").astype(np.int64)
-        here = np.where(index < 0, -1, first + index)  # -1: the last of what follows
-        flat = np.array([*places, -1], np.int16)[here]
+        picked = np.where(index < 0, -1, first + index)  # -1 picks the last element, which is -1
+        flat = np.array([*places, -1], np.int16)[picked]
     return [flat[start:end] for start, end in pairwise(bounds)]
 
 
 def _flat(table: Any, name: str) -> npt.NDArray[Any]:
-    """All numbers (or names) of a column of lists, one row's after another's."""
+    """Return all numbers (or names) of a column of lists, row after row."""
     flat: npt.NDArray[Any] = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return flat
 
 
 def _lengths(table: Any, name: str) -> Ints:
-    """How many each row of a column of lists has."""
+    """Return the length of each row of a column of lists."""
     lengths: Ints = table[name].combine_chunks().value_lengths().to_numpy()
     return lengths.astype(np.int64)
 
 
-def _joined(parts: Sequence[Samples], versions: list[str]) -> Samples:
+def _join(tables: Sequence[Samples], versions: list[str]) -> Samples:
     def rows(name: str) -> list[Any]:
-        return [row for part in parts for row in getattr(part, name)]
+        return [row for table in tables for row in getattr(table, name)]
 
     def array(name: str) -> Any:
-        return np.concatenate([getattr(part, name) for part in parts])
+        return np.concatenate([getattr(table, name) for table in tables])
 
     per_token = ("tokens", "masks", "sampled", "advantages", "sampled_by", "run_ids")
     per_sample = ("weights", "chosen", "rewards", "temperatures", "shaped")
-    found: dict[str, Any] = {name: rows(name) for name in per_token}
-    found |= {name: array(name) for name in per_sample}
-    return Samples(**found, versions=versions, units=[[i] for i in range(len(found["tokens"]))])
+    fields: dict[str, Any] = {name: rows(name) for name in per_token}
+    fields |= {name: array(name) for name in per_sample}
+    return Samples(**fields, versions=versions, units=[[i] for i in range(len(fields["tokens"]))])
 
 
 def _pairs(paths: Sequence[Path], rows: Samples) -> list[list[int]]:
-    """The places of the better and the worse of each pair. Raises Corrupt."""
+    """Return the places of the better and the worse sample of each pair. Raises Corrupt."""
     import pyarrow.parquet as pq
 
     columns = (pq.read_table(path, columns=["pair"])["pair"] for path in paths)
@@ -276,7 +280,7 @@ def _pairs(paths: Sequence[Path], rows: Samples) -> list[list[int]]:
 
 
 def _with_a_target(rows: Samples, units: Sequence[Sequence[int]]) -> Samples:
-    """The units whose every sample has something to learn."""
+    """Keep the units whose every sample has a token to learn."""
     useful = [unit for unit in units if all(rows.masks[i][1:].any() for i in unit)]
     kept = [i for unit in useful for i in unit]
     size = len(units[0])
@@ -285,7 +289,7 @@ def _with_a_target(rows: Samples, units: Sequence[Sequence[int]]) -> Samples:
 
 
 def _check_sampled(samples: Samples) -> None:
-    """Raises BadInput where a token is to be trained on of which no log-probability is known."""
+    """Raise BadInput if a trained token has no recorded log-probability."""
     for row, (mask, by) in enumerate(zip(samples.masks, samples.sampled_by, strict=True)):
         if ((mask > 0) & (by < 0) & (samples.sampled[row] == 0)).any():
             raise BadInput(
@@ -296,7 +300,7 @@ def _check_sampled(samples: Samples) -> None:
 
 
 def _check_signal(samples: Samples, method: MethodName, name: str) -> None:
-    """Raises BadInput when there is nothing to learn."""
+    """Raise BadInput if there is nothing to learn."""
     problem = None
     if not len(samples):
         problem = (

@@ -1,1 +1,1 @@
-"""A training job: submitted, launched, watched, restarted; its ranks and its folder."""
+"""A training job: submission, launch, restarts, ranks, and the job's folder."""

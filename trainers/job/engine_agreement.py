@@ -1,9 +1,9 @@
-"""Whether trainer and engine agree: log-probabilities of sampled tokens under the same weights.
+"""Engine agreement: compare the trainer's log-probabilities with the engine's before step one.
 
-What the parent sampled was recorded with the engine's log-probabilities. Before the first step the
-trainer holds the same weights, so its own must be the same numbers but for rounding: if they are
-not, one of the two computes another model, and every ratio of policies would be wrong. Called by
-job.py (which tokens can be compared) and by rank.py (with what the trainer makes of them).
+Tokens that the parent sampled were recorded with the engine's log-probabilities. Before the first
+step the trainer holds the same weights, so its own numbers must equal these but for rounding.
+Otherwise one of the two computes another model, and every ratio of policies would be wrong. job.py
+selects the comparable tokens; rank.py compares them.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.training_jobs import JobSpec
 
-MOST = 256  # samples that are compared
-LIMITS = {"float32": 0.01, "bfloat16": 0.5}
+MOST = 256  # samples compared, at most
+LIMITS = {"float32": 0.01, "bfloat16": 0.5}  # nats, by the trainer's dtype
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far apart the two are, in nats; `run_id` and `place` say of which token the most."""
+    """Differences between trainer and engine in nats. `run_id`, `place`: the worst token's."""
 
     tokens: int
     max_difference: float
@@ -34,7 +34,7 @@ class Agreement:
     theirs: float
 
     def refuse(self, limit: float) -> None:
-        """Raises JobError when the largest difference is above the limit, or is no number."""
+        """Raise JobError if the largest difference is above the limit or not a number."""
         if self.max_difference <= limit:
             return
         raise JobError(
@@ -48,14 +48,14 @@ class Agreement:
         )
 
 
-def sampled_by_parent(
+def select_sampled_by_parent(
     samples: Samples, home: Home, parent_sha256: str, temperature: float = 1.0, most: int = MOST
 ) -> Samples:
-    """At most so many samples, evenly chosen, with masks on what can be compared; perhaps none.
+    """Select at most `most` samples, evenly chosen, masked to their comparable tokens.
 
-    Those are the marked tokens that versions with the parent's weights sampled, at `temperature`
-    (vLLM's log-probabilities of greedy tokens are those at 1) and with nothing else that changes
-    the distribution, such as top_p.
+    Comparable are trained tokens that a version with the parent's weights sampled at `temperature`,
+    with no other setting that changes the distribution, such as top_p. Greedy tokens count as
+    sampled at 1: vLLM's log-probabilities of them are those at 1. The result may be empty.
     """
     parents = _versions_with(samples.versions, home, parent_sha256)
     at = samples.temperatures
@@ -71,21 +71,21 @@ def sampled_by_parent(
 
 
 def _versions_with(versions: Sequence[str], home: Home, weights_sha256: str) -> list[int]:
-    """The places of those versions that are these weights."""
-    registry, found = Registry(home), []
+    """Return the places of the versions that have these weights."""
+    registry, places = Registry(home), []
     for place, version in enumerate(versions):
         try:
             if registry.resolve(version).weights_sha256 == weights_sha256:
-                found.append(place)
-        except NotFound:  # imported runs name models of elsewhere
+                places.append(place)
+        except NotFound:  # imported runs may name models that this home does not have
             continue
-    return found
+    return places
 
 
 def compare(samples: Samples, ours: Sequence[Floats]) -> Agreement | None:
-    """The trainer's log-probabilities, [marked tokens] of each sample, with the recorded ones.
+    """Compare the trainer's log-probabilities, [trained tokens] per sample, with the recorded ones.
 
-    None where there is nothing to compare.
+    Return None if there are no samples.
     """
     if not len(samples):
         return None
@@ -93,7 +93,7 @@ def compare(samples: Samples, ours: Sequence[Floats]) -> Agreement | None:
     theirs = np.concatenate([row[at] for row, at in zip(samples.sampled, places, strict=True)])
     mine = np.concatenate(list(ours)).astype(np.float64)
     apart = np.abs(mine - theirs)
-    worst = int(apart.argmax())  # numpy takes a nan for the largest
+    worst = int(apart.argmax())  # numpy treats nan as the largest
     of = np.repeat(np.arange(len(samples)), [len(at) for at in places])
     return Agreement(
         tokens=len(apart),
@@ -106,6 +106,6 @@ def compare(samples: Samples, ours: Sequence[Floats]) -> Agreement | None:
     )
 
 
-def limit_of(spec: JobSpec) -> float:
-    """The largest difference that is let pass, in nats."""
+def difference_limit(spec: JobSpec) -> float:
+    """Return the largest allowed difference, in nats."""
     return spec.logprob_limit or LIMITS[spec.hyperparameters.dtype]

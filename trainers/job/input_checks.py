@@ -1,7 +1,7 @@
-"""Whether samples fit the model that is to learn from them, and the job; called by job.py.
+"""Input checks: prove that a job's samples fit its model, its tokenizer and its settings.
 
-The tokens of a dataset are numbers: under another tokenizer they would be other texts, and training
-on them would go on without a complaint. Read next: packing.py.
+The tokens of a dataset are numbers. Under another tokenizer they would be other texts, and training
+would go on without an error. Called by job.py. Read next: data/packer.py.
 """
 
 from pathlib import Path
@@ -22,19 +22,19 @@ TOKENIZER = "tokenizer.json"
 
 
 def check_samples(samples: Samples, model: Architecture, hyper: Hyperparameters) -> None:
-    """Raises BadInput when the model cannot read a sample, or a micro-batch cannot hold a unit."""
+    """Raise BadInput if the model cannot read a sample or a micro-batch cannot hold a unit."""
     for place, ids in enumerate(samples.tokens):
         low, high = ids.min(), ids.max()
         if high >= model.vocab or low < 0:
             bad = low if low < 0 else high
             raise BadInput(
-                f"{_named(samples, place)} has token id {bad}, outside the model's vocabulary of"
+                f"{_label(samples, place)} has token id {bad}, outside the model's vocabulary of"
                 f" {model.vocab}: the dataset was made with another tokenizer",
                 param="dataset",
             )
         if len(ids) > model.max_tokens:
             raise BadInput(
-                f"{_named(samples, place)} has {len(ids)} tokens, and the model attends to"
+                f"{_label(samples, place)} has {len(ids)} tokens, and the model attends to"
                 f" {model.max_tokens}: build the dataset with max_tokens {model.max_tokens}",
                 param="dataset",
             )
@@ -53,78 +53,79 @@ def _check_room(samples: Samples, room: int) -> None:
     most = max(range(len(costs)), key=costs.__getitem__, default=None)
     if most is None or costs[most] <= room:
         return
-    first, *others = samples.units[most]
-    what = f"the pair of {_named(samples, first)}" if others else _named(samples, first)
+    first, *rest = samples.units[most]
+    what = f"the pair of {_label(samples, first)}" if rest else _label(samples, first)
     raise BadInput(
-        f"{what} has {costs[most] + 1 + len(others)} tokens: raise max_tokens_per_microbatch"
+        f"{what} has {costs[most] + 1 + len(rest)} tokens: raise max_tokens_per_microbatch"
         f" ({room}) to at least {costs[most]}, or build the dataset with a smaller max_tokens",
         param="max_tokens_per_microbatch",
     )
 
 
 def check_temperature(samples: Samples, hyper: Hyperparameters) -> None:
-    """For grpo. Raises BadInput unless all was sampled at the temperature that the policy names."""
+    """Raise BadInput unless every sample was sampled at `policy.temperature`. For grpo."""
     wanted = hyper.policy.temperature
-    for place, found in enumerate(samples.temperatures):
-        if not np.isclose(found, wanted):
-            at = "several temperatures, or not known which" if np.isnan(found) else f"{found:g}"
+    for place, actual in enumerate(samples.temperatures):
+        if not np.isclose(actual, wanted):
+            at = "several temperatures, or not known which" if np.isnan(actual) else f"{actual:g}"
             raise BadInput(
-                f"{_named(samples, place)} was sampled at temperature {at}, and policy.temperature"
+                f"{_label(samples, place)} was sampled at temperature {at}, and policy.temperature"
                 f" is {wanted:g}: the two must be the same",
                 param="policy.temperature",
             )
 
 
 def check_tokenizer(samples: Samples, folder: Path, home: Home, parent: Path) -> None:
-    """Raises BadInput when a token of the samples is another text to the parent's tokenizer.
+    """Raise BadInput if a token of the samples is another text to the parent's tokenizer.
 
-    Looked at are the tokenizers of the versions that sampled the tokens, and the one with which
-    conversations of the dataset (in `folder`) were rendered, where these are still here.
+    Two kinds of tokenizers are compared with the parent's, if their files still exist: those of
+    the versions that sampled the tokens, and the one that rendered conversations of the dataset in
+    `folder`.
     """
-    here = parent / TOKENIZER
-    if not here.exists():
+    own = parent / TOKENIZER
+    if not own.exists():
         return
-    for name, there in _makers(samples, folder, home).items():
-        if not there.exists() or there.read_bytes() == here.read_bytes():
+    for name, path in _source_tokenizers(samples, folder, home).items():
+        if not path.exists() or path.read_bytes() == own.read_bytes():
             continue
-        verify_settings(there.parent)
-        ours, theirs = _texts(here), _texts(there)
+        verify_settings(path.parent)
+        ours, theirs = _texts(own), _texts(path)
         other = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
         if (token := _first_of(other, samples)) is not None:
             raise BadInput(
                 f"the tokens of dataset {folder.name} were made by {name}, whose tokenizer is not"
-                f" the one in {parent}: token {token} is {theirs.get(token)!r} in {there}, and"
-                f" {ours.get(token)!r} in {here}",
+                f" the one in {parent}: token {token} is {theirs.get(token)!r} in {path}, and"
+                f" {ours.get(token)!r} in {own}",
                 param="dataset",
             )
 
 
 def _first_of(ids: list[int], samples: Samples) -> int | None:
-    """The first token of the samples that is one of these."""
-    found = (row[np.isin(row, ids)] for row in samples.tokens) if ids else iter(())
-    return next((int(tokens[0]) for tokens in found if len(tokens)), None)
+    """Return the first token of the samples that is in `ids`."""
+    matches = (row[np.isin(row, ids)] for row in samples.tokens) if ids else iter(())
+    return next((int(tokens[0]) for tokens in matches if len(tokens)), None)
 
 
-def _makers(samples: Samples, folder: Path, home: Home) -> dict[str, Path]:
-    """The tokenizer of each that made tokens, by what it is called."""
+def _source_tokenizers(samples: Samples, folder: Path, home: Home) -> dict[str, Path]:
+    """Map each maker of tokens, by its display name, to its tokenizer file."""
     registry = Registry(home)
-    found: dict[str, Path] = {}
+    tokenizers: dict[str, Path] = {}
     for version in samples.versions:
         try:
             checkpoint = registry.resolve(version).checkpoint
-        except NotFound:  # imported runs name models of elsewhere
+        except NotFound:  # imported runs may name models that this home does not have
             continue
-        found[version] = home.checkpoint(checkpoint) / TOKENIZER
+        tokenizers[version] = home.checkpoint(checkpoint) / TOKENIZER
     manifest = read_manifest(folder)
     recipe = manifest.get("recipe", {})
     if recipe.get("tokenizer") and (manifest.get("demonstrations") or recipe.get("render")):
         rendered = Path(recipe["tokenizer"])
-        found[f"the tokenizer in {rendered}"] = rendered / TOKENIZER
-    return found
+        tokenizers[f"the tokenizer in {rendered}"] = rendered / TOKENIZER
+    return tokenizers
 
 
 def _texts(path: Path) -> dict[int, str]:
-    """What each token of a tokenizer.json stands for."""
+    """Map each token id of a tokenizer.json to its text."""
     content = orjson.loads(path.read_bytes())
     vocabulary = content.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, list):  # Unigram: [text, score]
@@ -134,6 +135,6 @@ def _texts(path: Path) -> dict[int, str]:
     return texts | {token["id"]: token["content"] for token in content.get("added_tokens", [])}
 
 
-def _named(samples: Samples, place: int) -> str:
+def _label(samples: Samples, place: int) -> str:
     run_id = samples.run_ids[place]
     return f"sample {place} ({run_id})" if run_id else f"sample {place}"

@@ -1,13 +1,13 @@
-"""A training job's process: `python -m cray_agents.trainers.job.job <home>/jobs/<id>/spec.json`.
+"""Job process: `python -m cray_agents.trainers.job.job <home>/jobs/<id>/spec.json`.
 
-Started once per node by a scheduler. It claims the next attempt, checks everything that can be
-checked without Megatron, forks the ranks, and records how it ended. Whatever kills it, starting it
-again goes on from the last resume point; when it is finished, starting it again trains nothing.
+A scheduler starts the process once per node. It claims the next attempt, checks everything that can
+be checked without Megatron, forks the ranks, and records the end. Whatever kills it, the next start
+goes on from the last resume point. Starting a finished job trains nothing.
 
     exit 0   finished (or nothing left to do)      exit 75  saved and stopped: go on later
     exit 1   failed: status.json says why; without status.json it died and may be started again
 
-Read next: launch.py for the ranks' processes, rank.py for what each of them does.
+Read next: launch.py for the ranks' processes, rank.py for the work of each.
 """
 
 import os
@@ -25,7 +25,7 @@ from cray_agents.runtime.disk.durable import keep_newest
 from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.engine_agreement import sampled_by_parent
+from cray_agents.trainers.job.engine_agreement import select_sampled_by_parent
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.journal import JobJournal
@@ -33,7 +33,7 @@ from cray_agents.trainers.job.launch import (
     EX_TEMPFAIL,
     RankPlacement,
     RanksOutcome,
-    find_place,
+    find_placement,
     run_ranks,
 )
 from cray_agents.trainers.models.architecture import Architecture
@@ -43,7 +43,7 @@ from cray_agents.training_jobs import JobSpec, JobStatus
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the job of a spec file; returns the exit code."""
+    """Run the job of a spec file; return the exit code."""
     signal.signal(signal.SIGTERM, _stop_early)
     signal.signal(signal.SIGUSR1, _stop_early)
     arguments = sys.argv[1:] if argv is None else argv
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"--- the end of the rank's log:\n{death.log_tail}\n---", flush=True)
         print(f"{death}; the last whole step was {journal.step}", flush=True)
         return 1
-    except SetupError as problem:  # of this machine, not of the job
+    except SetupError as problem:  # the machine's fault, not the job's
         print(problem, flush=True)
         return 1
     except CrayError as reason:
@@ -66,15 +66,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(journal: JobJournal) -> int:
-    """Take the job from where it stands to its end, or to where it is asked to stop."""
+    """Run the job from its last resume point to its end, or until a request to stop."""
     spec = journal.spec()
     if (ended := _already_ended(journal, spec)) is not None:
         return ended
-    place = find_place(spec.layout.world, spec.id)
-    first = place.node == 0
+    placement = find_placement(spec.layout.world, spec.id)
+    first = placement.node == 0
     attempt = journal.claim_attempt() if first else journal.attempts
     work = prepare(journal, spec, attempt)
-    outcome = _train(work, place)
+    outcome = _train(work, placement)
     if not first:
         return outcome.code
     if why := journal.fenced(attempt):
@@ -89,15 +89,15 @@ def run(journal: JobJournal) -> int:
 
 
 def prepare(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
-    """Read and check all inputs; nothing is written. Raises BadInput, NotFound, Corrupt."""
-    from cray_agents.trainers.models.lora import adapted
+    """Read and check all inputs; write nothing. Raises BadInput, NotFound, Corrupt."""
+    from cray_agents.trainers.models.lora import choose_targets
 
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
     model = read_parent(parent, hyper.init)
     check_layout(model, spec.layout)
     if hyper.lora is not None:
-        adapted(model, hyper.lora)
+        choose_targets(model, hyper.lora)
     _check_weights(parent, spec.parent_sha256, hyper.init, "parent_sha256")
     settings = settings_sha256(settings_in(parent))
     if spec.parent_settings_sha256 not in (None, settings):
@@ -108,7 +108,9 @@ def prepare(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
         )
     reference = _reference(spec, home, parent, model)
     samples, validation = _samples(spec, home, parent, model)
-    comparable = sampled_by_parent(samples, home, spec.parent_sha256, hyper.policy.temperature)
+    comparable = select_sampled_by_parent(
+        samples, home, spec.parent_sha256, hyper.policy.temperature
+    )
     return JobInputs(
         journal,
         spec,
@@ -123,7 +125,7 @@ def prepare(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
 
 
 def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> Path | None:
-    """The checkpoint that the job compares with; None: its parent."""
+    """Return the checkpoint that the job compares with; None means its parent."""
     if spec.reference is None or spec.reference_sha256 is None:
         return None
     reference = home.root / spec.reference
@@ -139,7 +141,7 @@ def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> 
 def _samples(
     spec: JobSpec, home: Home, parent: Path, model: Architecture
 ) -> tuple[Samples, Samples | None]:
-    """The splits to train and to validate on; None: there is none of these."""
+    """Return the training and validation splits; None if there is no validation split."""
     folder, hyper = home.dataset(spec.dataset), spec.hyperparameters
     samples = read_samples(folder, spec.method)
     validation = read_samples(folder, spec.method, "validation")
@@ -162,18 +164,18 @@ def _samples(
 
 
 def _check_weights(folder: Path, expected: str, init: str, param: str) -> None:
-    """Raises BadInput when the weights are not those that the job was made for."""
-    found = parent_sha256(folder, init)
-    if found != expected:
+    """Raise BadInput if the weights are not the ones that the job was made for."""
+    actual = parent_sha256(folder, init)
+    if actual != expected:
         raise BadInput(
-            f"the weights in {folder} have hash {found}, and the job was made for"
+            f"the weights in {folder} have hash {actual}, and the job was made for"
             f" {expected}: they were changed, or the path is wrong",
             param=param,
         )
 
 
-def _train(work: JobInputs, place: RankPlacement) -> RanksOutcome:
-    """Import Megatron, settle where to start from, run this node's ranks."""
+def _train(work: JobInputs, placement: RankPlacement) -> RanksOutcome:
+    """Import Megatron, choose the starting point, run this node's ranks."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
     import torch
 
@@ -182,18 +184,18 @@ def _train(work: JobInputs, place: RankPlacement) -> RanksOutcome:
     from cray_agents.trainers.models.cpu_megatron import load_megatron
 
     on_cpu = load_megatron()
-    if not on_cpu and len(place.ranks) > (gpus := torch.cuda.device_count()):
+    if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
         raise SetupError(
-            f"{len(place.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
+            f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
         )
-    if place.node == 0:
+    if placement.node == 0:
         resume.sweep(work.megatron)
         final = work.journal.home.checkpoint(work.spec.id)
         resume.sweep(final.parent, f".{final.name}.*")
         point, problems = resume.choose(work.megatron)
         step = resume.step_of(point) if point else 0
         if point is None and (source := work.spec.optimizer_from) is not None:
-            point = resume.last_of(work.journal.home.job(source) / "megatron", source)
+            point = resume.newest_point(work.journal.home.job(source) / "megatron", source)
             work = work.at(None, point)
         else:
             work = work.at(point, None)
@@ -210,11 +212,11 @@ def _train(work: JobInputs, place: RankPlacement) -> RanksOutcome:
         )
         work.journal.close()
         print(f"attempt {work.attempt} starts at step {step}", flush=True)
-    return run_ranks(place, work.journal.folder / "logs", partial(rank.run, work, on_cpu))
+    return run_ranks(placement, work.journal.folder / "logs", partial(rank.run, work, on_cpu))
 
 
 def _already_ended(journal: JobJournal, spec: JobSpec) -> int | None:
-    """The exit code when there is nothing to do; None when there is."""
+    """Return the exit code if there is nothing to do, else None."""
     if journal.cancelled:
         print(f"{spec.id} was cancelled: nothing to do", flush=True)
         return 0
@@ -259,7 +261,7 @@ def _succeed(journal: JobJournal, spec: JobSpec) -> None:
 
 
 def _fail(journal: JobJournal, reason: str) -> int:
-    """Record a failure that starting again would not mend."""
+    """Record a failure that a restart would not mend; return the exit code."""
     print(f"failed: {reason}", flush=True)
     if not journal.exists:
         return 1
@@ -279,7 +281,7 @@ def _fail(journal: JobJournal, reason: str) -> int:
 
 
 def _stop_early(number: int, frame: object) -> None:
-    """Asked to stop before the ranks run: there is nothing to save."""
+    """Exit on a signal that comes before the ranks run: there is nothing to save."""
     sys.exit(EX_TEMPFAIL)
 
 

@@ -1,4 +1,4 @@
-"""What a job's ranks are given: all inputs, read and checked before the ranks are forked."""
+"""Job inputs: everything a job's ranks need, read and checked before they are forked."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from cray_agents.training_jobs import JobSpec
 
 @dataclass(frozen=True)
 class JobInputs:
-    """A job's inputs. `at` sets at most one of the two resume points."""
+    """A job's inputs. At most one of the two resume points is set, with `at`."""
 
     journal: JobJournal
     spec: JobSpec
@@ -19,17 +19,17 @@ class JobInputs:
     parent: Path
     model: Architecture
     samples: Samples
-    comparable: Samples  # those of them that the parent sampled: agreement.py
+    comparable: Samples  # the samples that the parent sampled: engine_agreement.py
     validation: Samples | None = None
     reference: Path | None = None  # None: the parent
-    resume_from: Path | None = None  # of this job: go on exactly
-    optimizer_from: Path | None = None  # of another: only its moments
+    resume_from: Path | None = None  # a point of this job: continue exactly
+    optimizer_from: Path | None = None  # a point of another job: take its optimizer moments only
 
     @property
     def megatron(self) -> Path:
-        """Where this job's resume points are."""
+        """The folder of this job's resume points."""
         return self.journal.folder / "megatron"
 
     def at(self, resume_from: Path | None, optimizer_from: Path | None) -> "JobInputs":
-        """The same work, starting there."""
+        """Return the same inputs with another starting point."""
         return replace(self, resume_from=resume_from, optimizer_from=optimizer_from)

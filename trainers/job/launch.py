@@ -1,8 +1,8 @@
-"""Starts a job's ranks on this node: import Megatron once, fork, watch, end all when one dies.
+"""Launcher: fork a job's ranks on this node, watch them, end all when one dies.
 
-Forking after the import makes ranks start in milliseconds. Each rank dies with this process, writes
-its own log, and holds a pipe to the launcher. Single node by default; under Slurm with several
-nodes, each node's launcher starts its share of the ranks. Read next: watching.py, job.py.
+Forking after Megatron's import makes ranks start in milliseconds. Each rank dies with this process,
+writes its own log, and holds a pipe to the launcher. The default is a single node. Under Slurm with
+several nodes, each node's launcher starts its share of the ranks. Read next: rank_monitor.py.
 """
 
 import ctypes
@@ -36,14 +36,14 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Which ranks this node runs, and where all ranks meet."""
+    """The ranks of this node, and the address where all ranks of the job connect."""
 
     node: int
     nodes: int
     world: int
     host: str
     port: int  # 0: any free one (single node)
-    start: str = ""  # what tells this start of the job from others, on all nodes
+    start: str = ""  # unique to this start of the job, the same on all nodes
 
     @property
     def ranks(self) -> range:
@@ -52,14 +52,17 @@ class RankPlacement:
         return range(self.node * share, (self.node + 1) * share)
 
     @property
-    def where(self) -> str:
-        """This node, for people; nothing if it is the only one."""
-        here = f" on node {self.node} of {self.nodes} ({socket.gethostname()})"
-        return here if self.nodes > 1 else ""
+    def node_phrase(self) -> str:
+        """This node in words; empty if it is the only one."""
+        phrase = f" on node {self.node} of {self.nodes} ({socket.gethostname()})"
+        return phrase if self.nodes > 1 else ""
 
 
-def find_place(world: int, job_id: str) -> RankPlacement:
-    """This node's place, from Slurm's variables if there are several nodes. Raises BadInput."""
+def find_placement(world: int, job_id: str) -> RankPlacement:
+    """Return this node's ranks, from Slurm's variables if there are several nodes.
+
+    Raises BadInput, SetupError.
+    """
     nodes = int(os.environ.get("SLURM_NNODES", "1"))
     if nodes == 1:
         return RankPlacement(0, 1, world, "127.0.0.1", 0)
@@ -82,7 +85,7 @@ def find_place(world: int, job_id: str) -> RankPlacement:
 
 @dataclass(frozen=True)
 class RanksOutcome:
-    """How a job's ranks on this node ended, when all of them ended as they meant to.
+    """The exit code of ranks that all ended on purpose.
 
     `refusal` is a reason that no restart would mend.
     """
@@ -92,7 +95,7 @@ class RanksOutcome:
 
 
 class StopFlag:
-    """Set by SIGTERM and SIGUSR1: save a resume point and stop."""
+    """A request to save a resume point and stop, set by SIGTERM, SIGUSR1 and SIGINT."""
 
     def __init__(self) -> None:
         self.set = False
@@ -109,31 +112,33 @@ class StopFlag:
 RankMain = Callable[[int, Any, StopFlag], int]
 
 
-def meeting_point(place: RankPlacement) -> socket.socket:
-    """Where the ranks of all nodes find each other: on loopback if all nodes are this host.
+def listen_for_ranks(placement: RankPlacement) -> socket.socket:
+    """Open the socket where all ranks connect: on loopback if all nodes are this host.
 
-    A host can have another address under its own name than others know it by, so what others are
-    to reach listens on all of them.
+    A host may resolve its own name to another address than its peers do. A socket for other nodes
+    therefore listens on all addresses.
     """
-    return socket.create_server((place.host if place.host.startswith("127.") else "", place.port))
+    host = placement.host if placement.host.startswith("127.") else ""
+    return socket.create_server((host, placement.port))
 
 
-def run_ranks(place: RankPlacement, logs: Path, main: RankMain) -> RanksOutcome:
+def run_ranks(placement: RankPlacement, logs: Path, main: RankMain) -> RanksOutcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
-    Raises JobError, naming the rank and with its log's tail, when one dies or no longer responds.
+    Raises JobError with the rank and its log's tail if one dies or no longer responds.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    listener = meeting_point(place) if place.node == 0 and place.world > 1 else None
+    first_of_many = placement.node == 0 and placement.world > 1
+    listener = listen_for_ranks(placement) if first_of_many else None
     ranks: list[RankProcess] = []
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
-        asked = _forward_signals(ranks)
+        received = _forward_signals(ranks)
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
-        for rank in place.ranks:
-            ranks.append(_fork(rank, place, listener, _log(logs, rank), main))
+        for rank in placement.ranks:
+            ranks.append(_fork(rank, placement, listener, _log(logs, rank), main))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-        if asked:  # another thread took the signal while there were not all ranks to pass it to
+        if received:  # another thread took the signal before all ranks were forked
             os.kill(os.getpid(), signal.SIGTERM)
         bad = watch(ranks)
         _end(ranks)
@@ -141,8 +146,8 @@ def run_ranks(place: RankPlacement, logs: Path, main: RankMain) -> RanksOutcome:
             return RanksOutcome(max(process.code or 0 for process in ranks))
         process, how = bad
         ended = first_end(
-            logs / f"{place.start}.json" if place.nodes > 1 else None,
-            describe(process, how, place.where, _log(logs, process.rank)),
+            logs / f"{placement.start}.json" if placement.nodes > 1 else None,
+            describe(process, how, placement.node_phrase, _log(logs, process.rank)),
         )
         if ended.refusal is not None:
             return RanksOutcome(1, ended.refusal)
@@ -160,22 +165,22 @@ def _log(logs: Path, rank: int) -> Path:
 
 
 def _forward_signals(ranks: list[RankProcess]) -> list[int]:
-    """Let the ranks hear what this process is sent; returns what it was sent, as it comes."""
-    asked: list[int] = []
+    """Pass this process's stop signals on to the ranks; return the growing list of them."""
+    received: list[int] = []
 
     def forward(number: int, frame: object) -> None:
-        asked.append(number)
+        received.append(number)
         for process in ranks:
             if process.code is None:
                 os.kill(process.pid, signal.SIGTERM)
 
     for number in _STOP_SIGNALS:
         signal.signal(number, forward)
-    return asked
+    return received
 
 
 def _end(ranks: list[RankProcess]) -> None:
-    """End those that run on."""
+    """Kill the ranks that still run, and close all pipes."""
     for process in ranks:
         if process.code is None:
             os.kill(process.pid, signal.SIGKILL)
@@ -186,14 +191,14 @@ def _end(ranks: list[RankProcess]) -> None:
 
 
 def _fork(
-    rank: int, place: RankPlacement, listener: socket.socket | None, log: Path, main: RankMain
+    rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path, main: RankMain
 ) -> RankProcess:
     launcher = os.getpid()
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
-        _be_rank(rank, launcher, place, listener, log, main, write_end)
+        _be_rank(rank, launcher, placement, listener, log, main, write_end)
     os.close(write_end)
     return RankProcess(rank, pid, read_end)
 
@@ -201,13 +206,13 @@ def _fork(
 def _be_rank(
     rank: int,
     launcher: int,
-    place: RankPlacement,
+    placement: RankPlacement,
     listener: socket.socket | None,
     log: Path,
     main: RankMain,
     pipe: int,
 ) -> NoReturn:
-    """The child: never returns. The outermost edge of a rank: whatever goes wrong is logged."""
+    """Run a rank in the forked child, log any error, and exit."""
     code = 1
     try:
         stop = StopFlag()
@@ -222,9 +227,9 @@ def _be_rank(
         sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)
         faulthandler.enable()
         pulse(pipe)
-        code = main(rank, _store(rank, place, listener), stop)
+        code = main(rank, _store(rank, placement, listener), stop)
     except CrayError as problem:
-        if _mended_by_a_restart(problem):
+        if _restart_may_help(problem):
             print(problem)
         else:
             refuse(pipe, str(problem))
@@ -234,22 +239,24 @@ def _be_rank(
         os._exit(code)
 
 
-def _mended_by_a_restart(problem: CrayError) -> bool:
-    """A full disk and a machine that lacks something are not the job's fault."""
+def _restart_may_help(problem: CrayError) -> bool:
+    """Return True for a full disk or a machine that lacks something: not the job's fault."""
     return isinstance(problem, SetupError | StoreError) and not isinstance(problem, Corrupt)
 
 
-def _store(rank: int, place: RankPlacement, listener: socket.socket | None) -> Any:
-    """Where ranks find each other; its port was opened before the fork, so nobody can take it."""
+def _store(rank: int, placement: RankPlacement, listener: socket.socket | None) -> Any:
+    """Connect to the ranks' rendezvous store.
+
+    Its port was opened before the fork, so no other process can take it.
+    """
     from torch._C._distributed_c10d import HashStore, TCPStore
 
-    if place.world == 1:
+    if placement.world == 1:
         return HashStore()
-    if place.host.startswith("127."):
+    host, world = placement.host, placement.world
+    if host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    port = listener.getsockname()[1] if listener is not None else place.port
+    port = listener.getsockname()[1] if listener is not None else placement.port
     if rank == 0 and listener is not None:
-        return TCPStore(
-            place.host, port, place.world, is_master=True, master_listen_fd=listener.detach()
-        )
-    return TCPStore(place.host, port, place.world)
+        return TCPStore(host, port, world, is_master=True, master_listen_fd=listener.detach())
+    return TCPStore(host, port, world)

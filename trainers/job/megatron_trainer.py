@@ -1,9 +1,9 @@
-"""Training jobs over a scheduler: submit once, watch, start again what died, pause, cancel.
+"""Megatron trainer: submit, watch, restart, pause and cancel training jobs over a scheduler.
 
-The platform process holds one `MegatronTrainer`. It keeps no state: a job's folder says everything,
-so a restarted platform goes on watching. keeping.py asks after the jobs that no client asks after.
-A spec without a layout gets one before it is written down (spreading.py). The work itself is
-job.py, in processes of its own.
+The platform process has one `MegatronTrainer`. All state is in the jobs' folders, so a restarted
+platform goes on. restarter.py asks for the status of jobs that no client asks for. A spec without a
+layout gets one before it is written (planning/default_layout.py). The work itself is job.py, in its
+own processes.
 """
 
 import hashlib
@@ -22,18 +22,22 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.job.journal import JobJournal, changes, measures
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.planning.default_layout import spread
-from cray_agents.trainers.planning.layout_limits import hold
-from cray_agents.trainers.planning.layouts import described
+from cray_agents.trainers.planning.default_layout import choose_default_layout
+from cray_agents.trainers.planning.layout_limits import check_layout_fits
+from cray_agents.trainers.planning.layouts import describe_layout
 from cray_agents.training_jobs import JobSpec, JobState, JobStatus
 
+TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 MAX_RESTARTS = 3  # in a row without a step forward
 
 
 def code_version() -> str:
-    """What decides, besides data and hyperparameters, what a job computes (`JobSpec.code`)."""
+    """Return a hash of the code that a job runs, with the versions of its libraries.
+
+    Along with data and hyperparameters it decides a job's result (`JobSpec.code`).
+    """
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
+    folder = TRAINERS
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     for package in ("megatron-core", "torch"):
@@ -42,10 +46,10 @@ def code_version() -> str:
 
 
 class Handover(Record):
-    """What was last given to the scheduler. `restarts` counts those in a row from `step`.
+    """The last command given to the scheduler. `restarts` counts restarts in a row at `step`.
 
-    `resumed`: a pause ended it, or an end that is set aside, so its end was neither a
-    cancellation nor a death.
+    `resumed`: the command ended for a pause or a retry, which is neither a cancellation nor a
+    death.
     """
 
     id: str = ""
@@ -62,30 +66,30 @@ class MegatronTrainer:
     ) -> None:
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
-        self._starting = threading.Lock()  # jobs, in whichever way
+        self._starting = threading.Lock()  # taken by everything that may start a job
 
     def submit(self, spec: JobSpec) -> JobStatus:
-        """Start the job, or find it; an ended job is returned as it is.
+        """Start the job, or find it; return an ended job's status unchanged.
 
-        But a failed one that is to be run otherwise (see JobSpec) is tried again so, from its
-        newest resume point, and one whose weights were pruned is trained again. Raises
-        SchedulerError, Corrupt; BadInput and NotFound if its parent can never be trained, if no
-        layout can be chosen for it, or it does not fit into what is there.
+        Two ended jobs start again: a failed one whose spec changes how it runs (see JobSpec), from
+        its newest resume point, and one whose weights were pruned. Raises SchedulerError and
+        Corrupt. Raises BadInput or NotFound if its parent can never be trained, if no layout can be
+        chosen for it, or if it does not fit the resources.
         """
         journal = JobJournal(self.home, spec.id)
         with self._starting:
             if not journal.exists:
                 self._check(spec)
-                journal.write_spec(self._settled(journal, spec))
+                journal.write_spec(self._choose_layout(journal, spec))
                 self._hand_over(journal, Handover())
-            elif to_try_again(journal, spec):
-                settled = self._settled(journal, spec)
+            elif should_retry(journal, spec):
+                complete = self._choose_layout(journal, spec)
                 self._note_resumed(journal)
-                journal.set_end_aside(settled)  # `status` does the rest, also if we are killed
+                journal.prepare_retry(complete)  # `status` does the rest, even after a kill here
         return self.status(spec.id)
 
     def _check(self, spec: JobSpec) -> None:
-        """Raises BadInput, NotFound for a parent that no start of the job could read."""
+        """Raise BadInput or NotFound for a parent or reference that the job could never read."""
         places = {"parent": (spec.parent, spec.hyperparameters.init)}
         if spec.reference is not None:
             places["reference"] = (spec.reference, "parent")
@@ -95,38 +99,38 @@ class MegatronTrainer:
             except (BadInput, NotFound) as error:
                 raise type(error)(str(error), param=param) from error
 
-    def _settled(self, journal: JobJournal, spec: JobSpec) -> JobSpec:
-        """The spec with a layout; where it had none, why that one is told before."""
-        settled, reasons = spread(spec, self.home, self.resources)
-        hold(settled, self.home, self.resources, chosen=bool(reasons))
-        # there are events, if we were killed before the spec
+    def _choose_layout(self, journal: JobJournal, spec: JobSpec) -> JobSpec:
+        """Return the spec with a layout; a chosen one is explained by an event and in the log."""
+        complete, reasons = choose_default_layout(spec, self.home, self.resources)
+        check_layout_fits(complete, self.home, self.resources, chosen=bool(reasons))
+        # a kill between the event and the spec leaves events without a job
         if reasons and (journal.exists or not journal.events()):
             journal.folder.mkdir(parents=True, exist_ok=True)
-            told = {"layout": settled.layout.model_dump(), "recompute": settled.recompute}
-            journal.event("layout", **told, reasons=reasons)
+            choice = {"layout": complete.layout.model_dump(), "recompute": complete.recompute}
+            journal.event("layout", **choice, reasons=reasons)
             journal.close()
             with journal.log.open("a") as log:
-                print(f"layout {described(settled.layout)}:", *reasons, sep="\n  ", file=log)
-        return settled
+                print(f"layout {describe_layout(complete.layout)}:", *reasons, sep="\n  ", file=log)
+        return complete
 
     def status(self, job_id: str) -> JobStatus:
-        """Where it stands; starts it again if its process died. Raises NotFound."""
+        """Return the job's status; restart it if its process died. Raises NotFound."""
         journal = JobJournal(self.home, job_id)
         spec = journal.spec()
-        found = self._look(journal, spec)
-        if isinstance(found, JobStatus):
-            return found
-        with self._starting:  # whoever looked at the same time may have started it again
-            found = self._look(journal, spec)
-            if isinstance(found, JobStatus):
-                return found
-            return self._go_on(journal, journal.adopt(), found)
+        status = self._look(journal, spec)
+        if isinstance(status, JobStatus):
+            return status
+        with self._starting:  # another thread may have restarted it since our look
+            status = self._look(journal, spec)
+            if isinstance(status, JobStatus):
+                return status
+            return self._go_on(journal, journal.adopt_next_spec(), status)
 
     def _look(self, journal: JobJournal, spec: JobSpec) -> JobStatus | CommandStatus:
-        """Where a job stands, or how its command ended when the job itself has not."""
+        """Return a job's status, or its command's if the command ended before the job."""
         if journal.cancelled:
             return self._describe(journal, spec, "cancelled")
-        if (ended := self._ended(journal)) is not None:
+        if (ended := self._final_status(journal)) is not None:
             return ended
         command = self.scheduler.status(journal.job_id)
         if command.state == "queued" and journal.paused:
@@ -134,13 +138,15 @@ class MegatronTrainer:
             return self._describe(journal, spec, "paused")
         if command.state in ("queued", "running"):
             return self._describe(journal, spec, command.state)
-        if (ended := self._ended(journal)) is not None:  # it ended between the two looks
+        if (
+            ended := self._final_status(journal)
+        ) is not None:  # the job ended between the two looks
             return ended
         return self._describe(journal, spec, "paused") if journal.paused else command
 
     def _go_on(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
-        """Start a job again whose command ended before its time."""
-        if handover(journal).resumed:
+        """Restart a job whose command ended early, unless somebody cancelled the command."""
+        if read_handover(journal).resumed:
             self._hand_over(journal, Handover(step=journal.step))
             return self._describe(journal, spec, "queued")
         if command.state == "cancelled":  # by somebody else, with the scheduler's own tools
@@ -149,24 +155,24 @@ class MegatronTrainer:
         return self._restart(journal, spec, command)
 
     def cancel(self, job_id: str) -> JobStatus:
-        """End it for good. A job that has ended before stays what it is. Raises NotFound."""
+        """End the job for good; one that has ended keeps its status. Raises NotFound."""
         journal = JobJournal(self.home, job_id)
         journal.spec()
-        if (ended := self._ended(journal)) is not None:
+        if (ended := self._final_status(journal)) is not None:
             return ended
         journal.cancel()
         self.scheduler.cancel(job_id)
         return self.status(job_id)
 
     def pause(self, job_id: str) -> JobStatus:
-        """Let the job save and stop after its present step. Raises NotFound, BadInput.
+        """Let the job save and stop after its current step. Raises NotFound, BadInput.
 
         The ranks see the pause themselves: a signal would leave a big model only the scheduler's
         grace period to save in.
         """
         journal = JobJournal(self.home, job_id)
         journal.spec()
-        if journal.cancelled or self._ended(journal) is not None:
+        if journal.cancelled or self._final_status(journal) is not None:
             state = self.status(job_id).state
             message = f"{job_id} has ended ({state}): there is nothing left to pause"
             raise BadInput(message, param="job_id", code="job_ended")
@@ -177,7 +183,7 @@ class MegatronTrainer:
         """Start a paused job again, from its newest resume point. Raises NotFound, BadInput."""
         journal = JobJournal(self.home, job_id)
         journal.spec()
-        if not journal.paused or journal.cancelled or self._ended(journal) is not None:
+        if not journal.paused or journal.cancelled or self._final_status(journal) is not None:
             message = f"{job_id} is {self.status(job_id).state}, not paused"
             raise BadInput(message, param="job_id", code="job_not_paused")
         with self._starting:
@@ -186,11 +192,11 @@ class MegatronTrainer:
         return self.status(job_id)
 
     def _note_resumed(self, journal: JobJournal) -> None:
-        _note(journal, handover(journal).model_copy(update={"resumed": True}))
+        _note(journal, read_handover(journal).model_copy(update={"resumed": True}))
 
     # ---- restarts
     def _restart(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
-        last, step = handover(journal), journal.step
+        last, step = read_handover(journal), journal.step
         restarts = 1 if step > last.step else last.restarts + 1
         if restarts <= MAX_RESTARTS:
             self._hand_over(journal, Handover(step=step, restarts=restarts))
@@ -204,13 +210,13 @@ class MegatronTrainer:
         journal.write_status(failed)
         return failed
 
-    def _hand_over(self, journal: JobJournal, what: Handover) -> None:
+    def _hand_over(self, journal: JobJournal, handover: Handover) -> None:
         spec = journal.spec()
         world, gpus = spec.layout.world, self.resources.gpus is not None
         environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
-        if not gpus:  # of a node that has some
+        if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        _note(journal, what)
+        _note(journal, handover)
         command = Command(
             name=journal.job_id,
             argv=[
@@ -228,54 +234,55 @@ class MegatronTrainer:
             gpus=gpus,
             minutes=self.resources.minutes,
         )
-        given = self.scheduler.submit(command)
-        _note(journal, what.model_copy(update={"id": given}))
+        scheduler_id = self.scheduler.submit(command)
+        _note(journal, handover.model_copy(update={"id": scheduler_id}))
 
-    # ---- what to say
-    def _ended(self, journal: JobJournal) -> JobStatus | None:
+    # ---- statuses
+    def _final_status(self, journal: JobJournal) -> JobStatus | None:
         status = journal.status()
         if status is None:
             return None
-        # we may have been killed between the scheduler's answer and our note of it
-        given = handover(journal).id or self.scheduler.status(journal.job_id).id
-        told = {"scheduler": self.scheduler.name, "scheduler_job_id": given}
-        return status.model_copy(update={**told, "metrics": newest_measures(journal)})
+        # a kill between the scheduler's answer and our note of it leaves no id
+        scheduler_id = read_handover(journal).id or self.scheduler.status(journal.job_id).id
+        added = {"scheduler": self.scheduler.name, "scheduler_job_id": scheduler_id}
+        return status.model_copy(update={**added, "metrics": newest_measures(journal)})
 
     def _describe(self, journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
-        described = describe(journal, spec, state)
-        return described.model_copy(update={"scheduler": self.scheduler.name})
+        status = describe(journal, spec, state)
+        return status.model_copy(update={"scheduler": self.scheduler.name})
 
 
-def to_try_again(journal: JobJournal, spec: JobSpec) -> bool:
-    """Whether the job failed and this spec asks for another way to run it, or its weights are gone.
+def should_retry(journal: JobJournal, spec: JobSpec) -> bool:
+    """Return True if the job's weights were pruned, or it failed and `spec` runs it differently.
 
     Raises Corrupt.
     """
     ended = None if journal.cancelled else journal.status()
     if ended is not None and ended.checkpoint is not None:
-        return checkpoints.pruned(journal.home.checkpoint(ended.checkpoint)) is not None
+        return checkpoints.read_pruned(journal.home.checkpoint(ended.checkpoint)) is not None
     return ended is not None and ended.state == "failed" and bool(changes(journal.spec(), spec))
 
 
 def read_status(home: Home, job_id: str) -> JobStatus:
-    """What a job's folder alone says of it; nothing is asked or started. Raises NotFound."""
+    """Return a job's status from its folder alone, without a scheduler. Raises NotFound."""
     journal = JobJournal(home, job_id)
     spec = journal.spec()
     if (ended := journal.status()) is not None:
-        told = {"scheduler_job_id": handover(journal).id, "metrics": newest_measures(journal)}
-        return ended.model_copy(update=told)
+        scheduler_id = read_handover(journal).id
+        added = {"scheduler_job_id": scheduler_id, "metrics": newest_measures(journal)}
+        return ended.model_copy(update=added)
     state: JobState = "running" if journal.attempts else "queued"
     state = "paused" if journal.paused else state
     return describe(journal, spec, "cancelled" if journal.cancelled else state)
 
 
 def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
-    """The status of a job that has not ended by itself, from its events."""
+    """Return the status of a job without a status.json, from its events."""
     steps = [e for e in journal.events() if e.get("event") == "step"]
     return JobStatus(
         id=spec.id,
         state=state,
-        scheduler_job_id=handover(journal).id,
+        scheduler_job_id=read_handover(journal).id,
         step=steps[-1]["step"] if steps else 0,
         steps=spec.hyperparameters.steps,
         attempts=journal.attempts,
@@ -288,17 +295,17 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
 
 
 def newest_measures(journal: JobJournal) -> dict[str, Any]:
-    """`JobStatus.metrics`, of a job that has ended too."""
+    """Return `JobStatus.metrics`, also of a job that has ended."""
     newest = journal.last_step
     return measures(newest) if newest is not None else {}
 
 
-def handover(journal: JobJournal) -> Handover:
-    """What was last given to the scheduler for a job."""
+def read_handover(journal: JobJournal) -> Handover:
+    """Return a job's last handover to the scheduler; an empty one if there was none."""
     path = journal.folder / "scheduler.json"
     return checksums.read_record(Handover, path) if path.exists() else Handover()
 
 
-def _note(journal: JobJournal, what: Handover) -> None:
-    text = checksums.with_crc(what.model_dump_json().encode())
+def _note(journal: JobJournal, handover: Handover) -> None:
+    text = checksums.with_crc(handover.model_dump_json().encode())
     durable.replace_file(journal.folder / "scheduler.json", text)

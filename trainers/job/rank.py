@@ -1,7 +1,7 @@
-"""What each rank of a job does: join, look back, restore, train, save now and then, publish.
+"""One rank of a job: join, score baselines, restore, train, save now and then, publish.
 
-The file reads top to bottom like that sentence. launch.py calls `run` in a forked process; every
-step of it is collective, so all ranks always agree on what comes next. Read next: train.py.
+The functions below stand in this order. launch.py calls `run` in a forked process. Every step is
+collective, so all ranks agree on the next one. Read next: training/train_step.py.
 """
 
 import math
@@ -18,24 +18,24 @@ from cray_agents.errors import JobError
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
-from cray_agents.trainers.data.baseline_logprobs import Known
+from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.job import engine_agreement
 from cray_agents.trainers.job.baselines import Baselines
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
-from cray_agents.trainers.training.parallel_groups import agree, is_main, join_ranks
+from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0, join_ranks
 from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
 
-RECENT = 50  # steps whose gradient norms a new one is compared with
-EXPLODED = 1000.0  # times the largest of them
-SMALL = 1.0  # the least that it counts as: a gradient below is not even clipped, by default
+RECENT = 50  # steps whose gradient norms a new norm is compared with
+EXPLODED = 1000.0  # times the largest recent norm
+SMALL = 1.0  # floor for the largest recent norm: smaller gradients are not clipped by default
 
 
 @dataclass
 class JobTotals:
-    """Kept in every resume point, so that a restarted job counts on."""
+    """Totals of a job, kept in every resume point so that a restarted job continues them."""
 
     loss_first: float | None = None
     loss_last: float | None = None
@@ -43,21 +43,23 @@ class JobTotals:
     trained_tokens: int = 0
     seconds: float = 0.0  # spent in steps
     norms: list[float] = field(default_factory=list)  # of the last RECENT gradients
-    evaluated: int = -1  # after how many steps that was done last
+    evaluated: int = -1  # the step of the last evaluation
 
     def add(self, report: StepReport, seconds: float, before: int) -> None:
-        """Count a step, with so many before it.
+        """Count a step that follows `before` steps.
 
-        Raises JobError when its loss or gradient makes no sense.
+        Raises JobError if the loss or the gradient norm is not finite, or the norm exploded.
         """
         for name, value in (("loss", report.loss), ("gradient norm", report.grad_norm)):
             if not math.isfinite(value):
                 raise _nonsense(f"the {name} is {value}", report, before)
-        # not what is usual: where few batches have anything to learn, that is next to nothing
+        # the largest, not the mean: it is almost 0 when few batches have anything to learn
         largest = max(SMALL, *self.norms) if len(self.norms) >= 10 else math.inf
         if report.grad_norm > EXPLODED * largest:
-            what = f"the gradient norm is {report.grad_norm:g}, and was at most {largest:g} before"
-            raise _nonsense(what, report, before)
+            problem = (
+                f"the gradient norm is {report.grad_norm:g}, and was at most {largest:g} before"
+            )
+            raise _nonsense(problem, report, before)
         self.norms = [*self.norms[1 - RECENT :], report.grad_norm]
         self.loss_first = report.loss if self.loss_first is None else self.loss_first
         self.loss_last = report.loss
@@ -69,38 +71,38 @@ class JobTotals:
         return vars(self).copy()
 
     def summary(self) -> dict[str, Any]:
-        """What the checkpoint's manifest says."""
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        del known["norms"], known["evaluated"]
-        return known
+        """Return the totals for the checkpoint's manifest."""
+        totals = {name: value for name, value in vars(self).items() if value is not None}
+        del totals["norms"], totals["evaluated"]
+        return totals
 
 
-def _nonsense(what: str, report: StepReport, before: int) -> JobError:
+def _nonsense(problem: str, report: StepReport, before: int) -> JobError:
     return JobError(
-        f"{what} after {before} whole steps (learning rate {report.learning_rate:g}): nothing was"
-        " saved from there; lower the learning rate, or look at the parent's weights and the"
+        f"{problem} after {before} whole steps (learning rate {report.learning_rate:g}): nothing"
+        " was saved from there; lower the learning rate, or look at the parent's weights and the"
         " samples"
     )
 
 
 def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) -> int:
-    """Do one rank's part of a job; returns its exit code. Raises CrayError on bad inputs.
+    """Do one rank's share of a job; return its exit code. Raises CrayError on bad inputs.
 
-    Asked to stop, or superseded, it ends within a step, or between two parts of what takes longer.
+    When asked to stop or superseded, it ends within a step or between two slices of a longer task.
     """
     spec = work.spec
-    # they would fill the end of the log, where the reason of a death is looked for
+    # such warnings would fill the log's tail, which must show the cause of a death
     warnings.filterwarnings("ignore", category=FutureWarning)
     if on_cpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu)
-    attempt, *points = agree((work.attempt, work.resume_from, work.optimizer_from))
+    attempt, *points = broadcast_from_rank0((work.attempt, work.resume_from, work.optimizer_from))
 
     def asked_to_stop() -> bool:
         return stop.set or (
-            is_main() and (work.journal.paused or bool(work.journal.fenced(attempt)))
+            is_rank0() and (work.journal.paused or bool(work.journal.fenced(attempt)))
         )
 
     training = Training(
@@ -114,16 +116,16 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
         asked_to_stop=asked_to_stop,
     )
     try:
-        known, validation = look_back(training, work)
-        progress = restore(training, *points)
-        finished = train(training, work, known, validation, attempt, progress)
+        baseline, validation = score_baselines(training, work)
+        totals = restore(training, *points)
+        finished = train(training, work, baseline, validation, attempt, totals)
         if finished and may_publish(work, attempt):
             training.finish()
             hf_export.publish(
                 training,
                 spec,
                 probe_prompts(work.samples),
-                {**progress.summary(), "steps": training.done},
+                {**totals.summary(), "steps": training.done},
                 work.journal.home.checkpoint(f".{spec.id}.{attempt}"),
                 work.journal.home.checkpoint(spec.id),
             )
@@ -134,24 +136,26 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
     return code
 
 
-def look_back(training: Training, work: JobInputs) -> tuple[Known, Known | None]:
-    """What the weights before training say of the samples; proves that the engine agrees."""
-    comparable = agree(work.comparable)  # nodes may have looked at different times
-    found = engine_agreement.compare(comparable, training.score(comparable))
-    if found is not None:
-        limit = engine_agreement.limit_of(work.spec)
-        if is_main():
-            work.journal.event("agreement", **vars(found), limit=limit)
-        found.refuse(limit)
+def score_baselines(
+    training: Training, work: JobInputs
+) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
+    """Score the samples under the weights before training; prove that the engine agrees."""
+    comparable = broadcast_from_rank0(work.comparable)  # nodes read the registry at their own time
+    agreement = engine_agreement.compare(comparable, training.score(comparable))
+    if agreement is not None:
+        limit = engine_agreement.difference_limit(work.spec)
+        if is_rank0():
+            work.journal.event("agreement", **vars(agreement), limit=limit)
+        agreement.refuse(limit)
     baselines = Baselines(training, work.spec, work.reference, work.journal.folder / "baselines")
-    known = baselines.of_training(work.samples)
+    baseline = baselines.of_training(work.samples)
     if work.validation is None:
-        return known, None
-    return known, baselines.of_validation(work.validation)
+        return baseline, None
+    return baseline, baselines.of_validation(work.validation)
 
 
 def restore(training: Training, point: Any, optimizer_from: Any) -> JobTotals:
-    """Go on from a resume point of this job, or with the optimizer of another, or from nothing."""
+    """Continue from a resume point of this job, or take another job's optimizer, or start anew."""
     if point is not None:
         return JobTotals(**resume.load(training, point))
     if optimizer_from is not None:
@@ -163,12 +167,12 @@ def restore(training: Training, point: Any, optimizer_from: Any) -> JobTotals:
 def train(
     training: Training,
     work: JobInputs,
-    known: Known,
-    validation: Known | None,
+    baseline: BaselineLogprobs,
+    validation: BaselineLogprobs | None,
     attempt: int,
-    progress: JobTotals,
+    totals: JobTotals,
 ) -> bool:
-    """Train to the last step, saving on the way; False when asked to stop, or paused, before."""
+    """Train to the last step, saving on the way; return False if stopped or paused before it."""
     spec, steps = work.spec, work.spec.hyperparameters.steps
     saver = Saver(
         training,
@@ -176,46 +180,50 @@ def train(
         attempt,
         spec.keep,
         may_publish=lambda: work.journal.fenced(attempt) is None,
-        tell=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
+        report=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
     )
 
     def to_evaluate() -> bool:
         done = training.done
         due = done == steps or done % (spec.evaluate_every or steps) == 0
-        return validation is not None and due and progress.evaluated < done
+        return validation is not None and due and totals.evaluated < done
 
-    begun, stopped = training.done, False
+    first, stopped = training.done, False
     while not stopped and (training.done < steps or to_evaluate()):
         try:
             if validation is not None and to_evaluate():
-                evaluate(training, work, validation, progress)
+                evaluate(training, work, validation, totals)
             else:
-                stopped = step(training, work, known, progress)
+                stopped = step(training, work, baseline, totals)
         except Stopped:
             stopped = True
         if stopped and not may_publish(work, attempt):
-            return False  # nothing is left to save for: another attempt goes on, or none
+            return False  # do not save: another attempt took over, or the job was cancelled
         due = training.done == steps or training.done % spec.save_every == 0
-        if training.done > begun and (stopped or (due and not to_evaluate())):
-            saver.save(progress.state())
+        if training.done > first and (stopped or (due and not to_evaluate())):
+            saver.save(totals.state())
         saver.poll()
     saver.finish()
     return training.done == steps and not to_evaluate()
 
 
-def step(training: Training, work: JobInputs, known: Known, progress: JobTotals) -> bool:
-    """Train one step and tell of it; returns whether to stop."""
-    begun, before = time.perf_counter(), training.done
-    report = training.step(known)
-    seconds = time.perf_counter() - begun
-    progress.add(report, seconds, before)
-    if is_main():
-        tell(training, work, report, seconds)
+def step(
+    training: Training, work: JobInputs, baseline: BaselineLogprobs, totals: JobTotals
+) -> bool:
+    """Train one step and write its event; return True to stop."""
+    started, before = time.perf_counter(), training.done
+    report = training.step(baseline)
+    seconds = time.perf_counter() - started
+    totals.add(report, seconds, before)
+    if is_rank0():
+        write_step_event(training, work, report, seconds)
     return report.stop
 
 
-def tell(training: Training, work: JobInputs, report: StepReport, seconds: float) -> None:
-    """Write a step's line into the job's events."""
+def write_step_event(
+    training: Training, work: JobInputs, report: StepReport, seconds: float
+) -> None:
+    """Append a step's event to the job's events."""
     rate = report.processed / seconds
     values: dict[str, Any] = {
         "step": training.done,
@@ -235,21 +243,23 @@ def tell(training: Training, work: JobInputs, report: StepReport, seconds: float
 
 
 def memory_gib(on_cpu: bool) -> float:
-    """The most memory that this rank has held so far, in GiB: of its GPU, else of its process."""
+    """Return this rank's peak memory so far in GiB: of its GPU, else of its process."""
     if on_cpu:
         return limits.getrusage(limits.RUSAGE_SELF).ru_maxrss / 2**20
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def evaluate(training: Training, work: JobInputs, validation: Known, progress: JobTotals) -> None:
-    """The loss on the validation split, as an event and for the manifest."""
+def evaluate(
+    training: Training, work: JobInputs, validation: BaselineLogprobs, totals: JobTotals
+) -> None:
+    """Compute the loss on the validation split; write its event and keep it for the manifest."""
     loss, measures = training.evaluate(validation)
-    progress.validation_loss, progress.evaluated = loss, training.done
-    if is_main():
+    totals.validation_loss, totals.evaluated = loss, training.done
+    if is_rank0():
         tokens = int(validation.marks.sum())
         work.journal.event("evaluation", step=training.done, loss=loss, tokens=tokens, **measures)
 
 
 def may_publish(work: JobInputs, attempt: int) -> bool:
-    """Whether this attempt is still the one; rank 0 looks, all ranks do as it says."""
-    return agree(work.journal.fenced(attempt) if is_main() else None) is None
+    """Return True if this attempt is still the newest, as rank 0 sees it. Collective."""
+    return broadcast_from_rank0(work.journal.fenced(attempt) if is_rank0() else None) is None

@@ -1,11 +1,11 @@
-"""The launcher's eye on its ranks: which ended, how, and which no longer respond.
+"""Rank monitor: the launcher learns which ranks ended, how, and which no longer respond.
 
-Each rank holds the write end of a pipe. Through it come a line break now and then (its interpreter
-runs), perhaps a refusal as JSON (no restart would mend it), and at last the pipe's end, with the
-process's. A rank that is stopped, or hangs outside Python, falls silent and is named; the others
-only wait for it. One that hangs inside Python is left to the collectives' own time limit. With
-several nodes the first bad end is written down in the job's folder, so that every node tells of the
-cause and not of what it led to. Called by launch.py.
+Each rank holds the write end of a pipe. Through it come regular line breaks (its interpreter runs),
+perhaps a refusal as JSON (no restart would mend it), and the end of the pipe with the end of the
+process. A rank that is stopped or hangs outside Python falls silent, and is reported as the cause:
+the other ranks only wait for it. A rank that hangs inside Python runs into the collectives' time
+limit. With several nodes, the first bad end is written to the job's folder, so that every node
+reports the cause and not its consequences. Called by launch.py.
 """
 
 import json
@@ -21,10 +21,10 @@ from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.trainers.job.journal import tail
 
-SILENCE = 300.0  # seconds; less than collectives wait, which would blame those that only wait
+SILENCE = 300.0  # seconds; less than the collectives' limit, which would blame the waiting ranks
 SILENCE_VARIABLE = "RANK_SILENCE_SECONDS"
-LOOKS = 5  # in a row that find a rank silent; our own process may have been stopped as well
-PATIENCE = 3.0  # seconds in which another node can tell of an earlier end
+LOOKS = 5  # silent looks in a row; a single one may mean that our own process was stopped
+PATIENCE = 3.0  # seconds in which another node can report an earlier end
 GOOD_ENDS = (0, 75)
 
 
@@ -35,27 +35,27 @@ class RankProcess:
     rank: int
     pid: int
     pipe: int
-    said: bytes = b""
+    output: bytes = b""
     heard: bool = True  # since the last look
     misses: int = 0
     code: int | None = None  # negative: the signal that ended it
 
     @property
     def refusal(self) -> str | None:
-        """Why it would not do the job, if it said so."""
-        return str(json.loads(self.said)) if self.said and self.code is not None else None
+        """The rank's reason for not doing the job, if it ended with one."""
+        return str(json.loads(self.output)) if self.output and self.code is not None else None
 
     def listen(self) -> None:
-        """Read what it has to say; at the pipe's end, take its exit code."""
+        """Read from the pipe; at its end, take the exit code."""
         sent = os.read(self.pipe, 65536)
         self.heard = True
-        self.said += sent.replace(b"\n", b"")
+        self.output += sent.replace(b"\n", b"")
         if not sent:
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class BadEnd(Record):
-    """How the first rank ended badly. `followed`: it may be because another node's rank did."""
+    """The first bad end of a rank. `followed`: an end on another node may have caused it."""
 
     rank: int
     where: str = ""
@@ -70,8 +70,8 @@ class BadEnd(Record):
 
 # ---- in a rank
 def pulse(pipe: int) -> None:
-    """Let the launcher hear from this rank as long as its interpreter runs."""
-    every = silence() / LOOKS / 2
+    """Send the launcher a line break at intervals, as long as this rank's interpreter runs."""
+    every = silence_limit() / LOOKS / 2
 
     def beat() -> None:
         while True:
@@ -82,23 +82,23 @@ def pulse(pipe: int) -> None:
 
 
 def refuse(pipe: int, reason: str) -> None:
-    """Tell the launcher why no restart would mend this. Pulses in between do no harm."""
+    """Send the launcher the reason why no restart would help. Pulses in between do no harm."""
     os.write(pipe, json.dumps(reason).encode())
 
 
-def silence() -> float:
-    """After how many seconds a rank counts as gone."""
+def silence_limit() -> float:
+    """Return the seconds of silence_limit after which a rank counts as gone."""
     return float(os.environ.get(SILENCE_VARIABLE, SILENCE))
 
 
 # ---- in the launcher
 def watch(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str] | None:
-    """Wait until all ranks have ended well (None), or for the first that has not, and how."""
+    """Wait until all ranks have ended well (None), or return the first that has not, and why."""
     poller = select.poll()
     by_pipe = {process.pipe: process for process in ranks}
     for pipe in by_pipe:
         poller.register(pipe, select.POLLIN)
-    interval = silence() / LOOKS
+    interval = silence_limit() / LOOKS
     look = time.monotonic() + interval
     while any(process.code is None for process in ranks):
         for pipe, _ in poller.poll(1000 * max(0.0, look - time.monotonic())):
@@ -116,7 +116,7 @@ def watch(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str] | None:
 
 
 def _worst(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str] | None:
-    """Of those that ended badly the likeliest cause: a refusal, a signal, an error; or silence."""
+    """Return the likeliest cause of a bad end: a refusal, a signal, an error, then silence."""
     bad = [p for p in ranks if p.code is not None and p.code not in GOOD_ENDS]
     if bad:
         first = min(bad, key=lambda p: (p.refusal is None, p.code is None or p.code >= 0))
@@ -124,22 +124,22 @@ def _worst(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str] | None:
         return first, f"died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
     for process in ranks:
         if process.misses >= LOOKS and process.code is None:
-            return process, f"no longer responds, for {silence():g} s ({_state(process.pid)})"
+            return process, f"no longer responds, for {silence_limit():g} s ({_state(process.pid)})"
     return None
 
 
 def _state(pid: int) -> str:
-    """What the kernel says a process does."""
+    """Return a process's state in words, as the kernel reports it."""
     line = Path(f"/proc/{pid}/stat").read_text()
     letter = line[line.rfind(")") + 2]
-    known = {"T": "it is stopped", "D": "it waits for a disk or a device"}
-    return known.get(letter, f"its state is {letter}")
+    names = {"T": "it is stopped", "D": "it waits for a disk or a device"}
+    return names.get(letter, f"its state is {letter}")
 
 
 def first_end(note: Path | None, ours: BadEnd) -> BadEnd:
-    """The end that came first on any node, as the file `note` tells; ours if we are alone.
+    """Return the first bad end on any node, shared through the file `note`; ours if it is None.
 
-    A rank that lost its connection to a dead one ends too: its node waits for word of the cause.
+    A rank that lost its connection to a dead one ends too. Its node waits a moment for the cause.
     """
     if note is None:
         return ours
@@ -151,11 +151,11 @@ def first_end(note: Path | None, ours: BadEnd) -> BadEnd:
     return checksums.read_record(BadEnd, note)
 
 
-def describe(process: RankProcess, how: str, where: str, log: Path) -> BadEnd:
-    """A bad end with all that helps to understand it."""
+def describe(process: RankProcess, how: str, node_phrase: str, log: Path) -> BadEnd:
+    """Build the report of a bad end, with the tail of the rank's log."""
     return BadEnd(
         rank=process.rank,
-        where=where,
+        where=node_phrase,
         how=how,
         followed=process.refusal is None and process.code is not None and process.code > 0,
         refusal=process.refusal,

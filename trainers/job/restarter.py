@@ -1,7 +1,7 @@
-"""Training jobs go on although no client asks after them: `cray-agents up` runs this as a task.
+"""Restarter: a task of `cray-agents up` that keeps training jobs going without a client.
 
-What died, was preempted, ran out of its time or was resumed is started again when somebody asks the
-trainer how it stands (megatron_trainer.py). Here somebody does, for every job that has not ended.
+A job that died, was preempted, ran out of time or was resumed starts again when the trainer is
+asked for its status (megatron_trainer.py). This task asks for every job that has not ended.
 """
 
 import asyncio
@@ -15,20 +15,20 @@ from cray_agents.ports import Trainer
 from cray_agents.trainers.job.journal import JobJournal
 
 EVERY = 5.0  # seconds between two rounds
-AFRESH = 12  # rounds after which the ended ones are looked at, too: a failed one is tried again
+RECHECK_ENDED = 12  # rounds between two looks at ended jobs: a failed one may be retried
 
 log = logging.getLogger(__name__)
 
 
-async def keep_going(home: Home, trainer: Trainer, every: float = EVERY) -> None:
-    """Ask after every job that has not ended, until cancelled; what fails is logged, once."""
+async def restart_unfinished_jobs(home: Home, trainer: Trainer, every: float = EVERY) -> None:
+    """Ask for the status of every unfinished job, until cancelled; log each new error once."""
     ended: set[str] = set()
     troubles: dict[str, str] = {}
     for number in itertools.count():
-        if number % AFRESH == 0:
+        if number % RECHECK_ENDED == 0:
             ended.clear()
         try:
-            jobs = await asyncio.to_thread(going, home, ended)
+            jobs = await asyncio.to_thread(unfinished_jobs, home, ended)
         except OSError as error:
             log.warning("the jobs in %s cannot be listed: %s", home.jobs, error)
             jobs = []
@@ -45,21 +45,21 @@ async def keep_going(home: Home, trainer: Trainer, every: float = EVERY) -> None
         await asyncio.sleep(every)
 
 
-def going(home: Home, ended: set[str]) -> list[str]:
-    """The jobs that have not ended, by name.
+def unfinished_jobs(home: Home, ended: set[str]) -> list[str]:
+    """Return the names of the jobs that have not ended.
 
-    Those that have are added to `ended`; in what is there already nothing is looked at.
+    Jobs that have ended are added to `ended`; a job in it is not looked at.
     """
     try:
         names = {entry.name for entry in os.scandir(home.jobs)}
     except FileNotFoundError:
         return []
     ended &= names
-    found = []
+    unfinished = []
     for name in sorted(names - ended):
         journal = JobJournal(home, name)
         if journal.ended:
             ended.add(name)
         elif journal.exists:
-            found.append(name)
-    return found
+            unfinished.append(name)
+    return unfinished

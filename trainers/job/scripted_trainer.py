@@ -1,8 +1,8 @@
-"""A trainer that learns nothing: it publishes the parent's files as the next checkpoint, at once.
+"""Scripted trainer: publish the parent's files as the next checkpoint, without learning.
 
-Loops are tested with it where training only gets in the way. Like the real one it is named by its
-spec, idempotent, keeps a job's folder and publishes a manifest; unlike it, it takes its metrics as
-given. A `held` one does nothing by itself: a test moves its jobs on, step by step. No torch.
+Tests of loops use it instead of training. Like the real trainer it is idempotent, names jobs by
+their spec, keeps a job's folder and publishes a manifest. Unlike the real one, it reports the
+metrics given to it. A `held` trainer does nothing by itself: a test advances its jobs. No torch.
 """
 
 import shutil
@@ -22,7 +22,7 @@ from cray_agents.training_jobs import JobSpec, JobStatus
 
 
 class ScriptedTrainer:
-    """A ports.Trainer. `metrics` and `probe` go into each manifest; `failures` are by job number.
+    """A ports.Trainer. `metrics` and `probe` go into each manifest.
 
     `failures[n]` is the error of the n-th job submitted here, counted from 0. `held`: jobs go no
     further than `advance` takes them, so that they can be paused and cancelled.
@@ -51,7 +51,7 @@ class ScriptedTrainer:
         self.submitted: list[JobSpec] = []
 
     def submit(self, spec: JobSpec) -> JobStatus:
-        """Do the job, or find it done. Raises NotFound when there is no such parent."""
+        """Do the job, or find it done. Raises NotFound if the parent is missing."""
         journal = JobJournal(self.home, spec.id)
         if not journal.exists:
             self._parent(spec)
@@ -70,17 +70,17 @@ class ScriptedTrainer:
         return self.status(job_id)
 
     def status(self, job_id: str) -> JobStatus:
-        """Where it stands. Raises NotFound."""
+        """Return the job's status. Raises NotFound."""
         return read_status(self.home, job_id).model_copy(update={"scheduler": "scripted"})
 
     def cancel(self, job_id: str) -> JobStatus:
-        """End it, unless it has ended: a job that is not held has when `submit` returns."""
+        """End the job, unless it has ended. A job that is not held ends within `submit`."""
         if self.status(job_id).state in ("queued", "running", "paused"):
             JobJournal(self.home, job_id).cancel()
         return self.status(job_id)
 
     def pause(self, job_id: str) -> JobStatus:
-        """Let `advance` do nothing. Raises NotFound, BadInput."""
+        """Make `advance` do nothing. Raises NotFound, BadInput."""
         if (state := self.status(job_id).state) not in ("queued", "running", "paused"):
             message = f"{job_id} has ended ({state}): there is nothing left to pause"
             raise BadInput(message, param="job_id", code="job_ended")
@@ -88,7 +88,7 @@ class ScriptedTrainer:
         return self.status(job_id)
 
     def resume(self, job_id: str) -> JobStatus:
-        """Let `advance` go on. Raises NotFound, BadInput."""
+        """Let `advance` train again. Raises NotFound, BadInput."""
         if (state := self.status(job_id).state) != "paused":
             message = f"{job_id} is {state}, not paused"
             raise BadInput(message, param="job_id", code="job_not_paused")
@@ -96,7 +96,7 @@ class ScriptedTrainer:
         return self.status(job_id)
 
     def _train(self, journal: JobJournal, spec: JobSpec, until: int) -> None:
-        """The events of the steps up to `until`, and the end if that is the last one."""
+        """Write the events of the steps up to `until`, and the end if that is the last step."""
         steps, done = spec.hyperparameters.steps, journal.step
         journal.event("started", attempt=journal.claim_attempt(), from_step=done, left_out=0)
         for step in range(done + 1, until + 1):
@@ -109,13 +109,13 @@ class ScriptedTrainer:
             journal.write_status(self._end(journal, spec, error))
 
     def _step(self, step: int, steps: int) -> dict[str, Any]:
-        """What a step's event says: the loss falls in a straight line."""
+        """Return a step's event, with a loss that falls in a straight line."""
         first, last = self.metrics["loss_first"], self.metrics["loss_last"]
-        part = (step - 1) / max(1, steps - 1)
+        fraction = (step - 1) / max(1, steps - 1)
         tokens, seconds = self.metrics["trained_tokens"] // steps, self.metrics["seconds"] / steps
         return {
             "step": step,
-            "loss": first + (last - first) * part,
+            "loss": first + (last - first) * fraction,
             "lr": 1e-3,
             "grad_norm": 1.0,
             "tokens": tokens,
@@ -124,7 +124,7 @@ class ScriptedTrainer:
         }
 
     def _failure(self, spec: JobSpec) -> str | None:
-        """How the job is meant to fail; one that another trainer took on does not."""
+        """Return the job's scripted error; None for a job submitted to another trainer."""
         ids = [submitted.id for submitted in self.submitted]
         return self.failures.get(ids.index(spec.id)) if spec.id in ids else None
 
@@ -183,7 +183,7 @@ class ScriptedTrainer:
             shutil.rmtree(draft)
 
     def _probe_of(self, spec: JobSpec) -> list[ProbePrompt]:
-        """The given probe, or the parent's: the weights are the same."""
+        """Return the given probe, or the parent's: the weights are the same."""
         if self.probe is not None:
             return self.probe
         path = self.home.root / spec.parent / "manifest.json"

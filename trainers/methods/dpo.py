@@ -1,28 +1,28 @@
-"""Direct preference optimization (arXiv 2305.18290): the better answer above the worse one.
+"""Direct preference optimization (arXiv 2305.18290): rank the better answer above the worse.
 
-Of a pair with r(y) = beta (log p(y) - log p_reference(y)), the loss is
+With r(y) = beta (log p(y) - log p_reference(y)), the loss of a pair is
 
     -(1 - e) log sigmoid(r(better) - r(worse)) - e log sigmoid(r(worse) - r(better))
 
-where e, the label smoothing, is the share of pairs that are the wrong way round ("cDPO",
+where e, the label smoothing, is the share of pairs with swapped labels ("cDPO",
 https://ericmitchell.ai/cdpo.pdf).
 """
 
 from torch.nn.functional import logsigmoid
 
-from cray_agents.trainers.methods.loss import Loss, Marked
+from cray_agents.trainers.methods.loss import Loss, TrainedTokens
 from cray_agents.trainers.methods.sequences import log_ratios, loss_of
 from cray_agents.training_jobs import Hyperparameters
 
 
-def loss(marked: Marked, hyper: Hyperparameters) -> Loss:
-    """The sum over pairs, and their number. Sequences lie better, worse, better, worse.
+def loss(tokens: TrainedTokens, hyper: Hyperparameters) -> Loss:
+    """Return the loss summed over pairs, and their number. Measures are means over pairs.
 
-    A last one without a partner is filler. Measures are means over pairs.
+    Sequences alternate: better, worse, better, worse. A last one without a partner is filler.
     """
     options = hyper.preference
-    pairs = marked.sequences // 2
-    rewards = options.beta * log_ratios(marked)
+    pairs = tokens.sequences // 2
+    rewards = options.beta * log_ratios(tokens)
     better, worse = rewards[: 2 * pairs].view(pairs, 2).unbind(1)
     margins = better - worse
     flipped = options.label_smoothing
@@ -33,4 +33,4 @@ def loss(marked: Marked, hyper: Hyperparameters) -> Loss:
         "chosen_reward": better,
         "rejected_reward": worse,
     }
-    return loss_of(marked, losses, measures)
+    return loss_of(tokens, losses, measures)

@@ -11,96 +11,101 @@ w = min(p_before / p_sampled, cap) that corrects the engine, the loss of a token
     cispo  -w stop_gradient(clip(r)) A log p                   arXiv 2506.13585
 
 plus kl (u - log u - 1) with u = p_reference / p: the k3 estimate of the divergence from the
-reference. gspo is written as its paper's GSPO-token, which is GSPO in value and gradient where the
-tokens of a sequence have the same advantage. w (truncated importance sampling,
-https://fengyao.notion.site/off-policy-rl) has no gradient, and is of the token alone in all three.
+reference. gspo is its paper's GSPO-token, which has GSPO's value and gradient if the tokens of a
+sequence have equal advantages. w (truncated importance sampling,
+https://fengyao.notion.site/off-policy-rl) has no gradient, and is per token in all three.
 """
 
 import torch
 
-from cray_agents.trainers.methods.loss import Loss, Marked, per_sequence
+from cray_agents.trainers.methods.loss import Loss, TrainedTokens, per_sequence
 from cray_agents.training_jobs import Hyperparameters, Policy
 
-LARGEST_LOG_RATIO = 20.0  # of one token; a policy that came this far is lost anyway
+LARGEST_LOG_RATIO = 20.0  # of one token; a policy with larger ratios is beyond repair
 
 
-def loss(marked: Marked, hyper: Hyperparameters) -> Loss:
-    """The sum over tokens, and what the normalization divides by: tokens or sequences.
+def loss(tokens: TrainedTokens, hyper: Hyperparameters) -> Loss:
+    """Return the loss summed over tokens, and its divisor: the number of tokens or sequences.
 
-    Measures are means over tokens: `ratio` (p / p_before as the objective has it), `clip_fraction`
-    (tokens whose gradient the clip took; cispo: whose weight it bounded), `kl_before` (k3, of
-    p_before from p), `engine_ratio` (p_before / p_sampled), `engine_gap` (how far these are apart
-    as logarithms), `kl` and `entropy` (where known).
+    Measures are means over tokens: `ratio` (p / p_before in the objective's form), `clip_fraction`
+    (tokens whose gradient the clip removed; cispo: whose weight it bounded), `kl_before` (k3, of
+    p_before from p), `engine_ratio` (p_before / p_sampled), `engine_gap` (the distance of their
+    logarithms), and `kl` and `entropy` if they are computed.
     """
     policy = hyper.policy
-    lengths = per_sequence(marked, torch.ones_like(marked.logprobs))
-    ratio = _ratio(marked, policy, lengths)
-    gain, clipped = _gain(marked, policy, ratio)
-    engine = _exp(marked.before - marked.sampled)
+    lengths = per_sequence(tokens, torch.ones_like(tokens.logprobs))
+    ratio = _ratio(tokens, policy, lengths)
+    gain, clipped = _gain(tokens, policy, ratio)
+    engine = _exp(tokens.before - tokens.sampled)
     if policy.importance_cap is not None:
         gain = gain * engine.clamp(max=policy.importance_cap)
     values = -gain
     measures = {
         "ratio": ratio,
         "clip_fraction": clipped.to(ratio.dtype),
-        "kl_before": _k3(marked.logprobs - marked.before),
+        "kl_before": _k3(tokens.logprobs - tokens.before),
         "engine_ratio": engine,
-        "engine_gap": (marked.before - marked.sampled).abs(),
+        "engine_gap": (tokens.before - tokens.sampled).abs(),
     }
     if policy.kl:
-        measures["kl"] = _k3(marked.reference - marked.logprobs)
+        measures["kl"] = _k3(tokens.reference - tokens.logprobs)
         values = values + policy.kl * measures["kl"]
-    if marked.entropy is not None:
-        measures["entropy"] = marked.entropy
+    if tokens.entropy is not None:
+        measures["entropy"] = tokens.entropy
     sums = {name: (x.detach().sum(), _number(x)) for name, x in measures.items()}
-    return Loss(*_normalized(marked, policy, values, lengths), sums)
+    return Loss(*_normalize(tokens, policy, values, lengths), sums)
 
 
-def _ratio(marked: Marked, policy: Policy, lengths: torch.Tensor) -> torch.Tensor:
-    """[n]: the importance ratio p / p_before, of the token or (gspo) of its sequence."""
-    logs = marked.logprobs - marked.before
+def _ratio(tokens: TrainedTokens, policy: Policy, lengths: torch.Tensor) -> torch.Tensor:
+    """Return [n]: the importance ratio p / p_before, of the token or (gspo) of its sequence."""
+    logs = tokens.logprobs - tokens.before
     if policy.objective == "gspo":
-        means = per_sequence(marked, logs.detach()) / lengths
-        logs = means[marked.sequence] + (marked.logprobs - marked.logprobs.detach())
+        means = per_sequence(tokens, logs.detach()) / lengths
+        logs = means[tokens.sequence] + (tokens.logprobs - tokens.logprobs.detach())
     return _exp(logs)
 
 
-def _gain(marked: Marked, policy: Policy, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n]: what is maximised, and whether the clip took a token's gradient (cispo: bound it)."""
+def _gain(
+    tokens: TrainedTokens, policy: Policy, ratio: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the objective [n], and a mask [n] of tokens whose gradient the clip removed.
+
+    For cispo the mask marks tokens whose weight the clip bounded.
+    """
     bounded = ratio.clamp(1 - policy.clip_low, 1 + policy.clip_high)
     if policy.objective == "cispo":
-        return bounded.detach() * marked.advantages * marked.logprobs, bounded != ratio
-    free, held = ratio * marked.advantages, bounded * marked.advantages
-    gain, clipped = torch.minimum(free, held), held < free
+        return bounded.detach() * tokens.advantages * tokens.logprobs, bounded != ratio
+    free, within = ratio * tokens.advantages, bounded * tokens.advantages
+    gain, clipped = torch.minimum(free, within), within < free
     if policy.dual_clip is not None:
-        least = policy.dual_clip * marked.advantages
-        beyond = (marked.advantages < 0) & (gain < least)
+        least = policy.dual_clip * tokens.advantages
+        beyond = (tokens.advantages < 0) & (gain < least)
         gain, clipped = torch.where(beyond, least, gain), clipped | beyond
     return gain, clipped
 
 
-def _normalized(
-    marked: Marked, policy: Policy, values: torch.Tensor, lengths: torch.Tensor
+def _normalize(
+    tokens: TrainedTokens, policy: Policy, values: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the values [n], and the tokens or the sequences (those with any) it is over.
+    """Return the sum of the values [n], and the number of tokens or of sequences with tokens.
 
-    With context parallelism each rank sums its own tokens, and one of them counts the sequences.
+    With context parallelism each rank sums its own tokens, and one rank counts the sequences.
     """
     by = policy.normalized_by
     if by == "token":
         return values.sum(), _number(values)
-    share = lengths[marked.sequence] if by == "sequence" else policy.constant
-    sequences = (lengths > 0).sum() * marked.counts
+    share = lengths[tokens.sequence] if by == "sequence" else policy.constant
+    sequences = (lengths > 0).sum() * tokens.counts
     return (values / share).sum(), sequences.to(values.dtype)
 
 
 def _exp(logs: torch.Tensor) -> torch.Tensor:
-    """Ratios that stay finite, also in their gradient, which is 0 where they are cut off."""
+    """Return ratios that stay finite; a ratio at the limit has a gradient of 0."""
     return logs.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def _k3(logs: torch.Tensor) -> torch.Tensor:
-    """u - log u - 1, given log u: never negative (http://joschu.net/blog/kl-approx.html)."""
+    """Return u - log u - 1 for log u; never negative (http://joschu.net/blog/kl-approx.html)."""
     logs = logs.clamp(max=LARGEST_LOG_RATIO)
     return logs.expm1() - logs
 

@@ -1,4 +1,4 @@
-"""The learning rate of each step. Called by train.py."""
+"""Learning rate: warm-up and schedule of each step. Called by training/train_step.py."""
 
 import math
 
@@ -6,7 +6,7 @@ from cray_agents.training_jobs import Hyperparameters
 
 
 def learning_rate(hyper: Hyperparameters, step: int) -> float:
-    """The rate of a step (counted from 0): linear warm-up, then as `schedule` says.
+    """Return the rate of a step (counted from 0): linear warm-up, then the schedule.
 
     Decay ends at `min_learning_rate` in the last step.
     """

@@ -1,7 +1,8 @@
-"""What a method is given and what it gives back: the marked tokens of a micro-batch, and a loss.
+"""Loss: the input and output of a method, trained tokens of a micro-batch and their loss.
 
-Losses are sums with a count: train.py adds both up over micro-batches and data ranks and divides
-once, so that packing and layout do not change the result. Read next: sft.py, the shortest.
+Losses are sums with a count. training/train_step.py adds both up over micro-batches and data ranks
+and divides once, so that packing and layout do not change the result. Read next: sft.py, the
+shortest method.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,52 +14,52 @@ Measures = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> (sum, count),
 
 
 @dataclass(frozen=True)
-class Marked:
-    """The tokens of a micro-batch that are to be predicted: n of them, sequence by sequence.
+class TrainedTokens:
+    """The n tokens of a micro-batch that are trained on, sequence by sequence.
 
-    With context parallelism a rank has a part of each sequence's tokens: `context` is the process
-    group whose ranks have the others, and `counts` is true on one of them.
+    With context parallelism a rank has only some tokens of each sequence. `context` is the process
+    group of the ranks that share the sequences, and `counts` is true on one of them.
     """
 
     logprobs: torch.Tensor  # [n], float32, with gradient: of the labels, at the temperature
-    sequence: torch.Tensor  # [n], int64: in which sequence of the micro-batch
-    sequences: int  # how many there are, a filler without tokens included
-    weight: torch.Tensor  # [n]: of its sample
+    sequence: torch.Tensor  # [n], int64: the token's sequence in the micro-batch
+    sequences: int  # their number, including filler without tokens
+    weight: torch.Tensor  # [n]: the sample's weight
     advantages: torch.Tensor  # [n]
     sampled: torch.Tensor  # [n]: log-probabilities that the engine sampled with
     before: torch.Tensor  # [n]: the trainer's own, under the parent's weights
     reference: torch.Tensor  # [n]: the trainer's own, under the reference's weights
     chosen: torch.Tensor  # [sequences]: 1 better or desirable, 0 worse or undesirable
     drift: float = 0.0  # kto: estimated divergence from the reference
-    entropy: torch.Tensor | None = None  # [n], of the whole distribution; no gradient
+    entropy: torch.Tensor | None = None  # [n], of the token's distribution; no gradient
     context: Any = None
     counts: bool = True
 
-    def with_entropy(self, entropy: torch.Tensor) -> "Marked":
-        """The same, with the entropy of each token's distribution."""
+    def with_entropy(self, entropy: torch.Tensor) -> "TrainedTokens":
+        """Return a copy with the entropy of each token's distribution."""
         return replace(self, entropy=entropy)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """`total` / `count` is the loss, once both are summed; `measures` are means as sums."""
+    """A loss: `total` / `count`, once both are summed over ranks. `measures` are means as sums."""
 
     total: torch.Tensor  # scalar with gradient
     count: torch.Tensor  # scalar
     measures: Measures = field(default_factory=dict)
 
 
-def per_sequence(marked: Marked, values: torch.Tensor) -> torch.Tensor:
-    """Sums of per-token values, [sequences], over all ranks that hold parts of the sequences.
+def per_sequence(tokens: TrainedTokens, values: torch.Tensor) -> torch.Tensor:
+    """Sum per-token values by sequence, [sequences], over all ranks that share the sequences.
 
-    The gradient of a token is that of its sum, on whichever rank it is.
+    A token's gradient is its sum's gradient, on every rank.
     """
-    sums = values.new_zeros(marked.sequences).index_add(0, marked.sequence, values)
-    return sums if marked.context is None else _SumOverRanks.apply(sums, marked.context)  # type: ignore[no-untyped-call]
+    sums = values.new_zeros(tokens.sequences).index_add(0, tokens.sequence, values)
+    return sums if tokens.context is None else _SumOverRanks.apply(sums, tokens.context)  # type: ignore[no-untyped-call]
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce forward; backward each rank takes the gradient as it is: all compute it alike."""
+    """All-reduce forward; backward passes the gradient on, which is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, sums: torch.Tensor, group: Any) -> torch.Tensor:

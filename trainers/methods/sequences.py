@@ -1,23 +1,23 @@
-"""Losses that are of whole sequences: what dpo.py and kto.py share.
+"""Sequence losses: helpers of dpo.py and kto.py, whose losses are of whole sequences.
 
 With context parallelism every rank computes the same values of a sequence from sums over all
-ranks. One of them reports these; the others add zero, and the gradient of their own tokens.
+ranks. One rank reports them. The other ranks add zero, but with the gradient of their own tokens.
 """
 
 import torch
 
-from cray_agents.trainers.methods.loss import Loss, Marked, per_sequence
+from cray_agents.trainers.methods.loss import Loss, TrainedTokens, per_sequence
 
 
-def log_ratios(marked: Marked) -> torch.Tensor:
-    """log p(sequence) - log p_reference(sequence) over the marked tokens, [sequences]."""
-    return per_sequence(marked, marked.logprobs - marked.reference)
+def log_ratios(tokens: TrainedTokens) -> torch.Tensor:
+    """Return log p(sequence) - log p_reference(sequence) over the trained tokens, [sequences]."""
+    return per_sequence(tokens, tokens.logprobs - tokens.reference)
 
 
-def loss_of(marked: Marked, losses: torch.Tensor, measures: dict[str, torch.Tensor]) -> Loss:
-    """The sum of losses [k] and their number k; each measure [any] as its sum and number."""
-    total, share = losses.sum(), float(marked.counts)
-    if not marked.counts:
+def loss_of(tokens: TrainedTokens, losses: torch.Tensor, measures: dict[str, torch.Tensor]) -> Loss:
+    """Return the sum of losses [k] and their number k; measures [any] as sums and numbers."""
+    total, share = losses.sum(), float(tokens.counts)
+    if not tokens.counts:
         total = total - total.detach()
 
     def number(values: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""What a Hugging Face `config.json` says, in the few numbers that training needs.
+"""Architecture: the few numbers of a Hugging Face `config.json` that training needs.
 
-Read before Megatron is imported: a model that cannot be trained is refused here by name, at once.
-Read next: tensors.py, which holds the weights against it; model.py, which builds the Megatron
-model from it.
+The config is read before Megatron is imported, so that an unsupported model is refused at once.
+Read next: tensors.py, which checks the weights; model.py, which builds the Megatron model.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ _REQUIRED_OF_MIXTURES = {
     "mixtral": ("num_experts_per_tok",),
     "qwen3_moe": ("num_experts_per_tok", "moe_intermediate_size"),
 }
-_QWEN3_HEAD = 128  # what transformers takes for a qwen3 whose config has no head_dim
+_QWEN3_HEAD = 128  # transformers' default for a qwen3 config without head_dim
 
 
 @dataclass(frozen=True)
@@ -43,25 +42,25 @@ class Architecture:
     kv_heads: int
     head_size: int
     vocab: int
-    max_tokens: int  # of a sequence: positions, the sliding window, or what RoPE allows
+    max_tokens: int  # of a sequence, limited by positions, the sliding window or RoPE
     norm_eps: float
-    tied: bool  # by the config; tensors.py settles it by the weights
+    tied: bool  # by the config; tensors.py decides by the weights
     rope: Rope
     experts: int | None = None
     experts_per_token: int = 0
     expert_ffn: int = 0
     norm_topk: bool = True  # the chosen experts' weights sum to 1
-    init_std: float = 0.02  # of matrices in a model that starts afresh
-    dtype: str = "float32"  # what such a model is stored in
+    init_std: float = 0.02  # of matrices, if the model starts at random
+    dtype: str = "float32"  # stored type, if the model starts at random
 
     @property
     def qkv_bias(self) -> bool:
-        """Only Qwen2 has biases, and only on q, k and v."""
+        """True for Qwen2, which has biases on q, k and v only."""
         return self.kind == "qwen2"
 
     @property
     def qk_norm(self) -> bool:
-        """Qwen3 normalises each head's queries and keys."""
+        """True for Qwen3, which normalises each head's queries and keys."""
         return self.kind.startswith("qwen3")
 
 
@@ -108,7 +107,7 @@ def read_architecture(checkpoint: Path) -> Architecture:
 
 
 def _refuse_variants(config: dict[str, Any], checkpoint: Path) -> None:
-    """Options of a supported architecture that the Megatron model would silently ignore."""
+    """Raise BadInput for options that the Megatron model would silently ignore."""
     expected = {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -118,9 +117,9 @@ def _refuse_variants(config: dict[str, Any], checkpoint: Path) -> None:
         "quantization_config": None,
     }
     for name, value in expected.items():
-        found = config.get(name)
-        if found not in (None, value):
+        actual = config.get(name)
+        if actual not in (None, value):
             raise BadInput(
-                f"cannot train {checkpoint}: its config has {name}={found!r}, and only {value!r}"
+                f"cannot train {checkpoint}: its config has {name}={actual!r}, and only {value!r}"
                 " is supported"
             )

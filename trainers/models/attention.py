@@ -1,7 +1,7 @@
-"""What Megatron only has on CUDA, in torch: attention over packed sequences, and a norm.
+"""Attention over packed sequences, and a norm, in torch: Megatron has them on CUDA only.
 
-model.py puts them into the layers where Transformer Engine is missing. Read next: cpu_megatron.py,
-for the rest of what the CPU needs, and context.py, which says how sequences are cut over ranks.
+model.py puts them into the layers if Transformer Engine is missing. Read next: cpu_megatron.py for
+the CPU's other replacements, data/context_parallel.py for the cut of sequences over ranks.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from cray_agents.trainers.models import kernels
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's torch norm refuses sequence parallelism, which only has to mark the weight."""
+    """RMSNorm with a mark for sequence parallelism, which Megatron's torch norm refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -34,9 +34,9 @@ class RMSNorm(torch.nn.RMSNorm):
 class PackedAttention(torch.nn.Module):
     """Causal attention within each of the packed sequences (`thd`), by torch's fused kernel.
 
-    Queries, keys and values of each sequence lie one after the other: [tokens, heads, head size].
-    `cu_seqlens_q` of the PackedSeqParams are the whole sequences' bounds; with context parallelism
-    a rank has the tokens that `cut` says, and gathers the others' keys and values.
+    Sequences lie one after the other in queries, keys and values: [tokens, heads, head size].
+    `cu_seqlens_q` of the PackedSeqParams are the whole sequences' bounds. With context parallelism
+    a rank has the tokens that `cut` selects, and gathers its peers' keys and values.
     """
 
     def __init__(
@@ -64,30 +64,30 @@ class PackedAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend; returns [tokens, heads * head size]."""
+        """Attend; return [tokens, heads * head size]."""
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         alone = self.contexts.size() == 1
-        parts = self._sequences if alone else self._chunks
-        out = [part.flatten(0, 1) for part in parts(query, key, value, np.diff(bounds))]
+        attend = self._sequences if alone else self._chunks
+        out = [block.flatten(0, 1) for block in attend(query, key, value, np.diff(bounds))]
         return (torch.cat(out) if len(out) > 1 else out[0]).flatten(1)
 
     def _sequences(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any
     ) -> Iterator[torch.Tensor]:
-        """Whole sequences; neighbours that are as long as each other in one call."""
+        """Attend within whole sequences; neighbours of equal length share a call."""
         alike = [(length, len(list(group))) for length, group in groupby(lengths.tolist())]
         sizes = [length * number for length, number in alike]
         split = (torch.split(tensor, sizes) for tensor in (query, key, value))
-        for (length, _), *parts in zip(alike, *split, strict=True):
-            yield self._attend(*(part.unflatten(0, (-1, length)) for part in parts))
+        for (length, _), *tensors in zip(alike, *split, strict=True):
+            yield self._attend(*(tensor.unflatten(0, (-1, length)) for tensor in tensors))
 
     def _chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any
     ) -> Iterator[torch.Tensor]:
-        """This rank's two chunks of each sequence, against all keys up to their ends.
+        """Attend from this rank's two chunks of each sequence to all keys up to their ends.
 
-        Keys and values are gathered whole, as in arXiv 2407.21783, section 3.3.2; in the backward
-        pass each rank gets its own tokens' gradients from all.
+        Keys and values are gathered whole, as in arXiv 2407.21783, section 3.3.2. In the backward
+        pass each rank sums its own tokens' gradients from all ranks.
         """
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -104,23 +104,23 @@ class PackedAttention(torch.nn.Module):
             for place in (rank, 2 * ranks - 1 - rank):
                 end = (place + 1) * chunk
                 k, v = both[None, :end].chunk(2, dim=2)
-                seen = torch.ones(chunk, end, dtype=torch.bool, device=key.device)
-                yield self._attend(next(queries)[None], k, v, seen.tril(end - chunk))
+                mask = torch.ones(chunk, end, dtype=torch.bool, device=key.device)
+                yield self._attend(next(queries)[None], k, v, mask.tril(end - chunk))
 
     def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        seen: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[sequences, tokens, heads, size] in and out; causal where nothing says what is seen."""
+        """Attend over [sequences, tokens, heads, size], in and out; causal without a mask."""
         return F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            attn_mask=seen,
-            is_causal=seen is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.scale,
             enable_gqa=self.grouped,
         ).transpose(1, 2)
@@ -128,7 +128,7 @@ class PackedAttention(torch.nn.Module):
 
 @lru_cache(maxsize=4)
 def _order(lengths: tuple[int, ...], ranks: int) -> Any:
-    """[tokens]: where each token of the whole sequences is in what the ranks have, in turn."""
+    """Return [tokens]: the place of each token of the whole sequences among the ranks' tokens."""
     each = np.array(lengths)
     starts = np.cumsum(each) - each
     cuts = [cut(each, rank, ranks) for rank in range(ranks)]

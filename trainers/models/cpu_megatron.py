@@ -1,11 +1,11 @@
-"""Lets megatron-core 0.16.1 train where there is no CUDA: gloo and CPU tensors.
+"""CPU Megatron: adapt megatron-core 0.16.1 to machines without CUDA.
 
-job.py calls `load_megatron` once, before anything else touches Megatron; with CUDA it only imports.
+job/job.py calls `load_megatron` once, before any other use of Megatron; with CUDA it only imports.
 Megatron writes `torch.cuda.current_device()`, `device="cuda"` and the like all over its modules.
-Rather than patching torch, every loaded `megatron.core` module gets its own name `torch`, a view
-whose `cuda` is the CPU. Two methods of Tensor cannot be reached that way and are replaced, in the
-training process only: `cuda()`, and the argumentless `type()` whose string the optimizer looks at.
-Read next: kernels.py, in place of fused ones; model.py.
+torch itself is not patched. Instead the name `torch` in every loaded `megatron.core` module becomes
+a view whose `cuda` is the CPU. Two methods of Tensor are out of reach and are replaced, in the
+training process only: `cuda()`, and the argumentless `type()`, whose string the optimizer reads.
+Read next: kernels.py, which replaces fused kernels; model.py.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _MODULES = (
 
 
 class _OneStream:
-    """Stands for torch.cuda.Stream and Event: the CPU has one stream, always in order."""
+    """A stand-in for torch.cuda.Stream and Event: the CPU has one stream, always in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -61,7 +61,7 @@ class _OneStream:
 
 
 class _View(types.ModuleType):
-    """A module seen through a few overrides."""
+    """A module with a few overrides."""
 
     def __init__(self, real: types.ModuleType, **overrides: Any) -> None:
         super().__init__(real.__name__)
@@ -72,7 +72,7 @@ class _View(types.ModuleType):
 
 
 class _FusedAdamW(torch.optim.AdamW):
-    """torch's one-pass AdamW; as a class, because Megatron asks what its optimizer is."""
+    """torch's one-pass AdamW; a class, because Megatron checks its optimizer's type."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, fused=True)
@@ -117,7 +117,7 @@ def _torch_on_cpu() -> _View:
 
 
 def load_megatron() -> bool:
-    """Import megatron.core, once; True where it has to train on the CPU."""
+    """Import megatron.core, once; return True if it has to train on the CPU."""
     if torch.cuda.is_available():
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
@@ -128,7 +128,7 @@ def load_megatron() -> bool:
     # and costs 1.5 s of imports; on the CPU they stay as written.
     compile_, torch.compile = torch.compile, lambda model=None, **_: model or (lambda f: f)  # type: ignore
     try:
-        with warnings.catch_warnings(action="ignore"):  # a dozen lines on what only GPUs have
+        with warnings.catch_warnings(action="ignore"):  # a dozen lines about missing GPU packages
             for name in _MODULES:
                 importlib.import_module(f"megatron.core.{name}")
     finally:
@@ -164,7 +164,7 @@ def _adapt_tensors() -> None:
 
 
 def _adapt_random() -> None:
-    """The "cuda" generator is the CPU generator."""
+    """Replace the "cuda" generator by the CPU generator."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
         torch.get_rng_state()
@@ -188,7 +188,7 @@ def _adapt_experts() -> None:
 
 
 def _adapt_collectives() -> None:
-    """A rank that is alone has the sums and weights already; gloo would copy them all, twice."""
+    """Skip collectives of a single rank, which gloo would carry out as two copies."""
     buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
 
     def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +204,7 @@ def _adapt_collectives() -> None:
 
 
 def _adapt_uneven_gathers() -> None:
-    """gloo gathers equal sizes only; experts' tensor ranks have as many tokens as were routed."""
+    """Gather and scatter unequal sizes, as experts' ranks need; gloo supports equal sizes only."""
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     gather_even = mappings._gather_along_first_dim
     scatter_even = mappings._reduce_scatter_along_first_dim
@@ -214,9 +214,9 @@ def _adapt_uneven_gathers() -> None:
             return gather_even(tokens, group, sizes, *rest)
         room = tokens.new_zeros(max(sizes), *tokens.shape[1:])
         room[: len(tokens)] = tokens
-        found = [torch.empty_like(room) for _ in sizes]
-        torch.distributed.all_gather(found, room, group=group)
-        return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+        rooms = [torch.empty_like(room) for _ in sizes]
+        torch.distributed.all_gather(rooms, room, group=group)
+        return torch.cat([filled[:size] for filled, size in zip(rooms, sizes, strict=True)])
 
     def reduce_scatter(tokens: torch.Tensor, group: Any, sizes: Any = None, *rest: Any) -> Any:
         if sizes is None or group.size() == 1:
@@ -230,12 +230,12 @@ def _adapt_uneven_gathers() -> None:
 
 
 def _adapt_kernels() -> None:
-    """Ours, in place of what has a fused kernel on GPUs only."""
+    """Install kernels.py wherever Megatron has a fused kernel on GPUs only."""
     rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     mlp: Any = importlib.import_module("megatron.core.transformer.mlp")
     loss: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
 
-    @lru_cache(maxsize=1)  # a micro-batch's layers all ask for the same
+    @lru_cache(maxsize=1)  # all layers of a micro-batch use the same angles
     def angles(
         bounds: torch.Tensor, freqs: torch.Tensor, group: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,7 +260,7 @@ def _adapt_kernels() -> None:
 
     def highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float()
-        return logits, logits.amax(-1)  # max() also says where: four times slower
+        return logits, logits.amax(-1)  # max() also returns places: four times slower
 
     rope._apply_rotary_pos_emb_thd = rotate
     mlp.bias_swiglu_impl = lambda x, bias, *_: kernels.swiglu(x if bias is None else x + bias)

@@ -1,8 +1,8 @@
-"""Weights of a model that starts afresh, from its config.json and a seed alone.
+"""Initial weights: random tensors of a new model, from its config.json and a seed alone.
 
-Like transformers' own: normal numbers with the config's `initializer_range` for matrices, ones for
-norms, zeros for biases. Each tensor has a generator of its own, seeded by its name, so that every
-layout starts from the same model. weights.py reads this in place of a checkpoint's files.
+As in transformers, matrices are normal with the config's `initializer_range`, norms are ones and
+biases zeros. Each tensor has its own generator, seeded by its name, so that every layout starts
+from the same model. weights.py reads this class in place of a checkpoint's files.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.tensors import shapes
+from cray_agents.trainers.models.tensors import tensor_shapes
 
 _STORED = {
     "float32": torch.float32,
@@ -21,7 +21,7 @@ _STORED = {
 
 
 class InitialWeights:
-    """Tensors by their Hugging Face names, made when they are asked for. Raises BadInput."""
+    """Tensors by their Hugging Face names, made on access. Raises BadInput for an unknown dtype."""
 
     def __init__(self, model: Architecture, seed: int) -> None:
         if model.dtype not in _STORED:
@@ -29,7 +29,7 @@ class InitialWeights:
                 f"config.json has dtype={model.dtype!r}; use one of {', '.join(_STORED)}"
             )
         self.model, self.seed = model, seed
-        self._shapes = shapes(model)
+        self._shapes = tensor_shapes(model)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         shape = self.shape(name)
@@ -40,13 +40,13 @@ class InitialWeights:
         return torch.empty(shape).normal_(0.0, self.model.init_std, generator=generator)
 
     def share(self, name: str, axis: int, start: int, end: int) -> torch.Tensor:
-        """What lies in start..end along an axis; the whole is made for it."""
+        """Return start..end along an axis, cut from the whole tensor."""
         return self[name].narrow(axis, start, end - start)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Return a tensor's shape."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """What the checkpoint is to be stored in."""
+        """Return the type in which the checkpoint will be stored."""
         return _STORED[self.model.dtype]

@@ -1,8 +1,8 @@
-"""What the CPU does between matrix products, in as few passes over memory as torch has.
+"""CPU kernels: norm, rotation and SwiGLU in few passes over memory.
 
-A forward and a backward pass each, by hand: torch would record every product and quotient of the
-formulas, and keep or copy what it needs for each. attention.py and cpu_megatron.py put them where
-Megatron has a fused kernel on GPUs.
+Forward and backward passes are written by hand. Autograd would record every product and quotient
+of the formulas, and keep or copy their inputs. attention.py and cpu_megatron.py use these kernels
+where Megatron has a fused one on GPUs.
 """
 
 from typing import Any
@@ -11,21 +11,24 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dimension (arXiv 1910.07467); float32."""
+    """Compute x / sqrt(mean(x**2) + eps) * weight over the last dimension (arXiv 1910.07467).
+
+    float32 only.
+    """
     return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (arXiv 2104.09864), each element with the one half a head away.
+    """Apply rotary embeddings (arXiv 2104.09864); elements half a head apart form the pairs.
 
     `x`: [tokens, heads, size]; `cos` and `sin` of the tokens' angles: [tokens, 1, size], the second
-    half like the first.
+    half equal to the first.
     """
     return _Rotation.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of the last dimension, times the second (arXiv 2002.05202)."""
+    """Compute silu(first half) * second half of the last dimension (arXiv 2002.05202)."""
     return _SwiGLU.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -54,42 +57,42 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _Rotation.turned(x, cos, sin, 1)
+        return _Rotation.rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _Rotation.turned(gradients[0], cos, sin, -1), None, None
+        return _Rotation.rotate(gradients[0], cos, sin, -1), None, None
 
     @staticmethod
-    def turned(
+    def rotate(
         x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int
     ) -> torch.Tensor:
         first, second = x.chunk(2, -1)
         half = sin.chunk(2, -1)[0]
-        turned = torch.mul(x, cos)
-        into_first, into_second = turned.chunk(2, -1)
+        rotated = torch.mul(x, cos)
+        into_first, into_second = rotated.chunk(2, -1)
         into_first.addcmul_(second, half, value=-direction)
         into_second.addcmul_(first, half, value=direction)
-        return turned
+        return rotated
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
-        opened = torch.nn.functional.silu(gate)
-        ctx.save_for_backward(x, opened)
-        return opened * up
+        activated = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        x, opened = ctx.saved_tensors
+        x, activated = ctx.saved_tensors
         (gradient,) = gradients
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         d_gate, d_up = dx.chunk(2, -1)
         torch.mul(gradient, up, out=d_gate)
         torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
-        torch.mul(gradient, opened, out=d_up)
+        torch.mul(gradient, activated, out=d_up)
         return dx

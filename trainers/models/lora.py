@@ -1,13 +1,13 @@
 """LoRA (arXiv 2106.09685): W x + alpha / rank * B A x, where only A and B are trained.
 
-train.py calls `add_lora` once the parent's weights are loaded. The linears are Megatron's column
-and row parallel ones, torch's or Transformer Engine's. What Megatron keeps as one matrix (q, k and
-v; gate and up) shares one A, and tensor ranks split an adapter as they split its linear:
+training/train_step.py calls `add_lora` after loading the parent's weights. The linears are
+Megatron's column and row parallel ones, torch's or Transformer Engine's. Matrices that Megatron
+keeps as one (q, k and v; gate and up) share one A. Tensor ranks split an adapter like its linear:
 
     column (qkv, fc1)   A [rank, in] whole on every rank; B [out, rank] split like the output
     row (proj, fc2)     A [rank, in] split like the input; B [out, rank] whole on every rank
 
-Read next: ../adapter.py, which writes the adapters in PEFT's layout.
+Read next: checkpointing/peft_adapter.py, which writes the adapters in PEFT's layout.
 """
 
 import math
@@ -34,9 +34,9 @@ _COLUMN = ("qkv", "fc1")
 
 
 class LoraLinear(torch.nn.Module):
-    """A parallel linear `base`, which is frozen, and its adapter: `a` and `b`, this rank's share.
+    """A frozen parallel linear `base` with its adapter: `a` and `b`, this rank's share.
 
-    `merged` is the weight that does the same alone. `seed` is of A's first values.
+    `merged` returns the equivalent single weight. `seed` decides A's initial values.
     """
 
     def __init__(self, base: Any, target: Target, config: Any, lora: Lora, seed: int) -> None:
@@ -57,17 +57,17 @@ class LoraLinear(torch.nn.Module):
         self.start()
 
     def _mark(self) -> None:
-        """Tell Megatron which gradients count once per tensor rank, and which are to be summed."""
+        """Mark for Megatron which gradients count once per tensor rank, and which are summed."""
         whole, split = (self.a, self.b) if self.column else (self.b, self.a)
         split.tensor_model_parallel = True  # type: ignore[attr-defined]
         split.partition_dim = 0 if self.column else 1  # type: ignore[attr-defined]
         split.partition_stride = 1  # type: ignore[attr-defined]
-        # with sequence parallelism each rank sees only its part of the tokens
+        # with sequence parallelism each rank sees only its share of the tokens
         whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def start(self) -> None:
-        """Set A as PEFT draws it, but the same whatever the layout; B is zero."""
+        """Draw A from PEFT's distribution, the same under every layout; set B to zero."""
         rank, size = self.group.rank(), self.group.size()
         ranks, inner = self.a.shape
         whole = torch.empty(ranks, inner if self.column else inner * size)
@@ -77,11 +77,11 @@ class LoraLinear(torch.nn.Module):
         self.b.zero_()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """[tokens, batch, in] to ([tokens, batch, out], bias), each this rank's share."""
+        """Map [tokens, batch, in] to ([tokens, batch, out], bias), each this rank's share."""
         from megatron.core.tensor_parallel import mappings
 
         out, bias = self.base(x, *args, **kwargs)
-        hidden = F.linear(self._dropped(self._normed(x)), self.a)  # [tokens, batch, rank]
+        hidden = F.linear(self._dropout(self._norm(x)), self.a)  # [tokens, batch, rank]
         if self.column and self.sequence_parallel:
             hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self.group)
         elif self.column:
@@ -92,13 +92,13 @@ class LoraLinear(torch.nn.Module):
             hidden = mappings.reduce_from_tensor_model_parallel_region(hidden, group=self.group)
         return out + F.linear(hidden * self.scale, self.b), bias
 
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        """The linear's input: Transformer Engine fuses the norm before it into the linear."""
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the linear's input after the norm, which Transformer Engine fuses into it."""
         weight = getattr(self.base, "layer_norm_weight", None)
         return x if weight is None else F.rms_norm(x, x.shape[-1:], weight, self.norm_eps)
 
-    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
-        """Where tensor ranks hold the same input they drop the same of it, else each its own."""
+    def _dropout(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply dropout; tensor ranks with the same input drop the same elements."""
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         if not (self.training and self.dropout):
@@ -110,7 +110,7 @@ class LoraLinear(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """The weight [out, in] with the adapter in it, this rank's share, in the base's type."""
+        """Return the weight [out, in] with the adapter added, this rank's share, in base's type."""
         weight: torch.Tensor = self.base.weight
         update = self.b.float() @ self.a.float() * self.scale
         return (weight.float() + update).to(weight.dtype)
@@ -118,7 +118,7 @@ class LoraLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """For Megatron's distributed checkpoints: who holds which part of what."""
+        """Describe this rank's shards in the form of Megatron's distributed checkpoints."""
         from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -131,17 +131,17 @@ class LoraLinear(torch.nn.Module):
             dp_cp_group=metadata["dp_cp_group"],
         )
         state |= self.base.sharded_state_dict(f"{prefix}base.", sharded_offsets, metadata)
-        if self.gated:  # gate and up lie apart on disk, or another layout would mix them up
+        if self.gated:  # gate and up are separate on disk, so that any layout can load them
             singly = metadata.get("singleton_local_shards", False)
             for name in (f"{prefix}b", f"{prefix}base.weight"):
                 state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets, singly)
         return state
 
 
-def adapted(model: Architecture, lora: Lora) -> list[Target]:
-    """The targets that get adapters: of a mixture of experts the attention's alone.
+def choose_targets(model: Architecture, lora: Lora) -> list[Target]:
+    """Return the targets that get adapters: only the attention's in a mixture of experts.
 
-    Raises BadInput when there are none, or when the rank is larger than a matrix.
+    Raises BadInput if there are none, or if the rank is larger than a matrix.
     """
     heads, groups = model.heads * model.head_size, model.kv_heads * model.head_size
     sizes: dict[Target, tuple[int, int]] = {
@@ -167,38 +167,38 @@ def adapted(model: Architecture, lora: Lora) -> list[Target]:
     return targets
 
 
-def add_lora(parts: list[Any], model: Architecture, lora: Lora, seed: int) -> None:
-    """Freeze a model's parts and give its linears adapters. Raises BadInput (see `adapted`).
+def add_lora(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> None:
+    """Freeze a model's chunks and add adapters to its linears. Raises BadInput as `choose_targets`.
 
-    Parameters of adapters end in `.a` and `.b`; what was `weight` is `base.weight`.
+    Names of adapters' parameters end in `.a` and `.b`; the linear's `weight` becomes `base.weight`.
     """
-    targets = adapted(model, lora)
-    for part in parts:
-        part.requires_grad_(False)
-        for layer in part.decoder.layers:
+    targets = choose_targets(model, lora)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for layer in chunk.decoder.layers:
             for target in targets:
                 place, name = _PLACES[target]
                 owner = getattr(layer, place)
-                drawn = int(digest([seed, layer.layer_number, name], 15), 16)
-                linear = LoraLinear(getattr(owner, name), target, part.config, lora, drawn)
+                own_seed = int(digest([seed, layer.layer_number, name], 15), 16)
+                linear = LoraLinear(getattr(owner, name), target, chunk.config, lora, own_seed)
                 setattr(owner, name, linear)
-        if part.pre_process and part.config.recompute_granularity:
-            # a recomputed block whose input needs no gradient would give its weights none
-            part.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
+        if chunk.pre_process and chunk.config.recompute_granularity:
+            # without a gradient of its input, a recomputed block would compute none for its weights
+            chunk.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
 
 
-def adapters(parts: list[Any]) -> Iterator[tuple[Any, str, LoraLinear]]:
-    """(part, name, adapter) of every adapted linear of this rank, in the model's order."""
-    for part in parts:
-        for name, module in part.named_modules():
+def adapters(chunks: list[Any]) -> Iterator[tuple[Any, str, LoraLinear]]:
+    """Yield (chunk, name, adapter) of every adapted linear of this rank, in the model's order."""
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
             if isinstance(module, LoraLinear):
-                yield part, name, module
+                yield chunk, name, module
 
 
 @torch.no_grad()
-def fold(parts: list[Any]) -> None:
-    """Put the adapters into the weights they adapt, for good: plain linears are left."""
-    for part, name, adapter in list(adapters(parts)):
+def fold_adapters(chunks: list[Any]) -> None:
+    """Add the adapters to their weights, for good; plain linears remain."""
+    for chunk, name, adapter in list(adapters(chunks)):
         owner, _, last = name.rpartition(".")
         adapter.base.weight.copy_(adapter.merged())
-        setattr(part.get_submodule(owner), last, adapter.base)
+        setattr(chunk.get_submodule(owner), last, adapter.base)

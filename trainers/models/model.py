@@ -1,9 +1,9 @@
-"""An Architecture as Megatron GPTModels: this rank's chunks of it, on GPUs or the CPU.
+"""Model: build this rank's chunks of an Architecture as Megatron GPTModels.
 
-train.py calls `build_model` once the process groups exist. On GPUs the layers are Transformer
-Engine's if it is installed; elsewhere Megatron's local ones, with attention.py's modules in place
-of what it only has there. Read next: head.py, what happens to the logits; weights.py, which fills
-the model.
+training/train_step.py calls `build_model` once the process groups exist. On GPUs the layers are
+Transformer Engine's if it is installed. Else they are Megatron's local ones, with attention.py's
+modules for layers that Megatron has on CUDA only. Read next: head.py for the logits, weights.py for
+filling the model.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import PackedAttention, RMSNorm
-from cray_agents.trainers.models.head import Head, padded
-from cray_agents.trainers.models.rope import frequencies
+from cray_agents.trainers.models.head import Head, padded_vocab
+from cray_agents.trainers.models.rope import rope_frequencies
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,17 +37,17 @@ def build_model(
     on_cpu: bool,
     recompute: str = "none",
 ) -> list[Any]:
-    """This rank's chunks of the model (GPTModel), with weights yet to be filled in.
+    """Build this rank's chunks of the model (GPTModel); `load_weights` fills them.
 
-    One, or `layout.interleave` of them, in the order in which tokens pass through. `head` of the
-    chunk that has the output layer is its Head; None elsewhere.
+    There is one, or `layout.interleave` of them in the order of the forward pass. The attribute
+    `head` is a Head on the chunk with the output layer, else None.
     """
     from megatron.core.models.gpt import gpt_layer_specs
 
     te: bool = not on_cpu and gpt_layer_specs.HAVE_TE
-    inverse, scaling = frequencies(model.rope, model.head_size)
+    inverse, scaling = rope_frequencies(model.rope, model.head_size)
     config = transformer_config(model, layout, hyper.dtype, on_cpu, te, recompute)
-    if scaling != 1.0:  # queries and keys are both multiplied by it
+    if scaling != 1.0:  # a factor of both queries and keys
         config.softmax_scale = scaling**2 / model.head_size**0.5
     several = layout.interleave > 1
     stages = range(layout.interleave) if several else [None]
@@ -61,7 +61,7 @@ def build_model(
 
 
 def _chunk(model: Architecture, config: Any, layout: Layout, te: bool, stage: int | None) -> Any:
-    """The layers between two hand-overs of the pipeline; `stage` is which of a rank's."""
+    """Build one chunk; `stage` is its number among this rank's, None if there is one."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -80,7 +80,7 @@ def _chunk(model: Architecture, config: Any, layout: Layout, te: bool, stage: in
     return GPTModel(
         config,
         spec,
-        vocab_size=padded(model.vocab, layout.tensor),
+        vocab_size=padded_vocab(model.vocab, layout.tensor),
         max_sequence_length=model.max_tokens,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
@@ -93,7 +93,7 @@ def _chunk(model: Architecture, config: Any, layout: Layout, te: bool, stage: in
 def transformer_config(
     model: Architecture, layout: Layout, dtype: str, on_cpu: bool, te: bool, recompute: str
 ) -> Any:
-    """The TransformerConfig of a model spread over a layout."""
+    """Return the TransformerConfig of a model under a layout."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
 
@@ -120,8 +120,8 @@ def transformer_config(
         "pipeline_dtype": precision,
         "autocast_dtype": precision,
         "use_cpu_initialization": on_cpu,
-        # perform_initialization=False would be quicker, but leaves the tensor-parallel marks unset:
-        # gradient norms under tensor parallelism would be wrong
+        # perform_initialization=False would be quicker, but leaves the tensor-parallel marks unset,
+        # and gradient norms under tensor parallelism would be wrong
         "moe_token_dispatcher_type": "alltoall",  # packing refuses "allgather", dense or not
         "variable_seq_lengths": True,  # micro-batches differ in length between pipeline stages
         "tensor_model_parallel_size": layout.tensor,

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: which variants can be trained, and the frequencies of each.
+"""Rotary position embeddings: the trainable variants and their frequencies.
 
-architecture.py reads the variant, model.py asks for its frequencies; transformers' own functions
-compute them, so that both rotate alike. Nothing heavy is imported before that.
+architecture.py reads the variant, and model.py asks for its frequencies. transformers' own
+functions compute these, so that both rotate alike. Heavy imports wait until then.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-_NEEDED = {  # by transformers' functions
+_REQUIRED = {  # the parameters of transformers' functions
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -28,7 +28,7 @@ _NEEDED = {  # by transformers' functions
 
 @dataclass(frozen=True)
 class Rope:
-    """A config's `rope_parameters`, and how many positions its model was made for."""
+    """A config's `rope_parameters`, and the number of positions of its model."""
 
     parameters: dict[str, Any]  # with `rope_type` and `rope_theta`
     positions: int
@@ -40,7 +40,7 @@ class Rope:
 
 
 def read_rope(config: dict[str, Any], checkpoint: Path) -> Rope:
-    """From transformers 5's `rope_parameters` or the older keys. Raises BadInput."""
+    """Read transformers 5's `rope_parameters` or the older keys. Raises BadInput."""
     theta = config.get("rope_theta") or (1e6 if config["model_type"] == "mixtral" else 1e4)
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parameters = {"rope_theta": theta, **given}
@@ -58,7 +58,7 @@ def read_rope(config: dict[str, Any], checkpoint: Path) -> Rope:
             " (partial_rotary_factor), and only 1.0 is supported"
         )
     positions = config["max_position_embeddings"]
-    if kind in ("llama3", "yarn", "longrope"):  # the config's own figure comes first
+    if kind in ("llama3", "yarn", "longrope"):  # the config's top-level number comes first
         original = config.get("original_max_position_embeddings")
         original = original or parameters.get("original_max_position_embeddings") or positions
         parameters["original_max_position_embeddings"] = original
@@ -66,10 +66,10 @@ def read_rope(config: dict[str, Any], checkpoint: Path) -> Rope:
 
 
 def check_rope(rope: Rope, head_size: int, checkpoint: Path) -> None:
-    """Raises BadInput where no frequencies can be computed of the parameters."""
+    """Raise BadInput if no frequencies can be computed from the parameters."""
     if head_size % 2:
         raise BadInput(f"cannot train {checkpoint}: a head of {head_size} cannot be rotated")
-    for name in ("rope_theta", *_NEEDED.get(rope.kind, ())):
+    for name in ("rope_theta", *_REQUIRED.get(rope.kind, ())):
         value = rope.parameters.get(name)
         if name.endswith(("short_factor", "long_factor")):
             fits = isinstance(value, list) and len(value) == head_size // 2
@@ -84,8 +84,8 @@ def check_rope(rope: Rope, head_size: int, checkpoint: Path) -> None:
             )
 
 
-def frequencies(rope: Rope, head_size: int) -> tuple["torch.Tensor", float]:
-    """(inverse frequencies [head size / 2] in float32, what queries and keys are multiplied by)."""
+def rope_frequencies(rope: Rope, head_size: int) -> tuple["torch.Tensor", float]:
+    """Return inverse frequencies [head size / 2] in float32, and the factor of queries and keys."""
     import torch
 
     if rope.kind == "default":
@@ -99,5 +99,5 @@ def frequencies(rope: Rope, head_size: int) -> tuple["torch.Tensor", float]:
         max_position_embeddings=rope.positions,
         rope_parameters=dict(rope.parameters),
     )
-    found, scaling = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
-    return found.float(), float(scaling)
+    inverse, scaling = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+    return inverse.float(), float(scaling)

@@ -1,17 +1,17 @@
-"""A tiny Qwen3 that knows nothing yet: the demo's starting point, made here and never downloaded.
+"""Seed model: make a tiny untrained Qwen3, the starting point of the demo, without a download.
 
-The cookbook's calculator loop and the end-to-end tests call `make_seed_model`; vLLM, transformers
+The cookbook's calculator loop and the end-to-end tests call `make_seed_model`. vLLM, transformers
 and the Megatron trainer then read the directory like any other Hugging Face model. Two choices
 matter to the reader of a run:
 
-* The chat template gives back, token for token, what the model sampled: a tool call is rendered
-  from its parsed form in the one canonical spelling that the demonstrations use. So the prompt of
-  an agent's second turn starts with the tokens of its first, and one run is one training sequence.
-* Digits are single tokens, hence an unseen number is only ever an unseen order of known tokens.
+* The chat template repeats sampled tokens exactly: it renders a tool call from its parsed form in
+  the one spelling that the demonstrations use. So the prompt of an agent's second turn starts with
+  the tokens of its first, and one run is one training sequence.
+* Digits are single tokens, hence an unseen number is only an unseen order of known tokens.
 
-For a loop's own demonstrations there is `make_tiny_model`, also as `cray_agents.make_tiny_model`.
-The same seed and corpus give the same bytes. Importing this is light: torch, transformers and
-tokenizers are imported by what uses them. Read next: `cookbook/02_calculator_loop.py`.
+`make_tiny_model` makes one for a loop's own demonstrations, also as `cray_agents.make_tiny_model`.
+The same seed and corpus give the same bytes. Importing this module is light: functions import
+torch, transformers and tokenizers themselves. Read next: `cookbook/02_calculator_loop.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The size of the model; the defaults make 0.43M parameters.
+    """The sizes of a seed model; the defaults make 0.43M parameters.
 
     `head_size` must be one of vLLM's attention sizes on CPU (32, 64, 80, 96, 112, 128).
     Embeddings are untied: vLLM's in-place reload on CPU would miss a tied output layer.
@@ -95,8 +95,8 @@ def make_seed_model(
 ) -> None:
     """Write a randomly initialised model with its own tokenizer as a Hugging Face directory.
 
-    `corpus` is the text that the tokenizer's merges are learned from, usually the rendered
-    demonstrations. Raises ValueError if it is empty.
+    The tokenizer learns its merges from `corpus`, usually the rendered demonstrations. Raises
+    ValueError if it is empty.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(corpus, shape.vocabulary)
@@ -112,19 +112,19 @@ def make_tiny_model(
     seed: int = 0,
     shape: ModelShape = DEFAULT_SHAPE,
 ) -> Path:
-    """Write a model that knows nothing, and has the words of these demonstrations; where it is.
+    """Write an untrained model with the words of these demonstrations; return its directory.
 
-    A whole model is made or none, so that a call that was killed can be made again; one that is
-    there stays as it is. Its weights are random: warm it up (WarmUp) before a loop.
+    The model is written whole or not at all, so a killed call can be repeated. An existing
+    directory stays unchanged. The weights are random: warm the model up (WarmUp) before a loop.
 
     Args:
-        directory: where to, as a Hugging Face directory.
-        demonstrations: as a Loop takes them, pairs of messages and metadata.
-        tools: what the demonstrations call, `agent.tool_schemas`.
-        seed: of the weights.
-        shape: how large; the default has 0.43M parameters, and learns one pattern in a minute.
+        directory: path of the new Hugging Face directory.
+        demonstrations: pairs of messages and metadata, as for a Loop.
+        tools: schemas of the tools that the demonstrations call, `agent.tool_schemas`.
+        seed: seed of the weights.
+        shape: sizes; the default has 0.43M parameters, and learns one pattern in a minute.
 
-    Raises BadInput when there is no demonstration, SetupError where torch is not installed.
+    Raises BadInput without demonstrations, SetupError if torch is not installed.
     """
     directory = Path(directory)
     if directory.exists():
@@ -148,7 +148,7 @@ def make_tiny_model(
 
 
 def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-    """One conversation as the chat template spells it; such texts make a good corpus."""
+    """Render one conversation with the chat template; such texts make a good corpus."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, _ = render_jinja_template([messages], tools=tools, chat_template=CHAT_TEMPLATE)
@@ -156,7 +156,7 @@ def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
 
 
 def train_tokenizer(corpus: Iterable[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE whose digits are never merged; unused ids are left without a token."""
+    """Train a byte-level BPE that never merges digits; unused ids have no token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts = list(corpus)
@@ -185,7 +185,7 @@ def train_tokenizer(corpus: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def _without_marks(texts: Iterable[str]) -> Iterator[str]:
-    """The trainer splits no added tokens off, and would learn merges out of their letters."""
+    """Replace the added tokens by line breaks: the trainer would learn merges of their letters."""
     for text in texts:
         for mark in (PAD, START, END, TOOL_CALL, TOOL_CALL_END):
             text = text.replace(mark, "\n")
@@ -227,11 +227,11 @@ def _write_model(directory: Path, tokenizer: Tokenizer, seed: int, shape: ModelS
         pad_token_id=tokenizer.token_to_id(PAD),
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to move
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state unchanged
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     assert model.generation_config is not None
     model.generation_config.eos_token_id = config.eos_token_id
     model.generation_config.pad_token_id = config.pad_token_id
-    disable_progress_bar()  # of a single small file
+    disable_progress_bar()  # a bar for one small file is noise
     model.save_pretrained(directory)  # also writes generation_config.json

@@ -1,7 +1,7 @@
-"""The tensors of a Hugging Face checkpoint, as its config implies them: names and shapes.
+"""Tensor names and shapes that a Hugging Face config implies, compared with a checkpoint's.
 
-`read_parent` holds them against what a checkpoint has, before anything is copied or started: what
-is left over would be dropped, and another model would be trained. initial.py makes them.
+`read_parent` compares before anything is copied or started. A tensor beyond the config would be
+dropped, and another model would be trained. initial.py makes tensors of these shapes.
 """
 
 import re
@@ -14,16 +14,16 @@ from cray_agents.runtime.registry.model_files import Tensor, read_weights
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 
 Shapes = dict[str, tuple[int, ...]]
-DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' words, of what can be trained
+DTYPES = ("F64", "F32", "BF16", "F16")  # the types that can be trained, as safetensors names them
 _BUFFERS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # computed from the config
-_SHOWN = 5
+_NAMED = 5
 
 
 def read_parent(checkpoint: Path, init: str = "parent") -> Architecture:
-    """The model that a job starts from: by its config and, where it has them, its weights.
+    """Read the model that a job starts from, and check its weights unless they start at random.
 
     Embedding and head are tied as transformers decides it. Raises NotFound, and BadInput for
-    tensors that are missing, too many, of another shape, or of a type that cannot be trained.
+    tensors that are missing, unknown, of another shape, or of a type that cannot be trained.
     """
     model = read_architecture(checkpoint)
     if init == "random":
@@ -36,64 +36,64 @@ def read_parent(checkpoint: Path, init: str = "parent") -> Architecture:
 
 def _compare(weights: dict[str, Tensor], model: Architecture, checkpoint: Path) -> None:
     experts = model.experts or 1
-    if model.layers * experts > len(weights):  # before so many names are made
+    if model.layers * experts > len(weights):  # spares a hostile config's millions of names
         raise BadInput(
             f"{checkpoint} lacks tensors that its config.json implies: it speaks of {model.layers}"
             f" layers{f' of {experts} experts' if model.experts else ''}, and there are"
             f" {len(weights)} tensors in all",
             param="parent",
         )
-    implied = shapes(model)
-    held = dict(weights)
-    if model.tied and HEAD in held:  # the same numbers, or all there is of the two
-        held.setdefault(EMBEDDING, held[HEAD])
-        del held[HEAD]
+    implied = tensor_shapes(model)
+    stored = dict(weights)
+    if model.tied and HEAD in stored:  # tied: one tensor under either name
+        stored.setdefault(EMBEDDING, stored[HEAD])
+        del stored[HEAD]
     for name, shape in implied.items():
-        if name not in held:
+        if name not in stored:
             raise BadInput(
                 f"{checkpoint} lacks the tensor {name!r} that its config.json implies",
                 param="parent",
             )
-        if held[name].shape != shape:
+        if stored[name].shape != shape:
             raise BadInput(
-                f"{name} in {checkpoint} has the shape {list(held[name].shape)}, and config.json"
+                f"{name} in {checkpoint} has the shape {list(stored[name].shape)}, and config.json"
                 f" implies {list(shape)}: they are of different models",
                 param="parent",
             )
-        if held[name].dtype not in DTYPES:
+        if stored[name].dtype not in DTYPES:
             raise BadInput(
-                f"{checkpoint}: {name!r} is stored as {held[name].dtype}; supported are"
+                f"{checkpoint}: {name!r} is stored as {stored[name].dtype}; supported are"
                 f" {', '.join(DTYPES)}: save it as one of these",
                 param="parent",
             )
-    others = [n for n in held if n not in implied and not _BUFFERS.search(n)]
-    if others:
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    extra = [n for n in stored if n not in implied and not _BUFFERS.search(n)]
+    if extra:
+        more = f" and {len(extra) - _NAMED} more" if len(extra) > _NAMED else ""
         raise BadInput(
             f"{checkpoint} has tensors that its config.json does not imply, and that training would"
-            f" drop: {', '.join(sorted(others)[:_SHOWN])}{more}; correct the config, or save the"
+            f" drop: {', '.join(sorted(extra)[:_NAMED])}{more}; correct the config, or save the"
             " model without them",
             param="parent",
         )
 
 
-def shapes(model: Architecture) -> Shapes:
-    """Name -> shape of every tensor; matrices are [out, in], as torch has them."""
-    found: Shapes = {"model.embed_tokens.weight": (model.vocab, model.hidden)}
+def tensor_shapes(model: Architecture) -> Shapes:
+    """Map every tensor's name to its shape; matrices are [out, in], as in torch."""
+    shapes: Shapes = {"model.embed_tokens.weight": (model.vocab, model.hidden)}
     for layer in range(model.layers):
         prefix = f"model.layers.{layer}."
-        found |= {prefix + name: shape for name, shape in _layer(model).items()}
-    found["model.norm.weight"] = (model.hidden,)
+        shapes |= {prefix + name: shape for name, shape in _layer(model).items()}
+    shapes["model.norm.weight"] = (model.hidden,)
     if not model.tied:
-        found["lm_head.weight"] = (model.vocab, model.hidden)
-    return found
+        shapes["lm_head.weight"] = (model.vocab, model.hidden)
+    return shapes
 
 
 def hf_name(model: Architecture, name: str) -> str:
-    """A tensor's name where the architecture has its own words for it."""
+    """Translate a tensor's name for an architecture with names of its own."""
     if model.kind == "mixtral":
-        for plain, theirs in _MIXTRAL.items():
-            name = name.replace(plain, theirs)
+        for common, own in _MIXTRAL.items():
+            name = name.replace(common, own)
     return name
 
 
@@ -106,7 +106,7 @@ def _layer(model: Architecture) -> Shapes:
         model.heads * model.head_size,
         model.kv_heads * model.head_size,
     )
-    found: Shapes = {
+    shapes: Shapes = {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
@@ -115,19 +115,19 @@ def _layer(model: Architecture) -> Shapes:
         "post_attention_layernorm.weight": (hidden,),
     }
     if model.qkv_bias:
-        found |= {
+        shapes |= {
             "self_attn.q_proj.bias": (queries,),
             "self_attn.k_proj.bias": (keys,),
             "self_attn.v_proj.bias": (keys,),
         }
     if model.qk_norm:
-        found |= {f"self_attn.{x}_norm.weight": (model.head_size,) for x in "qk"}
+        shapes |= {f"self_attn.{x}_norm.weight": (model.head_size,) for x in "qk"}
     if not model.experts:
-        return found | _feed_forward("mlp.", hidden, model.ffn)
-    found["mlp.gate.weight"] = (model.experts, hidden)
+        return shapes | _feed_forward("mlp.", hidden, model.ffn)
+    shapes["mlp.gate.weight"] = (model.experts, hidden)
     for expert in range(model.experts):
-        found |= _feed_forward(f"mlp.experts.{expert}.", hidden, model.expert_ffn)
-    return {hf_name(model, name): shape for name, shape in found.items()}
+        shapes |= _feed_forward(f"mlp.experts.{expert}.", hidden, model.expert_ffn)
+    return {hf_name(model, name): shape for name, shape in shapes.items()}
 
 
 def _feed_forward(prefix: str, hidden: int, size: int) -> Shapes:

@@ -1,9 +1,9 @@
-"""Weights between a Hugging Face directory and a Megatron GPTModel spread over ranks.
+"""Weights: convert between a Hugging Face directory and a Megatron GPTModel spread over ranks.
 
-One table says what each Megatron parameter is made of. Loading reads this rank's slices of the
-Hugging Face tensors and packs them; exporting gathers over tensor ranks and unpacks, one parameter
-at a time. The table knows the names of torch's and of Transformer Engine's layers, and sees through
-adapters (lora.py). train.py loads, export.py exports.
+One table maps each Megatron parameter to its Hugging Face tensors. Loading reads this rank's slices
+of these and packs them. Exporting gathers over tensor ranks and unpacks, one parameter at a time.
+The table has the names of torch's and Transformer Engine's layers; weights under an adapter
+(lora.py) keep their entries. training/train_step.py loads, checkpointing/hf_export.py exports.
 """
 
 import re
@@ -19,10 +19,10 @@ from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD
 from cray_agents.runtime.registry.model_files import read_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.initial import InitialWeights
-from cray_agents.trainers.models.tensors import hf_name, shapes
+from cray_agents.trainers.models.tensors import hf_name, tensor_shapes
 from cray_agents.training_jobs import Hyperparameters
 
-# Megatron's name inside a layer -> how it is made, from which Hugging Face tensors
+# Megatron's name inside a layer -> (rule of packing, its Hugging Face tensors)
 _LAYER = {
     "input_layernorm.weight": ("whole", ["input_layernorm.weight"]),
     "self_attention.linear_qkv.layer_norm_weight": ("whole", ["input_layernorm.weight"]),
@@ -56,48 +56,48 @@ _DTYPES = {
 class SafeTensors:
     """The tensors of a checkpoint directory by name, in one file or many. Nothing is unpickled.
 
-    `tied`: embedding and head are one, under either name. Raises NotFound without such files,
-    BadInput for a tensor that is missing or is no float.
+    `tied`: embedding and head are one, under either name. Raises NotFound without safetensors,
+    BadInput for a tensor that is missing or not of a float type.
     """
 
     def __init__(self, folder: Path, *, tied: bool = False) -> None:
         self.folder = folder
-        held = read_weights(folder.resolve())
-        if not held:
+        stored = read_weights(folder.resolve())
+        if not stored:
             raise NotFound(f"{folder} holds no model.safetensors; other formats are not read")
-        self.where = {name: tensor.file for name, tensor in held.items()}
-        # where the two are tied, transformers takes for both what there is
-        self._stored = {EMBEDDING: HEAD} if tied and EMBEDDING not in held else {}
-        self._files = {n: safe_open(folder / n, "pt") for n in set(self.where.values())}
+        self._file_of = {name: tensor.file for name, tensor in stored.items()}
+        # like transformers, read tied embeddings from the head if only that is stored
+        self._aliases = {EMBEDDING: HEAD} if tied and EMBEDDING not in stored else {}
+        self._files = {n: safe_open(folder / n, "pt") for n in set(self._file_of.values())}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._slice(name)[:]
         return tensor
 
     def share(self, name: str, axis: int, start: int, end: int) -> torch.Tensor:
-        """What lies in start..end along an axis (0 or 1); nothing else is read."""
-        found = self._slice(name)
-        tensor: torch.Tensor = found[start:end] if axis == 0 else found[:, start:end]
+        """Read start..end along an axis (0 or 1), and nothing else."""
+        whole = self._slice(name)
+        tensor: torch.Tensor = whole[start:end] if axis == 0 else whole[:, start:end]
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Return a tensor's shape."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's stored type."""
-        found = self._slice(name).get_dtype()
-        if found not in _DTYPES:
+        """Return a tensor's stored type."""
+        dtype = self._slice(name).get_dtype()
+        if dtype not in _DTYPES:
             raise BadInput(
-                f"{self.folder}: {name!r} is stored as {found}; supported are {', '.join(_DTYPES)}"
+                f"{self.folder}: {name!r} is stored as {dtype}; supported are {', '.join(_DTYPES)}"
             )
-        return _DTYPES[found]
+        return _DTYPES[dtype]
 
     def _slice(self, name: str) -> Any:
-        name = self._stored.get(name, name)
-        if name not in self.where:
+        name = self._aliases.get(name, name)
+        if name not in self._file_of:
             raise BadInput(f"{self.folder} lacks the tensor {name!r} that its config.json implies")
-        file: Any = self._files[self.where[name]]
+        file: Any = self._files[self._file_of[name]]
         return file.get_slice(name)
 
 
@@ -105,16 +105,16 @@ Source = SafeTensors | InitialWeights
 
 
 def weight_source(checkpoint: Path, model: Architecture, hyper: Hyperparameters) -> Source:
-    """Where a job's first weights come from: the parent's files, or a seed alone."""
+    """Return the source of a job's first weights: the parent's files, or a seed alone."""
     if hyper.init == "random":
         return InitialWeights(model, hyper.seed)
     return SafeTensors(checkpoint, tied=model.tied)
 
 
 class Origin:
-    """Where one local parameter comes from: how it is made, Hugging Face names, expert or not."""
+    """The origin of one local parameter: its rule of packing and its Hugging Face tensors."""
 
-    def __init__(self, part: Any, name: str, model: Architecture) -> None:
+    def __init__(self, chunk: Any, name: str, model: Architecture) -> None:
         self.expert = False
         name = name.replace(".base.", ".")
         if name in _TOP:
@@ -126,16 +126,16 @@ class Origin:
         if match is None:
             raise BadInput(f"no rule for Megatron's parameter {name!r}")
         local, rest = match.groups()
-        prefix = f"model.layers.{part.decoder.layers[int(local)].layer_number - 1}."
-        if found := _EXPERT.fullmatch(rest):
+        prefix = f"model.layers.{chunk.decoder.layers[int(local)].layer_number - 1}."
+        if expert := _EXPERT.fullmatch(rest):
             self.expert = True
-            self.how, names = _of_expert(found, model)
+            self.how, names = _of_expert(expert, model)
         else:
             self.how, names = _LAYER[rest]
         self.names = [prefix + hf_name(model, name) for name in names]
 
     def ranks(self) -> tuple[int, int, Any]:
-        """(rank, size, group) of the tensor parallelism that splits this parameter."""
+        """Return (rank, size, group) of the tensor parallelism that splits this parameter."""
         from megatron.core import parallel_state as ps
 
         if self.expert:
@@ -145,7 +145,7 @@ class Origin:
         return group.rank(), group.size(), group
 
     def first(self) -> bool:
-        """Whether this rank is the first of those that hold the same slice."""
+        """Return True on the first of the ranks that hold the same slice."""
         from megatron.core import parallel_state as ps
 
         if self.expert:
@@ -153,10 +153,10 @@ class Origin:
         return bool(ps.get_data_parallel_rank(with_context_parallel=True) == 0)
 
 
-def _of_expert(found: re.Match[str], model: Architecture) -> tuple[str, list[str]]:
+def _of_expert(match: re.Match[str], model: Architecture) -> tuple[str, list[str]]:
     from megatron.core import parallel_state as ps
 
-    local, kind = found[1] or found[4], found[2] or found[3]
+    local, kind = match[1] or match[4], match[2] or match[3]
     per_rank = (model.experts or 0) // ps.get_expert_model_parallel_world_size()
     number = int(local) + per_rank * ps.get_expert_model_parallel_rank()
     how, names = ("pair", ["gate_proj", "up_proj"]) if kind == "fc1" else ("columns", ["down_proj"])
@@ -164,12 +164,12 @@ def _of_expert(found: re.Match[str], model: Architecture) -> tuple[str, list[str
 
 
 def split_axis(how: str) -> int | None:
-    """The axis of the Hugging Face tensors that tensor ranks split; None: all hold them whole."""
+    """Return the axis of the Hugging Face tensors that tensor ranks split; None for no split."""
     return {"qkv": 0, "rows": 0, "pair": 0, "columns": 1}.get(how)
 
 
 def pack(how: str, tensors: list[torch.Tensor], model: Architecture) -> torch.Tensor:
-    """A rank's slices of Hugging Face tensors as one, [out, ...] as Megatron has it."""
+    """Pack a rank's slices of Hugging Face tensors into Megatron's one tensor, [out, ...]."""
     if how == "qkv":  # per query group: its query heads, its key head, its value head
         groups = len(tensors[1]) // model.head_size
         heads = [t.reshape(groups, -1, model.head_size, *t.shape[1:]) for t in tensors]
@@ -178,7 +178,7 @@ def pack(how: str, tensors: list[torch.Tensor], model: Architecture) -> torch.Te
 
 
 def unpack(how: str, slices: list[torch.Tensor], model: Architecture) -> list[torch.Tensor]:
-    """The inverse: the slices of all tensor ranks (or of some, in order) as Hugging Face tensors.
+    """Invert `pack` for the slices of all tensor ranks, or of some in order.
 
     The vocabulary's padding is cut off.
     """
@@ -186,8 +186,8 @@ def unpack(how: str, slices: list[torch.Tensor], model: Architecture) -> list[to
         queries = model.heads // model.kv_heads
         full = torch.cat(slices)
         full = full.reshape(-1, queries + 2, model.head_size, *full.shape[1:])
-        parts = full[:, :queries], full[:, queries : queries + 1], full[:, queries + 1 :]
-        return [part.flatten(0, 2) for part in parts]
+        heads = full[:, :queries], full[:, queries : queries + 1], full[:, queries + 1 :]
+        return [tensor.flatten(0, 2) for tensor in heads]
     if how == "pair":
         return [torch.cat(halves) for halves in zip(*(s.chunk(2) for s in slices), strict=True)]
     if how == "rows":
@@ -195,23 +195,23 @@ def unpack(how: str, slices: list[torch.Tensor], model: Architecture) -> list[to
     return [torch.cat(slices, 1)] if how == "columns" else slices[:1]
 
 
-def weights_of(part: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """A chunk's own parameters, without the adapters' (lora.py)."""
-    for name, parameter in part.named_parameters():
+def weights_of(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield a chunk's own parameters by name, without the adapters' (lora.py)."""
+    for name, parameter in chunk.named_parameters():
         if not name.endswith((".a", ".b")):
             yield name, parameter
 
 
 @torch.no_grad()
-def load_weights(parts: list[Any], model: Architecture, source: Source) -> None:
+def load_weights(chunks: list[Any], model: Architecture, source: Source) -> None:
     """Fill this rank's chunks, one parameter after the other; padding becomes zeros.
 
-    Raises BadInput when a tensor is missing, or is not what config.json implies.
+    Raises BadInput if a tensor is missing or has another shape than config.json implies.
     """
-    expected = shapes(model)
-    for part in parts:
-        for name, parameter in weights_of(part):
-            origin = Origin(part, name, model)
+    expected = tensor_shapes(model)
+    for chunk in chunks:
+        for name, parameter in weights_of(chunk):
+            origin = Origin(chunk, name, model)
             rank, size, _ = origin.ranks()
             axis, slices = split_axis(origin.how), []
             for wanted in origin.names:
@@ -233,36 +233,38 @@ def load_weights(parts: list[Any], model: Architecture, source: Source) -> None:
 
 
 @torch.no_grad()
-def round_weights(parts: list[Any], model: Architecture, source: Source) -> None:
-    """Round this rank's weights to the types that their tensors are stored in."""
-    for part in parts:
-        for name, parameter in weights_of(part):
-            origin = Origin(part, name, model)
+def round_weights(chunks: list[Any], model: Architecture, source: Source) -> None:
+    """Round this rank's weights to the stored types of their tensors."""
+    for chunk in chunks:
+        for name, parameter in weights_of(chunk):
+            origin = Origin(chunk, name, model)
             tensors = zip(unpack(origin.how, [parameter], model), origin.names, strict=True)
             rounded = [t.to(source.dtype(n)).to(parameter.dtype) for t, n in tensors]
             packed = pack(origin.how, rounded, model)
             parameter[: len(packed)] = packed
 
 
-def written(parts: list[Any], model: Architecture) -> list[str]:
-    """The names that `exported` yields on this rank, in order."""
-    return [name for _, _, origin in _mine(parts, model) if _leads(origin) for name in origin.names]
+def exported_names(chunks: list[Any], model: Architecture) -> list[str]:
+    """Return the names that `export_tensors` yields on this rank, in order."""
+    return [
+        name for _, _, origin in _mine(chunks, model) if _leads(origin) for name in origin.names
+    ]
 
 
 @torch.no_grad()
-def exported(
-    parts: list[Any],
+def export_tensors(
+    chunks: list[Any],
     model: Architecture,
     of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) in Hugging Face's terms; each comes from one rank, its first holder.
+    """Yield (Hugging Face name, whole tensor); each comes from one rank, its first holder.
 
-    Of each parameter its weight, with its adapter in it, or what `of` says. All tensor ranks must
-    go through this together: the first gathers from the others, one parameter at a time.
+    The tensor is made of the weights with their adapters merged in, or of `of(parameter)`. All
+    tensor ranks must iterate together: the first gathers from its peers, one parameter at a time.
     """
-    for part, name, origin in _mine(parts, model):
-        parameter = part.get_parameter(name)
-        mine = _merged(part, name) if of is None else of(parameter)
+    for chunk, name, origin in _mine(chunks, model):
+        parameter = chunk.get_parameter(name)
+        mine = _merged_weight(chunk, name) if of is None else of(parameter)
         rank, size, group = origin.ranks()
         slices = [mine.detach().contiguous()]
         if origin.how != "whole" and size > 1:
@@ -273,23 +275,23 @@ def exported(
             yield from zip(origin.names, unpack(origin.how, slices, model), strict=True)
 
 
-def _mine(parts: list[Any], model: Architecture) -> Iterator[tuple[Any, str, Origin]]:
-    """(chunk, parameter's name, origin) of what this rank's tensor group is to export."""
-    for part in parts:
-        for name, _ in weights_of(part):
+def _mine(chunks: list[Any], model: Architecture) -> Iterator[tuple[Any, str, Origin]]:
+    """Yield (chunk, parameter's name, origin) of the parameters that this tensor group exports."""
+    for chunk in chunks:
+        for name, _ in weights_of(chunk):
             if name == "output_layer.weight" and model.tied:
                 continue
-            origin = Origin(part, name, model)
+            origin = Origin(chunk, name, model)
             if origin.first():
-                yield part, name, origin
+                yield chunk, name, origin
 
 
 def _leads(origin: Origin) -> bool:
     return origin.ranks()[0] == 0
 
 
-def _merged(part: Any, name: str) -> torch.Tensor:
+def _merged_weight(chunk: Any, name: str) -> torch.Tensor:
     owner, base, leaf = name.partition(".base.")
-    adapter = part.get_submodule(owner) if base and leaf == "weight" else None
-    tensor: torch.Tensor = part.get_parameter(name) if adapter is None else adapter.merged()
+    adapter = chunk.get_submodule(owner) if base and leaf == "weight" else None
+    tensor: torch.Tensor = chunk.get_parameter(name) if adapter is None else adapter.merged()
     return tensor

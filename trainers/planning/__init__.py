@@ -1,6 +1,7 @@
-"""What a training run will need, by arithmetic alone: memory, time, money, a layout. No torch.
+"""Planning: a training run's memory, time, cost and layout by arithmetic alone. No torch.
 
-arithmetic.py counts weights and floating-point operations, memory.py bytes, hardware.py knows GPUs,
-choosing.py ranks layouts, plan.py adds them up. `cray-agents plan` prints it; the platform takes
-a job's default layout from choosing.py, and the trainer its MFU from arithmetic.py.
+arithmetic.py counts weights and floating-point operations, memory.py bytes. hardware.py lists GPUs,
+layout_choice.py ranks layouts, plan.py combines them for `cray-agents plan`. default_layout.py
+chooses the layout of a job, layout_limits.py refuses one that does not fit, and the trainer
+computes its MFU with arithmetic.py.
 """

@@ -1,7 +1,7 @@
-"""How many weights a model has, and how many floating-point operations a token costs.
+"""Arithmetic: a model's number of weights, and floating-point operations per token.
 
-Exact counts from an Architecture, without torch. memory.py turns them into bytes, plan.py into
-hours; the trainer divides operations by time and peak for its MFU.
+The counts are exact, from an Architecture, without torch. memory.py turns them into bytes, plan.py
+into hours. The trainer divides operations by time and peak for its MFU.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ class Parameters:
     mlp: int  # dense feed-forward layers, or the routers of experts
     experts: int
     norms: int
-    head: int  # the output layer; 0: it is the embedding
+    head: int  # the output layer; 0 if it is the embedding
 
     @property
     def total(self) -> int:
-        """All of them, as a checkpoint holds them."""
+        """The number of all weights in a checkpoint."""
         return self.embedding + self.attention + self.mlp + self.experts + self.norms + self.head
 
 
-def count(model: Architecture) -> Parameters:
-    """The weights of a model."""
+def count_weights(model: Architecture) -> Parameters:
+    """Count the weights of a model."""
     table = model.vocab * model.hidden
     return Parameters(
         embedding=table,
@@ -41,7 +41,7 @@ def count(model: Architecture) -> Parameters:
 
 
 def attention_weights(model: Architecture) -> int:
-    """Of one layer: q, k, v and output projections, biases, the norms of queries and keys."""
+    """Count one layer's q, k, v and output projections, biases, and norms of queries and keys."""
     queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
     matrices = model.hidden * (2 * queries + 2 * keys)
     biases = queries + 2 * keys if model.qkv_bias else 0
@@ -49,17 +49,17 @@ def attention_weights(model: Architecture) -> int:
 
 
 def mlp_weights(model: Architecture) -> int:
-    """Of one layer, outside its experts: gate, up and down; with experts, the router."""
+    """Count one layer's gate, up and down; with experts, only the router."""
     return model.hidden * (model.experts if model.experts else 3 * model.ffn)
 
 
 def expert_weights(model: Architecture) -> int:
-    """Of one expert of one layer: gate, up and down."""
+    """Count gate, up and down of one expert of one layer."""
     return 3 * model.hidden * model.expert_ffn
 
 
 def adapter_weights(model: Architecture, lora: Lora) -> int:
-    """What LoRA trains: rank * (in + out) per target, of which fc1 is gate and up in one.
+    """Count LoRA's weights: rank * (in + out) per target; fc1 is gate and up in one.
 
     The feed-forward layers of experts have no adapters.
     """
@@ -73,36 +73,36 @@ def adapter_weights(model: Architecture, lora: Lora) -> int:
     return model.layers * lora.rank * sum(sizes[target] for target in set(lora.targets))
 
 
-def multiplied(model: Architecture) -> int:
-    """N, the weights each token is multiplied with.
+def weights_per_token(model: Architecture) -> int:
+    """Return N, the number of weights that each token is multiplied with.
 
-    Without the embedding, which is looked up (a tied one counts as the output layer), and of the
-    experts those that a token is sent to.
+    The embedding is looked up and does not count, but a tied one counts as the output layer. Of the
+    experts only those of a token count.
     """
-    parts = count(model)
+    weights = count_weights(model)
     idle = 0
     if model.experts:
-        idle = parts.experts // model.experts * (model.experts - model.experts_per_token)
-    return parts.total - idle - (0 if model.tied else parts.embedding)
+        idle = weights.experts // model.experts * (model.experts - model.experts_per_token)
+    return weights.total - idle - (0 if model.tied else weights.embedding)
 
 
 def flops_per_token(model: Architecture, length: float, lora: Lora | None = None) -> float:
-    """Operations to train on one token of a sequence of `length` tokens: 6 N + 12 L a d s.
+    """Return the operations to train on one token of a `length`-token sequence: 6 N + 12 L a d s.
 
-    PaLM's count, appendix B of arXiv 2204.02311: two for each weight forward and four backward,
-    and attention's two products over the whole square, causal or not; what is recomputed does not
-    count. LoRA's frozen weights need no gradient: 4 N + 6 of the adapters'. For sequences of many
-    lengths take sum(length ** 2) / sum(length).
+    The count is PaLM's, appendix B of arXiv 2204.02311: two for each weight forward and four
+    backward, and attention's two products over the whole square, causal or not. Recomputation does
+    not count. LoRA's frozen weights need no gradient: 4 N + 6 per adapter weight. For sequences of
+    many lengths take sum(length ** 2) / sum(length).
     """
-    weights = multiplied(model)
+    weights = weights_per_token(model)
     if lora is None:
         return 6 * weights + 3 * _attention(model, length)
     return 4 * weights + 6 * adapter_weights(model, lora) + 3 * _attention(model, length)
 
 
 def flops_per_scored_token(model: Architecture, length: float) -> float:
-    """Operations of a forward pass alone: 2 N + 4 L a d s."""
-    return 2 * multiplied(model) + _attention(model, length)
+    """Return a token's operations in a forward pass alone: 2 N + 4 L a d s."""
+    return 2 * weights_per_token(model) + _attention(model, length)
 
 
 def _attention(model: Architecture, length: float) -> float:

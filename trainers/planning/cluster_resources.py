@@ -1,8 +1,8 @@
-"""What training jobs may take of the machines: ranks, nodes, GPUs, cores, time.
+"""Cluster resources: the ranks, nodes, GPUs, cores and time that training jobs may use.
 
-`cray-agents up` makes a `Resources` of the configuration and hands it to MegatronTrainer; `doctor`
-shows it. CUDA is never opened here: the platform's process forks, and holds no GPU. Read next:
-spreading.py, which chooses the layout of a job over them.
+`cray-agents up` makes a `Resources` of the configuration for MegatronTrainer, and `doctor` shows
+it. This module never opens CUDA: the platform's process forks, and must hold no GPU. Read next:
+default_layout.py, which chooses a job's layout over these resources.
 """
 
 import os
@@ -18,15 +18,15 @@ from cray_agents.errors import BadInput, ConfigError
 from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
 from cray_agents.trainers.planning.hardware import find_gpu, identify
 
-CPU_RANKS = 2  # of a node: more seldom pays over gloo
+CPU_RANKS = 2  # per node; more rarely pays over gloo
 GPUS_PER_NODE = 8
-CORES_PER_GPU = 4  # the rank itself, backward, the writing of resume points
-ASK = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+CORES_PER_GPU = 4  # for the rank itself, the backward pass, and writing resume points
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """A node's GPUs, by the table's name if it has them. `gib`: of the smallest one."""
+    """A node's GPUs; `name` is hardware.py's if it lists them. `gib`: the smallest GPU's memory."""
 
     name: str
     gib: float
@@ -35,14 +35,14 @@ class Gpus:
 
 @dataclass(frozen=True)
 class HostResources:
-    """What this process may use of the host that it runs on: cores, and GiB of memory."""
+    """The cores and the GiB of memory that this process may use on its host."""
 
     cores: int
     gib: float
 
 
 def this_host() -> HostResources:
-    """This host's cores and memory, less where a container's limit says so."""
+    """Return this host's cores and memory, within a container's limits."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     limit = Path("/sys/fs/cgroup/memory.max")
     with suppress(OSError, ValueError):  # no cgroup, or "max"
@@ -52,12 +52,11 @@ def this_host() -> HostResources:
 
 @dataclass(frozen=True)
 class Resources:
-    """Of a job that names no layout: `ranks`, spread evenly over `nodes`; one that does gets as
-    many nodes as its ranks take.
+    """The resources of a job without a layout: `ranks`, spread evenly over `nodes`.
 
-    `gpus` None: ranks are processes on CPU cores. `minutes` is Slurm's time limit. `host`: this one
-    where it runs all jobs, so that no layout takes more than it has; None at a site's Slurm, which
-    knows its nodes.
+    A job with a layout gets as many nodes as its ranks need. `gpus` None: ranks are processes on
+    CPU cores. `minutes` is Slurm's time limit. `host` is this host if it runs all jobs, so that no
+    layout exceeds it; None at a site's Slurm, which knows its nodes.
     """
 
     ranks: int = 1
@@ -69,17 +68,17 @@ class Resources:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of a job without a layout."""
+        """The ranks per node of a job without a layout."""
         return self.ranks // self.nodes
 
     def nodes_for(self, world: int) -> int:
-        """How many nodes so many ranks are spread over: evenly, and on GPUs no more on any."""
+        """Return the number of nodes for `world` ranks: even shares, and a GPU for each rank."""
         if self.gpus is None:
             return next(n for n in range(self.nodes, 0, -1) if world % n == 0)
         return next(n for n in count(ceil(world / self.ranks_per_node)) if world % n == 0)
 
     def __str__(self) -> str:
-        """For people: "16 ranks on 2 nodes of 8 x H100 (79 GiB)"."""
+        """Describe the resources, as in "16 ranks on 2 nodes of 8 x H100 (79 GiB)"."""
         ranks = f"{self.ranks} {'ranks' if self.ranks > 1 else 'rank'}"
         nodes = f"{self.nodes} nodes" if self.nodes > 1 else "a node"
         of = "CPU cores"
@@ -91,9 +90,9 @@ class Resources:
 
 
 def resources_of(config: Config, *, here: bool = False) -> Resources:
-    """What the configuration says, and this host where it says nothing. Raises ConfigError.
+    """Return the configured resources, with this host's as defaults. Raises ConfigError.
 
-    here: the scheduler runs all jobs on this host.
+    `here`: the scheduler runs all jobs on this host.
     """
     gpus, cores, nodes = _gpus(config), len(os.sched_getaffinity(0)), config.train_nodes
     most = gpus.per_node if gpus is not None else min(CPU_RANKS, cores)
@@ -119,7 +118,7 @@ def resources_of(config: Config, *, here: bool = False) -> Resources:
 
 
 def _gpus(config: Config) -> Gpus | None:
-    """The GPUs of the nodes that train; None: it is done on CPU cores."""
+    """Return the GPUs of the nodes that train; None if they train on CPU cores."""
     name, devices = config.train_gpu, nvidia_devices()
     if config.train_gpus == "off":
         if name is not None:
@@ -144,24 +143,24 @@ def _gpus(config: Config) -> Gpus | None:
             " nodes that train have, as in train_gpu = 'H100'",
             param="train_gpu",
         )
-    kind, gib = read_answer(_ask())
+    kind, gib = parse_nvidia_smi(_run_nvidia_smi())
     return Gpus(kind, gib, per_node)
 
 
-def read_answer(text: str) -> tuple[str, float]:
-    """What nvidia-smi says: a GPU's name, and the GiB of the smallest. Raises ConfigError."""
+def parse_nvidia_smi(text: str) -> tuple[str, float]:
+    """Parse nvidia-smi's output: a GPU's name, and the smallest GPU's GiB. Raises ConfigError."""
     gpus = [line.rpartition(",") for line in text.splitlines()]
     try:
         gib = min(float(mib) / 1024 for _, _, mib in gpus)
     except ValueError:  # no line, or memory "[N/A]"
         raise _unknown(f"nvidia-smi says {text.strip()!r}") from None
-    found = identify(gpus[0][0])
-    return found.name if found is not None else gpus[0][0], gib
+    gpu = identify(gpus[0][0])
+    return gpu.name if gpu is not None else gpus[0][0], gib
 
 
-def _ask() -> str:
+def _run_nvidia_smi() -> str:
     try:
-        done = subprocess.run(ASK, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise _unknown(str(error)) from error
     return done.stdout

@@ -1,6 +1,7 @@
-"""How a job is spread whose spec leaves that open: a layout, and in words why that one.
+"""Default layout: choose a layout for a job whose spec names none, and say why in words.
 
-MegatronTrainer calls `spread` before it writes the spec down. Read next: planning/choosing.py.
+MegatronTrainer calls `choose_default_layout` before it writes the spec. Read next:
+layout_choice.py.
 """
 
 from cray_agents.errors import BadInput
@@ -18,11 +19,13 @@ LOUD = (
 )
 
 
-def spread(spec: JobSpec, home: Home, resources: Resources) -> tuple[JobSpec, list[str]]:
-    """The spec with a layout, and the reasons; none where it names one itself.
+def choose_default_layout(
+    spec: JobSpec, home: Home, resources: Resources
+) -> tuple[JobSpec, list[str]]:
+    """Return the spec with a layout, and the reasons, which are empty if the spec names a layout.
 
-    `recompute` is chosen with the layout, where it was left out as well. Raises BadInput and
-    NotFound for a model or a dataset that nothing can be chosen for.
+    A missing `recompute` is chosen with the layout. Raises BadInput and NotFound if the model or
+    the dataset allows no choice.
     """
     if "layout" in spec.model_fields_set:
         return spec, []
@@ -57,9 +60,9 @@ def _on_gpus(
 
 
 def usual_length(spec: JobSpec, home: Home) -> int:
-    """Tokens of a batch's usual unit: the mean of a training sample, twice that for a pair."""
-    found = read_dataset(home, spec.dataset).get("splits", {}).get("train", {})
-    if not found.get("samples"):
+    """Return the tokens of a usual unit: a training sample's mean, twice that for a pair."""
+    split = read_dataset(home, spec.dataset).get("splits", {}).get("train", {})
+    if not split.get("samples"):
         raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
-    mean: float = found["tokens"] / found["samples"]
+    mean: float = split["tokens"] / split["samples"]
     return max(1, round(2 * mean if spec.method == "dpo" else mean))

@@ -1,6 +1,6 @@
-"""GPUs by name: how fast, how large, at what price. Edit the table; nothing else knows these.
+"""Hardware: a table of GPUs with speed, memory and price; edit it to add a GPU.
 
-The trainer asks `peak_flops` for its MFU, `cray-agents plan` asks `find_gpu`. No torch.
+The trainer calls `peak_flops` for its MFU, `cray-agents plan` calls `find_gpu`. No torch.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from cray_agents.errors import BadInput
 
 @dataclass(frozen=True)
 class Gpu:
-    """`marks`: all of them are in the name that CUDA gives the device, whatever its case.
+    """A GPU model. All `marks` are in CUDA's name of the device, in any case.
 
-    `teraflops`: dense bfloat16 with float32 sums, from the vendor's data sheet; those print
-    twice as much, with sparsity. `gib`: what nvidia-smi shows. `price`: dollars an hour, or None.
+    `teraflops`: dense bfloat16 with float32 sums, from the vendor's data sheet, which prints twice
+    as much for sparsity. `gib`: as nvidia-smi shows it. `price`: dollars an hour, or None.
     """
 
     name: str
@@ -23,8 +23,8 @@ class Gpu:
     price: float | None = None
 
 
-# Prices: EC2 Capacity Blocks per accelerator, end of 2024. On demand it was 2.5 times as much then
-# (p5.48xlarge, 8 x H100: about $100/h); others ask half. The more telling names come first.
+# Prices: EC2 Capacity Blocks per accelerator, end of 2024. On demand cost 2.5 times as much then
+# (p5.48xlarge, 8 x H100: about $100/h); other clouds ask half. More specific names come first.
 GPUS = (
     Gpu("GB200", ("GB200",), 2500, 184),
     Gpu("B300", ("B300",), 2250, 268),
@@ -46,24 +46,24 @@ GPUS = (
 
 
 def identify(device_name: str) -> Gpu | None:
-    """The GPU that CUDA calls so ("NVIDIA H100 80GB HBM3"); None: not in the table."""
+    """Return the GPU with CUDA's device name ("NVIDIA H100 80GB HBM3"), if the table has it."""
     words = device_name.upper().replace("-", " ").split()
     return next((gpu for gpu in GPUS if all(mark in words for mark in gpu.marks)), None)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Floating-point operations a second that a device does at most in bfloat16; None: unknown."""
+    """Return a device's peak bfloat16 operations per second; None if it is unknown."""
     gpu = identify(device_name)
     return gpu.teraflops * 1e12 if gpu else None
 
 
 def find_gpu(name: str) -> Gpu:
-    """A GPU by its name here, or as CUDA calls it. Raises BadInput listing those known."""
+    """Return a GPU by the table's or CUDA's name. Raises BadInput with a list of known GPUs."""
     named = [gpu for gpu in GPUS if gpu.name.upper() == name.upper()]
-    found = named[0] if named else identify(name)
-    if found is None:
+    gpu = named[0] if named else identify(name)
+    if gpu is None:
         raise BadInput(
             f"no GPU {name!r} is known; known are {', '.join(gpu.name for gpu in GPUS)}",
             param="gpu",
         )
-    return found
+    return gpu

@@ -1,8 +1,7 @@
-"""A job's layout where none was asked for: the quickest that fits in memory, and why.
+"""Layout choice: find the fastest layout that fits in memory, and give the reasons.
 
-The platform calls `choose_layout` for jobs without a layout and prints the reasons; plan.py shows
-the whole ranking. How quick is arithmetic with one rough number for communication: see `slowdown`.
-No torch.
+default_layout.py calls `choose_layout` for jobs without a layout; plan.py shows the whole ranking.
+Speed is an estimate with one rough number for communication: see `slowdown`. No torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,8 +9,8 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.planning.arithmetic import count
-from cray_agents.trainers.planning.layouts import described, possible_layouts
+from cray_agents.trainers.planning.arithmetic import count_weights
+from cray_agents.trainers.planning.layouts import describe_layout, possible_layouts
 from cray_agents.trainers.planning.memory import (
     Memory,
     Recompute,
@@ -20,17 +19,17 @@ from cray_agents.trainers.planning.memory import (
 )
 from cray_agents.training_jobs import Hyperparameters, Layout
 
-RESERVE = 0.1  # of a rank's memory: for CUDA, NCCL, and what the allocator cannot use
-LONG = 16384  # tokens of a micro-batch from which on context parallelism is considered
-CHUNKS = (1, 2)  # interleaving considered: it shortens the bubble and multiplies the messages
-RECOMPUTED = 4 / 3  # a second forward pass, beside one forward and a backward of two
+RESERVE = 0.1  # share of a rank's memory for CUDA, NCCL and the allocator's losses
+LONG = 16384  # tokens; larger micro-batches may use context parallelism
+CHUNKS = (1, 2)  # candidates for interleaving, which shortens the bubble but multiplies messages
+RECOMPUTED = 4 / 3  # a second forward pass beside one forward and a backward of two
 SPLIT = 1.08  # for each halving of the model: 77 % of linear in 8 (arXiv 1909.08053, figure 5)
-SPLIT_ACROSS = 1.25  # the same between nodes: a guess
+SPLIT_ACROSS = 1.25  # for a halving between nodes: a guess
 
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout, what it needs, and by how much it is slower than ranks that are always busy."""
+    """A layout, its memory, and its slowdown against ranks that are always busy."""
 
     layout: Layout
     recompute: Recompute
@@ -41,7 +40,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout to take, in words why, and what was ranked behind it."""
+    """The chosen layout, the reasons in words, and the ranking of all candidates."""
 
     layout: Layout
     recompute: Recompute
@@ -62,9 +61,9 @@ def choose_layout(
     sequence_length: int,
     recompute: Recompute | None = None,
 ) -> Choice:
-    """The best layout of so many ranks; where none fits, the one that needs the least memory.
+    """Choose the fastest layout of `ranks` ranks; if none fits, the one with the least memory.
 
-    `sequence_length`: tokens of a usual sequence. `recompute` None: as is needed.
+    `sequence_length`: tokens of a usual sequence. `recompute` None lets the choice decide.
     """
     ways: list[Recompute] = ["none", "full"] if recompute is None else [recompute]
     ranking = rank_layouts(
@@ -79,8 +78,8 @@ def choose_layout(
     best = ranking[0]
     if not best.fits:
         best = min(ranking, key=lambda candidate: candidate.memory.total)
-    about = _about(model, ranks, memory_gib_per_rank, hyper)
-    reasons = [about, *_why(best, ranking)]
+    premises = _premises(model, ranks, memory_gib_per_rank, hyper)
+    reasons = [premises, *_decisions(best, ranking)]
     return Choice(**vars(best), reasons=reasons, ranking=ranking)
 
 
@@ -94,8 +93,8 @@ def rank_layouts(
     sequence_length: int,
     ways: Sequence[Recompute] = ("none", "full"),
 ) -> list[LayoutCandidate]:
-    """Every layout that is worth a thought, the best first. `room`: GiB of a rank to be used."""
-    found = []
+    """Rank all sensible layouts, the best first. `room`: GiB that a rank may use."""
+    candidates = []
     for layout in _sensible(model, ranks, ranks_per_node, hyper):
         slower = slowdown(model, layout, hyper, sequence_length, ranks_per_node)
         for way in ways:
@@ -103,8 +102,9 @@ def rank_layouts(
                 model, layout, hyper, sequence_length=sequence_length, recompute=way
             )
             again = RECOMPUTED if way == "full" else 1.0
-            found.append(LayoutCandidate(layout, way, memory, slower * again, memory.gib <= room))
-    return sorted(found, key=_order)
+            fits = memory.gib <= room
+            candidates.append(LayoutCandidate(layout, way, memory, slower * again, fits))
+    return sorted(candidates, key=_order)
 
 
 def slowdown(
@@ -114,11 +114,12 @@ def slowdown(
     sequence_length: int,
     ranks_per_node: int,
 ) -> float:
-    """Time of a step over the time of ranks that only compute, and are always busy.
+    """Estimate a step's time, relative to ranks that only compute and are always busy.
 
-    The pipeline's bubble of (p - 1) / (m v) (arXiv 2104.04473, section 2.2); ranks that idle where
-    they do not divide the batch; and for communication a factor for each halving of the model,
-    twice for an expert's small matrices. The sum of gradients over data ranks is left out.
+    Three factors count: the pipeline's bubble of (p - 1) / (m v) (arXiv 2104.04473, section 2.2),
+    idle ranks if they do not divide the batch, and communication, as a factor for each halving of
+    the model, twice for an expert's small matrices. The sum of gradients over data ranks is left
+    out.
     """
     batches = micro_batches(layout, hyper, sequence_length)
     bubble = (layout.pipeline - 1) / (batches * layout.interleave)
@@ -133,7 +134,7 @@ def slowdown(
 def _sensible(
     model: Architecture, ranks: int, ranks_per_node: int, hyper: Hyperparameters
 ) -> Iterator[Layout]:
-    """Tensor ranks within a node, context only for long micro-batches, little interleaving."""
+    """Yield layouts with tensor ranks in a node, little interleaving, context only if long."""
     node = min(ranks, ranks_per_node)
     for layout in possible_layouts(model, ranks):
         if node % layout.tensor or layout.interleave not in CHUNKS:
@@ -143,7 +144,7 @@ def _sensible(
 
 
 def _order(candidate: LayoutCandidate) -> tuple[float, ...]:
-    """What fits, then what is quick, then what splits least, tensor first."""
+    """Return the sort key: fitting first, then fast, then little splitting, by tensor first."""
     layout = candidate.layout
     return (
         not candidate.fits,
@@ -155,8 +156,8 @@ def _order(candidate: LayoutCandidate) -> tuple[float, ...]:
     )
 
 
-def _about(model: Architecture, ranks: int, gib: float, hyper: Hyperparameters) -> str:
-    billions = count(model).total / 1e9
+def _premises(model: Architecture, ranks: int, gib: float, hyper: Hyperparameters) -> str:
+    billions = count_weights(model).total / 1e9
     trained = f"LoRA of rank {hyper.lora.rank} on" if hyper.lora else "all weights of"
     return (
         f"{trained} a {model.kind} model of {billions:.3g} billion parameters in {hyper.dtype}, "
@@ -165,26 +166,26 @@ def _about(model: Architecture, ranks: int, gib: float, hyper: Hyperparameters) 
     )
 
 
-def _why(best: LayoutCandidate, ranking: Sequence[LayoutCandidate]) -> Iterator[str]:
-    """A sentence for each thing that was decided."""
+def _decisions(best: LayoutCandidate, ranking: Sequence[LayoutCandidate]) -> Iterator[str]:
+    """Yield a sentence for each decision."""
     layout, whole = best.layout, Layout(data=best.layout.world)
-    other = next(c for c in ranking if c.layout == whole and c.recompute == best.recompute)
+    unsplit = next(c for c in ranking if c.layout == whole and c.recompute == best.recompute)
     if not best.fits:
         yield (
-            f"nothing fits: {described(layout)} needs the least, {best.memory.gib:.1f} GiB a rank;"
-            " take more ranks, LoRA, or fewer max_tokens_per_microbatch"
+            f"nothing fits: {describe_layout(layout)} needs the least, {best.memory.gib:.1f} GiB a"
+            " rank; take more ranks, LoRA, or fewer max_tokens_per_microbatch"
         )
     elif layout == whole:
         yield f"a rank holds the whole model: {best.memory.gib:.1f} GiB"
-    elif not other.fits:
+    elif not unsplit.fits:
         yield (
             f"a rank needs {best.memory.gib:.1f} GiB; with the whole model on each it would be"
-            f" {other.memory.gib:.1f} GiB"
+            f" {unsplit.memory.gib:.1f} GiB"
         )
     else:
         yield (
             f"with the whole model on each rank a step would take"
-            f" {other.slowdown / best.slowdown:.1f} times as long: the batch is too small for"
+            f" {unsplit.slowdown / best.slowdown:.1f} times as long: the batch is too small for"
             f" data={whole.data}"
         )
     for name, meaning in _MEANING.items():

@@ -1,9 +1,8 @@
-"""Whether a job's layout fits into what is there: cores, memory, GPUs.
+"""Layout limits: refuse a job whose layout exceeds the cores, the memory or the GPUs.
 
-MegatronTrainer asks before it writes a job down, whoever submits it; `oversubscribe` in the spec
-goes past it. What runs on this host is held against this host. What a site's Slurm runs is held
-against its nodes by Slurm, and here only against the memory of a GPU, which Slurm knows nothing of.
-Read next: planning/memory.py, the estimate.
+MegatronTrainer checks before it writes any job; `oversubscribe` in the spec skips the check. Jobs
+of this host are checked against this host. Slurm checks its jobs against its nodes itself, but does
+not know the memory of a GPU, which is checked here. Read next: memory.py, the estimate.
 """
 
 from math import ceil
@@ -13,36 +12,36 @@ from cray_agents.paths import Home
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.cluster_resources import Gpus, HostResources, Resources
 from cray_agents.trainers.planning.default_layout import usual_length
-from cray_agents.trainers.planning.layouts import described
+from cray_agents.trainers.planning.layouts import describe_layout
 from cray_agents.trainers.planning.memory import estimate_memory
 from cray_agents.training_jobs import JobSpec
 
 ANYWAY = "; or run it all the same: --oversubscribe, in Python and over HTTP oversubscribe=true"
-PROCESS_GIB = 0.3  # of a rank beside the model: torch, gloo, buffers
+PROCESS_GIB = 0.3  # of a rank besides the model: torch, gloo, buffers
 
 
-def hold(spec: JobSpec, home: Home, resources: Resources, *, chosen: bool) -> None:
-    """Raises BadInput when a settled spec takes more than there is, with what would fit.
+def check_layout_fits(spec: JobSpec, home: Home, resources: Resources, *, chosen: bool) -> None:
+    """Raise BadInput, with a remedy, if a spec with a layout exceeds the resources.
 
-    chosen: the layout is the trainer's own. Of GPUs such a one is not refused for its memory: it is
-    the best there is, and spreading.py says loudly that it may not fit.
+    `chosen`: the trainer chose the layout. On GPUs such a layout is not refused for its memory: no
+    better one exists, and default_layout.py warns that it may not fit.
     """
     if spec.oversubscribe:
         return
     host, gpus = resources.host, resources.gpus
     if host is not None:
-        _hold_ranks(spec, host, resources)
+        _check_ranks(spec, host, resources)
     if gpus is not None and not chosen:
-        _hold_gpu_memory(spec, home, gpus)
+        _check_gpu_memory(spec, home, gpus)
     elif gpus is None and host is not None:
-        _hold_memory(spec, home, host)
+        _check_host_memory(spec, home, host)
 
 
-def _hold_ranks(spec: JobSpec, host: HostResources, resources: Resources) -> None:
-    """Each rank has its cores, and its GPU, on the one host."""
+def _check_ranks(spec: JobSpec, host: HostResources, resources: Resources) -> None:
+    """Raise BadInput unless the host has cores, and a GPU, for each rank."""
     world, each = spec.layout.world, resources.cpus_per_rank
     if resources.gpus is not None and world > resources.gpus.per_node:
-        raise _refused(
+        raise _refusal(
             spec,
             f"takes {world} GPUs, one a rank, and this host has {resources.gpus.per_node}",
             f"a layout of at most {resources.gpus.per_node} ranks",
@@ -52,14 +51,14 @@ def _hold_ranks(spec: JobSpec, host: HostResources, resources: Resources) -> Non
         cores = f"{each} cores for each of its" if each > 1 else "a core for each of its"
         fits = host.cores // each
         remedy = f"a layout of at most {fits} {'ranks' if fits > 1 else 'rank'}"
-        raise _refused(
+        raise _refusal(
             spec,
             f"takes {cores} {world} ranks, and this host has {host.cores}",
             remedy if fits else f"train_cpus_per_rank = {host.cores} at most",
         )
 
 
-def _hold_gpu_memory(spec: JobSpec, home: Home, gpus: Gpus) -> None:
+def _check_gpu_memory(spec: JobSpec, home: Home, gpus: Gpus) -> None:
     need = estimate_memory(
         read_architecture(home.root / spec.parent),
         spec.layout,
@@ -68,7 +67,7 @@ def _hold_gpu_memory(spec: JobSpec, home: Home, gpus: Gpus) -> None:
         recompute=spec.recompute,
     ).gib
     if need > gpus.gib:
-        raise _refused(
+        raise _refusal(
             spec,
             f"takes {need:.1f} GiB a rank by an estimate from above, and a {gpus.name} has"
             f" {gpus.gib:.4g}",
@@ -76,11 +75,11 @@ def _hold_gpu_memory(spec: JobSpec, home: Home, gpus: Gpus) -> None:
         )
 
 
-def _hold_memory(spec: JobSpec, home: Home, host: HostResources) -> None:
-    """All ranks are processes of this host.
+def _check_host_memory(spec: JobSpec, home: Home, host: HostResources) -> None:
+    """Raise BadInput if the ranks, all processes of this host, exceed its memory.
 
-    A machine whose memory is full takes all else on it along, but a job that would have run is not
-    to be refused: micro-batches are taken for as large as the dataset's usual samples make them.
+    Full memory takes down everything on the machine, yet a job that would run must not be refused.
+    The estimate therefore assumes micro-batches of the dataset's usual samples.
     """
     length, hyper = usual_length(spec, home), spec.hyperparameters
     tokens = max(1, ceil(hyper.batch_size / spec.layout.data) * length)
@@ -95,16 +94,16 @@ def _hold_memory(spec: JobSpec, home: Home, host: HostResources) -> None:
     need = spec.layout.world * (each + PROCESS_GIB)
     if need > host.gib:
         ranks = "its rank" if spec.layout.world == 1 else f"its {spec.layout.world} ranks"
-        raise _refused(
+        raise _refusal(
             spec,
             f"takes about {need:.1f} GiB for {ranks}, and this host has {host.gib:.1f}",
             "fewer ranks, LoRA, a smaller batch or fewer max_tokens_per_microbatch",
         )
 
 
-def _refused(spec: JobSpec, why: str, remedy: str, anyway: str = ANYWAY) -> BadInput:
+def _refusal(spec: JobSpec, why: str, remedy: str, anyway: str = ANYWAY) -> BadInput:
     return BadInput(
-        f"layout {described(spec.layout)} {why}: ask for {remedy}{anyway}",
+        f"layout {describe_layout(spec.layout)} {why}: ask for {remedy}{anyway}",
         param="layout",
         code="does_not_fit",
     )

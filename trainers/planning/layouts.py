@@ -1,7 +1,7 @@
-"""Which layouts a model can be spread over; whoever asks for another is told of some that fit.
+"""Layouts: list the layouts that a model supports, and refuse others with alternatives.
 
-job.py checks a job's layout here before anything is forked. Which of those that fit is best is
-another question: read next planning/choosing.py.
+job/job.py checks a job's layout with `check_layout` before it forks. Read next: layout_choice.py,
+which ranks the layouts.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ PROPOSED = 6  # layouts that an error names at most
 
 
 def why_unfit(model: Architecture, layout: Layout) -> str | None:
-    """Why a model cannot be spread like this; None if it can.
+    """Return the reason why a model does not support a layout; None if it does.
 
-    Key-value heads must be divisible too: Megatron could give several tensor ranks the same one,
-    but then gathers every rank's projections in each layer, and weights are here cut between heads.
-    The vocabulary need not: it is padded.
+    Key-value heads must divide evenly, too. Megatron could give several tensor ranks the same head,
+    but would gather every rank's projections in each layer, and models/weights.py cuts between
+    heads. The vocabulary need not divide: it is padded.
     """
     tensor, pipeline, chunks, expert = (
         layout.tensor,
@@ -66,21 +66,23 @@ def _split_by_tensor(model: Architecture) -> list[tuple[str, int]]:
 
 
 def check_layout(model: Architecture, layout: Layout) -> None:
-    """Raises BadInput that names layouts of the same world size which would do, nearest first."""
+    """Raise BadInput for an unsupported layout, with the nearest layouts of the same world size."""
     reason = why_unfit(model, layout)
     if reason is None:
         return
-    nearest = sorted(possible_layouts(model, layout.world), key=lambda other: _far(layout, other))
+    nearest = sorted(
+        possible_layouts(model, layout.world), key=lambda other: _distance(layout, other)
+    )
     raise BadInput(
-        f"a {model.kind} model does not fit {described(layout)}: {reason}."
+        f"a {model.kind} model does not fit {describe_layout(layout)}: {reason}."
         f" On {layout.world} ranks these fit: "
-        + "; ".join(described(found) for found in nearest[:PROPOSED]),
+        + "; ".join(describe_layout(other) for other in nearest[:PROPOSED]),
         param="layout",
     )
 
 
 def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
-    """Every layout of a world size that fits, with sequence parallelism wherever tensor > 1."""
+    """Yield every supported layout of a world size, with sequence parallelism if tensor > 1."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     tensors = [n for n in sizes if not any(size % n for _, size in _split_by_tensor(model))]
     stages = [n for n in sizes if model.layers % n == 0]
@@ -105,16 +107,16 @@ def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
                 yield layout
 
 
-def described(layout: Layout) -> str:
-    """A layout as it is asked for, what is as usual left out: "data=4 tensor=2"."""
+def describe_layout(layout: Layout) -> str:
+    """Describe a layout without its default values, as in "data=4 tensor=2"."""
     fields = layout.model_dump(exclude_defaults=True, exclude={"sequence_parallel"})
     fields = {"data": layout.data} | fields
     named = " ".join(f"{name}={value}" for name, value in fields.items())
     return named + (" sequence_parallel=true" if layout.sequence_parallel else "")
 
 
-def _far(asked: Layout, other: Layout) -> tuple[float, int]:
-    """How far a layout is from what was asked: doublings; then the one with most data ranks."""
+def _distance(wanted: Layout, other: Layout) -> tuple[float, int]:
+    """Return the sort key of a layout: its distance in doublings, then most data ranks."""
     names = ("data", "tensor", "pipeline", "interleave", "context", "expert")
-    ratios = [getattr(other, name) / getattr(asked, name) for name in names]
+    ratios = [getattr(other, name) / getattr(wanted, name) for name in names]
     return sum(abs(log2(ratio)) for ratio in ratios), -other.data

@@ -1,7 +1,7 @@
-"""How many bytes a training job takes of each rank.
+"""Memory: an upper estimate of the bytes that a training job needs on each rank.
 
-An estimate from above of what lasts through a step; what the allocator, CUDA and NCCL take beside
-it is left to a reserve in choosing.py. No torch.
+The estimate counts data that lasts through a step. The allocator, CUDA and NCCL need more, for
+which layout_choice.py keeps a reserve. No torch.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from cray_agents.trainers.planning.arithmetic import (
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 GIB = 2**30
-Recompute = Literal["none", "selective", "full"]  # what JobSpec calls so
+Recompute = Literal["none", "selective", "full"]  # as in JobSpec
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest rank."""
+    """Bytes of the fullest rank, by purpose."""
 
     weights: float
     gradients: float
@@ -33,18 +33,18 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
     @property
     def gib(self) -> float:
-        """All of them, in GiB."""
+        """The sum in GiB."""
         return self.total / GIB
 
 
 @dataclass(frozen=True)
 class WeightShare:
-    """Weights of one rank: those that every data rank has, and its experts'."""
+    """Weights of one rank: dense ones, equal on all data ranks, and its experts'."""
 
     dense: int
     experts: int
@@ -58,10 +58,11 @@ def estimate_memory(
     sequence_length: int,
     recompute: Recompute = "none",
 ) -> Memory:
-    """The memory of the fullest rank: the first pipeline stage's or the last one's.
+    """Estimate the memory of the fullest rank, in the first or the last pipeline stage.
 
-    The first has the embedding and most micro-batches under way, the last the output layer and the
-    logits. `sequence_length`: tokens of a usual sequence; it says how many micro-batches there are.
+    The first has the embedding and the most micro-batches in flight, the last the output layer and
+    the logits. `sequence_length`, the tokens of a usual sequence, decides the number of
+    micro-batches.
     """
     waiting = in_flight(layout, micro_batches(layout, hyper, sequence_length))
     first = _stage(model, layout, hyper, 0, waiting, recompute)
@@ -72,24 +73,24 @@ def estimate_memory(
 
 
 def micro_batches(layout: Layout, hyper: Hyperparameters, sequence_length: int) -> int:
-    """Micro-batches of a data rank in a step, if packing leaves no gaps."""
+    """Return a data rank's micro-batches in a step, if packing leaves no gaps."""
     tokens = ceil(hyper.batch_size / layout.data) * sequence_length
     return max(1, ceil(tokens / hyper.max_tokens_per_microbatch))
 
 
 def in_flight(layout: Layout, count: int) -> float:
-    """Micro-batches whose activations the first stage holds at most, each of all its layers.
+    """Return the most micro-batches whose activations the first stage holds, for all its layers.
 
-    One forward, one backward: as many as there are stages, and 1 + (p - 1) / (p v) times that when
-    interleaved: arXiv 2205.05198, section 4.2.3. Never more than there are.
+    With one forward, one backward they equal the stages; interleaving multiplies them by
+    1 + (p - 1) / (p v) (arXiv 2205.05198, section 4.2.3). `count` is the limit.
     """
     stages, chunks = layout.pipeline, layout.interleave
     more = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
     return min(stages * more, float(count))
 
 
-def share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
-    """The weights of a rank in a pipeline stage, the vocabulary padded to divide evenly."""
+def weight_share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
+    """Return the weights of a rank in a pipeline stage, with the vocabulary padded."""
     layers, tensor = model.layers // layout.pipeline, layout.tensor
     whole = 2 * model.hidden + (2 * model.head_size if model.qk_norm else 0)  # norms
     split = attention_weights(model) - (2 * model.head_size if model.qk_norm else 0)
@@ -118,15 +119,15 @@ def _stage(
     waiting: float,
     recompute: Recompute,
 ) -> Memory:
-    """The memory of a rank in a pipeline stage.
+    """Estimate the memory of a rank in a pipeline stage.
 
-    Weights in their own type, gradients in float32. Adam's two moments, and in bfloat16 the
-    float32 weights, are spread over the ranks that hold the same weights (ZeRO, arXiv 1910.02054;
-    Megatron's distributed optimizer): data * context of them, for experts that / expert.
+    Weights are in their own type, gradients in float32. Adam's two moments, and in bfloat16 the
+    float32 weights, are spread over the ranks with the same weights (ZeRO, arXiv 1910.02054;
+    Megatron's distributed optimizer): data * context ranks, for experts divided by expert.
     """
     size = 2 if hyper.dtype == "bfloat16" else 4
     states = 12 if hyper.dtype == "bfloat16" else 8
-    mine = share(model, layout, stage)
+    mine = weight_share(model, layout, stage)
     copies = layout.data * layout.context
     if hyper.lora is None:
         weights = size * (mine.dense + mine.experts)
@@ -138,7 +139,7 @@ def _stage(
         optimizer = states * trained / copies
     tokens = hyper.max_tokens_per_microbatch / layout.context
     layers = model.layers // layout.pipeline
-    if recompute == "full":  # each layer's input, and one layer as it is computed again
+    if recompute == "full":  # each layer's input, and the one layer in recomputation
         split = layout.tensor if layout.sequence_parallel else 1
         inputs = layers * size * model.hidden / split
         kept = waiting * inputs + layer_activations(model, layout, size)
@@ -151,13 +152,13 @@ def _stage(
 
 
 def layer_activations(model: Architecture, layout: Layout, size: int) -> float:
-    """Bytes that one layer keeps for the backward pass of one token on a rank.
+    """Return the bytes that one layer keeps for the backward pass of one token on a rank.
 
-    Equations 2 and 4 of arXiv 2205.05198, with its terms for what this model has: no dropout,
-    grouped keys, a gated feed-forward layer, experts that get even loads. Inputs of the norms and
-    of the first linear layers are split over tensor ranks only with sequence parallelism. For as
-    many keys as queries and f = 8 h / 3 it is the paper's 34 h less 2 h of dropout masks. Attention
-    is fused everywhere and keeps no scores: there is no 5 a s / h, and "selective" saves nothing.
+    The formula is equations 2 and 4 of arXiv 2205.05198, adapted to these models: no dropout,
+    grouped keys, a gated feed-forward layer, experts with even loads. Inputs of the norms and the
+    first linear layers are split over tensor ranks only with sequence parallelism. With as many
+    keys as queries and f = 8 h / 3 it is the paper's 34 h less 2 h of dropout masks. Attention is
+    fused everywhere and keeps no scores: the term 5 a s / h is 0, and "selective" saves nothing.
     """
     hidden, queries = model.hidden, model.heads * model.head_size
     keys = model.kv_heads * model.head_size
@@ -166,7 +167,7 @@ def layer_activations(model: Architecture, layout: Layout, size: int) -> float:
         attention += queries + keys  # the norms' inputs
     feed = 3 * model.ffn / layout.tensor  # gate, up, and their product
     routing = 0.0
-    if model.experts:  # a token as it is sent to its experts, and as they send it back
+    if model.experts:  # a token's copies on the way to its experts and back
         feed = model.experts_per_token * (2 * hidden + 3 * model.expert_ffn / layout.tensor)
         routing = 8.0 * model.experts  # logits and probabilities, float32
     around = 4 * hidden / (layout.tensor if layout.sequence_parallel else 1)

@@ -1,12 +1,11 @@
-"""Time and money: what a run computes, over what its GPUs do in an hour.
+"""Plan: estimate a run's time and cost from its operations and its GPUs.
 
     seconds = tokens * operations per token / (MFU * peak * GPUs) * the layout's slowdown
 
-`cray-agents plan` prints it. Held against what was published, with 6 N operations a token:
-ClimateGPT (arXiv 2401.09646, 4.2 billion tokens on H100s) reached 32 % MFU with 7B, 31 % with 13B,
-23 % with 70B, and 27 % over 319.5 billion tokens from scratch. So the default of 40 % is what a
-GPU reaches that waits for nobody; give --mfu 0.3 for what a cluster did. No torch. Read next:
-choosing.py for the layouts.
+`cray-agents plan` prints it. Published numbers, with 6 N operations a token: ClimateGPT (arXiv
+2401.09646, 4.2 billion tokens on H100s) reached 32 % MFU with 7B, 31 % with 13B, 23 % with 70B, and
+27 % over 319.5 billion tokens from scratch. So the default of 40 % is for a GPU that never waits;
+give --mfu 0.3 for a cluster. No torch. Read next: layout_choice.py for the layouts.
 """
 
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ from typing import Any
 
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.arithmetic import (
-    count,
+    count_weights,
     flops_per_scored_token,
     flops_per_token,
-    multiplied,
+    weights_per_token,
 )
 from cray_agents.trainers.planning.hardware import Gpu
 from cray_agents.trainers.planning.layout_choice import Choice, LayoutCandidate, choose_layout
@@ -32,9 +31,9 @@ SCORED_EACH: dict[MethodName, int] = {"sft": 0, "dpo": 0, "kto": 1, "grpo": 0}
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be trained on: tokens of one epoch, in sequences of so many.
+    """The data of a run: tokens of one epoch, and tokens of a sequence.
 
-    `size`: bytes of text, where the tokens were estimated from them.
+    `size`: bytes of text, if the tokens were estimated from these.
     """
 
     tokens: float
@@ -45,19 +44,19 @@ class Workload:
 
     @property
     def scored(self) -> float:
-        """Tokens of forward passes alone, in all: references, and who sampled them."""
+        """The tokens of all forward passes without training: baselines and kto's drift."""
         once, each = SCORED_ONCE[self.method], SCORED_EACH[self.method]
         return self.tokens * (once + each * self.epochs)
 
     @property
     def sending(self) -> float:
-        """Seconds that the text takes over a network of 1 Gb/s."""
+        """The seconds to send the text over a network of 1 Gb/s."""
         return (self.size or 0.0) * 8 / 1e9
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`mfu`: the share of a GPU's peak that it reaches where it waits for no other."""
+    """The GPUs of a run. `mfu`: the share of its peak that a GPU reaches when it never waits."""
 
     gpu: Gpu
     gpus: int
@@ -66,39 +65,39 @@ class Cluster:
     price: float | None = None  # dollars per GPU and hour, if not the table's
 
     def seconds(self, flops: float, slowdown: float = 1.0) -> float:
-        """How long so many operations take."""
+        """Return the seconds that `flops` operations take."""
         return flops / (self.gpu.teraflops * 1e12 * self.mfu * self.gpus) * slowdown
 
     def dollars(self, seconds: float) -> float | None:
-        """What all GPUs cost for so long; None: nobody said a price."""
+        """Return the cost of all GPUs for `seconds`; None if no price is known."""
         price = self.gpu.price if self.price is None else self.price
         return None if price is None else seconds / 3600 * self.gpus * price
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take. `choice` is None where only a number of parameters was known."""
+    """The needs of a run. `choice` is None if only a number of parameters was known."""
 
     parameters: float
-    multiplied: float  # by each token: without the embedding and the experts it is not sent to
+    weights_per_token: float  # without the embedding and idle experts
     workload: Workload
     cluster: Cluster
     flops: float
     slowdown: float
-    floor: float  # bytes of a GPU for weights, gradients and optimizer, all of them split evenly
+    floor: float  # bytes of a GPU for weights, gradients and optimizer, if all are split evenly
     choice: Choice | None = None
 
     @property
     def seconds(self) -> float:
-        """Of training, from the first step to the last."""
+        """The seconds of training, from the first step to the last."""
         return self.cluster.seconds(self.flops, self.slowdown)
 
     def data(self) -> dict[str, Any]:
-        """The plan as JSON has it."""
+        """Return the plan as JSON data."""
         choice = self.choice
         return {
             "parameters": self.parameters,
-            "parameters_per_token": self.multiplied,
+            "parameters_per_token": self.weights_per_token,
             "workload": asdict(self.workload),
             "cluster": asdict(self.cluster) | {"gpu": self.cluster.gpu.name},
             "flops": self.flops,
@@ -116,7 +115,7 @@ class Plan:
         }
 
     def rows(self, candidates: Sequence[LayoutCandidate]) -> list[dict[str, Any]]:
-        """A line for each layout: what it needs and how long it would take."""
+        """Return a row for each layout, with its memory, time and cost."""
         return [
             candidate.layout.model_dump()
             | {
@@ -137,7 +136,7 @@ def make_plan(
     hyper: Hyperparameters,
     recompute: Recompute | None = None,
 ) -> Plan:
-    """Plan a run of a model. Its time is that of the layout which would be chosen."""
+    """Plan a run of a model, with the time of the layout that would be chosen."""
     choice = choose_layout(
         model,
         cluster.gpus,
@@ -150,7 +149,7 @@ def make_plan(
     length = workload.sequence_length
     flops = workload.tokens * workload.epochs * flops_per_token(model, length, hyper.lora)
     flops += workload.scored * flops_per_scored_token(model, length)
-    total, used = count(model).total, multiplied(model)
+    total, used = count_weights(model).total, weights_per_token(model)
     floor = least_memory(total, cluster, lora=hyper.lora is not None, half=hyper.dtype != "float32")
     return Plan(total, used, workload, cluster, flops, choice.slowdown, floor, choice)
 
@@ -158,9 +157,9 @@ def make_plan(
 def plan_by_size(
     parameters: float, workload: Workload, cluster: Cluster, *, lora: bool = False
 ) -> Plan:
-    """Plan with nothing known of a bfloat16 model but its size: 6 N operations a token.
+    """Plan a bfloat16 model known only by its size: 6 N operations a token.
 
-    4 N with LoRA, whose own weights do not count; 2 N for a forward pass alone.
+    LoRA takes 4 N, without its own weights, and a forward pass alone 2 N.
     """
     flops = workload.tokens * workload.epochs * (4 if lora else 6) * parameters
     flops += workload.scored * 2 * parameters
@@ -169,15 +168,15 @@ def plan_by_size(
 
 
 def least_memory(parameters: float, cluster: Cluster, *, lora: bool, half: bool) -> float:
-    """Bytes of a GPU without activations, if everything is split evenly over all of them.
+    """Return the bytes of a GPU without activations, if everything is split evenly over all GPUs.
 
-    Of a weight in bfloat16: 2, and 4 for its gradient, 12 for the optimizer; in float32 4 + 4 + 8.
+    A bfloat16 weight takes 2, its gradient 4, its optimizer 12; in float32 they take 4 + 4 + 8.
     """
     trained = 0 if lora else 16 if half else 12
     return parameters * ((2 if half else 4) + trained) / cluster.gpus
 
 
 def gib(memory: Memory) -> dict[str, float]:
-    """The parts of a memory estimate in GiB, and their sum."""
-    parts = {name: size / GIB for name, size in asdict(memory).items()}
-    return {**parts, "total": memory.gib}
+    """Return a memory estimate in GiB by purpose, and the total."""
+    sizes = {name: size / GIB for name, size in asdict(memory).items()}
+    return {**sizes, "total": memory.gib}

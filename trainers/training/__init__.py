@@ -1,1 +1,1 @@
-"""A training step over ranks: the model's part on each, its optimizer, their process groups."""
+"""A training step over ranks: each rank's model chunks, optimizer and process groups."""

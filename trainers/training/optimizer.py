@@ -1,4 +1,7 @@
-"""Megatron's data parallelism and optimizer around a model's chunks. Called by train.py."""
+"""Optimizer: Megatron's data parallelism and AdamW around a model's chunks.
+
+Called by train_step.py.
+"""
 
 from typing import Any
 
@@ -8,10 +11,10 @@ from cray_agents.training_jobs import Hyperparameters, Layout
 
 
 def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: bool) -> list[Any]:
-    """Each chunk in Megatron's DDP, gradients summed in float32 over data and context ranks.
+    """Wrap each chunk in Megatron's DDP; sum gradients in float32 over data and context ranks.
 
-    `overlap`: gradients travel during the backward pass, and weights during the next forward pass:
-    before it, a rank has but its own share of what a step changed (`gather_weights`).
+    With `overlap`, gradients travel during the backward pass and weights during the next forward
+    pass. Until then a rank has only its own share of the new weights (see `gather_weights`).
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -28,9 +31,9 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
-        check_for_nan_in_grad=False,  # a NaN is told with its step, by rank.py
+        check_for_nan_in_grad=False,  # job/rank.py reports a NaN with its step
     )
-    parts = [
+    wrapped = [
         DistributedDataParallel(
             config,
             ddp,
@@ -41,22 +44,23 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
     ]
     config.finalize_model_grads_func = finalize_model_grads
     if overlap:
-        several = len(parts) > 1
-        no_sync, start = [p.no_sync for p in parts], [p.start_param_sync for p in parts]
+        several = len(wrapped) > 1
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        start = [chunk.start_param_sync for chunk in wrapped]
         config.no_sync_func = no_sync if several else no_sync[0]
         config.param_sync_func = start if several else start[0]
-    return parts
+    return wrapped
 
 
-def gather_weights(parts: list[Any]) -> None:
-    """Have all that the last step changed, now. Collective."""
-    for part in parts:
-        if part.ddp_config.overlap_param_gather:
-            part.start_param_sync(force_sync=True)
+def gather_weights(wrapped: list[Any]) -> None:
+    """Fetch all weights that the last step changed, now. Collective."""
+    for chunk in wrapped:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
-def optimizer_of(parts: list[Any], hyper: Hyperparameters) -> Any:
-    """AdamW over all data ranks' shards; norms and biases do not decay."""
+def build_optimizer(wrapped: list[Any], hyper: Hyperparameters) -> Any:
+    """Build AdamW over all data ranks' shards; norms and biases do not decay."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
@@ -72,12 +76,12 @@ def optimizer_of(parts: list[Any], hyper: Hyperparameters) -> Any:
             adam_eps=hyper.adam_eps,
             clip_grad=hyper.clip_grad,
             use_distributed_optimizer=True,
-            overlap_param_gather=parts[0].ddp_config.overlap_param_gather,
+            overlap_param_gather=wrapped[0].ddp_config.overlap_param_gather,
             bf16=half,
             params_dtype=torch.bfloat16 if half else torch.float32,
         ),
-        parts,
+        wrapped,
         use_gloo_process_groups=False,
     )
-    get_model_config(parts[0]).grad_scale_func = optimizer.scale_loss
+    get_model_config(wrapped[0]).grad_scale_func = optimizer.scale_loss
     return optimizer

@@ -1,6 +1,6 @@
-"""This rank among the others: process groups, its share of a micro-batch, sums over all of them.
+"""Parallel groups: process groups, a rank's share of a micro-batch, and sums over ranks.
 
-train.py owns one `Ranks`; everything collective about a step is here. Read next: train.py.
+train_step.py owns one `Ranks`, which holds every collective of a step. Read next: train_step.py.
 """
 
 import datetime
@@ -14,14 +14,14 @@ import torch
 from cray_agents.trainers.data.context_parallel import ContextShard, share
 from cray_agents.trainers.data.packer import Packed
 from cray_agents.trainers.data.samples import Floats, Ints
-from cray_agents.trainers.methods.loss import Marked
+from cray_agents.trainers.methods.loss import TrainedTokens
 from cray_agents.training_jobs import Layout
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # rank 0 may hash a big checkpoint meanwhile
 
 
 def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) -> None:
-    """Form the process groups of this rank. Collective."""
+    """Join this rank's process groups. Collective."""
     from megatron.core import parallel_state, tensor_parallel
 
     torch.distributed.init_process_group(
@@ -43,7 +43,7 @@ def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) 
 
 
 class Ranks:
-    """Where this rank stands in the layout, and what it shares with whom."""
+    """This rank's place in the layout, and the collectives with its peers."""
 
     def __init__(self, layout: Layout, on_cpu: bool) -> None:
         from megatron.core import parallel_state as ps
@@ -55,10 +55,10 @@ class Ranks:
         self._names: list[str] | None = None
 
     def seed(self, seed: int, step: int) -> None:
-        """Make whatever is random in a step a function of (seed, step, place) alone.
+        """Make all randomness of a step a function of (seed, step, place) alone.
 
-        So nothing random has to be kept in a resume point. Tensor ranks share a seed, and
-        Megatron gives each what it needs besides.
+        Resume points therefore keep no random state. Tensor ranks share a seed, from which
+        Megatron derives its own per rank.
         """
         from megatron.core import parallel_state as ps
         from megatron.core import tensor_parallel
@@ -69,12 +69,12 @@ class Ranks:
 
     # ---- this rank's share of a micro-batch
     def share(self, packed: Packed) -> ContextShard:
-        """What this context rank has of it."""
+        """Return this context rank's share of a micro-batch."""
         multiple = self.layout.tensor if self.layout.sequence_parallel else 1
         return share(packed, self.context_rank, self.layout.context, multiple)
 
     def packed_layout(self, share: ContextShard) -> Any:
-        """Where the sequences of a share lie, as Megatron's attention is told."""
+        """Return the bounds of a share's sequences in the form of Megatron's attention."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         bounds = torch.from_numpy(share.bounds).to(self.device)
@@ -86,15 +86,15 @@ class Ranks:
             max_seqlen_kv=share.longest,
         )
 
-    def marked(
+    def trained_tokens(
         self,
         share: ContextShard,
         rows: Ints,
         logprobs: torch.Tensor,
         drift: float,
         scale: float,
-    ) -> Marked:
-        """The marked tokens of a share (`rows`: their places in it), with what is known of each."""
+    ) -> TrainedTokens:
+        """Collect the loss's inputs for the trained tokens of a share (`rows`: their places)."""
         from megatron.core import parallel_state as ps
 
         zeros = torch.zeros_like(logprobs, requires_grad=False)
@@ -103,8 +103,7 @@ class Ranks:
             values = share.columns.get(name)
             return zeros if values is None else torch.from_numpy(values[rows]).to(self.device)
 
-        spread = self.layout.context > 1
-        return Marked(
+        return TrainedTokens(
             logprobs=logprobs,
             sequence=torch.from_numpy(share.sequence[rows]).to(self.device),
             sequences=len(share.chosen),
@@ -115,25 +114,28 @@ class Ranks:
             reference=column("reference"),
             chosen=torch.from_numpy(share.chosen).to(self.device),
             drift=drift,
-            context=ps.get_context_parallel_group() if spread else None,
+            context=ps.get_context_parallel_group() if self.layout.context > 1 else None,
             counts=self.context_rank == 0,
         )
 
-    # ---- what every rank must know
-    def on_any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
+    # ---- reductions over ranks
+    def on_any(self, condition: bool) -> bool:
+        """Return True on every rank if the condition holds on any rank. Collective."""
         if self.layout.world == 1:
-            return here
-        flag = torch.tensor(float(here), device=self.device)
+            return condition
+        flag = torch.tensor(float(condition), device=self.device)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return bool(flag)
 
     def add_up(self, reports: Sequence[dict[str, Any]], stop: bool) -> dict[str, Any]:
-        """name -> (sum, count) over micro-batches, data and context ranks; `stop` sums ranks."""
+        """Sum reports: name -> (sum, count) over micro-batches, data and context ranks.
+
+        "stop" counts the ranks that were asked to stop. Collective.
+        """
         from megatron.core import parallel_state as ps
 
-        if self._names is None:  # those of the last pipeline stage, once
-            self._names = self._agreed(list(reports[0]) if reports else [])
+        if self._names is None:  # only the last pipeline stage knows the names; exchange them once
+            self._names = self._longest(list(reports[0]) if reports else [])
         mine = torch.zeros(len(self._names) + 1, 2, dtype=torch.float64)
         if reports and ps.get_tensor_model_parallel_rank() == 0:
             for report in reports:
@@ -146,7 +148,8 @@ class Ranks:
         sums = [(total, count) for total, count in mine.tolist()]
         return {**dict(zip(self._names, sums, strict=False)), "stop": (sums[-1][0], 1.0)}
 
-    def _agreed(self, names: list[str]) -> list[str]:
+    def _longest(self, names: list[str]) -> list[str]:
+        """Return the longest list of names on any rank. Collective."""
         if self.layout.world == 1:
             return names
         gathered: list[Any] = [None] * self.layout.world
@@ -155,21 +158,22 @@ class Ranks:
 
     def collect(
         self,
-        found: Sequence[tuple[Ints, Floats]],
+        rows: Sequence[tuple[Ints, Floats]],
         batches: Sequence[Packed],
         members: Sequence[Sequence[int]],
         sizes: Sequence[int],
     ) -> list[Floats]:
-        """Numbers of marked tokens that ranks found, put together: an array [size] for each sample.
+        """Merge the ranks' numbers of trained tokens into an array [size] for each sample.
 
-        `found[n]` are places in micro-batch n and their numbers; `members[n]` the samples in it.
+        `rows[n]` are places in micro-batch n and their numbers; `members[n]` the samples in it.
+        Collective.
         """
         from megatron.core import parallel_state as ps
 
         ends = np.cumsum([0, *sizes])
         whole = torch.zeros(int(ends[-1]), dtype=torch.float32)
         if ps.get_tensor_model_parallel_rank() == 0:
-            for (places, values), packed, batch in zip(found, batches, members, strict=False):
+            for (places, values), packed, batch in zip(rows, batches, members, strict=False):
                 if batch:
                     targets = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in batch])
                     order = np.cumsum(packed.mask > 0) - 1
@@ -182,15 +186,15 @@ class Ranks:
         return [numbers[ends[i] : ends[i + 1]] for i in range(len(sizes))]
 
 
-def is_main() -> bool:
-    """Whether this is rank 0: the one that writes."""
+def is_rank0() -> bool:
+    """Return True on rank 0, the rank that writes files."""
     return torch.distributed.get_rank() == 0
 
 
-def agree(value: Any) -> Any:
-    """Rank 0's value, on every rank. Collective."""
+def broadcast_from_rank0(value: Any) -> Any:
+    """Return rank 0's value on every rank. Collective."""
     if torch.distributed.get_world_size() == 1:
         return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box, 0)
-    return box[0]
+    values = [value]
+    torch.distributed.broadcast_object_list(values, 0)
+    return values[0]

@@ -1,7 +1,8 @@
-"""The Megatron training step: one rank's part of the model, its optimizer, forward and backward.
+"""Training step: one rank's model chunks, optimizer, and forward and backward passes.
 
-rank.py makes a `Training` and calls `step` in order. resume.py saves and restores it, export.py
-writes what it learnt. Nothing here knows files of a job. Read next: methods/ for the losses.
+job/rank.py makes a `Training` and calls `step` repeatedly. In checkpointing/, save.py and resume.py
+save and restore it, and hf_export.py writes its weights. This module knows no files of a job. Read
+next: methods/ for the losses.
 """
 
 import math
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.data.baseline_logprobs import Known
+from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.data.context_parallel import ContextShard
 from cray_agents.trainers.data.packer import Packed, microbatches, step_units
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
@@ -26,18 +27,18 @@ from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.lora import adapters, add_lora
 from cray_agents.trainers.models.model import build_model
 from cray_agents.trainers.models.weights import SafeTensors, load_weights, weight_source
-from cray_agents.trainers.training.optimizer import gather_weights, optimizer_of, wrap
+from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
 from cray_agents.trainers.training.parallel_groups import Ranks
 from cray_agents.training_jobs import Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 Item = TypeVar("Item")
 
-AT_ONCE = 128  # units for each data rank that are packed together when nothing is learnt
+SCORED_TOGETHER = 128  # units per data rank that are packed together when only scoring
 
 
 class Stopped(Exception):
-    """Raised on all ranks alike, between two parts of what takes long, if any was asked to stop."""
+    """Raised on all ranks between two slices of a long task, if any rank was asked to stop."""
 
 
 def _never() -> bool:
@@ -46,14 +47,14 @@ def _never() -> bool:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step came to, the same on every rank."""
+    """The results of a step, the same on every rank."""
 
     loss: float
     learning_rate: float
     grad_norm: float
     tokens: int  # trained on
     processed: int  # read, trained on or not
-    length: float  # of the sequence that a processed token is in, in the mean
+    length: float  # of a processed token's sequence, in the mean over tokens
     stop: bool  # some rank was asked to stop
     measures: dict[str, float] = field(default_factory=dict)
 
@@ -61,8 +62,8 @@ class StepReport:
 class Training:
     """One rank's share of a training job. All methods are collective.
 
-    `asked_to_stop` is looked at in every step, whose report tells of it, and now and then by
-    `score` and `evaluate`, which raise Stopped. `overlap` (None: on GPUs): see optimization.py.
+    Each step calls `asked_to_stop` and reports the answer. `score` and `evaluate` call it at
+    intervals and raise Stopped. `overlap`: see `wrap` in optimizer.py; None means only on GPUs.
     """
 
     def __init__(
@@ -82,48 +83,49 @@ class Training:
         self.on_cpu, self.method, self.asked_to_stop = on_cpu, method, asked_to_stop
         self.ranks = Ranks(layout, on_cpu)
         self.done = 0  # steps
-        self.inner = build_model(model, layout, hyper, on_cpu, recompute)
-        load_weights(self.inner, model, weight_source(parent, model, hyper))
+        self.chunks = build_model(model, layout, hyper, on_cpu, recompute)
+        load_weights(self.chunks, model, weight_source(parent, model, hyper))
         if hyper.lora is not None:
-            add_lora(self.inner, model, hyper.lora, hyper.seed)
-        self.parts = wrap(self.inner, layout, hyper, not on_cpu if overlap is None else overlap)
-        self.optimizer = optimizer_of(self.parts, hyper)
-        self.head = next((part.head for part in self.inner if part.post_process), None)
+            add_lora(self.chunks, model, hyper.lora, hyper.seed)
+        overlap = not on_cpu if overlap is None else overlap
+        self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
+        self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
+        self.head = next((chunk.head for chunk in self.chunks if chunk.post_process), None)
 
     def take_weights(self, checkpoint: Path | None = None) -> None:
-        """Replace the weights by another checkpoint's, or by those that the job starts from."""
+        """Load a checkpoint's weights; with None, the weights that the job starts from."""
         first = weight_source(self.parent, self.model, self.hyper)
         source = first if checkpoint is None else SafeTensors(checkpoint, tied=self.model.tied)
-        load_weights(self.inner, self.model, source)
-        for _, _, adapter in adapters(self.inner):
+        load_weights(self.chunks, self.model, source)
+        for _, _, adapter in adapters(self.chunks):
             adapter.start()
         self.optimizer.reload_model_params()
 
     def restart(self) -> None:
-        """Start again, keeping the optimizer's moments."""
+        """Return to the initial weights and step 0, keeping the optimizer's moments."""
         self.take_weights()
         self.done = 0
 
     def finish(self) -> None:
-        """Have the last step's weights on every rank: what comes next reads them."""
-        gather_weights(self.parts)
+        """Fetch the last step's weights to every rank, for readers of the weights."""
+        gather_weights(self.wrapped_chunks)
 
     # ---- learning
-    def step(self, known: Known) -> StepReport:
-        """Train one step on the samples that are its turn.
+    def step(self, baseline: BaselineLogprobs) -> StepReport:
+        """Train one step on the next units of the samples.
 
-        On a loss that is not finite the weights stay as they were.
+        If the loss is not finite, the weights stay unchanged.
         """
-        samples = known.samples
-        turn = step_units(self.hyper, self.done, samples.unit_weights)
-        units = [samples.units[u] for u in turn]
+        samples = baseline.samples
+        numbers = step_units(self.hyper, self.done, samples.unit_weights)
+        units = [samples.units[number] for number in numbers]
         self.ranks.seed(self.hyper.seed, self.done)
-        drift = self._drift(known, units)
-        for part in self.parts:
-            part.zero_grad_buffer()
+        drift = self._drift(baseline, units)
+        for chunk in self.wrapped_chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         members = _members(units)
-        sums = self._sums(known, units, drift, known.weight_scale(members), learn=True)
+        sums = self._sums(baseline, units, drift, baseline.weight_scale(members), learn=True)
         stops, _ = sums.pop("stop")
         loss, measures = self._means(sums)
         costs = [samples.cost(i) for i in members]
@@ -137,7 +139,7 @@ class Training:
             loss=loss,
             learning_rate=rate,
             grad_norm=norm,
-            tokens=int(known.marks[members].sum()),
+            tokens=int(baseline.marks[members].sum()),
             processed=sum(costs),
             length=sum(cost * cost for cost in costs) / sum(costs),
             stop=stops > 0,
@@ -145,22 +147,22 @@ class Training:
         )
 
     def _update(self, rate: float) -> float:
-        """Let the optimizer take a step; returns the norm of the gradient before clipping."""
+        """Let the optimizer take a step; return the norm of the gradient before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.hyper.weight_decay * group.get("wd_mult", 1.0)
         return float(self.optimizer.step()[1])
 
     @torch.no_grad()
-    def evaluate(self, known: Known) -> tuple[float, dict[str, float]]:
-        """The method's loss over all samples, and its measures; nothing is learnt."""
+    def evaluate(self, baseline: BaselineLogprobs) -> tuple[float, dict[str, float]]:
+        """Return the method's loss over all samples, and its measures, without learning."""
         sums: Sums = {}
-        with self._not_training():
-            drift = self._drift(known, known.samples.units)
-            scale = known.weight_scale(range(len(known.samples)))
-            for units in self._slices(known.samples.units):
-                found = self._sums(known, units, drift, scale, learn=False)
-                for name, (total, count) in found.items():
+        with self._without_dropout():
+            drift = self._drift(baseline, baseline.samples.units)
+            scale = baseline.weight_scale(range(len(baseline.samples)))
+            for units in self._slices(baseline.samples.units):
+                added = self._sums(baseline, units, drift, scale, learn=False)
+                for name, (total, count) in added.items():
                     before = sums.get(name, (0.0, 0.0))
                     sums[name] = before[0] + total, before[1] + count
         del sums["stop"]
@@ -173,61 +175,61 @@ class Training:
         indices: Sequence[int] | None = None,
         temperature: float | None = None,
     ) -> list[Floats]:
-        """Log-probabilities of the marked tokens of samples (all, unless some are named).
+        """Return log-probabilities of the trained tokens of samples; `indices` None means all.
 
-        Of each sample an array, [its marked tokens], the same on every rank. `temperature`: None
-        means that of the method.
+        Each sample has an array, [its trained tokens], the same on every rank. `temperature` None
+        means the method's.
         """
-        found: list[Floats] = []
-        with self._not_training():
+        logprobs: list[Floats] = []
+        with self._without_dropout():
             for wanted in self._slices(range(len(samples)) if indices is None else indices):
                 batches, members = self._share(samples, [[i] for i in wanted])
                 places = {i: n for n, i in enumerate(wanted)}
-                self._look(temperature)
-                found += self.ranks.collect(
+                self._set_head(temperature)
+                logprobs += self.ranks.collect(
                     self._run(batches, self._logprobs, learn=False),
                     batches,
                     [[places[i] for i in batch] for batch in members],
                     [int((samples.masks[i][1:] > 0).sum()) for i in wanted],
                 )
-        return found
+        return logprobs
 
-    def _drift(self, known: Known, units: Sequence[Sequence[int]]) -> float:
-        """kto: how far completions that belong to other prompts have drifted from the reference."""
-        if known.mismatched is None:
+    def _drift(self, baseline: BaselineLogprobs, units: Sequence[Sequence[int]]) -> float:
+        """Estimate kto's divergence from the reference, on mismatched completions; 0 without."""
+        if baseline.mismatched is None:
             return 0.0
         indices = _members(units)
         different = sorted(set(indices))
-        now = self.score(known.mismatched, different)
-        before = known.mismatched_reference
+        now = self.score(baseline.mismatched, different)
+        before = baseline.mismatched_reference
         drifts = {i: row.sum() - before[i] for i, row in zip(different, now, strict=True)}
         return max(0.0, float(np.mean([drifts[i] for i in indices])))
 
     def _sums(
         self,
-        known: Known,
+        baseline: BaselineLogprobs,
         units: Sequence[Sequence[int]],
         drift: float,
         scale: float,
         *,
         learn: bool,
     ) -> Sums:
-        """The loss over units and its measures, as sums and counts over all ranks."""
-        batches, _ = self._share(known.samples, units, known)
-        self._look(entropy=self.method == "grpo")
+        """Return the loss over units and its measures, as sums and counts over all ranks."""
+        batches, _ = self._share(baseline.samples, units, baseline)
+        self._set_head(entropy=self.method == "grpo")
         report = partial(self._loss, drift, scale)
         return self.ranks.add_up(self._run(batches, report, learn=learn), self.asked_to_stop())
 
     def _means(self, sums: Sums) -> tuple[float, dict[str, float]]:
-        """The loss, and the other means."""
+        """Return the loss, and the means of the other measures."""
         means = {name: total / count for name, (total, count) in sums.items() if count}
         if "loss" not in means:
             raise BadInput(f"step {self.done}: no trainable token in the whole batch")
         return means.pop("loss"), means
 
     def _slices(self, values: Sequence[Item]) -> Iterator[Sequence[Item]]:
-        """So many at a time that packing them is quick. Raises Stopped."""
-        size = AT_ONCE * self.layout.data
+        """Yield slices small enough to pack quickly. Raises Stopped."""
+        size = SCORED_TOGETHER * self.layout.data
         for start in range(0, len(values), size):
             if self.ranks.on_any(self.asked_to_stop()):
                 raise Stopped
@@ -235,7 +237,10 @@ class Training:
 
     # ---- one pass through the pipeline
     def _share(
-        self, samples: Samples, units: Sequence[Sequence[int]], known: Known | None = None
+        self,
+        samples: Samples,
+        units: Sequence[Sequence[int]],
+        baseline: BaselineLogprobs | None = None,
     ) -> tuple[list[Packed], list[list[int]]]:
         return microbatches(
             samples,
@@ -243,49 +248,50 @@ class Training:
             self.hyper.max_tokens_per_microbatch,
             self.ranks.data_rank,
             self.layout.data,
-            columns=known.columns if known else None,
+            columns=baseline.columns if baseline else None,
             rounds=self.layout.pipeline if self.layout.interleave > 1 else 1,
         )
 
     def _run(self, batches: list[Packed], report: Any, *, learn: bool) -> list[Any]:
-        """Forward (and backward) over micro-batches; reports, on the last pipeline stage only."""
+        """Run forward (and backward) over micro-batches; the last pipeline stage gets reports."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        several = len(self.parts) > 1
-        found: list[Any] = get_forward_backward_func()(
+        chunks = self.wrapped_chunks
+        reports: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(self._forward, report),
-            data_iterator=[iter(batches) for _ in self.parts] if several else iter(batches),
-            model=self.parts,
+            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=chunks,
             num_microbatches=len(batches),
             seq_length=self.hyper.max_tokens_per_microbatch,
             micro_batch_size=1,
             forward_only=not learn,
         )
-        return found
+        return reports
 
-    def _forward(self, report: Any, batches: Iterator[Packed], part: Any) -> tuple[Any, Any]:
-        """A chunk's forward pass over the next micro-batch; the last chunk's gives losses."""
+    def _forward(self, report: Any, batches: Iterator[Packed], chunk: Any) -> tuple[Any, Any]:
+        """Run a chunk's forward pass over the next micro-batch; the last chunk returns losses."""
         share = self.ranks.share(next(batches))
         tokens, labels, positions = (
             torch.from_numpy(array)[None].to(self.ranks.device, torch.int64)
             for array in (share.tokens, share.labels, share.positions)
         )
         rows = np.flatnonzero(share.mask)
-        # logits only where they are asked for; of one row where none is, so that there is a graph
-        asked = torch.from_numpy(rows if len(rows) else np.zeros(1, np.int64)).to(self.ranks.device)
+        # only trained tokens need logits; without any, one row keeps the graph alive
+        with_logits = rows if len(rows) else np.zeros(1, np.int64)
+        selected = torch.from_numpy(with_logits).to(self.ranks.device)
         if self.head is not None:
-            self.head.rows = asked
+            self.head.rows = selected
         layout = self.ranks.packed_layout(share)
-        out = part(tokens, positions, None, labels=labels[:, asked], packed_seq_params=layout)
+        out = chunk(tokens, positions, None, labels=labels[:, selected], packed_seq_params=layout)
         return out, partial(report, share, rows)
 
     def _logprobs(
         self, share: ContextShard, rows: Ints, per_token: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """In place of a loss: the log-probabilities themselves."""
-        found = -per_token[0, : len(rows)].float().cpu().numpy()
+        """Report log-probabilities in place of a loss."""
+        logprobs = -per_token[0, : len(rows)].float().cpu().numpy()
         places = share.places[rows]
-        return per_token.sum(), torch.ones((), dtype=torch.int), (places, found)
+        return per_token.sum(), torch.ones((), dtype=torch.int), (places, logprobs)
 
     def _loss(
         self,
@@ -295,36 +301,36 @@ class Training:
         rows: Ints,
         per_token: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """The method's loss of a micro-batch, as Megatron wants it: sum, count, report."""
+        """Return the method's loss of a micro-batch in Megatron's form: sum, count, report."""
         logprobs = -per_token[0, : len(rows)].float()
-        marked = self.ranks.marked(share, rows, logprobs, drift, scale)
+        tokens = self.ranks.trained_tokens(share, rows, logprobs, drift, scale)
         if self.head is not None and self.head.entropy is not None:
-            marked = marked.with_entropy(self.head.entropy[: len(rows)])
-        loss = METHODS[self.method](marked, self.hyper)
+            tokens = tokens.with_entropy(self.head.entropy[: len(rows)])
+        loss = METHODS[self.method](tokens, self.hyper)
         report = {"loss": (loss.total.detach(), loss.count), **loss.measures}
-        # a micro-batch of filler alone: nothing is learnt, but every rank has a gradient to send
+        # a micro-batch of filler teaches nothing, but every rank must send a gradient
         total = loss.total if len(rows) else per_token.sum() * 0.0
         return total, loss.count.int(), report
 
-    def _look(self, temperature: float | None = None, entropy: bool = False) -> None:
-        """Set what the next pass is to see of the logits."""
+    def _set_head(self, temperature: float | None = None, entropy: bool = False) -> None:
+        """Set the temperature of the next passes' logits, and if their entropy is computed."""
         if self.head is not None:
-            usual = self.hyper.policy.temperature  # 1 with the other methods
+            usual = self.hyper.policy.temperature  # 1 unless the method is grpo
             self.head.temperature = usual if temperature is None else temperature
             self.head.want_entropy = entropy
 
     @contextmanager
-    def _not_training(self) -> Iterator[None]:
-        """While it lasts, dropout is off."""
-        for part in self.parts:
-            part.eval()
+    def _without_dropout(self) -> Iterator[None]:
+        """Switch dropout off within the context."""
+        for chunk in self.wrapped_chunks:
+            chunk.eval()
         try:
             yield
         finally:
-            for part in self.parts:
-                part.train()
+            for chunk in self.wrapped_chunks:
+                chunk.train()
 
 
 def _members(units: Sequence[Sequence[int]]) -> list[int]:
-    """The samples of units, one after the other."""
+    """Return the samples of units, one after the other."""
     return [i for unit in units for i in unit]

@@ -14,7 +14,7 @@ from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
 from cray_agents.platform.client import Platform
-from cray_agents.platform.transport import typed
+from cray_agents.platform.transport import typed_error
 
 if TYPE_CHECKING:
     import openai
@@ -155,7 +155,7 @@ class Server:
 
         self._client.close()
         if isinstance(error, openai.APIStatusError):
-            raise typed(error) from error
+            raise typed_error(error) from error
         if isinstance(error, openai.APIConnectionError):
             raise EngineUnavailable(
                 f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "

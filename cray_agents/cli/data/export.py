@@ -145,11 +145,11 @@ def export(
     make_private(where.root, config.group)  # what is exported has the modes of the user's umask
     if dataset is not None:
         _check_alone(given)
-        source = exporter.of_dataset(where, dataset, chosen, split or "train", skip_missing)
+        source = exporter.open_dataset(where, dataset, chosen, split or "train", skip_missing)
     else:
         ages = {n: str(v) for n, v in given.items() if n in ("since", "until") and _is_age(v)}
         wanted = filter_of(split=split, **given)  # type: ignore[arg-type]  # as they were given
-        source = exporter.of_runs(where, wanted, ages, skip_missing)
+        source = exporter.open_runs(where, wanted, ages, skip_missing)
     rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _shown(quiet) as on_progress:
         if output is None:
@@ -194,7 +194,7 @@ def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary
         sys.stdout.buffer.write(data)
         size += len(data)
     sys.stdout.buffer.flush()
-    losses = exporter.losses_of(tally.losses)
+    losses = exporter.describe_losses(tally.losses)
     summary: Summary = exporter.Summary(tally.records, tally.runs, 1, size, losses)
     return summary
 

@@ -30,7 +30,7 @@ from cray_agents.cli.platform.platform_process import key, running
 from cray_agents.cli.screen import HomeOption, errors
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.platform.transport import typed
+from cray_agents.platform.transport import typed_error
 
 if TYPE_CHECKING:
     import openai
@@ -231,7 +231,7 @@ def _answers(url: str) -> Iterator[None]:
     try:
         yield
     except openai.APIStatusError as error:
-        raise typed(error) from error
+        raise typed_error(error) from error
     except openai.APIConnectionError as error:
         raise SetupError(
             f"no platform answers at {url}: the same command goes on where this one stopped"

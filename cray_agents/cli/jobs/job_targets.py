@@ -27,7 +27,7 @@ from cray_agents.cli.screen import errors, line
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
-from cray_agents.platform.transport import typed
+from cray_agents.platform.transport import typed_error
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobSpec, JobStatus
@@ -103,10 +103,10 @@ class PlatformTrainer:
 
         platform = client(self._info)
         try:
-            with platform.engine().connections.one() as http:
+            with platform.engine().connections.borrow() as http:
                 return await http.post(path, cast_to=object, body=body)
         except openai.APIStatusError as error:
-            raise typed(error) from error
+            raise typed_error(error) from error
         finally:
             await platform.close()
 
@@ -162,7 +162,7 @@ def _trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "MegatronTr
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
-    resources = resources_of(config, here=scheduler.here)
+    resources = resources_of(config, here=scheduler.on_this_host)
     say(f"scheduler: {scheduler.reason}; trainer: {resources}")
     return MegatronTrainer(config.root, scheduler, resources)
 

@@ -164,7 +164,7 @@ def _without_platform(home: Home, job_id: str) -> str:
     """What a job does while no platform runs, and what works to pause, resume or end it."""
     from cray_agents.runtime.scheduler.choose import site_cluster
     from cray_agents.trainers.job.journal import JobJournal
-    from cray_agents.trainers.job.megatron_trainer import handover, read_status
+    from cray_agents.trainers.job.megatron_trainer import read_handover, read_status
 
     status = read_status(home, job_id)
     if status.state in ("succeeded", "failed", "cancelled"):
@@ -175,7 +175,7 @@ def _without_platform(home: Home, job_id: str) -> str:
             f"`jobs submit` (pid {pid}) trains there. Ctrl-C in it, or kill -INT {pid}, saves the "
             "job and ends it; the same command goes on from there"
         )
-    if site_cluster() is not None and (scheduled := handover(JobJournal(home, job_id)).id):
+    if site_cluster() is not None and (scheduled := read_handover(JobJournal(home, job_id)).id):
         return (
             f"{job_id} is Slurm's job {scheduled}, which goes on without one: scancel {scheduled} "
             "ends it for now; start `cray-agents up` to pause, resume or cancel it for good"
@@ -217,12 +217,12 @@ def named_job(home: Home, given: str) -> str:
     Raises NotFound, BadInput when several are meant.
     """
     from cray_agents.trainers.job.journal import JobJournal
-    from cray_agents.trainers.job.megatron_trainer import handover
+    from cray_agents.trainers.job.megatron_trainer import read_handover
 
     ids = job_ids(home)
     if given in ids:
         return given
-    if same := [job for job in ids if handover(JobJournal(home, job)).id == given]:
+    if same := [job for job in ids if read_handover(JobJournal(home, job)).id == given]:
         return same[-1]  # a scheduler may count from 1 again
     found = [job for job in ids if given and job.startswith((given, f"job-{given}"))]
     if len(found) == 1:

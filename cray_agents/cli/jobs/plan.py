@@ -248,7 +248,10 @@ def _lines(made: "Plan") -> list[tuple[str, str]]:
     cost = cluster.dollars(made.seconds)
     slower = f", {made.slowdown:.2f} times that for the layout" if made.slowdown > 1 else ""
     lines = [
-        ("model", f"{made.parameters:,.0f} parameters, {made.multiplied:,.0f} used by a token"),
+        (
+            "model",
+            f"{made.parameters:,.0f} parameters, {made.weights_per_token:,.0f} used by a token",
+        ),
         (
             "work",
             f"{work.method} on {work.tokens:,.0f} tokens in sequences of {work.sequence_length:,},"
@@ -270,7 +273,7 @@ def _lines(made: "Plan") -> list[tuple[str, str]]:
 
 def _fitting(made: "Plan") -> list[tuple[str, str]]:
     """Memory and layout, as far as they are known."""
-    from cray_agents.trainers.planning.layouts import described
+    from cray_agents.trainers.planning.layouts import describe_layout
     from cray_agents.trainers.planning.memory import GIB
     from cray_agents.trainers.planning.plan import gib
 
@@ -283,7 +286,7 @@ def _fitting(made: "Plan") -> list[tuple[str, str]]:
     recompute = f", recompute {choice.recompute}" if choice.recompute != "none" else ""
     return [
         ("memory", f"{choice.memory.gib:,.1f} {has}: {parts}{fits}"),
-        ("layout", described(choice.layout) + recompute),
+        ("layout", describe_layout(choice.layout) + recompute),
     ]
 
 

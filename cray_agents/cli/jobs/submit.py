@@ -109,13 +109,13 @@ def submit(
 
 
 def _done(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
-    """What comes of it; a job that has ended stays what it is, unless `to_try_again`."""
+    """What comes of it; a job that has ended stays what it is, unless `should_retry`."""
     from cray_agents.cli.jobs.event_stream import has_ended
     from cray_agents.trainers.job.journal import JobJournal
-    from cray_agents.trainers.job.megatron_trainer import read_status, to_try_again
+    from cray_agents.trainers.job.megatron_trainer import read_status, should_retry
 
     journal = JobJournal(config.root, spec.id)
-    if journal.exists and has_ended(journal) and not to_try_again(journal, spec):
+    if journal.exists and has_ended(journal) and not should_retry(journal, spec):
         status = read_status(config.root, spec.id)
         say(f"{status.id} {status.state} before: trained 0 steps")
         if status.state == "failed":

@@ -32,7 +32,7 @@ from cray_agents.platform.client import Platform
 from cray_agents.records import Run
 from cray_agents.runtime.disk import checksums
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
 CONTROLS = ("shuffled-rewards",)
 

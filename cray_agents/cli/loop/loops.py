@@ -23,7 +23,7 @@ from cray_agents.cli.runs.filter_options import AGE, SECONDS
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
-from cray_agents.generation import Generation, promoted_by
+from cray_agents.generation import Generation, promoted_version
 from cray_agents.loop.live.schedule import Watch
 from cray_agents.loop.loop import Loop
 from cray_agents.platform.client import Platform
@@ -190,7 +190,7 @@ def tell_next(
 
     agent: the agent's file, as `chat` takes it; None: it is in no file.
     """
-    served, last = promoted_by(done), done[-1]
+    served, last = promoted_version(done), done[-1]
     there = f" --url {url}" if url else f" --home {home}" if home else ""
     steps = {"talk with it": f"chat {agent}{there}"} if agent else {}
     if url is None:

@@ -51,7 +51,7 @@ def prune(
 
     where = load_config({"home": home}).root
     with errors.status("looking for what nobody needs"):
-        found = prune.prune(where, name, keep=keep, held=lambda: held_on(where), dry_run=dry_run)
+        found = prune.prune(where, name, keep=keep, in_use=lambda: held_on(where), dry_run=dry_run)
     if as_json:
         print(json.dumps(asdict(found) | {"bytes": found.bytes, "dry_run": dry_run}, indent=2))
         return
@@ -136,13 +136,13 @@ def show_model(
     version: NameOrVersion, home: HomeOption = None, as_json: JsonOption = False
 ) -> None:
     """Show one version: where it came from, its metrics and its files."""
-    from cray_agents.runtime.registry.checkpoints import record_of
+    from cray_agents.runtime.registry.checkpoints import manifest_of
     from cray_agents.runtime.registry.registry import Registry
 
     where = root(home)
     found = Registry(where).resolve(version)
     directory = where.checkpoint(found.checkpoint)
-    manifest = record_of(directory).model_dump(mode="json")
+    manifest = manifest_of(directory).model_dump(mode="json")
     probe = manifest.pop("probe")
     known = {"id": found.id, "weights": directory.is_dir(), "probes": len(probe)}
     record = found.model_dump() | known | {"manifest": manifest}
@@ -212,7 +212,7 @@ def rollback(
     by = who or user()
 
     def roll_back(registry: "Registry") -> "ModelEvent":
-        before = registry.before(name, to, force=force)
+        before = registry.rollback_target(name, to, force=force)
         return registry.roll_back(name, before.number, who=by, reason=reason)
 
     decide(home, lambda p: p.rollback(name, to, who=by, reason=reason, force=force), roll_back)

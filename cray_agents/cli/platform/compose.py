@@ -31,16 +31,16 @@ from cray_agents.paths import Home
 from cray_agents.permissions import keep_private
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
+from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.api_keys import Keys
-from cray_agents.runtime.gateway.http.app import create_app
 from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.gpu_assignment import shares
+from cray_agents.runtime.pool.gpu_assignment import assign_gpus
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
-from cray_agents.runtime.registry.checkpoints import read_manifest, sweep
+from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
@@ -50,7 +50,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import keep_up
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
-from cray_agents.trainers.job.restarter import keep_going
+from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
 
 PATIENCE = 2.0  # seconds after which it is said what takes so long
@@ -67,12 +67,12 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
     with listen(config.host, config.port) as listener, contextlib.ExitStack() as ending:
         token = claim(home, listener, name)
         ending.callback(give_back, home, token)
-        sweep(home)
+        delete_leftovers(home)
         registry = Registry(home)
         version = first_version(registry, model, name)
         with contextlib.closing(configured_scheduler(config)) as scheduler:
             say(f"scheduler: {scheduler.reason}")
-            resources = resources_of(config, here=scheduler.here)
+            resources = resources_of(config, here=scheduler.on_this_host)
             say(f"trainer: {resources}")
             trainer = MegatronTrainer(home, scheduler, resources)
             platform = about(config, scheduler, resources)
@@ -126,7 +126,7 @@ async def run(
     log = home.logs / "batch-worker.log"
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
     upkeep = asyncio.create_task(keep_up(store))
-    jobs = asyncio.create_task(keep_going(home, trainer))
+    jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
     await services.fine_tuning.start()
     try:
         say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
@@ -173,10 +173,10 @@ def make_pool(config: Config, name: str, replicas: int) -> Pool:
     shown: Sequence[str | None] = [None] * (replicas + config.spare_replicas)
     if has_gpu_build():
         there, args = len(nvidia_devices()), settings.engine_args
-        shown = shares(replicas, args, os.environ, there)
+        shown = assign_gpus(replicas, args, os.environ, there)
         for count in range(1, config.spare_replicas + 1):  # as many as GPUs are left for
             with contextlib.suppress(SetupError):
-                shown = shares(replicas + count, args, os.environ, there)
+                shown = assign_gpus(replicas + count, args, os.environ, there)
     hosts = [Replica(name, settings, logs / f"replica-{n}.log", its) for n, its in enumerate(shown)]
     return Pool(
         hosts[:replicas],

@@ -13,7 +13,7 @@ import typer
 from cray_agents.cli.screen import HomeOption, JsonOption, show
 from cray_agents.config import Config, load_config
 from cray_agents.errors import ConfigError, SetupError
-from cray_agents.permissions import openness
+from cray_agents.permissions import describe_access
 
 PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
 PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}
@@ -121,7 +121,9 @@ def machine(home: Path) -> list[dict[str, Any]]:
     place = next(p for p in (home, *home.parents) if p.exists())
     disk = shutil.disk_usage(place).free / 2**30
     writable = os.access(place, os.W_OK)
-    private, who = openness(home) if home.is_dir() else (True, "not made yet; its owner alone")
+    private, who = (
+        describe_access(home) if home.is_dir() else (True, "not made yet; its owner alone")
+    )
     return [
         check("memory", memory >= MEMORY_GIB, f"{memory:.0f} GiB", f"{MEMORY_GIB} GiB are needed"),
         check("disk", disk >= DISK_GIB, f"{disk:.0f} GiB free", f"free {DISK_GIB} GiB at {place}"),

@@ -56,13 +56,13 @@ def reward(
 async def _give(config: "Config", run_id: str, given: "Feedback") -> "Reward":
     from cray_agents.records import Reward
     from cray_agents.runtime.store import Store
-    from cray_agents.runtime.store.feedback import check_rewards, give, judged
+    from cray_agents.runtime.store.feedback import check_feedback, check_rewards, give_feedback
     from cray_agents.runtime.store.redaction import Redactor
 
     check_rewards([Reward(**given.model_dump())], config.reward_limit)
     store = Store(opened(config), redactor=Redactor.of(config))
     try:
-        judged(store, run_id, given)
-        return await give(store, run_id, given)
+        check_feedback(store, run_id, given)
+        return await give_feedback(store, run_id, given)
     finally:
         await store.close()

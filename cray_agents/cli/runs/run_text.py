@@ -23,10 +23,10 @@ def tell_run(run: Run, *, tokens: bool = False) -> None:
         line(f"{name:<{LABEL}}{value}", 2, hanging=LABEL)
     told = conversation_of(run)
     _tell_conversation(told, tokens=tokens)
-    if told.others:
+    if told.other_turns:
         line("")
         line("Calls that the conversation does not tell of", style="bold")
-        for turn in told.others:
+        for turn in told.other_turns:
             _tell_turn(turn, None, tokens=tokens)
     _tell_end(run)
 
@@ -55,14 +55,14 @@ def header(run: Run) -> list[tuple[str, str]]:
 
 
 def _tell_conversation(told: Conversation, *, tokens: bool) -> None:
-    done = {call.id for turn in told.said.values() for call in turn.tool_calls}
+    done = {call.id for turn in told.turns_by_message.values() for call in turn.tool_calls}
     number = 0
     for place, message in enumerate(told.messages):
         role = str(message.get("role"))
-        turn = told.said.get(place)
+        turn = told.turns_by_message.get(place)
         if role == "tool" and message.get("tool_call_id") in done:
             continue  # told with its call
-        if role == "assistant" and (turn is not None or place >= told.own):
+        if role == "assistant" and (turn is not None or place >= told.own_start):
             number += 1
             line("")
             line(f"Turn {number}{_of_call(turn)}", style="bold")

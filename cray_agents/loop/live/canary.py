@@ -1,8 +1,8 @@
-"""A candidate judged by live traffic, where a watching loop has no held-out tasks.
+"""Canary as the judge: a loop on live traffic without held-out tasks lets live sessions decide.
 
-It is proven, and answers a share of the live sessions; the platform's canary watches both sides,
-rolls it back when it does worse, and promotes it if it is no worse after so many sessions. Who
-looks after a kill finds what became of it in the name's history. Called by loop.py.
+A candidate is proven, and answers a share of the live sessions. The platform's canary watches both
+sides. It rolls a worse candidate back, and promotes one that is no worse after so many sessions.
+After a kill, the outcome is read from the name's history. Called by loop.py.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ ENDS = ("canary_ended", "promoted")
 
 @dataclass(frozen=True)
 class Canarying:
-    """Judges one loop's candidates; `test` gives the range of rewards and the error level."""
+    """Judge of one loop's candidates; `test` gives the range of rewards and the error level."""
 
     platform: Platform
     gate: VersionGate
@@ -46,21 +46,21 @@ class Canarying:
                 ended = await self._ended(candidate)
         promoted = ended["kind"] == "promoted" or ended["reason"] == f"{candidate.id} is promoted"
         decision = _decision(ended, promoted)
-        told: Any = {"who": who, "reason": decision.reason, "numbers": ended["numbers"]}
+        record: Any = {"who": who, "reason": decision.reason, "numbers": ended["numbers"]}
         if not promoted:
-            await self.platform.reject(candidate, **told)
+            await self.platform.reject(candidate, **record)
         elif ended["kind"] != "promoted":  # the platform is about to, or died before it did
-            await self.gate.promote(candidate, **told)
+            await self.gate.promote(candidate, **record)
         return CandidateVerdict(proof, decision, [])
 
     async def _ended(self, candidate: ModelVersion) -> dict[str, Any] | None:
-        """The event that ended its canary, or promoted it; None: it goes on, or never began."""
+        """The event that ended a candidate's canary, or promoted it; None: there is none yet."""
         events = await self.platform.history(candidate.name)
         mine = [event for event in events if event["version"] == candidate.number]
         return next((event for event in reversed(mine) if event["kind"] in ENDS), None)
 
     async def _begin(self, candidate: ModelVersion, who: str, number: int) -> None:
-        """Start its canary, behind any other; or find that it runs."""
+        """Start a candidate's canary, after any other one, unless it runs already."""
         while (running := await self._running(candidate.name)) is not None:
             if running["version"] == candidate.number:
                 return
@@ -92,7 +92,7 @@ class Canarying:
 
 
 def _decision(ended: dict[str, Any], promoted: bool) -> Decision:
-    """What the canary found, in the words of promotion.py; there are no pairs behind it."""
+    """The canary's outcome as a Decision of the sequential test, without pairs behind it."""
     numbers = ended["numbers"]
     sides = [numbers.get(side) or {} for side in ("control", "canary")]
     theirs, ours = (side.get("reward") or 0.0 for side in sides)

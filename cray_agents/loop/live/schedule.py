@@ -1,7 +1,7 @@
-"""When a watching loop trains: with enough new runs or on schedule, in its hours and its budget.
+"""Schedule of live training: enough new runs or a period, outside quiet hours, within a budget.
 
-Pure functions of what is on record and the time; hours and days are those of the local clock.
-Called by continual.py.
+Pure functions of records and the time. Hours and days are those of the local clock. Called by
+traffic.py.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from cray_agents.records import StrictRecord
 
 
 class Daily(StrictRecord):
-    """What may be used in a calendar day before no further update begins; None: any amount.
+    """A day's budget: once it is used, no further update begins. None: any amount.
 
     Args:
         updates: how many, promoted or not.
@@ -27,22 +27,23 @@ class Daily(StrictRecord):
 
 
 class Watch(StrictRecord):
-    """Which live runs are trained on, and when. `Loop(..., watch=Watch(...))`; see continual.py.
+    """Live training: the runs to train on, and its times. `Loop(..., watch=Watch(...))`.
 
-    A run counts once it has a reward of one of the `givers`, whenever that came, unless it is a
-    loop's, a judge's verdict, on a held-out task, imported, or without tokens to train on.
+    A run counts once it has a reward of one of the `givers`, whenever that came. Runs of loops,
+    verdicts of judges, runs on held-out tasks, imported runs and runs without tokens do not count.
+    See traffic.py.
 
     Args:
-        runs: so many new ones make an update; None: only the schedule does.
-        every: seconds from one update to the next; then what has come is enough, if it is one run.
-        quiet: hours in which none begins, such as `22:00-06:00`; one that has begun goes on.
-        per_day: what may be used in a day.
-        givers: names of the API keys whose rewards count, beside the loop's own and what is given
-            on the platform's host (`cray-agents runs reward`): whoever holds another may say
-            anything of his runs. Without keys, everybody's count.
-        where: which runs; default: those of any version of the loop's model.
+        runs: the number of new runs that make an update; None: only `every` does.
+        every: seconds from one update to the next; then a single new run is enough.
+        quiet: hours in which no update begins, such as `22:00-06:00`; a begun one goes on.
+        per_day: the budget of a day.
+        givers: names of the API keys whose rewards count, beside the loop's own key and rewards
+            given on the platform's host (`cray-agents runs reward`). The holder of any other key
+            may say anything of his runs. Without keys, all rewards count.
+        where: a filter of runs; default: runs of any version of the loop's model.
         within: seconds after its start for which a run may still get its reward.
-        most: runs in one update, the oldest first; the others are the next one's.
+        most: runs in one update, the oldest first; the rest waits for the next update.
         poll: seconds between two looks, or ten times as long as a look takes.
         canary_share, canary_sessions: where the loop has no held-out tasks, a candidate answers
             this share of the live sessions, and is promoted if it is no worse after so many.
@@ -79,20 +80,20 @@ class Watch(StrictRecord):
 
 
 class Update(NamedTuple):
-    """One that has begun: when (unix seconds), and what its job took, if it has ended."""
+    """An update that has begun: its time (unix seconds), and its job's seconds if it has ended."""
 
     time: float
     trainer_seconds: float
 
 
-def is_due(watch: Watch, found: int, last: float, now: float) -> bool:
-    """Whether `found` new runs make an update, `last` being when the one before began."""
-    enough = watch.runs is not None and found >= watch.runs
-    return enough or (watch.every is not None and found > 0 and now >= last + watch.every)
+def is_due(watch: Watch, runs: int, last: float, now: float) -> bool:
+    """Tell whether so many new runs make an update. `last`: the begin of the previous one."""
+    enough = watch.runs is not None and runs >= watch.runs
+    return enough or (watch.every is not None and runs > 0 and now >= last + watch.every)
 
 
 def held_back(watch: Watch, begun: Sequence[Update], now: float) -> str | None:
-    """Why no update may begin now, in words."""
+    """The reason why no update may begin now, in words, if any."""
     until = quiet_until(watch.quiet, datetime.fromtimestamp(now)) if watch.quiet else None
     if until is not None:
         return f"quiet until {until:%H:%M}"
@@ -108,7 +109,7 @@ def held_back(watch: Watch, begun: Sequence[Update], now: float) -> str | None:
 
 
 def quiet_until(quiet: str, now: datetime) -> datetime | None:
-    """When the quiet hours end that it is now; None if it is not. They may span midnight."""
+    """The end of the present quiet hours, which may span midnight; None outside of them."""
     first, last = _parsed(quiet)
     minute = now.hour * 60 + now.minute
     inside = first <= minute < last if first < last else minute >= first or minute < last

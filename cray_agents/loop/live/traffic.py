@@ -1,19 +1,18 @@
-"""Continual training: a loop whose training runs are live traffic that people rewarded.
+"""Live traffic as training runs: a loop learns from rewarded runs of its users.
 
     Loop(agent, tasks, rewards=[...], method="kto", watch=Watch(runs=64, quiet="08:00-18:00"))
     cray-agents loop FILE --watch
 
 All other steps are the loop's own: build, train, prove, evaluate, promote. `take` waits until an
-update is due, and writes down which runs it takes and onto which version, `take-<n>`, once; then
-each of these becomes a run of this loop and generation, of split `train`. So a loop that was killed
-anywhere goes on with the same runs, and a run that was taken is none of the live ones any more: it
-is never taken again, whatever is said of it later. Where nothing can be learned from an update's
-runs, or its job fails, the record says so, and the next one is waited for.
+update is due. It writes the update's runs and parent version into the journal once, as `take-<n>`.
+Then each of these runs becomes a run of this loop and generation, of split `train`. So a loop that
+was killed anywhere goes on with the same runs. A run is used in one update only, even if it is
+rewarded again later. If nothing can be learned from an update's runs, or its job fails, the record
+says so, and the loop waits for the next update.
 
-Live runs that were asked the same are attempts at one task, which is what dpo and grpo compare.
+Live runs with equal inputs are attempts at one task, which dpo and grpo compare.
 
-Called by loop.py. When an update is due is in hours.py; without held-out tasks the candidate is
-judged by a canary: canarying.py.
+Called by loop.py. Read next: schedule.py (due updates), canary.py (judge without held-out tasks).
 """
 
 import asyncio
@@ -25,12 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.generation import Generation, promoted_by
+from cray_agents.generation import Generation, promoted_version
 from cray_agents.loop.collector import Collected
 from cray_agents.loop.live.schedule import Update, Watch, held_back, is_due
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import Rollouts
-from cray_agents.records import UNSCORED, Record, Run, Task, reward_by
+from cray_agents.records import UNSCORED, Record, Run, Task, reward_of_givers
 
 ANY = -1e300  # no reward is less: as a filter, it keeps the runs that have one
 AT_ONCE = 8  # runs that are described at a time
@@ -38,9 +37,9 @@ SLOWER = 10  # the looks take at most one part in so many of the time
 
 
 class UpdateBatch(Record):
-    """The journal's word for an update: its runs, and the version they are trained onto.
+    """An update in the journal: its runs, and the version they are trained onto.
 
-    `givers`: whose rewards count in it; None: anybody's.
+    `givers`: the givers whose rewards count in it; None: all.
     """
 
     runs: list[str]
@@ -51,26 +50,29 @@ class UpdateBatch(Record):
 
 @dataclass
 class LiveTraffic:
-    """Finds and takes the live runs of one loop.
+    """The live runs of one loop, and its updates.
 
-    `judged`: whether it has held-out tasks. `both_sides_of`: a reward that an update's runs must
-    not all reach, nor all miss: kto learns from good ones and bad ones together.
+    judged: the loop has held-out tasks.
+    both_sides_of: a reward that an update's runs must not all reach, nor all miss, because kto
+        learns from good and bad runs together.
     """
 
-    rollouts: Rollouts  # for where they are and whose; nothing is run
+    rollouts: Rollouts  # names the platform and the loop; nothing is run
     clock: PhaseTimer
     watch: Watch
     judged: bool
     both_sides_of: Callable[[int], float | None]
     _takes: dict[int, UpdateBatch] = field(default_factory=dict)
-    _unnamed: Counter[str] = field(default_factory=Counter)  # whose rewards were left, at a look
+    _unnamed: Counter[str] = field(
+        default_factory=Counter
+    )  # rewards left out at the last look, by giver
 
     async def take(self, done: Sequence[Generation]) -> list[Generation]:
-        """Wait for the next update's runs, and take them; returns what it goes on from.
+        """Wait for the next update's runs, and take them; return the generations to go on from.
 
-        That is `done`, unless somebody else promoted or rolled back since: then the promoted
-        version is taken for what the last generation promoted. Raises BadInput where a candidate
-        could not be judged.
+        These are `done`, unless somebody else promoted or rolled back since: then the last one
+        counts as having promoted the present version. Raises BadInput where a candidate could not
+        be judged.
         """
         number = len(done)
         with self.clock.phase("waiting"):
@@ -82,18 +84,18 @@ class LiveTraffic:
                     await asyncio.sleep(max(self.watch.poll, SLOWER * spent))
         with self.clock.phase("taking runs", ""):
             await self._adopt(number, take)
-        if promoted_by(done) == take.onto:
+        if promoted_version(done) == take.onto:
             return list(done)
         changes = {"version": take.onto, "promoted": True, "onward": None}
         return [*done[:-1], done[-1].model_copy(update=changes)]
 
     async def givers(self, number: int) -> list[str] | None:
-        """Whose rewards count in an update that was taken; None: anybody's, as it was once."""
+        """The givers whose rewards count in an update; None: all, as in old records."""
         take = await self._recorded(number)
         return take.givers if take is not None else None
 
     async def collected(self, number: int) -> Collected:
-        """The runs of an update that was taken."""
+        """The runs of an update."""
         runs = await self.rollouts.stored("train", generation=number)
         rows = self.rollouts.platform.summaries(
             loop=self.rollouts.loop, generation=number, split="train"
@@ -106,7 +108,7 @@ class LiveTraffic:
     async def _begin(self, number: int, done: Sequence[Generation]) -> bool:
         """Write an update down, if one is due."""
         givers = await self._givers()
-        found, now = await self._new(givers), time.time()
+        runs, now = await self._new(givers), time.time()
         updates = [
             Update(take.time, generation.trainer_seconds)
             for generation in done[1:]
@@ -114,21 +116,21 @@ class LiveTraffic:
         ]
         last = updates[-1].time if updates else await self._since(now)
         reason = held_back(self.watch, updates, now)
-        chosen = mixed(found, self.watch.most, self.both_sides_of(number))
-        due = is_due(self.watch, len(found), last, now)
+        chosen = mixed(runs, self.watch.most, self.both_sides_of(number))
+        due = is_due(self.watch, len(runs), last, now)
         if due and not chosen:
             reason = "all of them are good, or all bad"
         if not due or reason is not None:
-            self._tell(len(found), reason if due else None, now - last)
+            self._report_wait(len(runs), reason if due else None, now - last)
             return False
         version = await self.rollouts.platform.promoted(self.rollouts.agent.model)
-        onto = promoted_by(done) if version is None else version.id
+        onto = promoted_version(done) if version is None else version.id
         take = UpdateBatch(runs=chosen, onto=onto, time=now, givers=givers)
         await self._remember(f"take-{number}", take.model_dump(mode="json"))
         return True
 
-    def _tell(self, found: int, reason: str | None, since: float) -> None:
-        """What it waits for; `reason` is why it does although an update is due."""
+    def _report_wait(self, new: int, reason: str | None, since: float) -> None:
+        """Report what the loop waits for. `reason`: why it waits although an update is due."""
         runs, every = self.watch.runs, self.watch.every
         left = "" if every is None else f", {max(0.0, every - since):.0f} s to the schedule"
         left += "".join(
@@ -136,46 +138,46 @@ class LiveTraffic:
             for giver, count in sorted(self._unnamed.items())
         )
         if reason is not None:
-            self.clock.report(f"waiting: {reason}", note=f"{found} rewarded runs{left}")
+            self.clock.report(f"waiting: {reason}", note=f"{new} rewarded runs{left}")
         elif runs is None:
-            self.clock.report("waiting for the schedule", note=f"{found} rewarded runs{left}")
+            self.clock.report("waiting for the schedule", note=f"{new} rewarded runs{left}")
         else:
-            self.clock.report("waiting for rewarded runs", min(found, runs), runs, f"new{left}")
+            self.clock.report("waiting for rewarded runs", min(new, runs), runs, f"new{left}")
 
     async def _givers(self) -> list[str]:
-        """Whose rewards count: the loop's own key's, and those that it names."""
+        """The givers whose rewards count: the loop's own key, and those that it names."""
         me = await self.rollouts.platform.whoami()
         own = [me["name"]] if me["key"] is not None else []
         return sorted({*own, *self.watch.givers})
 
     async def _new(self, givers: list[str]) -> list[tuple[str, float]]:
-        """The live runs that have a reward and were never taken, with it, the oldest first."""
-        where = self.watch.where
+        """Live runs that have a reward and were never used, with it, the oldest first."""
+        chosen = self.watch.where
         bounds = {"min_reward", "max_reward"}  # of what counts, which the index does not know
-        asked = where.model_dump(exclude_none=True, exclude={"generations", "tags", *bounds})
-        if where.model is None and where.agent is None:
-            asked["model"] = self.rollouts.agent.model
+        query = chosen.model_dump(exclude_none=True, exclude={"generations", "tags", *bounds})
+        if chosen.model is None and chosen.agent is None:
+            query["model"] = self.rollouts.agent.model
         least = {"min_reward": ANY, "since": time.time() - self.watch.within}
         rows = self.rollouts.platform.summaries(
-            **{**least, **asked}, tag=where.tags, order="oldest"
+            **{**least, **query}, tag=chosen.tags, order="oldest"
         )
-        low = -math.inf if where.min_reward is None else where.min_reward
-        high = math.inf if where.max_reward is None else where.max_reward
-        found = []
+        low = -math.inf if chosen.min_reward is None else chosen.min_reward
+        high = math.inf if chosen.max_reward is None else chosen.max_reward
+        rewarded = []
         self._unnamed.clear()
         async for row in rows:
             if counts(row):
-                reward = reward_by(row["reward"], row["given"], givers)
+                reward = reward_of_givers(row["reward"], row["given"], givers)
                 if reward is None:
                     self._unnamed.update({giver for *_, giver, _ in row["given"]})
                 elif low <= reward <= high:
-                    found.append((row["id"], reward))
-        return found
+                    rewarded.append((row["id"], reward))
+        return rewarded
 
     async def _adopt(self, number: int, take: UpdateBatch) -> None:
-        """Make the runs of an update the loop's: those that are not yet."""
+        """Make the runs of an update the loop's, unless they are already."""
         platform, loop = self.rollouts.platform, self.rollouts.loop
-        there = {row["id"] async for row in platform.summaries(loop=loop, generation=number)}
+        present = {row["id"] async for row in platform.summaries(loop=loop, generation=number)}
         places = asyncio.Semaphore(AT_ONCE)
 
         async def adopt(attempt: int, run_id: str) -> None:
@@ -188,11 +190,11 @@ class LiveTraffic:
 
         async with asyncio.TaskGroup() as group:
             for attempt, run_id in enumerate(take.runs):
-                if run_id not in there:
+                if run_id not in present:
                     group.create_task(adopt(attempt, run_id))
 
     async def _check_judged(self) -> None:
-        """Nothing is trained that could then only be promoted unseen."""
+        """Refuse to train what could only be promoted unseen. Raises BadInput."""
         if not self.judged and len(await self.rollouts.platform.pool()) < 2:
             raise BadInput(
                 "without held-out tasks a candidate is judged by a canary, which needs two "
@@ -202,31 +204,31 @@ class LiveTraffic:
             )
 
     async def _since(self, now: float) -> float:
-        """When this loop began to watch."""
-        found = await self.rollouts.platform.recall(self.rollouts.loop, "watching")
-        if found is None:
+        """The time at which this loop began to watch."""
+        entry = await self.rollouts.platform.recall(self.rollouts.loop, "watching")
+        if entry is None:
             await self._remember("watching", {"since": now})
-        return float(found["since"]) if found else now
+        return float(entry["since"]) if entry else now
 
     async def _recorded(self, number: int) -> UpdateBatch | None:
         if number not in self._takes:
-            found = await self.rollouts.platform.recall(self.rollouts.loop, f"take-{number}")
-            if found is None:
+            entry = await self.rollouts.platform.recall(self.rollouts.loop, f"take-{number}")
+            if entry is None:
                 return None
-            self._takes[number] = UpdateBatch.model_validate(found)
+            self._takes[number] = UpdateBatch.model_validate(entry)
         return self._takes[number]
 
     async def _remember(self, entry: str, record: dict[str, Any]) -> None:
         await self.rollouts.platform.remember(self.rollouts.loop, entry, record)
 
 
-def mixed(found: Sequence[tuple[str, float]], most: int, least: float | None) -> list[str]:
-    """The first of those found; with some of both kinds where `least` divides them, else none."""
-    first = list(found[:most])
+def mixed(runs: Sequence[tuple[str, float]], most: int, least: float | None) -> list[str]:
+    """Choose the first runs, on both sides of `least` if it is given; none if that cannot be."""
+    first = list(runs[:most])
     if least is None:
         return [run for run, _ in first]
     for good in (True, False):
-        kind = [pair for pair in found if (pair[1] >= least) == good]
+        kind = [pair for pair in runs if (pair[1] >= least) == good]
         if not kind:
             return []
         if kind[0] not in first:
@@ -235,7 +237,7 @@ def mixed(found: Sequence[tuple[str, float]], most: int, least: float | None) ->
 
 
 def counts(row: dict[str, Any]) -> bool:
-    """Whether a run, as the index tells it, is live traffic that was rewarded."""
+    """Tell whether a row of the index is rewarded live traffic."""
     return (
         row["loop"] is None
         and row["split"] in (None, "train")
@@ -249,7 +251,7 @@ def counts(row: dict[str, Any]) -> bool:
 
 
 def adopted(run: Run, loop: str, generation: int, attempt: int) -> Run:
-    """A live run as a loop's, on the task that its input is."""
+    """A live run as a run of the loop, with its input as the task."""
     task = run.task or (Task(input=run.input) if run.input else None)
     about = {"loop": loop, "generation": generation, "attempt": attempt, "task": task}
     return run.model_copy(update=about)

@@ -1,1 +1,1 @@
-"""The gateway as an HTTP server: application, keys and roles, bodies, errors, metrics."""
+"""HTTP of the gateway: routing, keys and roles, bodies, errors, metrics, the OpenAPI document."""

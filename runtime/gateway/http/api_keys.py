@@ -1,11 +1,11 @@
 """API keys: made and revoked under the shared root, checked by the gateway for each request.
 
-A key is two files: `keys/<id>.json` says who it is for and what it may do, and `keys/<id>.revoked`,
-once it is there, ends it; neither is ever changed. Only the SHA-256 of the secret is kept. A
-password would need a slow, salted hash, because people choose guessable ones; a secret here is 256
-random bits, and nobody guesses its way back through one SHA-256 of those.
+A key has up to two files, neither of which ever changes. `keys/<id>.json` holds its name and role.
+`keys/<id>.revoked`, once it exists, ends the key. Only the SHA-256 of the secret is stored. A
+password would need a slow, salted hash, because people choose guessable ones. A secret here is 256
+random bits, which nobody can guess.
 
-`cray-agents keys` (cli/keys.py) makes them; gateway/auth.py asks `check`.
+`cray-agents keys` (cli/platform/keys.py) makes them; auth.py calls `check`.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from cray_agents.records import Record, new_id
 from cray_agents.runtime.disk import checksums, durable
 
 PREFIX = "sk-cray-"
-FRESH_SECONDS = 0.5  # how long another process's new or revoked key may stay unseen
+FRESH_SECONDS = 0.5  # until a key that another process made or revoked is noticed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _RECORD = ".json"
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Role(IntEnum):
-    """What a key may do; each role may do what the ones before it may."""
+    """The rights of a key; each role includes the ones before it."""
 
     use = 1  # call models; files, batches and trajectories
     train = 2  # ... datasets, jobs, fine-tuning, loops; register and stage versions
@@ -62,25 +62,25 @@ class KeyRecord(Record):
 
 
 def role_named(name: str) -> Role:
-    """The role of that name. Raises BadInput."""
+    """Return the role of that name. Raises BadInput."""
     if name not in Role.__members__:
         raise BadInput(f"role {name!r} is not known; valid: {', '.join(Role.__members__)}")
     return Role[name]
 
 
 class Keys:
-    """The keys of one home, those of other processes included. Not for several threads at once."""
+    """The keys of one home, also those of other processes. Not for several threads at once."""
 
     def __init__(self, home: Home) -> None:
         self._folder = home.keys
         self._names: frozenset[str] = frozenset()  # of the files, as last seen
         self._live: dict[str, KeyRecord] = {}  # by the secret's hash
-        self._looked = float("-inf")
+        self._read_at = float("-inf")
 
     def create(self, name: str, role: Role = Role.use) -> tuple[KeyRecord, str]:
-        """A new key and its secret, which is nowhere else and cannot be shown again.
+        """Make a key. Return it and its secret, which is stored nowhere.
 
-        Raises BadInput when the name cannot be one, or a key that still works has it.
+        Raises BadInput for an invalid name, or one that a working key has.
         """
         if not NAME.fullmatch(name):
             raise BadInput(
@@ -93,68 +93,68 @@ class Keys:
         data = checksums.with_crc(orjson.dumps(record.model_dump(mode="json"))) + b"\n"
         if not durable.create_file(self._folder / f"{record.id}.json", data):
             raise StoreError(f"{self._folder / record.id}.json exists: try again")
-        self._looked = float("-inf")
+        self._read_at = float("-inf")
         return record, secret
 
     def revoke(self, id_or_name: str) -> Sequence[KeyRecord]:
-        """End the key of that id, or every one of that name; done again it does nothing.
+        """End the key of that id, or every key of that name, and return them; idempotent.
 
-        Returns them. Raises NotFound.
+        Raises NotFound.
         """
-        found = [record for record, _ in self.list() if id_or_name in (record.id, record.name)]
-        if not found:
+        records = [record for record, _ in self.list() if id_or_name in (record.id, record.name)]
+        if not records:
             raise NotFound(f"no key {id_or_name!r}; see `cray-agents keys list`", param="key")
-        for record in found:
+        for record in records:
             when = checksums.with_crc(orjson.dumps({"time": time.time()})) + b"\n"
             durable.create_file(self._folder / f"{record.id}.revoked", when)
-        self._looked = float("-inf")
-        return found
+        self._read_at = float("-inf")
+        return records
 
     def list(self) -> Sequence[tuple[KeyRecord, bool]]:
-        """Every key ever made, oldest first, and whether it was revoked."""
+        """Return every key ever made, oldest first, and whether it was revoked."""
         names = self._listing()
-        found = [(record, _ended(record.id) in names) for record in self._records(names)]
-        return sorted(found, key=lambda pair: pair[0].created)  # ids tell milliseconds alone
+        pairs = [(record, _revocation(record.id) in names) for record in self._records(names)]
+        return sorted(pairs, key=lambda pair: pair[0].created)  # finer than the ids' milliseconds
 
     def check(self, secret: str) -> KeyRecord | None:
-        """The key with this secret, if it works. From memory, which is never old (FRESH_SECONDS).
+        """Return the working key with this secret, from memory no older than FRESH_SECONDS.
 
-        The time this takes tells about the secret's hash at most, and from that leads no way back.
+        The time this takes depends on the secret's hash at most, which does not reveal the secret.
         """
         self._refresh()
-        given = _hash(secret)
-        record = self._live.get(given)
-        return record if record and hmac.compare_digest(record.sha256, given) else None
+        sha256 = _hash(secret)
+        record = self._live.get(sha256)
+        return record if record and hmac.compare_digest(record.sha256, sha256) else None
 
     @property
     def ever(self) -> bool:
-        """Whether a key was ever made here, revoked or not."""
+        """A key was made here once, revoked since or not."""
         self._refresh()
         return any(name.endswith(_RECORD) for name in self._names)
 
     @property
     def working(self) -> bool:
-        """Whether there is a key that works."""
+        """At least one key works."""
         self._refresh()
         return bool(self._live)
 
     def _refresh(self) -> None:
-        """Look again when the last look is old. Files never change, so their names tell all.
+        """Read the folder again if the last time is old. Files never change: names are enough.
 
-        The names, not the folder's mtime: that has a grain, and two changes within it look as one.
+        The folder's mtime would not do: two changes within its grain look like one.
         """
         now = time.monotonic()
-        if now - self._looked < FRESH_SECONDS:
+        if now - self._read_at < FRESH_SECONDS:
             return
         names = self._listing()
-        self._looked = now
+        self._read_at = now
         if names != self._names:
-            records = self._records({name for name in names if _ended(name) not in names})
+            records = self._records({name for name in names if _revocation(name) not in names})
             self._live = {record.sha256: record for record in records}
             self._names = names
 
     def _records(self, names: Set[str]) -> Iterator[KeyRecord]:
-        """What the files say, oldest first; one that cannot be read is no key, and is logged."""
+        """Yield the records, oldest first; log one that cannot be read, which is no key."""
         known = {record.id: record for record in self._live.values()}
         for name in sorted(names):
             if name.endswith(_RECORD):
@@ -165,7 +165,7 @@ class Keys:
                     log.error("a key does not work: %s", error)
 
     def _listing(self) -> frozenset[str]:
-        """The names of the files; drafts that a crash left begin with a dot."""
+        """Return the names of the files, without drafts of a crash, which begin with a dot."""
         try:
             return frozenset(p.name for p in self._folder.iterdir() if p.name[0] != ".")
         except FileNotFoundError:
@@ -178,8 +178,8 @@ def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 
-def _ended(name: str) -> str:
-    """The file that ends the key of this id, or of this file."""
+def _revocation(name: str) -> str:
+    """Return the name of the file that ends the key of this id, or of this file."""
     return name.removesuffix(_RECORD) + ".revoked"
 
 

@@ -1,76 +1,45 @@
-"""Who calls, and whether they may: an API key, its role, and which role each route needs.
+"""Access to the gateway: the API key of a request, its role, and the role that a route needs.
 
-The table below is an allow-list by method and path template; a route in no row needs `admin`, so
-that a forgotten one is closed. It is asked once per route, when the application is made: `Gate`
-stands before each route's handler. What is no route at all is 404 for everybody: the gateway passes
-nothing on that it does not list.
+`RoleCheck` stands before the handler of each route. The route's declaration names its role
+(routing.py). A path without a route is 404 for everybody: the gateway passes on nothing that it
+does not list.
 
-Without keys (on loopback, before the first one is made) everybody on this host is admin, browsers
-included. So that no web page uses one behind its user's back, such a request must name a loopback
-host (against DNS rebinding) and, if it says which page sent it, one from loopback; a browser's
-request that does not (an image's, a script's, a link's) must not come from another site. A request
-with a key needs none of it: no page knows it. Read next: keys.py; ownership.py, who may change
-what; edge.py, what every answer carries.
+Without keys (on loopback, before the first key is made) everybody on this host is admin, browsers
+included. No web page may use a browser behind its user's back. So such a request must name a
+loopback host, against DNS rebinding. If it names the page that sent it, that page must be of a
+loopback host too. A browser's request without that name (for an image, a script, a link) must not
+come from another site. A request with a key needs none of this: no page knows the key.
+Read next: api_keys.py; ../ownership.py, changes to runs and files; middleware.py, headers.
 """
 
 import hmac
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import AccessDenied
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.http.error_envelope import BadEncoding
 
-PLAIN = (b"", b"identity")  # encodings of a body that are none
+PLAIN = (b"", b"identity")  # encodings that leave a body as it is
 
 Mode = Literal["auto", "required", "off"]
-Need = Role | Literal["open"]
+RequiredRole = Role | Literal["open"]
 Handler = Callable[[Request], Awaitable[Response]]
 
-_MODELS = "/v1/(chat/completions|completions|responses|messages|embeddings)"
-_RUN = r"(/runs/[^/]+)?"
-_ANY = r"(/.*)?"
-_ROWS: tuple[tuple[str, str, Need], ...] = (
-    ("GET", f"/health{_ANY}", "open"),
-    ("GET", "/", Role.use),
-    ("GET", "/(openapi.json|metrics|v1/whoami)", Role.use),
-    ("GET", "/v1/platform", Role.use),  # agents ask what this is
-    ("POST", f"{_RUN}{_MODELS}", Role.use),
-    ("POST", f"{_RUN}(/v1)?/(tokenize|detokenize)", Role.use),
-    ("POST", f"{_RUN}/v1/messages/count_tokens", Role.use),
-    ("GET|POST|DELETE", f"{_RUN}/v1/(chat/completions|responses)/[^/]+{_ANY}", Role.use),
-    ("GET", f"{_RUN}/v1/models{_ANY}", Role.use),
-    ("POST", "/v1/models/[^/]+/versions", Role.train),
-    ("POST", "/v1/models/[^/]+/versions/[^/]+/stage", Role.train),
-    ("POST|DELETE", "/v1/models/[^/]+/(promote|rollback|reject|canary)", Role.admin),
-    ("GET|POST|DELETE", f"/v1/(files|uploads|batches){_ANY}", Role.use),
-    ("POST", "/v1/trajectories/([^/]+/)?events", Role.use),
-    ("POST", "/v1/trajectories/[^/]+/rewards", Role.use),
-    ("GET", "/v1/trajectories/export", Role.train),
-    ("GET", "/v1/trajectories/[^/]+", Role.use),  # of which one knows the id
-    ("DELETE", "/v1/trajectories/[^/]+", Role.admin),
-    ("GET", "/v1/trajectories", Role.train),  # everybody's
-    ("GET|POST|DELETE", f"/v1/(datasets|jobs|fine_tuning|loops){_ANY}", Role.train),
-    ("GET|POST|DELETE", f"/v1/(pool|keys){_ANY}", Role.admin),
-)
-_TABLE = tuple((re.compile(methods), re.compile(paths), need) for methods, paths, need in _ROWS)
-_MODEL_CALL = re.compile(_RUN + _MODELS)
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request; without a key id: anybody on this host."""
+    """The sender of a request; without a key id, anybody on this host."""
 
     key_id: str
     name: str
@@ -78,7 +47,7 @@ class Caller:
 
     @property
     def key_name(self) -> str:
-        """Who gives a reward: the name of the key; "" is this host, its platform and commands."""
+        """The name of the key, as the giver of a reward; "" for this host and its platform."""
         return "" if self.key_id in ("", PLATFORM.key_id) else self.name
 
 
@@ -87,45 +56,26 @@ PLATFORM = Caller("platform", "platform", Role.admin)  # its own commands and ba
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent this request, which a Gate has let through."""
+    """Return the sender of a request that a RoleCheck has let through."""
     caller: Caller = request.state.caller
     return caller
 
 
 def may_name(request: Request, roots: tuple[Path, ...]) -> tuple[Path, ...] | None:
-    """Within which folders a request may name directories of this host; None: within any."""
+    """Return the folders whose directories a request may name; None for any folder."""
     return None if caller_of(request).role >= Role.admin else roots
 
 
-def row(method: str, template: str) -> Need | None:
-    """What the table says of a route, by its path template; None: nothing."""
-    for methods, paths, need in _TABLE:
-        if methods.fullmatch(method) and paths.fullmatch(template):
-            return need
-    return None
-
-
-def needed(method: str, template: str) -> Need:
-    """What a route needs."""
-    return row("GET" if method == "HEAD" else method, template) or Role.admin
-
-
-@cache
-def is_model_call(template: str) -> bool:
-    """Whether a route of this template asks the engines, and so stands under admission."""
-    return _MODEL_CALL.fullmatch(template) is not None
-
-
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is of this host alone."""
+    """Tell whether a host name or address is of this host alone."""
     return _LOOPBACK.fullmatch(host) is not None
 
 
 class Access:
-    """The keys of a home, and when one is needed.
+    """The keys of a home, and when a request needs one.
 
-    mode: `auto` needs one as soon as one was ever made, so that revoking the last opens nothing;
-    `required` always; `off` never. token: the running platform's own, "" for none.
+    mode: `required` always needs a key, `off` never. `auto` needs one as soon as any was ever made:
+    revoking the last key opens nothing. token: the running platform's own key, "" for none.
     """
 
     def __init__(self, keys: Keys, mode: Mode = "auto", token: str = "") -> None:
@@ -134,26 +84,26 @@ class Access:
         self._token = token.encode()
 
     def caller(self, scope: Scope, role: Role) -> Caller:
-        """Who sent the request, if they may do what needs this role. Raises AccessDenied."""
+        """Return the sender of a request, if it has at least this role. Raises AccessDenied."""
         secret = _secret(scope)
-        found = self._named(secret) if secret else None
+        caller = self._caller_of(secret) if secret else None
         if self._mode == "off" or (self._mode == "auto" and not self._keys.ever):
-            if found is None:
+            if caller is None:
                 _check_page(scope)
                 return ANYBODY
-            return replace(found, role=Role.admin)  # as without a key: who has one loses nothing
-        if found is None:
+            return replace(caller, role=Role.admin)  # a key takes no rights away
+        if caller is None:
             raise AccessDenied(_refusal(secret))
-        if found.role < role:
+        if caller.role < role:
             raise AccessDenied(
-                f"the key {found.name!r} has the role {found.role.name!r}; "
+                f"the key {caller.name!r} has the role {caller.role.name!r}; "
                 f"{scope['method']} {scope['path']} needs {role.name!r}",
                 status=403,
                 code="insufficient_permissions",
             )
-        return found
+        return caller
 
-    def _named(self, secret: str) -> Caller | None:
+    def _caller_of(self, secret: str) -> Caller | None:
         if self._token and hmac.compare_digest(secret.encode(), self._token):
             return PLATFORM
         record = self._keys.check(secret)
@@ -161,31 +111,24 @@ class Access:
 
 
 class RoleCheck:
-    """The ASGI application of a route: its handler, for whom Access lets through."""
+    """The ASGI application of a route: its handler, for callers whom Access lets through."""
 
-    def __init__(self, handler: Handler, template: str, access: Access) -> None:
+    def __init__(self, handler: Handler, role: RequiredRole, access: Access) -> None:
         self._handler = handler
+        self._role = role
         self._access = access
-        self._needed: Callable[[str], Need] = cache(lambda method: needed(method, template))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        need = self._needed(scope["method"])  # one that the route has: others are 405 before this
-        if need != "open":
-            caller = self._access.caller(scope, need)
+        if self._role != "open":
+            caller = self._access.caller(scope, self._role)
             scope.setdefault("state", {})["caller"] = caller
         _check_encoding(scope)
         response = await self._handler(Request(scope, receive, send))
         await response(scope, receive, send)
 
 
-def guarded(route: Route, access: Access) -> Route:
-    """The route, with a Gate before its handler."""
-    route.app = RoleCheck(route.endpoint, route.path_format, access)
-    return route
-
-
 def _check_encoding(scope: Scope) -> None:
-    """Raises BadEncoding for a body that is compressed: it would be read as what it is not."""
+    """Raise BadEncoding for a compressed body: nothing here unpacks one."""
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() not in PLAIN:
             raise BadEncoding(
@@ -196,14 +139,14 @@ def _check_encoding(scope: Scope) -> None:
 
 
 def _secret(scope: Scope) -> str:
-    """The key in the request: OpenAI's clients send it as a bearer token, Anthropic's by name."""
-    given = ""
+    """Return the key in a request: OpenAI's clients send a bearer token, Anthropic's a header."""
+    secret = ""
     for name, value in scope["headers"]:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return str(value[7:].strip().decode("latin-1"))
         if name == b"x-api-key":
-            given = value.strip().decode("latin-1")
-    return given
+            secret = value.strip().decode("latin-1")
+    return secret
 
 
 def _refusal(secret: str) -> str:
@@ -213,12 +156,12 @@ def _refusal(secret: str) -> str:
             "an API key is needed: send it as 'Authorization: Bearer sk-...' (the clients' "
             f"api_key) or 'x-api-key'; {hint}"
         )
-    shown = f"{secret[:8]}...{secret[-4:]}" if len(secret) > 24 else "the one given"
-    return f"incorrect API key ({shown}): it is unknown here or was revoked; {hint}"
+    label = f"{secret[:8]}...{secret[-4:]}" if len(secret) > 24 else "the one given"
+    return f"incorrect API key ({label}): it is unknown here or was revoked; {hint}"
 
 
 def _check_page(scope: Scope) -> None:
-    """Let no web page in that is not of this host. Raises AccessDenied."""
+    """Raise AccessDenied for a request by a web page of another host."""
     site = b""
     for name, value in scope["headers"]:
         if name == b"sec-fetch-site":

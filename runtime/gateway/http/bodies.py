@@ -1,4 +1,4 @@
-"""What comes in and goes out: JSON bodies, query parameters, ids; all refusals are BadInput."""
+"""Bodies: JSON, query parameters and ids of requests, checked; JSON answers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.gateway.http.error_envelope import SENT, BodyTooLarge
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # also safe as a header and a folder
-MARKS = "cray_agents"  # begins what the platform alone says to its engines
+MARKS = "cray_agents"  # prefix of the fields that only the platform may send to engines
 COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
-DEEPEST = 100  # lists and objects within each other: what writes JSON again gives up beyond 250
-DIGITS = 18  # of a number in a query: more are no number that anything here counts to
+DEEPEST = 100  # lists and objects within each other; orjson cannot write more than 250
+DIGITS = 18  # of a number in a query: nothing here counts further
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """The body as a JSON object. Raises BadInput; BodyTooLarge beyond `limit` bytes."""
+    """Return the body as a JSON object. Raises BadInput; BodyTooLarge beyond `limit` bytes."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -48,31 +48,31 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
 
 
 def has_body(request: Request) -> bool:
-    """Whether anything is sent with it."""
+    """Tell whether a request has a body."""
     return request.headers.get("content-length", "0") != "0" or (
         "transfer-encoding" in request.headers
     )
 
 
 def parse(model: type[Model], value: Any, under: str = "") -> Model:
-    """A record from JSON. Raises BadInput naming the first field that does not fit."""
+    """Return a record from JSON. Raises BadInput naming the first field that does not fit."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        where = [*([under] if under else []), *map(str, first["loc"])]
-        param = ".".join(where) if where else None
+        path = [*([under] if under else []), *map(str, first["loc"])]
+        param = ".".join(path) if path else None
         raise BadInput(f"{param or 'the body'}: {first['msg']}", param=param) from error
 
 
 def check_unmarked(body: Mapping[str, Any]) -> None:
     """Raise BadInput where a request to a model carries a mark that only the platform sets.
 
-    They go to vLLM in `vllm_xargs`: a marked request would be answered by weights that nothing has
-    proven yet, or not be recorded whole (vllm_scheduler.py).
+    Marks go to vLLM in `vllm_xargs`. A marked request could be answered by unproven weights, or
+    not be recorded whole (runtime/vllm_plugins/scheduler.py).
     """
-    given = body.get("vllm_xargs")
-    marks = [name for name in given if name.startswith(MARKS)] if isinstance(given, dict) else []
+    args = body.get("vllm_xargs")
+    marks = [name for name in args if name.startswith(MARKS)] if isinstance(args, dict) else []
     if marks:
         raise BadInput(
             f"vllm_xargs: {marks[0][:64]!r} is the platform's own; leave out what begins with "
@@ -81,13 +81,13 @@ def check_unmarked(body: Mapping[str, Any]) -> None:
         )
 
 
-def answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer."""
-    return Response(orjson.dumps(value), 200, headers, "application/json")
+def json_response(value: Any) -> Response:
+    """Return a JSON answer."""
+    return Response(orjson.dumps(value), 200, media_type="application/json")
 
 
-def listed(rows: Sequence[Mapping[str, Any]], has_more: bool, name: str = "id") -> dict[str, Any]:
-    """A page of a list in OpenAI's shape; `name` is the field that `after` means."""
+def page(rows: Sequence[Mapping[str, Any]], has_more: bool, name: str = "id") -> dict[str, Any]:
+    """Return a page of a list in OpenAI's shape; `after` refers to the field `name`."""
     return {
         "object": "list",
         "data": rows,
@@ -98,7 +98,7 @@ def listed(rows: Sequence[Mapping[str, Any]], has_more: bool, name: str = "id") 
 
 
 def field(body: dict[str, Any], name: str, kind: type[Any], default: Any = None) -> Any:
-    """A field of a body, of a kind. Without a default it must be there. Raises BadInput."""
+    """Return a field of a body, of this kind. Raises BadInput, also if it has no default."""
     value = body.get(name, default)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise BadInput(f"{name} must be given as a {kind.__name__}", param=name)
@@ -106,7 +106,7 @@ def field(body: dict[str, Any], name: str, kind: type[Any], default: Any = None)
 
 
 def query(request: Request, *known: str) -> dict[str, str]:
-    """The query parameters. An unknown one is an error, for it would have no effect."""
+    """Return the query parameters. Raises BadInput for an unknown one: it has no effect."""
     for name in request.query_params:
         if name not in known:
             raise BadInput(
@@ -117,38 +117,38 @@ def query(request: Request, *known: str) -> dict[str, str]:
     return dict(request.query_params)
 
 
-def number(given: Mapping[str, str], name: str, default: int, most: int | None = None) -> int:
-    """A whole, non-negative query parameter. Raises BadInput."""
-    text = given.get(name, str(default))
+def number(params: Mapping[str, str], name: str, default: int, most: int | None = None) -> int:
+    """Return a whole, non-negative query parameter. Raises BadInput."""
+    text = params.get(name, str(default))
     most = 10**DIGITS - 1 if most is None else most
     if not (text.isascii() and text.isdecimal() and len(text) <= DIGITS) or int(text) > most:
         raise BadInput(f"{name} must be a whole number up to {most}, not {text!r}", param=name)
     return int(text)
 
 
-def path_number(request: Request, name: str, what: str) -> int:
-    """A number from the path; what is none that anything here counts to is not found."""
+def path_number(request: Request, name: str, noun: str) -> int:
+    """Return a number from the path. Raises NotFound, also for one that is too large."""
     value = str(request.path_params[name])
     if not COUNT.fullmatch(value):
-        raise NotFound(f"no {what} {value!r}", param=name)
+        raise NotFound(f"no {noun} {value!r}", param=name)
     return int(value)
 
 
-def path_id(request: Request, name: str, what: str) -> str:
-    """An id from the path; what cannot be one is not found, and never reaches the disk."""
+def path_id(request: Request, name: str, noun: str) -> str:
+    """Return an id from the path. Raises NotFound for text that never names a file."""
     value = str(request.path_params[name])
     if not ID.fullmatch(value):
-        raise NotFound(f"no {what} {value!r}", param=name)
+        raise NotFound(f"no {noun} {value!r}", param=name)
     return value
 
 
 def _too_deep(body: dict[str, Any]) -> str | None:
-    """The first field that is nested too deeply."""
+    """Return the first field that is nested too deeply."""
     for name, value in body.items():
         level = [value] if isinstance(value, dict | list) else []
         for _ in range(DEEPEST):
             inner = [v.values() if isinstance(v, dict) else v for v in level]
-            level = [v for held in inner for v in held if isinstance(v, dict | list)]
+            level = [v for values in inner for v in values if isinstance(v, dict | list)]
             if not level:
                 break
         else:

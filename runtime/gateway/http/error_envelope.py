@@ -1,11 +1,12 @@
-"""Every failure as OpenAI's envelope: {"error": {"message", "type", "param", "code"}}.
+"""Error envelope: failures as OpenAI's {"error": {"message", "type", "param", "code"}}.
 
-Who speaks Anthropic's API (by path, or by the header that its clients always send) gets
-Anthropic's: {"type": "error", "error": {"type", "message", "param", "code"}}, the last two more.
+A request to Anthropic's API (by path, or by the header that its clients always send) gets
+Anthropic's: {"type": "error", "error": {"type", "message", "param", "code"}}; the last two fields
+are ours.
 
 Clients decide by status and `code`, so both are the same wherever an error comes from. The OpenAI
-client repeats 409 and 500 on its own, which would run a failed swap or job again: `x-should-retry`
-forbids it.
+client repeats 409 and 500 on its own. This would run a failed swap or job again, so
+`x-should-retry` forbids it.
 """
 
 import errno
@@ -41,14 +42,14 @@ from cray_agents.errors import (
 )
 from cray_agents.runtime.gateway.http.server_paths import without_paths
 
-PASSED_ON = {400, 413, 422, 429}  # the engine's own verdicts on a request; the rest is our failure
-ERROR_CODE = "cray_agents.error_code"  # in the scope of a request that failed, for edge.py
-SENT = "cray_agents.sent"  # in the scope, the body of JSON that was read
-LONGEST = 2000  # characters of a message: what it quotes may be as long as the request
-FINAL = {"engine_died", "model_not_loaded"}  # to send it again changes nothing, or harms
+PASSED_ON = {400, 413, 422, 429}  # statuses of an engine that blame the request
+ERROR_CODE = "cray_agents.error_code"  # in the scope of a failed request, for middleware.py
+SENT = "cray_agents.sent"  # in the scope: the JSON body
+LONGEST = 2000  # characters of a message, which may quote a long request
+FINAL = {"engine_died", "model_not_loaded"}  # codes after which a repeat is useless or harmful
 ANTHROPIC = re.compile(r"(/runs/[^/]+)?/v1/messages(/.*)?")
 ANTHROPIC_HEADER = b"anthropic-version"
-ANTHROPIC_TYPES = {  # by status; else by its hundred
+ANTHROPIC_TYPES = {  # by status; other statuses by their hundred
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -63,7 +64,7 @@ log = logging.getLogger(__name__)
 
 
 class BodyTimeout(BadInput):
-    """A request's body stopped coming."""
+    """A request's body stopped."""
 
     code = "request_timeout"
 
@@ -81,7 +82,7 @@ class BodyTooLarge(BadInput):
 
 
 def status_of(error: CrayError) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     if isinstance(error, EngineTimeout):
         return 504
     if isinstance(error, EngineUnavailable | SetupError | SchedulerError):
@@ -107,7 +108,7 @@ def status_of(error: CrayError) -> int:
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Whether who asks speaks Anthropic's API."""
+    """Tell whether a request is to Anthropic's API."""
     return ANTHROPIC.fullmatch(scope["path"]) is not None or any(
         name == ANTHROPIC_HEADER for name, _ in scope["headers"]
     )
@@ -116,9 +117,9 @@ def is_anthropic(scope: Scope) -> bool:
 def envelope(
     status: int, message: str, code: str, param: str | None = None, scope: Scope | None = None
 ) -> bytes:
-    """The JSON of an error, in the shape of the API that the request of this `scope` speaks.
+    """Return the JSON of an error, in the shape of the request's API.
 
-    Of its own words the client may be told again what would be a path of the platform's.
+    Paths in the message are shortened, unless the client sent them itself.
     """
     message = without_paths(message[: 4 * LONGEST], b"" if scope is None else _sent(scope))
     anthropic = scope is not None and is_anthropic(scope)
@@ -137,19 +138,19 @@ def envelope(
 
 
 def error_json(error: CrayError, scope: Scope) -> bytes:
-    """The JSON of one of our errors."""
+    """Return the JSON of one of our errors."""
     param = getattr(error, "param", None)
     return envelope(status_of(error), str(error), str(error.code), param, scope)
 
 
 def error_event(error: CrayError, scope: Scope) -> bytes:
-    """What a stream that already began ends with."""
+    """Return the last event of a stream that fails after its start."""
     name = b"event: error\n" if is_anthropic(scope) else b""
     return name + b"data: " + error_json(error, scope) + b"\n\n"
 
 
 def error_response(error: CrayError, scope: Scope) -> Response:
-    """The answer to a request that failed with one of our errors."""
+    """Return the answer to a request that failed with one of our errors."""
     status = status_of(error)
     headers = {}
     if (isinstance(error, SwapError | JobError) and status != 503) or error.code in FINAL:
@@ -165,25 +166,25 @@ def error_response(error: CrayError, scope: Scope) -> Response:
 
 
 async def on_cray_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler for our errors."""
+    """Answer one of our errors, for Starlette."""
     assert isinstance(error, CrayError)
     request.scope[ERROR_CODE] = str(error.code)
     return error_response(error, request.scope)
 
 
 async def on_os_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler for the system's: a full disk is told as such, the rest is a bug."""
+    """Answer a full disk, for Starlette; raise any other error of the system as a bug."""
     assert isinstance(error, OSError)
     if error.errno not in FULL:
         raise error
     log.error("%s %s: %s", request.method, request.url.path, error)
-    what = os.strerror(error.errno or errno.ENOSPC)
-    full = DiskFull(f"{what}: nothing was stored; free some of the platform's disk, send it again")
+    text = os.strerror(error.errno or errno.ENOSPC)
+    full = DiskFull(f"{text}: nothing was stored; free some of the platform's disk, send it again")
     return await on_cray_error(request, full)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler for its own: no such path, or not with this method."""
+    """Answer Starlette's own errors: an unknown path, or another method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = REASONS.get(error.status_code, "invalid_request")
@@ -193,7 +194,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _sent(scope: Scope) -> bytes:
-    """What a client has written: its path and query, and a body of JSON once that was read."""
+    """Return the client's own text: path, query, and the JSON body once it was read."""
     body: bytes | bytearray = scope.get(SENT, b"")
     return b"\n".join((scope["path"].encode(), scope.get("query_string", b""), body))
 

@@ -1,9 +1,9 @@
-"""What the gateway counts, for Prometheus: GET /metrics.
+"""Metrics: the counters of the gateway for Prometheus.
 
-Every application has a registry of its own. Labels come from closed sets (route templates, methods
-that a route has, status classes, and error codes up to a bound), so that no client can make series
-at will. Label lookups are kept, for they are what counting costs most. edge.py counts requests;
-the others tell what happened by the methods here; routes/metrics.py shows it.
+Every application has a registry of its own. Labels come from closed sets: route templates, methods
+that a route has, status classes, and error codes up to a bound. So no client can make series at
+will. Label lookups are cached, for they cost most. middleware.py counts requests; other callers
+report through the methods here. routes/platform.py serves GET /metrics.
 """
 
 from collections import Counter as Counts
@@ -17,13 +17,13 @@ from cray_agents.runtime.pool.replica_slot import State
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 SWAP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-OTHER = "other"
-MOST_CODES = 100  # error codes told apart: ours, and those an engine answers with
-GONE = "gone"  # the status class when the client left before the answer began
+OTHER = "other"  # the label of unknown routes, methods and codes
+MOST_CODES = 100  # error codes with a series of their own, ours and those of engines
+GONE = "gone"  # status class of a client that left before the answer
 
 
-class _Route:
-    """One series of requests: its children, looked up once."""
+class _Series:
+    """The series of one route, method and status, looked up once."""
 
     def __init__(self, metrics: "Metrics", route: str, method: str, status: str) -> None:
         self.count = metrics.requests.labels(route, method, status)
@@ -68,9 +68,9 @@ class Metrics:
         self.in_flight = 0  # HTTP requests in the gateway now
         self._prompt, self._sampled = self.tokens.labels("prompt"), self.tokens.labels("sampled")
         self._swapped = {good: self.swap_seconds.labels(_outcome(good)) for good in (True, False)}
-        self._routes: dict[tuple[str, str, int], _Route] = {}
+        self._series: dict[tuple[str, str, int], _Series] = {}
         self._codes: set[str] = set()
-        self._states: set[str] = set(get_args(State))  # each is shown, with 0 too
+        self._states: set[str] = set(get_args(State))  # all are listed, also with 0
         self._in_flight = Gauge("cray_requests_in_flight", "HTTP requests now", registry=registry)
         self._places = Gauge(
             "cray_admission_requests",
@@ -84,19 +84,19 @@ class Metrics:
         self._replicas = Gauge("cray_replicas", "Replicas by state", ["state"], registry=registry)
 
     def request(self, route: str, method: str, status: int, first: float, total: float) -> None:
-        """A request ended: seconds to its answer's head and end. Status 0: the client was gone."""
+        """Count a request: seconds to its answer's head and end. Status 0: the client left."""
         key = (route, method, status // 100)
-        kept = self._routes.get(key)
+        kept = self._series.get(key)
         if kept is None:
-            shown = f"{status // 100}xx" if status else GONE
-            kept = self._routes[key] = _Route(self, route, method, shown)
+            label = f"{status // 100}xx" if status else GONE
+            kept = self._series[key] = _Series(self, route, method, label)
         kept.count.inc()
         if status:
             kept.first_byte.observe(first)
         kept.seconds.observe(total)
 
     def error(self, code: str) -> None:
-        """A request, or a stream that had begun, failed with this code."""
+        """Count a failed request or stream by its code."""
         if code not in self._codes:
             if len(self._codes) >= MOST_CODES:
                 code = OTHER
@@ -104,17 +104,17 @@ class Metrics:
         self.errors.labels(code).inc()
 
     def recorded(self, prompt: int, sampled: int, calls: int = 1) -> None:
-        """Calls are in the store: their tokens, in all."""
+        """Count recorded calls and the sum of their tokens."""
         self.calls.inc(calls)
         self._prompt.inc(prompt)
         self._sampled.inc(sampled)
 
     def swapped(self, seconds: float, good: bool) -> None:
-        """A swap of the whole pool came to its end."""
+        """Count a swap of the whole pool that has ended."""
         self._swapped[good].observe(seconds)
 
-    def look(self, admission: Admission, states: Iterable[str]) -> None:
-        """Take down how things are now, before they are shown."""
+    def set_gauges(self, admission: Admission, states: Iterable[str]) -> None:
+        """Set the gauges to the present state."""
         self._in_flight.set(self.in_flight)
         self._capacity.set(admission.capacity)
         for name, batch in (("interactive", False), ("batch", True)):

@@ -1,12 +1,12 @@
-"""The gateway's outermost layer: what every answer carries, and an envelope for every failure.
+"""Middleware: headers of every answer, and an envelope for every failure.
 
     x-request-id            the caller's, if it is a plain one, else a new one
     openai-processing-ms    from the request's head to the answer's
-    x-ratelimit-*-requests  on model calls: how many requests are taken at once, how many more now,
-                            and when none would be there (admission.py)
+    x-ratelimit-*-requests  on model calls: requests admitted at once, how many more now, and the
+                            time until all have ended (admission.py)
 
-It counts the requests (metrics.py), and does not wait for ever for a body. Who may come in is
-decided one layer further in, where the route is known: auth.py.
+It counts the requests (metrics.py), and limits the wait for a body. The role check is one layer
+further in, where the route is known: auth.py.
 """
 
 import asyncio
@@ -19,11 +19,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cray_agents.records import new_id
-from cray_agents.runtime.gateway.http.auth import is_model_call
 from cray_agents.runtime.gateway.http.error_envelope import ERROR_CODE, BodyTimeout, envelope
-from cray_agents.runtime.gateway.http.metrics import OTHER
+from cray_agents.runtime.gateway.http.metrics import OTHER, Metrics
+from cray_agents.runtime.gateway.http.routing import DeclaredRoute
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.gateway.services import Services
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 INTERNAL = "internal_error"
@@ -36,38 +35,41 @@ log = logging.getLogger(__name__)
 class Middleware:
     """ASGI middleware around all routes."""
 
-    def __init__(self, app: ASGIApp, services: Services) -> None:
+    def __init__(
+        self, app: ASGIApp, admission: Admission, metrics: Metrics, body_timeout: float
+    ) -> None:
         self.app = app
-        self._admission = services.admission
-        self._metrics = services.metrics
-        self._body_timeout = services.body_timeout
+        self._admission = admission
+        self._metrics = metrics
+        self._body_timeout = body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun = time.perf_counter()
+        start = time.perf_counter()
         request_id = _request_id(scope)
         status, first = 0, 0.0
 
-        async def tagged(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status, first
             if message["type"] == "http.response.start":
                 status = message["status"]
-                first = time.perf_counter() - begun
+                first = time.perf_counter() - start
                 headers: Headers = [
                     *message.get("headers", ()),
                     (b"x-request-id", request_id),
                     (b"openai-processing-ms", b"%d" % (first * 1000)),
                 ]
-                if is_model_call(_template(scope)):
+                if _is_rate_limited(scope):
                     headers += _rate_limit(self._admission)
                 message["headers"] = headers
             await send(message)
 
         self._metrics.in_flight += 1
         try:
-            await self.app(scope, _impatient(receive, self._body_timeout), tagged)
+            timed = _with_timeout(receive, self._body_timeout)
+            await self.app(scope, timed, send_with_headers)
         except ClientDisconnect:
             log.info("%s: the client went away", request_id.decode())
         except Exception as error:
@@ -75,10 +77,10 @@ class Middleware:
             scope[ERROR_CODE] = INTERNAL
             if status:
                 raise
-            await _answer_500(scope, tagged, error)
+            await _answer_500(scope, send_with_headers, error)
         finally:
             self._metrics.in_flight -= 1
-            self._count(scope, status, first, time.perf_counter() - begun)
+            self._count(scope, status, first, time.perf_counter() - start)
 
     def _count(self, scope: Scope, status: int, first: float, total: float) -> None:
         route = scope.get("route")
@@ -90,18 +92,23 @@ class Middleware:
 
 
 def _template(scope: Scope) -> str:
-    """The path template of the request's route, once it was found."""
+    """Return the path template of the request's route, once that is known."""
     route = scope.get("route")
     return route.path if isinstance(route, Route) else OTHER
 
 
-def _impatient(receive: Receive, seconds: float) -> Receive:
-    """`receive`, but a body that stands still so long is BodyTimeout."""
+def _is_rate_limited(scope: Scope) -> bool:
+    route = scope.get("route")
+    return isinstance(route, DeclaredRoute) and route.declaration.rate_limited
+
+
+def _with_timeout(receive: Receive, seconds: float) -> Receive:
+    """Return `receive` that raises BodyTimeout for a body that stands still so long."""
     more = True
 
-    async def impatient() -> Message:
+    async def timed() -> Message:
         nonlocal more
-        if not more:  # only the client's leaving can come now
+        if not more:  # only a disconnect can follow
             return await receive()
         try:
             async with asyncio.timeout(seconds):
@@ -113,7 +120,7 @@ def _impatient(receive: Receive, seconds: float) -> Receive:
         more = bool(message.get("more_body"))
         return message
 
-    return impatient
+    return timed
 
 
 def _rate_limit(admission: Admission) -> Headers:
@@ -126,7 +133,7 @@ def _rate_limit(admission: Admission) -> Headers:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as OpenAI's headers have them: `12ms`, `1.5s`, `6m0s`."""
+    """Return seconds in the format of OpenAI's headers: `12ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f}ms"
     if seconds < 60:

@@ -1,7 +1,7 @@
-"""multipart/form-data, streamed: one file goes straight into a blob's draft, fields stay small.
+"""Multipart forms, streamed: one file goes straight into a blob's draft, fields stay small.
 
-The body is never held whole: while a thread parses, hashes and writes one piece, the next arrives.
-Called by routes/files.py and routes/uploads.py. Every refusal is BadInput, with `param` and `code`.
+The body is never whole in memory: a thread parses, hashes and writes one piece while the next
+arrives. Called by routes/files.py and routes/uploads.py. Every refusal is BadInput.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ if TYPE_CHECKING:  # it exists for type checkers alone
     from python_multipart.multipart import MultipartCallbacks
 
 FIELD_BYTES = 64 * 1024  # at most, in all fields that are no file
-PARTS = 32  # at most, in one form
+MAX_PARTS = 32  # at most, in one form
 FRAME_BYTES = 256 * 1024  # what boundaries, headers and fields may add to a file
 AS_IT_IS = {"", "binary", "8bit", "7bit"}  # transfer encodings that change nothing
 BAD = "invalid_multipart"
-QUIET = logging.Logger("multipart", logging.ERROR)  # what the parser warns of, the client is told
+QUIET = logging.Logger("multipart", logging.ERROR)  # the client gets the parser's warnings
 
 
 @dataclass
 class Form:
-    """A form as it came in. `file` is not published yet, and is removed unless the caller does."""
+    """A form as received. `file` is a draft, removed at the end unless the caller publishes it."""
 
     fields: dict[str, str] = field(default_factory=dict)
     file: BlobDraft | None = None
@@ -45,7 +45,7 @@ class Form:
 async def receive_form(
     request: Request, name: str, open_draft: Callable[[], BlobDraft], limit: int
 ) -> AsyncIterator[Form]:
-    """The form in a request's body, whose file is in the field `name`, of at most `limit` bytes.
+    """Receive the form in a request's body; its file is the field `name`, of at most `limit` bytes.
 
     Raises BadInput, BodyTooLarge, StoreError; ClientDisconnect if the body does not end.
     """
@@ -58,7 +58,7 @@ async def receive_form(
 
 
 class FormReader:
-    """Takes a body in pieces, from one thread at a time."""
+    """Parser of a body in pieces, for one thread at a time."""
 
     def __init__(
         self, content_type: str, name: str, open_draft: Callable[[], BlobDraft], limit: int
@@ -67,7 +67,7 @@ class FormReader:
         self._open_draft = open_draft
         self._limit = limit
         self._form = Form()
-        self._parts = 0
+        self._part_count = 0
         self._field_bytes = 0
         self._header = (bytearray(), bytearray())
         self._headers: dict[bytes, bytes] = {}
@@ -97,7 +97,7 @@ class FormReader:
             raise self._bad(str(error)) from error
 
     def form(self) -> Form:
-        """What came. Raises BadInput if the form is not whole."""
+        """Return the form. Raises BadInput if it is not whole."""
         if not self._ended:
             raise self._bad("it ends before its closing boundary")
         for name, value in self._values.items():
@@ -110,9 +110,9 @@ class FormReader:
             self._form.file.discard()
 
     def _on_part_begin(self) -> None:
-        self._parts += 1
-        if self._parts > PARTS:
-            raise self._bad(f"it has more than {PARTS} parts")
+        self._part_count += 1
+        if self._part_count > MAX_PARTS:
+            raise self._bad(f"it has more than {MAX_PARTS} parts")
         self._headers = {}
 
     def _on_header_end(self) -> None:
@@ -164,7 +164,7 @@ class FormReader:
         self._ended = True
 
     def _ignore(self, data: memoryview) -> None:
-        """Before the first part there is nothing."""
+        """Drop data before the first part."""
 
     def _text(self, value: bytes | bytearray, name: str) -> str:
         try:
@@ -177,12 +177,12 @@ class FormReader:
 
 
 def too_large(name: str, limit: int) -> BodyTooLarge:
-    """The refusal of a file."""
+    """Return the refusal of a file."""
     return BodyTooLarge(f"{name} is larger than {limit} bytes, the most taken here", param=name)
 
 
 async def _feed(request: Request, reader: FormReader, name: str, limit: int) -> None:
-    """The body into the reader; at most one piece is being worked on while the next gathers."""
+    """Feed the body to the reader: a thread parses one piece while the next arrives."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit + FRAME_BYTES:
         raise too_large(name, limit)
@@ -205,7 +205,7 @@ async def _feed(request: Request, reader: FormReader, name: str, limit: int) -> 
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body in pieces that are worth a thread each."""
+    """Yield the body in pieces that are worth a thread each."""
     gathered: list[bytes] = []
     size = 0
     async with contextlib.aclosing(request.stream()) as stream:

@@ -1,8 +1,8 @@
-"""Uvicorn's HTTP, with an envelope also for what is no HTTP, and a time limit for a request's head.
+"""HTTP protocol: uvicorn's, with an error envelope for malformed HTTP and a limit for heads.
 
-Such bytes never reach the app. Whoever serves the gateway gives it to uvicorn:
-`uvicorn.Config(app, http=protocol(head_timeout), ws="none")`. The limit for a body is edge.py's,
-that for a connection between two requests uvicorn's own.
+Malformed bytes never reach the app. The server is made with
+`uvicorn.Config(app, http=protocol(head_timeout), ws="none")`. middleware.py limits the wait for a
+body; uvicorn limits the wait between two requests.
 """
 
 import asyncio
@@ -18,37 +18,37 @@ HEAD = (
 
 
 class Protocol(HttpToolsProtocol):
-    """A connection."""
+    """A connection to a client."""
 
-    head_timeout = 20.0  # seconds from its beginning, or that of a head, to the head's end
+    head_timeout = 20.0  # seconds from the start of the connection or a head to the head's end
 
     _waiting: asyncio.TimerHandle | None = None
-    _begun = False  # whether a byte of the head is there
+    _head_started = False  # a byte of the head has arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for the first head."""
+        """Begin to wait for the first head."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone."""
+        """Stop waiting: the client has gone."""
         self._wait_no_more()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Of a head, a body, or more than one request."""
+        """Take bytes of a head, a body, or several requests."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:  # uvicorn waits no more, either
-            self._begun = True
+            self._head_started = True
             self._wait()
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Stop waiting: the head is whole."""
         self._wait_no_more()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be parsed, and end the connection."""
+        """Answer bytes that cannot be parsed, and end the connection."""
         message = f"{msg} The head or the framing of the body is wrong."
         self._refuse(b"400 Bad Request", envelope(400, message, "invalid_http"))
 
@@ -57,13 +57,13 @@ class Protocol(HttpToolsProtocol):
             self._waiting = self.loop.call_later(self.head_timeout, self._too_late)
 
     def _wait_no_more(self) -> None:
-        self._begun = False
+        self._head_started = False
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
 
     def _too_late(self) -> None:
-        if not self._begun:
+        if not self._head_started:
             self.transport.close()
             return
         message = f"the head of the request was not whole after {self.head_timeout:g} s"
@@ -75,10 +75,10 @@ class Protocol(HttpToolsProtocol):
 
 
 def protocol(head_timeout: float) -> type[Protocol]:
-    """The connections of a server that waits so many seconds for a head."""
+    """Return the protocol of a server that waits so many seconds for a head."""
 
     class Timed(Protocol):
-        """A connection."""
+        """A connection with this time limit."""
 
     Timed.head_timeout = head_timeout
     return Timed

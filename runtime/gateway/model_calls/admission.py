@@ -1,25 +1,24 @@
-"""Who may ask the engines now, who waits, and who is told to come again.
+"""Admission: let requests in up to the engines' capacity, queue others, refuse the rest.
 
-The engines take `capacity` requests at once. Those beyond it wait here, where it costs nothing,
-rather than in an engine: a queue for each key, served in turn, so that a key with a thousand
-waiting delays one with a single request by one request. The queue is bounded: beyond it a request
-is refused with 429 and told when to come again. A full queue still takes a key that has less than
-its share of it waiting, so that nobody fills it against the others; with k keys it thus holds at
-most bound × (1 + 1/2 + ... + 1/k).
+The engines take `capacity` requests at once. Further requests wait here, where waiting is free.
+Each API key has a queue, and the queues are served in turn: a key with a thousand waiting requests
+delays another key's single request by one. The queues together are bounded. Beyond the bound a
+request is refused with 429 and a time to retry. A full queue still takes a key that has less than
+its share waiting, so that no key shuts out another. With k keys it thus holds at most
+bound × (1 + 1/2 + ... + 1/k).
 
-Batch requests are let in when no interactive one waits, and leave a reserve of slots free for those
-to come. They are never refused (who sends them bounds them), and never starve: when none was let in
-for `trickle` seconds, the next free slot is theirs.
+Batch requests are let in when no interactive one waits. They leave a reserve of slots free for
+interactive ones. They are never refused, since their sender bounds them, and never starve: when
+none was let in for `trickle` seconds, the next free slot is theirs.
 
-While weights are swapped nobody is refused. A request whose model no replica holds is parked: it
-takes no slot from those that could be answered, such as the evaluation of a candidate, and queues
-in its turn when its model is back; requests beyond the bound are let in to wait, too. Those parked
-at other times have a bound of their own, of the same size, so that they keep nobody out of the
-queue. When nothing could serve a request for `outage` seconds, it gets EngineUnavailable instead of
-a place.
+A request whose model no replica holds is parked. It takes no slot from requests that could be
+answered, such as the evaluation of a candidate, and queues again when its model is back. Nothing is
+refused while weights are swapped: requests beyond the bound wait, too. At other times the parked
+requests have a bound of their own, of the same size. A request that nothing could serve for
+`outage` seconds gets EngineUnavailable.
 
-One event loop, hence no lock; without contention no future and no task either. Called by
-answers.py and passing.py; metrics.py shows the numbers.
+For use on one event loop, hence no lock; without contention it makes no future and no task. Called
+by answer.py and passthrough.py; http/metrics.py shows the numbers.
 """
 
 import asyncio
@@ -32,14 +31,14 @@ from typing import NamedTuple
 
 from cray_agents.errors import EngineUnavailable, TooManyRequests
 
-RETRY_SECONDS = (0.05, 60.0)  # the least and the most that a client is told to wait
-_LOOK = 0.1  # seconds between looks at the capacity while somebody waits: nobody tells of a rise
-_SEEN = 1.0  # seconds without a look after which an outage may have ended and begun again
+RETRY_SECONDS = (0.05, 60.0)  # least and most in a Retry-After
+_POLL = 0.1  # seconds between checks of the capacity while requests wait: it rises without notice
+_STALE = 1.0  # seconds without a check after which an outage may have ended and begun again
 _WEIGHT = 1 / 32  # of the newest request in the mean of their seconds
 
 
 class Room(NamedTuple):
-    """How many requests are taken in all, how many more now, and seconds until it is empty."""
+    """Requests taken in all, room for more now, and seconds until all are answered."""
 
     limit: int
     remaining: int
@@ -47,14 +46,15 @@ class Room(NamedTuple):
 
 
 class Ticket:
-    """A request's place: it waits, is inside, and has left; `release` may come at any time, twice.
+    """A request's place: waiting, then inside, then released.
 
-    `async with ticket` waits for its turn and gives the slot back. Where the slot outlives the
-    handler, as with a stream: `await ticket.turn()`, then `ticket.release()` when all is done.
+    `async with ticket` waits for a slot and gives it back. A stream's slot outlives the handler:
+    `await ticket.wait()`, and `ticket.release()` at the end. `release` is safe at any time, also
+    twice.
     """
 
     __slots__ = (
-        *("_admission", "_begun", "_extra", "_parked", "_turn"),
+        *("_admission", "_entered", "_extra", "_parked_since", "_slot"),
         *("batch", "inside", "key", "model"),
     )
 
@@ -64,29 +64,29 @@ class Ticket:
         self.batch = batch
         self.inside = False
         self._admission = admission
-        self._turn: asyncio.Future[None] | None = None  # while it waits
+        self._slot: asyncio.Future[None] | None = None  # while it waits
         self._extra = False  # came during a swap: not counted against the bound
-        self._parked = 0.0  # since when, while no replica holds its model
-        self._begun = 0.0
+        self._parked_since = 0.0  # set while no replica holds its model
+        self._entered = 0.0
 
-    async def turn(self) -> None:
+    async def wait(self) -> None:
         """Wait until the request may go to the engines. Raises EngineUnavailable; see `outage`."""
-        if self._turn is None and not self.inside:
+        if self._slot is None and not self.inside:
             raise RuntimeError("this ticket was released")
-        if self._turn is not None:
+        if self._slot is not None:
             try:
-                await self._turn
-            except BaseException:  # cancelled, perhaps just after it was let in
+                await self._slot
+            except BaseException:  # cancelled, perhaps just after entering
                 self.release()
                 raise
 
     def release(self) -> None:
-        """Give the slot, or the place in the queue, to the next."""
+        """Give the slot, or the place in the queue, to the next request."""
         self._admission._leave(self)
 
     async def __aenter__(self) -> "Ticket":
         if not self.inside:
-            await self.turn()
+            await self.wait()
         return self
 
     async def __aexit__(
@@ -99,16 +99,17 @@ class Ticket:
 
 
 class Admission:
-    """Lets at most `capacity` requests in, the others in turn.
+    """At most `capacity` requests at the engines, and queues for the others.
 
     Args:
-        capacity: of the engines together; a callable is asked at each step, and 0 from it means
-            that nobody serves now (then the last other answer holds).
-        queue: how many interactive requests may wait, and be parked, config's `max_queue`.
-        serves: whether a replica can answer for a model now, by the name that the request has.
-        swapping: whether weights are being changed.
+        capacity: requests that the engines take together. A callable is called at each step; 0 from
+            it means an outage, during which its last other value is used.
+        queue: most interactive requests that wait, and most that are parked; `max_queue` in the
+            configuration.
+        serves: returns True if a replica can answer for a model, by the name in the request.
+        swapping: returns True while weights are being changed.
         trickle: seconds after which a waiting batch request is let in before interactive ones.
-        outage: seconds without capacity after which nobody is kept waiting.
+        outage: seconds without capacity after which no request is kept waiting.
     """
 
     def __init__(
@@ -127,30 +128,30 @@ class Admission:
         self._swapping = swapping
         self._trickle = trickle
         self._outage = outage
-        self._last = capacity if isinstance(capacity, int) else 64  # the capacity when last seen
-        self._dark: float | None = None  # since when nobody serves, as far as was looked
-        self._looked = 0.0
+        self._last_capacity = capacity if isinstance(capacity, int) else 64
+        self._dark_since: float | None = None  # start of an outage, as far as it was checked
+        self._last_check = 0.0
         self._queues: OrderedDict[str, OrderedDict[Ticket, None]] = OrderedDict()  # next key first
         self._batch: OrderedDict[Ticket, None] = OrderedDict()
         self._parked: OrderedDict[Ticket, None] = OrderedDict()
-        self._parked_of: Counter[str] = Counter()  # interactive ones by key, against the bound
-        self._batch_served = 0.0  # when one was last let in, or began to wait for it
+        self._parked_by_key: Counter[str] = Counter()  # interactive ones, against the bound
+        self._batch_served = 0.0  # time when one was last let in, or the first began to wait
         self._waiting = 0  # interactive ones
-        self._counted = 0  # ... of these, those against the bound
+        self._counted = 0  # interactive ones that count against the bound
         self._inside = 0
         self._batch_inside = 0
-        self._seconds: float | None = None  # mean time that a request is inside
+        self._mean_seconds: float | None = None  # that a request is inside
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, key: str = "", batch: bool = False, model: str = "") -> Ticket:
-        """A slot, or a place in the queue, at once: wait for its turn, and release it.
+        """Return a ticket at once: inside if a slot is free, else waiting. Release it in the end.
 
-        Raises TooManyRequests, before anything was waited for, and EngineUnavailable.
+        Raises TooManyRequests and EngineUnavailable, also at once.
         """
         ticket = Ticket(self, key, model, batch)
-        if not self._open(model):
+        if not self._is_served(model):
             if not batch:
-                parked = self._parked_of
+                parked = self._parked_by_key
                 self._check_room(ticket, parked.total(), parked[key], len(parked))
             self._park(ticket)
             return ticket
@@ -169,40 +170,40 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        """How many requests the engines take at once."""
+        """Requests that the engines take at once."""
         return self._now_capacity()
 
     @property
     def reserve(self) -> int:
-        """Slots that batch requests leave free for interactive ones; none of a single one."""
-        return min(self._last - 1, 1 + self._last // 8)
+        """Slots that batch requests leave free for interactive ones; 0 if the capacity is 1."""
+        return min(self._last_capacity - 1, 1 + self._last_capacity // 8)
 
     def inside(self, batch: bool = False) -> int:
-        """Requests at the engines now, of one class."""
+        """Return how many requests of one class are at the engines now."""
         return self._batch_inside if batch else self._inside - self._batch_inside
 
     def waiting(self, batch: bool = False) -> int:
-        """Requests that wait for a slot now, of one class."""
+        """Return how many requests of one class wait for a slot now."""
         parked = sum(ticket.batch is batch for ticket in self._parked)
         return parked + (len(self._batch) if batch else self._waiting)
 
     def batch_room(self) -> int:
-        """How many more batch requests would be let in at once, for who decides how many to send.
+        """Return how many more batch requests would be let in at once.
 
-        Never none for ever: a batch request may always wait here for its trickle.
+        A sender may send one even at 0: after `trickle` seconds it gets the next free slot.
         """
         if self._waiting or self._batch:
             return 0
         return max(0, self._now_capacity() - self.reserve - self._inside)
 
     def room(self) -> Room:
-        """What the rate-limit headers say."""
-        limit = self._last + self._queue
-        there = self._inside + self._waiting
-        return Room(limit, max(0, limit - there), self._drain(there))
+        """Return the numbers for the rate-limit headers."""
+        limit = self._last_capacity + self._queue
+        present = self._inside + self._waiting
+        return Room(limit, max(0, limit - present), self._drain_seconds(present))
 
-    def look(self) -> None:
-        """The capacity has changed: let in whom it now has room for. It is seen anyway, later."""
+    def recheck(self) -> None:
+        """Let requests in now, after a change of capacity. The next poll would do so, too."""
         self._grant()
 
     def _now_capacity(self) -> int:
@@ -210,65 +211,65 @@ class Admission:
             return self._capacity
         now = self._capacity()
         if now > 0:
-            self._last, self._dark = now, None
+            self._last_capacity, self._dark_since = now, None
             return now
-        looked, self._looked = self._looked, time.monotonic()
-        if self._dark is None or self._looked - looked > _SEEN:
-            self._dark = self._looked
-        return self._last
+        before, self._last_check = self._last_check, time.monotonic()
+        if self._dark_since is None or self._last_check - before > _STALE:
+            self._dark_since = self._last_check
+        return self._last_capacity
 
     def _let_in(self, ticket: Ticket) -> None:
         ticket.inside = True
-        ticket._begun = time.monotonic()
+        ticket._entered = time.monotonic()
         self._inside += 1
         if ticket.batch:
             self._batch_inside += 1
-            self._batch_served = ticket._begun
+            self._batch_served = ticket._entered
 
     def _leave(self, ticket: Ticket) -> None:
-        """The only way out, from each state; a second time there is nothing left to give back."""
-        turn, ticket._turn = ticket._turn, None
+        """Take a ticket out of any state. A second call does nothing."""
+        slot, ticket._slot = ticket._slot, None
         if ticket.inside:
             ticket.inside = False
             self._inside -= 1
             self._batch_inside -= ticket.batch
-            seconds = time.monotonic() - ticket._begun
-            before = seconds if self._seconds is None else self._seconds
-            self._seconds = before + _WEIGHT * (seconds - before)
+            seconds = time.monotonic() - ticket._entered
+            before = seconds if self._mean_seconds is None else self._mean_seconds
+            self._mean_seconds = before + _WEIGHT * (seconds - before)
             if self._waiting or self._batch or self._parked:
                 self._grant()
-        elif turn is not None:
+        elif slot is not None:
             self._drop(ticket)
-            turn.cancel()
+            slot.cancel()
 
-    def _open(self, model: str) -> bool:
+    def _is_served(self, model: str) -> bool:
         return self._serves is None or self._serves(model)
 
     def _park(self, ticket: Ticket) -> None:
-        """Let a ticket wait beside the queues, for its model."""
-        ticket._parked = time.monotonic()
+        """Let a ticket wait for its model, outside the queues."""
+        ticket._parked_since = time.monotonic()
         self._parked[ticket] = None
         if not (ticket.batch or ticket._extra):
-            self._parked_of[ticket.key] += 1
+            self._parked_by_key[ticket.key] += 1
         self._wait(ticket)
 
     def _unpark(self) -> None:
-        """Let those queue whose model is served again."""
-        seen: dict[str, bool] = {}
+        """Queue the parked tickets whose model is served again."""
+        served: dict[str, bool] = {}
         for ticket in list(self._parked):
-            if ticket.model not in seen:
-                seen[ticket.model] = self._open(ticket.model)
-            if seen[ticket.model]:
+            if ticket.model not in served:
+                served[ticket.model] = self._is_served(ticket.model)
+            if served[ticket.model]:
                 self._drop(ticket)
                 ticket._extra = True
                 self._join(ticket)
 
     def _wait(self, ticket: Ticket) -> None:
         loop = asyncio.get_running_loop()
-        if ticket._turn is None:
-            ticket._turn = loop.create_future()
+        if ticket._slot is None:
+            ticket._slot = loop.create_future()
         if self._timer is None:
-            self._timer = loop.call_later(_LOOK, self._tick)
+            self._timer = loop.call_later(_POLL, self._tick)
 
     def _join(self, ticket: Ticket) -> None:
         self._wait(ticket)
@@ -282,13 +283,13 @@ class Admission:
             self._counted += not ticket._extra
 
     def _drop(self, ticket: Ticket) -> None:
-        """Take a ticket out of where it waits, if it does."""
+        """Take a ticket out of its queue or out of the parked ones, if it is there."""
         if ticket in self._parked:
             del self._parked[ticket]
             if not (ticket.batch or ticket._extra):
-                self._parked_of[ticket.key] -= 1
-                if not self._parked_of[ticket.key]:
-                    del self._parked_of[ticket.key]
+                self._parked_by_key[ticket.key] -= 1
+                if not self._parked_by_key[ticket.key]:
+                    del self._parked_by_key[ticket.key]
             return
         mine = self._batch if ticket.batch else self._queues.get(ticket.key)
         if mine is None or ticket not in mine:
@@ -306,19 +307,19 @@ class Admission:
         free = self._now_capacity() - self._inside
         while free > 0 and (ticket := self._next(free)) is not None:
             self._drop(ticket)
-            if ticket._turn is None or ticket._turn.done():  # cancelled, and about to leave
+            if ticket._slot is None or ticket._slot.done():  # cancelled, and about to leave
                 continue
-            if not self._open(ticket.model):
+            if not self._is_served(ticket.model):
                 self._park(ticket)
                 continue
             if ticket.key in self._queues and not ticket.batch:
-                self._queues.move_to_end(ticket.key)  # the other keys come first
+                self._queues.move_to_end(ticket.key)  # now the other keys come first
             self._let_in(ticket)
-            ticket._turn.set_result(None)
+            ticket._slot.set_result(None)
             free -= 1
 
     def _next(self, free: int) -> Ticket | None:
-        """Whose turn it is when so many slots are free."""
+        """Return the next ticket to let in when `free` slots are free."""
         if self._batch:
             late = time.monotonic() - self._batch_served >= self._trickle
             if late or (not self._waiting and free > self.reserve):
@@ -336,29 +337,32 @@ class Admission:
             for queue in [*self._queues.values(), self._batch]:
                 self._refuse(list(queue), str(error))
         late = time.monotonic() - self._outage
-        for ticket in [ticket for ticket in self._parked if ticket._parked < late]:
+        for ticket in [ticket for ticket in self._parked if ticket._parked_since < late]:
             why = f"no replica has served {ticket.model} for {self._outage:g} s"
             self._refuse([ticket], f"{why}; GET /v1/pool tells what they hold")
         if self._waiting or self._batch or self._parked:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(_POLL, self._tick)
 
     def _refuse(self, tickets: Sequence[Ticket], why: str) -> None:
         for ticket in tickets:
             self._drop(ticket)
-            if ticket._turn is not None and not ticket._turn.done():
-                ticket._turn.set_exception(EngineUnavailable(why))
+            if ticket._slot is not None and not ticket._slot.done():
+                ticket._slot.set_exception(EngineUnavailable(why))
 
     def _check_room(self, ticket: Ticket, counted: int, mine: int, keys: int) -> None:
-        """Raise TooManyRequests where so many wait, of so many keys, and its own has its share."""
+        """Raise TooManyRequests if the queue is full and the ticket's key has its share of it.
+
+        `counted` requests of `keys` keys wait, `mine` of them of the ticket's own key.
+        """
         if counted < self._queue or mine < max(1, self._queue // (keys + (not mine))):
             return
         if self._swapping is not None and self._swapping():
             ticket._extra = True
             return
         least, most = RETRY_SECONDS
-        # spread over half the time that the queue takes, lest all come back at once
+        # spread the retries over half the time that the queue takes
         waiting = self.waiting()
-        seconds = self._drain(waiting) * random.uniform(0.5, 1.0)
+        seconds = self._drain_seconds(waiting) * random.uniform(0.5, 1.0)
         seconds = min(most, max(least, seconds))
         raise TooManyRequests(
             f"{self._inside} requests are served and {waiting} wait, which is the most "
@@ -367,16 +371,16 @@ class Admission:
         )
 
     def _check_outage(self) -> None:
-        if self._dark is None or time.monotonic() - self._dark < self._outage:
+        if self._dark_since is None or time.monotonic() - self._dark_since < self._outage:
             return
         if self._swapping is not None and self._swapping():
             return
         raise EngineUnavailable(
-            f"no replica has served for {time.monotonic() - self._dark:.0f} s; "
+            f"no replica has served for {time.monotonic() - self._dark_since:.0f} s; "
             "GET /v1/pool tells why"
         )
 
-    def _drain(self, requests: int) -> float:
-        """Seconds in which so many requests are worked off, as fast as the last ones were."""
-        seconds = 1.0 if self._seconds is None else self._seconds
-        return requests * seconds / max(1, self._last)
+    def _drain_seconds(self, requests: int) -> float:
+        """Return the seconds that so many requests take, at the pace of the last ones."""
+        seconds = 1.0 if self._mean_seconds is None else self._mean_seconds
+        return requests * seconds / max(1, self._last_capacity)

@@ -1,19 +1,18 @@
-"""The APIs that ask a model: resolve the version, wait for a place, ask the pool, record, answer.
+"""Model calls: resolve the version, wait for a place, ask the pool, record, answer.
 
-Every call is durably in the store before its answer ends, with the tokens the engine sampled and
-the `name@N` that sampled them. Read next: doors/, the APIs; call.py, what is recorded; relay.py,
-streams; repeats.py, what is sent again. What samples nothing is passed on: passing.py.
+Every call is durably in the store before its answer ends. The record holds the tokens the engine
+sampled and the `name@N` that sampled them. Read next: apis/, the APIs; call.py, the record;
+relay.py, streams; idempotency.py, repeats; passthrough.py, requests that sample nothing.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.ports import EngineCall
@@ -23,156 +22,142 @@ from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import ID, check_unmarked, read_json
 from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
-from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
-from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.model_calls.idempotency import (
-    IdempotencyKeys,
     InFlightKey,
     ReplayedAnswer,
     fingerprint,
     key_of,
 )
-from cray_agents.runtime.gateway.model_calls.relay import EventStream, Relay
+from cray_agents.runtime.gateway.model_calls.relay import EventStream, StreamRecorder
 from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Wanted
 from cray_agents.runtime.store.conversations import chain
 
-DOORS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 KEY_LENGTH = 255  # characters of an Idempotency-Key
-TAGS, TAG_LENGTH = 32, 100  # of a run
-OBJECTS = ("stream_options", "structured_outputs")  # of the latter vLLM fails otherwise: 500
-LOOK = 1.0  # seconds between looks at whether a version that is waited for is to be had
-PATIENCE = 0.05  # seconds after which it is watched whether the client is still there
+MAX_TAGS, TAG_LENGTH = 32, 100  # tags of a run, characters of one
+OBJECT_FIELDS = ("stream_options", "structured_outputs")  # other types in the latter: 500 from vLLM
+VERSION_POLL = 1.0  # seconds between checks for the version that a request waits for
+WATCH_AFTER = 0.05  # seconds of work after which the client's disconnect is watched for
 
 T = TypeVar("T")
 
 
-def routes(services: Services) -> list[Route]:
-    """A route for each API, and the same under a run's own base URL."""
-    repeats = IdempotencyKeys(services.store)
-    found = []
-    for door in DOORS:
-        handler = _handler(services, repeats, door)
-        found.append(Route(door.path, handler, methods=["POST"]))
-        found.append(Route(f"/runs/{{run_id}}{door.path}", handler, methods=["POST"]))
-    return found
+async def answer_call(services: Services, request: Request, api: SamplingApi) -> Response:
+    """Answer a request to a sampling API. Called by routes/sampling.py."""
+    body = await read_json(request, services.max_body)
+    call = _parse_call(services, api, request, body)
+    if _named_run(request) is not None:
+        await services.run_owners.check_call(caller_of(request), call.run_id)
+    if call.key is None:
+        return await _answer(services, request, call, None)
+    entry = await services.idempotency_keys.enter(api.id_prefix, call.exchange.id, call.fingerprint)
+    if isinstance(entry, ReplayedAnswer):
+        return _replay(call, entry)
+    call.exchange.id = entry.name
+    response: Response | None = None
+    try:
+        response = await _answer(services, request, call, entry)
+        return response
+    finally:
+        if not isinstance(response, EventStream):  # a stream leaves when it is recorded
+            entry.leave()
 
 
-def _handler(
-    services: Services, repeats: IdempotencyKeys, door: SamplingApi
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    async def handle(request: Request) -> Response:
-        body = await read_json(request, services.max_body)
-        call = _call(services, door, request, body)
-        if _named(request) is not None:
-            await services.run_owners.check_call(caller_of(request), call.run_id)
-        if call.key is None:
-            return await _ask(services, request, call, None)
-        turn = await repeats.enter(door.prefix, call.exchange.id, call.fingerprint)
-        if isinstance(turn, ReplayedAnswer):
-            return _again(call, turn)
-        call.exchange.id = turn.name
-        response: Response | None = None
-        try:
-            response = await _ask(services, request, call, turn)
-            return response
-        finally:
-            if not isinstance(response, EventStream):  # a stream leaves when it is recorded
-                turn.leave()
-
-    return handle
-
-
-async def _ask(
-    services: Services, request: Request, call: Call, turn: InFlightKey | None
+async def _answer(
+    services: Services, request: Request, call: Call, in_flight: InFlightKey | None
 ) -> Response:
-    model, live = call.exchange.request["model"], services.promoting.live
-    if call.door is RESPONSES:
+    model, live = call.exchange.request["model"], services.versions.live
+    if call.api is RESPONSES:
         call.exchange.request["request_id"] = call.id
-    wanted = resolved(services, call.exchange, call.session)
-    ticket = enter(services, request, model)
-    last = call.door.last if call.exchange.streams else None
+    wanted = resolve_version(services, call.exchange, call.session)
+    ticket = take_ticket(services, request, model)
+    last_event = call.api.last_event if call.exchange.streams else None
     answer = services.pool.answer(wanted, call.exchange)
-    answer = live.watched(model, call.session, call.exchange, answer, last)
+    answer = live.count_outcome(model, call.session, call.exchange, answer, last_event)
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
-        asked = whole(services, answer, ticket, wanted)
-        content = await unless_gone(request, ticket, asked)
-        # from here on it is recorded, whether the client is still there or not
-        content = await _recorded(services, call, content)
+        work = collect_answer(services, answer, ticket, wanted)
+        content = await await_or_disconnect(request, ticket, work)
+        # recorded from here on, even if the client leaves
+        content = await _record_answer(services, call, content)
         return Response(content, headers=headers, media_type="application/json")
 
-    async def record(data: list[Body], cut: str | None, whole: bytes | None) -> None:
+    async def record(data: list[Body], cut: str | None, reply: bytes | None) -> None:
         if cut == "error" and data:
             services.metrics.error("stream_broken")  # one that never began is counted by its status
-        if cut is None or call.sampled:
-            await _record(services, call, call.streamed(data, cut, whole))
+        if cut is None or call.has_tokens:
+            await _record(services, call, call.stream_events(data, cut, reply))
 
-    def told() -> bytes:
-        if not call.tells:
+    def samples_event() -> bytes:
+        if not call.returns_samples:
             return b""
         head = orjson.dumps({"id": call.id, "model": call.exchange.version, "choices": []})
-        return b"data: " + head[:-1] + call.samples() + b"}\n\n"
+        return b"data: " + head[:-1] + call.samples_member() + b"}\n\n"
 
-    def ended() -> None:
+    def on_end() -> None:
         ticket.release()
-        if turn is not None:
-            turn.leave()
+        if in_flight is not None:
+            in_flight.leave()
 
-    alive = services.keep_alive
-    relay = Relay(
-        its_turn(services, ticket, wanted), answer, call.door.last, told, record, ended, alive
+    recorder = StreamRecorder(
+        wait_for_slot(services, ticket, wanted),
+        answer,
+        call.api.last_event,
+        samples_event,
+        record,
+        on_end,
+        services.keep_alive,
     )
-    return EventStream(relay, await relay.head(), headers)
+    return EventStream(recorder, await recorder.first_piece(), headers)
 
 
-async def whole(
+async def collect_answer(
     services: Services, answer: AsyncGenerator[bytes, None], ticket: Ticket, wanted: Wanted
 ) -> bytes:
-    """The engine's answer in one piece."""
-    await its_turn(services, ticket, wanted)
+    """Wait for a place and return the engine's answer in one piece."""
+    await wait_for_slot(services, ticket, wanted)
     async with ticket, aclosing(answer) as pieces:
         return b"".join([piece async for piece in pieces])
 
 
-async def its_turn(services: Services, ticket: Ticket, wanted: Wanted) -> None:
-    """Wait for a place, and for a version that no replica holds, now or while it waits.
+async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> None:
+    """Wait for a place, and for the version to be loaded if no replica holds it.
 
-    Raises EngineUnavailable; NotLoaded at once, or SwapError, where it cannot be loaded.
+    Raises EngineUnavailable. Raises NotLoaded at once, or SwapError, if it cannot be loaded.
     """
-    turn: asyncio.Future[None] | None = None
+    slot: asyncio.Future[None] | None = None
     try:
-        while turn is None or not turn.done():
+        while slot is None or not slot.done():
             version = wanted if isinstance(wanted, str) else wanted()
-            loading = services.promoting.loaded(version)
+            loading = services.versions.load_on_demand(version)
             if loading is not None:
-                await asyncio.shield(loading)  # others wait for it, too
+                await asyncio.shield(loading)  # other requests wait for it, too
             if ticket.inside:
                 return
-            turn = turn or asyncio.ensure_future(ticket.turn())
-            await asyncio.wait({turn}, timeout=LOOK)
-        turn.result()
+            slot = slot or asyncio.ensure_future(ticket.wait())
+            await asyncio.wait({slot}, timeout=VERSION_POLL)
+        slot.result()
     finally:
-        if turn is not None:
-            turn.cancel()
+        if slot is not None:
+            slot.cancel()
 
 
-async def _recorded(services: Services, call: Call, content: bytes) -> bytes:
-    """What the client is to see of the engine's answer, once it is in the store."""
+async def _record_answer(services: Services, call: Call, content: bytes) -> bytes:
+    """Record the engine's answer and return the client's version of it."""
     answer = orjson.loads(content)
-    if call.tells:
-        content = content[: content.rindex(b"}")] + call.samples() + b"}"
-    await _record(services, call, call.whole(answer, content))
+    if call.returns_samples:
+        content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
+    await _record(services, call, call.answer_events(answer, content))
     return content
 
 
 async def _record(services: Services, call: Call, events: list[Event]) -> None:
     appended = await services.store.append(events, new=call.key is None)
-    if appended.duplicates:  # an id that was there: two platforms on one root, or a bug
+    if appended.duplicates:  # an id used before: two platforms on one root, or a bug
         raise StoreError(f"the call {call.id} was recorded before; send the request again")
     samples = call.exchange.samples
     prompt = sum(len(sample.prompt_token_ids) for sample in samples)
@@ -180,11 +165,11 @@ async def _record(services: Services, call: Call, events: list[Event]) -> None:
     services.metrics.recorded(prompt, sampled, len(events))
 
 
-def _call(services: Services, door: SamplingApi, request: Request, body: Body) -> Call:
-    """The request as a call. Checks only what recording needs; the engine judges the rest."""
+def _parse_call(services: Services, api: SamplingApi, request: Request, body: Body) -> Call:
+    """Return the request as a call. Only fields that the record needs are checked here."""
     if not isinstance(body.get("model"), str):
         raise BadInput("model must be given as a string", param="model")
-    messages = door.asked(body)
+    messages = api.parse_request(body)
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadInput("tools must be a list of objects", param="tools")
@@ -194,34 +179,44 @@ def _call(services: Services, door: SamplingApi, request: Request, body: Body) -
         )
     if not isinstance(body.get("stream"), bool | None):
         raise BadInput("stream must be true or false", param="stream")
-    for name in OBJECTS:
+    for name in OBJECT_FIELDS:
         if not isinstance(body.get(name), dict | None):
             raise BadInput(f"{name} must be an object", param=name)
     check_unmarked(body)
     caller = caller_of(request).key_id
-    key, mark = _key(request, caller, door, body)
-    tells = body.pop("return_samples", None) is True
-    if tells and not body.get("top_logprobs"):  # other servers' words for nearly the same
+    key, request_hash = _parse_key(request, caller, api, body)
+    returns_samples = body.pop("return_samples", None) is True
+    if returns_samples and not body.get("top_logprobs"):  # other servers' names for nearly the same
         body.pop("return_token_ids", None)
-        if body.get("logprobs") is True:  # a number is how many a completion is to tell
+        if body.get("logprobs") is True:  # a number would be a completion's count of them
             del body["logprobs"]
-    exchange = EngineCall(door.path, body, key or new_id("x")[2:])
-    run_id, asked = _run(services, request, door, messages, caller)
-    session = _session(request, body) or run_id
-    return Call(door, exchange, messages, run_id, session, asked, key, mark, tells, _tags(request),
-                owner_of(request))  # fmt: skip
+    exchange = EngineCall(api.path, body, key or new_id("x")[2:])
+    run_id, conversation_hash = _find_run(services, request, api, messages, caller)
+    return Call(
+        api,
+        exchange,
+        messages,
+        run_id,
+        session=_session(request, body) or run_id,
+        conversation_hash=conversation_hash,
+        key=key,
+        fingerprint=request_hash,
+        returns_samples=returns_samples,
+        tags=_parse_tags(request),
+        owner=owner_of(request),
+    )
 
 
-def _named(request: Request) -> str | None:
-    """The run that the client says its request belongs to."""
+def _named_run(request: Request) -> str | None:
+    """Return the run that the client names for its request."""
     return request.path_params.get("run_id") or request.headers.get("x-run-id")
 
 
-def _run(
-    services: Services, request: Request, door: SamplingApi, messages: list[Any], caller: str
+def _find_run(
+    services: Services, request: Request, api: SamplingApi, messages: list[Any], caller: str
 ) -> tuple[str, str | None]:
-    """The run that a request belongs to, and the hash by which its successor will find it."""
-    run_id = _named(request)
+    """Return a request's run, and the hash by which the next request will find it."""
+    run_id = _named_run(request)
     if run_id is not None:
         if not ID.fullmatch(run_id):
             raise BadInput(
@@ -229,32 +224,35 @@ def _run(
                 param="X-Run-Id",
             )
         return str(run_id), None
-    if door is COMPLETIONS:  # no conversation
+    if api is COMPLETIONS:  # no conversation
         return new_id("run"), None
     prefixes = chain(messages, caller)
-    found = services.store.conversations.find(prefixes, messages, caller)
-    return found or new_id("run"), prefixes[-1]
+    known_run = services.store.conversations.find(prefixes, messages, caller)
+    return known_run or new_id("run"), prefixes[-1]
 
 
 def _session(request: Request, body: Body) -> str | None:
-    """What a canary keeps together: the client's session, else its user."""
-    named = request.headers.get("x-session-id") or body.get("user")
-    return named if isinstance(named, str) else None
+    """Return the client's session, else its user. A canary keeps a session on one side."""
+    session = request.headers.get("x-session-id") or body.get("user")
+    return session if isinstance(session, str) else None
 
 
-def _tags(request: Request) -> list[str]:
-    """What the client wants its run to be found by: `X-Run-Tags: first, second`."""
+def _parse_tags(request: Request) -> list[str]:
+    """Return the tags for the run, as in `X-Run-Tags: first, second`."""
     given = request.headers.get("x-run-tags", "")
     tags = sorted({tag.strip() for tag in given.split(",")} - {""})
-    if len(tags) > TAGS or any(len(tag) > TAG_LENGTH for tag in tags):
+    if len(tags) > MAX_TAGS or any(len(tag) > TAG_LENGTH for tag in tags):
         raise BadInput(
-            f"X-Run-Tags holds at most {TAGS} tags of at most {TAG_LENGTH} characters, with commas",
+            f"X-Run-Tags holds at most {MAX_TAGS} tags of at most {TAG_LENGTH} characters, "
+            "with commas",
             param="X-Run-Tags",
         )
     return tags
 
 
-def _key(request: Request, caller: str, door: SamplingApi, body: Body) -> tuple[str | None, str]:
+def _parse_key(
+    request: Request, caller: str, api: SamplingApi, body: Body
+) -> tuple[str | None, str]:
     given = request.headers.get("idempotency-key")
     if given is None:
         return None, ""
@@ -263,48 +261,49 @@ def _key(request: Request, caller: str, door: SamplingApi, body: Body) -> tuple[
             f"an Idempotency-Key has 1 to {KEY_LENGTH} characters, not {len(given)}",
             param="Idempotency-Key",
         )
-    return key_of(caller, door.path, given), fingerprint(body)
+    return key_of(caller, api.path, given), fingerprint(body)
 
 
-def resolved(services: Services, exchange: EngineCall, session: str | None = None) -> Wanted:
-    """The version that a request's model means now, and how to ask again. Raises NotFound.
+def resolve_version(services: Services, exchange: EngineCall, session: str | None = None) -> Wanted:
+    """Return the version of a request's model, or a function that resolves it again later.
 
-    In a live session that may be a canary's; what has no session gets the promoted one.
+    A live session may get a canary's version; without a session it is the promoted one. Raises
+    NotFound.
     """
     model = exchange.request["model"]
 
-    def meant() -> str:
+    def resolve() -> str:
         if session is None:
             return services.registry.resolve(model).id
-        return services.promoting.live.meant(model, session).id
+        return services.versions.live.resolve(model, session).id
 
-    version = exchange.version = meant()
-    return version if model == version else meant
+    version = exchange.version = resolve()
+    return version if model == version else resolve
 
 
-def enter(services: Services, request: Request, model: str) -> Ticket:
-    """A place for a request; only the platform's own worker, which bounds itself, is a batch."""
+def take_ticket(services: Services, request: Request, model: str) -> Ticket:
+    """Return a request's ticket. Only the platform's own batch worker, an admin, may be a batch."""
     caller = caller_of(request)
     batch = caller.role is Role.admin and request.headers.get("x-priority") == "batch"
     return services.admission.enter(caller.key_id, batch, model)
 
 
-def _again(call: Call, before: ReplayedAnswer) -> Response:
+def _replay(call: Call, answer: ReplayedAnswer) -> Response:
     media_type = "text/event-stream" if call.exchange.streams else "application/json"
-    headers = {"x-run-id": before.run_id, "x-idempotent-replayed": "true"}
-    return Response(before.body, headers=headers, media_type=media_type)
+    headers = {"x-run-id": answer.run_id, "x-idempotent-replayed": "true"}
+    return Response(answer.body, headers=headers, media_type=media_type)
 
 
-async def unless_gone(request: Request, ticket: Ticket, work: Coroutine[Any, Any, T]) -> T:
-    """The result of work under a ticket; it is cancelled when the client leaves.
+async def await_or_disconnect(request: Request, ticket: Ticket, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work under a ticket, or cancel it when the client leaves.
 
-    Raises ClientDisconnect then. The client is looked after only if it takes a while: most of what
-    is quick needs no second task.
+    Raises ClientDisconnect then. The watching task starts only after WATCH_AFTER seconds, so that
+    quick requests do without it.
     """
     task = asyncio.current_task()
     assert task is not None
     watch = DisconnectWatcher(request, task)
-    timer = asyncio.get_running_loop().call_later(PATIENCE, watch.begin)
+    timer = asyncio.get_running_loop().call_later(WATCH_AFTER, watch.begin)
     try:
         return await work
     except asyncio.CancelledError:
@@ -314,11 +313,11 @@ async def unless_gone(request: Request, ticket: Ticket, work: Coroutine[Any, Any
     finally:
         timer.cancel()
         watch.end()
-        ticket.release()  # also where the work never came to its turn
+        ticket.release()  # also if the work never got its slot
 
 
 class DisconnectWatcher:
-    """Cancels a task when its client leaves."""
+    """A watch on a request's client, which cancels a task when the client leaves."""
 
     def __init__(self, request: Request, task: "asyncio.Task[Any]") -> None:
         self.gone = False
@@ -327,11 +326,11 @@ class DisconnectWatcher:
         self._watching: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Start watching."""
         self._watching = asyncio.create_task(self._watch())
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         if self._watching is not None:
             self._watching.cancel()
 

@@ -1,6 +1,6 @@
-"""One model call on its way: what names it, and the `call` events that the store keeps of it.
+"""A model call in flight: its identity, and the `call` events that record it.
 
-Made by answers.py; relay.py ends it for a stream. The hot path, hence dicts and no validation.
+Made by answer.py; relay.py records streamed ones. On the hot path, hence dicts and no validation.
 """
 
 import math
@@ -15,28 +15,28 @@ from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 
-LEAST_LOGPROB = -9999.0  # what vLLM itself writes for minus infinity
+LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
 NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
 
 
 @dataclass
 class Call:
-    """A request that samples. `key` makes it repeatable: see repeats.py.
+    """A request that samples. A `key` makes it repeatable; see idempotency.py.
 
-    `session`: what a canary keeps together. `tells`: whether the client wants the exact tokens in
-    its answer, as `samples`. `asked` is the hash of its conversation, if its run is found by that;
-    see conversations.py. `owner`: see ownership.py.
+    A canary keeps the calls of one `session` on one side. With `returns_samples` the answer also
+    carries the exact tokens, as `samples`. `conversation_hash` is set where the conversation leads
+    to its run; see store/conversations.py. `owner`: see ownership.py.
     """
 
-    door: SamplingApi
+    api: SamplingApi
     exchange: EngineCall
     messages: list[Message]
     run_id: str
     session: str
-    asked: str | None = None
+    conversation_hash: str | None = None
     key: str | None = None
     fingerprint: str = ""
-    tells: bool = False
+    returns_samples: bool = False
     tags: list[str] = field(default_factory=list)
     owner: str = ""
     started: float = field(default_factory=time.time)
@@ -45,16 +45,16 @@ class Call:
     @property
     def id(self) -> str:
         """The answer's id."""
-        return self.door.prefix + self.exchange.id
+        return self.api.id_prefix + self.exchange.id
 
     @property
-    def sampled(self) -> bool:
-        """Whether any token came."""
+    def has_tokens(self) -> bool:
+        """True once any token was sampled."""
         return any(sample.token_ids for sample in self.exchange.samples)
 
-    def samples(self) -> bytes:
-        """The member `samples` for an answer whose client wants it, with a comma before it."""
-        told = [
+    def samples_member(self) -> bytes:
+        """Return the answer's JSON member `samples`, with a comma before it."""
+        samples = [
             {
                 "prompt_token_ids": s.prompt_token_ids,
                 "token_ids": s.token_ids,
@@ -62,33 +62,33 @@ class Call:
             }
             for s in self.exchange.samples
         ]
-        return b',"samples":' + orjson.dumps(told)
+        return b',"samples":' + orjson.dumps(samples)
 
-    def whole(self, answer: Body, reply: bytes) -> list[Event]:
-        """The events of a call that was answered in one piece."""
-        return self._events(self.door.said(answer), None, reply)
+    def answer_events(self, answer: Body, reply: bytes) -> list[Event]:
+        """Return the events of a call that was answered in one piece."""
+        return self._events(self.api.parse_answer(answer), None, reply)
 
-    def streamed(self, data: list[Body], cut: str | None, reply: bytes | None) -> list[Event]:
-        """The events of a call whose stream had these data; `cut`: why it has no end."""
+    def stream_events(self, data: list[Body], cut: str | None, reply: bytes | None) -> list[Event]:
+        """Return the events of a streamed call; `cut` is the reason if the stream broke off."""
         samples = len(self.exchange.samples) or 1
-        return self._events(self.door.streamed(data, samples), cut, reply)
+        return self._events(self.api.parse_stream(data, samples), cut, reply)
 
     def _events(
         self, messages: Sequence[Message], cut: str | None, reply: bytes | None
     ) -> list[Event]:
-        """An event per sampled sequence; the last ones are those that the messages tell of."""
+        """Return an event per sampled sequence. `messages` belong to the last sequences."""
         samples = self.exchange.samples or [SampledSequence([], [], [])]
-        untold = [{"role": "assistant", "content": None}] * (len(samples) - len(messages))
+        empty = [{"role": "assistant", "content": None}] * (len(samples) - len(messages))
         base = self.id
-        if cut is not None and self.key is not None:  # the id is the repeat's to use
+        if cut is not None and self.key is not None:  # a repeat will use the id itself
             base = f"{base}-{new_id('cut')}"
         events = []
-        for index, (sample, message) in enumerate(zip(samples, [*untold, *messages], strict=False)):
+        for index, (sample, message) in enumerate(zip(samples, [*empty, *messages], strict=False)):
             call_id = f"{base}-{index}" if index else base
             events.append(self._event(call_id, sample, message, cut))
         if self.key is not None and cut is None and reply is not None:
-            kept = {"fingerprint": self.fingerprint, "reply": reply.decode()}
-            events[0] = events[0].model_copy(update={"body": events[0].body | kept})
+            replay = {"fingerprint": self.fingerprint, "reply": reply.decode()}
+            events[0] = events[0].model_copy(update={"body": events[0].body | replay})
         return events
 
     def _event(
@@ -98,11 +98,11 @@ class Call:
         finish = sample.finish_reason
         if finish == "stop" and message.get("tool_calls"):
             finish = "tool_calls"
-        left_out = NOT_SAMPLING | self.door.content
+        left_out = NOT_SAMPLING | self.api.conversation_fields
         body: dict[str, Any] = {
             "id": call_id,
             "run_id": self.run_id,
-            "api": self.door.path,
+            "api": self.api.path,
             "model": sample.version or self.exchange.version,
             "messages": self.messages,
             "message": message,
@@ -121,8 +121,8 @@ class Call:
             body["tags"] = self.tags
         if self.owner:
             body["owner"] = self.owner
-        if self.asked is not None and cut is None:
-            body["asked"] = self.asked
+        if self.conversation_hash is not None and cut is None:
+            body["asked"] = self.conversation_hash
         return Event(id=call_id, run_id=self.run_id, kind="call", body=body)
 
 

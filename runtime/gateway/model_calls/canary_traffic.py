@@ -1,8 +1,8 @@
-"""Live sessions under a canary: whose answer comes from the candidate, and what came of it.
+"""Canary traffic: send a share of live sessions to the candidate and count the outcomes.
 
-The hot path: without a canary it costs a look into the registry's memory. answers.py asks `meant`
-and lets `watched` see how a request ends; routes/trajectories.py tells of rewards. promoting.py
-makes this, and acts on what is found. Read next: runtime/canary.py, the test.
+On the hot path: without a canary it costs one look into the registry's memory. answer.py calls
+`resolve` and `count_outcome`; routes/trajectories.py calls `note_reward`. version_switch.py makes
+this object and acts on the verdicts. Read next: runtime/registry/canary.py, the test.
 """
 
 import asyncio
@@ -13,23 +13,24 @@ from contextlib import aclosing
 from cray_agents.errors import EngineError, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
-from cray_agents.records import ModelVersion, reward_by
+from cray_agents.records import ModelVersion, reward_of_givers
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.canary import Canary, Side, Verdict
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
 
-SAVED = 1.0  # seconds between two times that what was seen is written down
+SAVE_SECONDS = 1.0  # between two writes of the counts to disk
 
 Pieces = AsyncGenerator[bytes, None]
 
 
 class CanaryTraffic:
-    """The canaries that run, by name.
+    """The running canaries, by name.
 
-    `missing` is told of one that no replica was given since this process began, `decided` of one
-    whose test has ended.
+    Args:
+        on_unstaged: called for a canary that has had no replica since this process began.
+        on_verdict: called for a canary whose test has reached its verdict.
     """
 
     def __init__(
@@ -37,20 +38,20 @@ class CanaryTraffic:
         home: Home,
         store: Store,
         registry: Registry,
-        missing: Callable[[Canary], None],
-        decided: Callable[[Canary, Verdict, str], None],
+        on_unstaged: Callable[[Canary], None],
+        on_verdict: Callable[[Canary, Verdict, str], None],
     ) -> None:
         self._home = home
         self._store = store
         self._registry = registry
-        self._missing = missing
-        self._decided = decided
+        self._on_unstaged = on_unstaged
+        self._on_verdict = on_verdict
         self._canaries: dict[str, Canary] = {}
-        self._looked = False
+        self._loaded_all = False
         self._saving: asyncio.Task[None] | None = None
 
     def canary(self, name: str) -> Canary | None:
-        """The canary that runs under a name. Raises NotFound for a name without versions."""
+        """Return the canary that runs under a name. Raises NotFound for a name without versions."""
         start = self._registry.canary(name)
         if start is None:
             if self._canaries:
@@ -58,13 +59,13 @@ class CanaryTraffic:
             return None
         canary = self._canaries.get(name)
         if canary is None or canary.start != start:
-            canary = self._canaries[name] = Canary.opened(self._home, start)
-            self._missing(canary)
-            self._save_from_now_on()
+            canary = self._canaries[name] = Canary.load(self._home, start)
+            self._on_unstaged(canary)
+            self._start_saving()
         return canary
 
-    def meant(self, model: str, session: str) -> ModelVersion:
-        """The version that a request's model means now, in a session. Raises NotFound."""
+    def resolve(self, model: str, session: str) -> ModelVersion:
+        """Return the version that a model means now, in a session. Raises NotFound."""
         version = self._registry.resolve(model)
         if version.id == model:
             return version
@@ -73,70 +74,80 @@ class CanaryTraffic:
             return version
         return self._registry.resolve(canary.version) if canary.draws(session) else version
 
-    def watched(
-        self, model: str, session: str, exchange: EngineCall, pieces: Pieces, last: bytes | None
+    def count_outcome(
+        self,
+        model: str,
+        session: str,
+        exchange: EngineCall,
+        pieces: Pieces,
+        last_event: bytes | None,
     ) -> Pieces:
-        """The same pieces; how they end is counted, if a canary runs.
+        """Return the same pieces and, if a canary runs, count whether they end well.
 
-        `last`: what a stream that ended well has in it; None where it is no stream.
+        A stream ended well if it contains `last_event`, which is None for other answers.
         """
         if not self._canaries or model not in self._canaries:
             return pieces
-        return self._watched(self._canaries[model], session, exchange, pieces, last)
+        return self._count_outcome(self._canaries[model], session, exchange, pieces, last_event)
 
-    async def _watched(
-        self, canary: Canary, session: str, exchange: EngineCall, pieces: Pieces, last: bytes | None
+    async def _count_outcome(
+        self,
+        canary: Canary,
+        session: str,
+        exchange: EngineCall,
+        pieces: Pieces,
+        last_event: bytes | None,
     ) -> Pieces:
-        whole = last is None
+        whole = last_event is None
         try:
             async with aclosing(pieces):
                 async for piece in pieces:
-                    whole = whole or (last is not None and last in piece)
+                    whole = whole or (last_event is not None and last_event in piece)
                     yield piece
         except EngineError as error:
-            if not 400 <= error.status < 500:  # those are the client's
-                self._answered(canary, session, exchange.version, failed=True)
+            if not 400 <= error.status < 500:  # 4xx is the client's fault
+                self._note_answer(canary, session, exchange.version, failed=True)
             raise
-        self._answered(canary, session, exchange.version, failed=not whole)
+        self._note_answer(canary, session, exchange.version, failed=not whole)
 
-    def _answered(self, canary: Canary, session: str, version: str, *, failed: bool) -> None:
+    def _note_answer(self, canary: Canary, session: str, version: str, *, failed: bool) -> None:
         side = self._side(canary, {version})
         if side is not None:
-            canary.answered(session, side, failed=failed)
+            canary.add_answer(session, side, failed=failed)
             self._judge(canary)
 
-    async def rewarded(self, run_id: str) -> None:
-        """Something was told of a run, perhaps its reward; a loop's own runs are not live."""
-        if not self._looked:  # a restart in the middle of a canary: no request has come yet
-            self._looked = True
+    async def note_reward(self, run_id: str) -> None:
+        """Count the reward of a live run, if it has one. A loop's own runs are not live."""
+        if not self._loaded_all:  # after a restart no request may have come yet
+            self._loaded_all = True
             for name in self._registry.names():
                 with contextlib.suppress(NotFound):
                     self.canary(name)
         if not self._canaries:
             return
-        run = await asyncio.to_thread(self._run, run_id)
+        run = await asyncio.to_thread(self._run_facts, run_id)
         if run is None or run.reward is None or run.loop is not None or run.imported is not None:
             return
         for canary in list(self._canaries.values()):
             side = self._side(canary, set(run.models))
-            reward = reward_by(run.reward, run.given, canary.test.givers)
+            reward = reward_of_givers(run.reward, run.given, canary.test.givers)
             if side is not None and reward is not None and run.started >= canary.start.time:
-                canary.rewarded(run_id, side, reward)
+                canary.add_reward(run_id, side, reward)
                 self._judge(canary)
 
     async def close(self) -> None:
-        """Keep what was seen."""
+        """Stop saving in the background and save the last counts."""
         if self._saving is not None:
             self._saving.cancel()
             await asyncio.gather(self._saving, return_exceptions=True)
         await self._save()
 
-    def _run(self, run_id: str) -> RunFacts | None:
+    def _run_facts(self, run_id: str) -> RunFacts | None:
         self._store.refresh()
         return self._store.index.run(run_id)
 
     def _side(self, canary: Canary, versions: set[str]) -> Side | None:
-        """Which side gave what came from these versions; None if both did, or another."""
+        """Return the side that all these versions belong to, or None."""
         if versions == {canary.version}:
             return "canary"
         incumbent = self._registry.promoted(canary.start.name)
@@ -148,19 +159,19 @@ class CanaryTraffic:
             verdict, reason = canary.verdict()
             if verdict != "continue":
                 canary.decided = verdict
-                self._decided(canary, verdict, reason)
+                self._on_verdict(canary, verdict, reason)
 
-    def _save_from_now_on(self) -> None:
+    def _start_saving(self) -> None:
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._keep_saving())
 
     async def _keep_saving(self) -> None:
         while self._canaries:
-            await asyncio.sleep(SAVED)
+            await asyncio.sleep(SAVE_SECONDS)
             await self._save()
 
     async def _save(self) -> None:
         for canary in list(self._canaries.values()):
             if canary.changed:
                 path = self._home.canary(canary.start.name, canary.start.number)
-                await asyncio.to_thread(durable.replace_file, path, canary.kept())
+                await asyncio.to_thread(durable.replace_file, path, canary.to_bytes())

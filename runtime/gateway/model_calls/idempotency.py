@@ -1,10 +1,9 @@
-"""A request that is sent again under the same `Idempotency-Key` gets the recorded answer.
+"""Idempotency keys: a request repeated under its `Idempotency-Key` gets the recorded answer.
 
-The record is that of the call itself, made before the answer ends: after a crash of anything, the
-repeat finds it, or nothing was answered and it is sampled. Repeats that come while the first is
-still running wait for it. A call that failed, was cut off or was forgotten is not repeated but made
-anew; that of a forgotten one has another id, which the repeats of the key then lead to.
-Called by answers.py.
+The answer comes from the record of the call, which is written before the answer ends. After any
+crash a repeat either finds that record, or nothing was answered and it samples. Repeats wait for a
+first request that is still running. A call that failed, was cut off or was forgotten is made anew.
+After a forgotten call the new one has another id, to which the key then leads. Called by answer.py.
 """
 
 import asyncio
@@ -25,23 +24,23 @@ class ReplayedAnswer(NamedTuple):
 
 
 def key_of(caller: str, path: str, key: str) -> str:
-    """What names the call that is made under a key: it is one caller's and one API's alone."""
+    """Return the id of the call made under a key. It differs by caller and by API."""
     return hashlib.blake2b(f"{caller}\n{path}\n{key}".encode(), digest_size=16).hexdigest()
 
 
 def fingerprint(request: dict[str, Any]) -> str:
-    """What tells whether a key is used for the same request again."""
+    """Return a hash of a request, which must be the same when its key is used again."""
     content = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _next(name: str) -> str:
-    """What names the call that takes the place of a forgotten one."""
+def _next_name(name: str) -> str:
+    """Return the id of the call that replaces a forgotten one."""
     return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 class InFlightKey:
-    """A keyed request that runs, as `name`; those that repeat it wait until it leaves."""
+    """A keyed request that is running, under the id `name`. Its repeats wait until it leaves."""
 
     def __init__(self, running: "dict[str, InFlightKey]", call_id: str, name: str) -> None:
         self.ended = asyncio.Event()
@@ -50,33 +49,33 @@ class InFlightKey:
         self._call_id = call_id
 
     def leave(self) -> None:
-        """The request has ended, whatever came of it. May be said twice."""
+        """End the request, whatever its outcome. Safe to call twice."""
         if not self.ended.is_set():
             self.ended.set()
             del self._running[self._call_id]
 
 
 class IdempotencyKeys:
-    """The keyed requests that run now, and those that the store knows. One event loop."""
+    """Keyed requests that are running or in the store. For use on one event loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._running: dict[str, InFlightKey] = {}
 
     async def enter(self, prefix: str, name: str, request: str) -> "ReplayedAnswer | InFlightKey":
-        """What was answered in the keyed call `prefix` + `name`; or the caller's turn to ask.
+        """Return the recorded answer of the call `prefix` + `name`, or begin that call.
 
-        `request` is its fingerprint. Raises BadInput where it is another than the first time.
+        `request` is a fingerprint. Raises BadInput if it differs from the first request's.
         """
         call_id = prefix + name
         while (running := self._running.get(call_id)) is not None:
             await running.ended.wait()
-        turn = self._running[call_id] = InFlightKey(self._running, call_id, name)
+        in_flight = self._running[call_id] = InFlightKey(self._running, call_id, name)
         try:
-            found = await self._found(prefix, turn)
-            if found is None:
-                return turn
-            if found["fingerprint"] != request:
+            record = await self._read_record(prefix, in_flight)
+            if record is None:
+                return in_flight
+            if record["fingerprint"] != request:
                 raise BadInput(
                     "this Idempotency-Key was used for another request: send the same one again, "
                     "or choose another key",
@@ -84,16 +83,16 @@ class IdempotencyKeys:
                     code="idempotency_key_reused",
                 )
         except BaseException:
-            turn.leave()
+            in_flight.leave()
             raise
-        turn.leave()
-        return ReplayedAnswer(found["run_id"], found["reply"].encode())
+        in_flight.leave()
+        return ReplayedAnswer(record["run_id"], record["reply"].encode())
 
-    async def _found(self, prefix: str, turn: InFlightKey) -> dict[str, Any] | None:
-        """What is recorded; where that is nothing, the turn has the name of a call to be made."""
-        while self._store.known(prefix + turn.name):
+    async def _read_record(self, prefix: str, in_flight: InFlightKey) -> dict[str, Any] | None:
+        """Return the recorded call, or None and leave a free id in `in_flight.name`."""
+        while self._store.known(prefix + in_flight.name):
             try:
-                return await asyncio.to_thread(self._store.body, prefix + turn.name)
-            except KeyError:  # it was forgotten
-                turn.name = _next(turn.name)
+                return await asyncio.to_thread(self._store.body, prefix + in_flight.name)
+            except KeyError:  # forgotten
+                in_flight.name = _next_name(in_flight.name)
         return None

@@ -1,9 +1,8 @@
-"""A stream from the engine to the client, recorded before it ends, whoever leaves first.
+"""Stream recorder: pass an engine's events to the client, and record them before the last.
 
-The engine's events are read by a task of their own: it outlives the client, so that a client that
-goes away in mid-stream ends the request at the engine, and what was sampled is still recorded.
-The event that tells the client that all is well is held back until the record is on the disk.
-Called by answers.py.
+A task of its own reads the events and outlives the client. When a client leaves in mid-stream, the
+task ends the request at the engine and records the tokens sampled so far. The final event waits
+until the record is on the disk. Called by answer.py.
 """
 
 import asyncio
@@ -20,48 +19,52 @@ from cray_agents.runtime.gateway.model_calls.apis import Body
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
-Piece = bytes | CrayError | None  # whole events; why there are no more; the end
+Piece = bytes | CrayError | None  # whole events; the error that ended them; the end
 Record = Callable[[list[Body], str | None, bytes | None], Awaitable[None]]
 
 
-class Relay:
-    """Waits for its turn, reads `pieces` to their end, records the call; what the client is to see
-    is queued, and a sign of life when nothing has come for `keep_alive` seconds.
+class StreamRecorder:
+    """A stream on its way: its events are queued for the client and recorded at their end.
 
-    `last` begins the event that ends the stream; what `told` gives is sent before it. `record`
-    gets the stream's data, why it was cut off if it was, and its bytes if it was not. `ended` is
-    called once, whatever happens.
+    Args:
+        slot: waits for the request's place at the engines.
+        pieces: the engine's events.
+        last_event: beginning of the event that ends the stream.
+        samples_event: returns an event to send before the last one, or nothing.
+        record: takes the stream's data, the reason if it was cut off, and its bytes if it was not.
+        on_end: called once, whatever happens.
+        keep_alive: seconds of silence after which a comment line is sent.
     """
 
     def __init__(
         self,
-        turn: Awaitable[None],
+        slot: Awaitable[None],
         pieces: AsyncGenerator[bytes, None],
-        last: bytes,
-        told: Callable[[], bytes],
+        last_event: bytes,
+        samples_event: Callable[[], bytes],
         record: Record,
-        ended: Callable[[], None],
+        on_end: Callable[[], None],
         keep_alive: float,
     ) -> None:
-        self._turn = turn
+        self._slot = slot
         self._pieces = pieces
-        self._last = last
-        self._told = told
+        self._last_event = last_event
+        self._samples_event = samples_event
         self._record = record
         self._seen: list[bytes] = []
         self._ready: deque[Piece] = deque()
         self._wake = asyncio.Event()
-        self._ended = ended
+        self._on_end = on_end
         self._keep_alive = keep_alive
         self._quiet = True  # since the last beat
         self._timer = asyncio.get_running_loop().call_later(keep_alive, self._beat)
         self._task = asyncio.create_task(self._read())
         self._task.add_done_callback(self._end)
 
-    async def head(self) -> Piece:
-        """What comes first, or a keep-alive if nothing does in time.
+    async def first_piece(self) -> Piece:
+        """Return the first events, or a keep-alive if none come in time.
 
-        Raises what the engine refused the request with: then nothing has been sent yet.
+        Raises the engine's error if it refused the request: nothing has been sent by then.
         """
         piece = await self.next()
         if isinstance(piece, CrayError):
@@ -71,7 +74,7 @@ class Relay:
         return piece
 
     async def next(self) -> Piece:
-        """What has come, as one piece: a send per token is what a stream costs most."""
+        """Return all queued events as one piece: sending each token alone would cost the most."""
         if not self._ready:
             self._wake.clear()
             await self._wake.wait()
@@ -84,7 +87,7 @@ class Relay:
         return b"".join(pieces)
 
     def stop(self) -> None:
-        """The client has gone, or has everything."""
+        """Stop reading: the client has left or has everything."""
         self._task.cancel()
 
     def _put(self, piece: Piece) -> None:
@@ -100,7 +103,7 @@ class Relay:
 
     def _end(self, task: "asyncio.Task[None]") -> None:
         self._timer.cancel()
-        self._ended()
+        self._on_end()
 
     async def _read(self) -> None:
         cut: str | None = None
@@ -110,8 +113,8 @@ class Relay:
             try:
                 last = await self._forward()
                 if last:
-                    end = self._told() + last
-                else:  # the engine's own error event ended it
+                    end = self._samples_event() + last
+                else:  # ended by the engine's own error event
                     cut = "error"
             except asyncio.CancelledError:
                 cut = "cancelled"
@@ -119,7 +122,7 @@ class Relay:
                 cut, end = "error", error
             events = b"".join(self._seen)
             whole = events.removesuffix(last) + end if isinstance(end, bytes) else None
-            await self._record(_data(events), cut, whole)
+            await self._record(_parse_data(events), cut, whole)
             if end is not None:
                 self._put(end)
         except CrayError as error:
@@ -128,60 +131,60 @@ class Relay:
             self._put(None)
 
     async def _forward(self) -> bytes:
-        """Pass on all but the end, which is returned."""
-        held = b""
+        """Queue all events but the last, and return that one."""
+        tail = b""
         try:
-            await self._turn
+            await self._slot
             async for piece in self._pieces:
                 self._seen.append(piece)
-                if held:
-                    held += piece
-                elif (at := piece.find(self._last)) < 0:
+                if tail:
+                    tail += piece
+                elif (at := piece.find(self._last_event)) < 0:
                     self._put(piece)
                 else:
-                    held = piece[at:]
+                    tail = piece[at:]
                     if at:
                         self._put(piece[:at])
         finally:
             await self._pieces.aclose()
-        return held
+        return tail
 
 
 class EventStream(Response):
-    """What a relay queues, as the answer; the relay is stopped when the client leaves."""
+    """The answer that sends a recorder's queue; it stops the recorder when the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, relay: Relay, head: Piece, headers: dict[str, str]) -> None:
+    def __init__(self, recorder: StreamRecorder, first: Piece, headers: dict[str, str]) -> None:
         super().__init__(headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
-        self._relay = relay
-        self._head = head
+        self._recorder = recorder
+        self._first = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(self._watch(receive))
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             await send(start)
-            piece = self._head
+            piece = self._first
             while piece is not None:
                 if isinstance(piece, CrayError):
                     piece = error_event(piece, scope)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                piece = await self._relay.next()
+                piece = await self._recorder.next()
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
-            self._relay.stop()
+            self._recorder.stop()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._relay.stop()
+        self._recorder.stop()
 
 
-def _data(events: bytes) -> list[Body]:
-    """The objects that a stream's events carry."""
-    found = [line[6:] for line in events.split(b"\n") if line.startswith(b"data: {")]
-    data: list[Body] = orjson.loads(b"[" + b",".join(found) + b"]")
+def _parse_data(events: bytes) -> list[Body]:
+    """Return the JSON objects that a stream's events carry."""
+    objects = [line[6:] for line in events.split(b"\n") if line.startswith(b"data: {")]
+    data: list[Body] = orjson.loads(b"[" + b",".join(objects) + b"]")
     return data

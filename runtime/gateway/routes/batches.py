@@ -1,71 +1,129 @@
-"""OpenAI's batches: made, shown, listed, cancelled; runtime/batches does the work."""
+"""OpenAI's batches: create, list, show and cancel them; runtime/batches answers their lines."""
 
 import asyncio
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.batches.batch_records import Batch
-from cray_agents.runtime.batches.queue import BatchQueue
-from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.batches.batch_records import ENDPOINTS, Batch
+from cray_agents.runtime.files.files import ExpiresAfter
+from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
-    answer,
-    listed,
+    json_response,
     number,
+    page,
     path_id,
-    query,
     read_json,
+)
+from cray_agents.runtime.gateway.http.routing import Router, query
+from cray_agents.runtime.gateway.http.shapes import (
+    AFTER,
+    ID_SHAPE,
+    TEXT,
+    Described,
+    NamedShape,
+    object_of,
+    or_none,
+    page_of,
 )
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Services
 
 MOST = 100  # batches in a page
+BATCH_INPUT = NamedShape(
+    "BatchInput",
+    {
+        **object_of(
+            {"input_file_id": ID_SHAPE, "endpoint": {"enum": list(ENDPOINTS)}},
+            {
+                "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,3}[hd]$"},
+                "metadata": {
+                    "type": ["object", "null"],
+                    "maxProperties": 16,
+                    "propertyNames": {"maxLength": 64},
+                    "additionalProperties": {"type": "string", "maxLength": 512},
+                },
+                "output_expires_after": or_none(ExpiresAfter),
+            },
+        ),
+        "additionalProperties": False,
+    },
+)
+
+router = Router("Files")
 
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/batches."""
-    queue = BatchQueue(services.home, Files(services.home))
+@router.get(
+    "/v1/batches",
+    Role.use,
+    query={"after": AFTER, "limit": {"type": "integer", "minimum": 1, "maximum": MOST}},
+    answer=page_of(Batch),
+)
+async def list_batches(services: Services, request: Request) -> Response:
+    """List the batches, newest first."""
+    params = query(request)
+    limit = number(params, "limit", 20, MOST)
+    if limit == 0:
+        raise BadInput("limit must be at least 1", param="limit")
+    batches, more = await asyncio.to_thread(services.batches.page, params.get("after"), limit)
+    return json_response(page([batch.model_dump(mode="json") for batch in batches], more))
 
-    async def create(request: Request) -> Response:
-        body = await read_json(request, services.max_body)
-        key = request.headers.get("idempotency-key")
-        if isinstance(file_id := body.get("input_file_id"), str) and not ID.fullmatch(file_id):
-            raise BadInput(f"{file_id[:200]!r} cannot name a file", param="input_file_id")
-        caller = caller_of(request).key_id
-        return _shown(await asyncio.to_thread(queue.create, body, key, caller))
 
-    async def listing(request: Request) -> Response:
-        given = query(request, "after", "limit")
-        limit = number(given, "limit", 20, MOST)
-        if limit == 0:
-            raise BadInput("limit must be at least 1", param="limit")
-        page, more = await asyncio.to_thread(queue.page, given.get("after"), limit)
-        return answer(listed([batch.model_dump(mode="json") for batch in page], more))
+@router.post(
+    "/v1/batches",
+    Role.use,
+    body=BATCH_INPUT,
+    answer=Batch,
+    headers={"Idempotency-Key": Described(TEXT, "Again under the same key: the same batch.")},
+    fails="404 not_found, 400 invalid_value, 400 unknown_parameter, 400 idempotency_key_reused",
+)
+async def create_batch(services: Services, request: Request) -> Response:
+    """Have a file of requests answered.
 
-    async def one(request: Request) -> Response:
-        return _shown(await asyncio.to_thread(queue.get, _batch_id(request)))
+    The file has the purpose `batch` and any number of lines. The window may be 1h to 30d. An input
+    with errors becomes a batch of status `failed`, with `errors`.
+    """
+    body = await read_json(request, services.max_body)
+    key = request.headers.get("idempotency-key")
+    if isinstance(file_id := body.get("input_file_id"), str) and not ID.fullmatch(file_id):
+        raise BadInput(f"{file_id[:200]!r} cannot name a file", param="input_file_id")
+    caller = caller_of(request).key_id
+    return _batch(await asyncio.to_thread(services.batches.create, body, key, caller))
 
-    async def cancel(request: Request) -> Response:
-        batch_id = _batch_id(request)
-        owner = await asyncio.to_thread(queue.owner, batch_id)
-        check_owner(caller_of(request), owner, f"batch {batch_id!r}")
-        return _shown(await asyncio.to_thread(queue.cancel, batch_id))
 
-    return [
-        Route("/v1/batches", listing, methods=["GET"]),
-        Route("/v1/batches", create, methods=["POST"]),
-        Route("/v1/batches/{batch_id}", one),
-        Route("/v1/batches/{batch_id}/cancel", cancel, methods=["POST"]),
-    ]
+@router.get("/v1/batches/{batch_id}", Role.use, answer=Batch, fails="404 not_found")
+async def retrieve_batch(services: Services, request: Request) -> Response:
+    """Return a batch: its status, counts and usage so far, at the end its files.
+
+    The output file and the error file together hold every line once. A line that was not sent to a
+    model has the error batch_cancelled or batch_expired.
+    """
+    return _batch(await asyncio.to_thread(services.batches.get, _batch_id(request)))
+
+
+@router.post(
+    "/v1/batches/{batch_id}/cancel",
+    Role.use,
+    answer=Batch,
+    fails="404 not_found, 400 invalid_status",
+)
+async def cancel_batch(services: Services, request: Request) -> Response:
+    """Stop a batch; its answers so far stay.
+
+    Lines in flight get 5 s to end.
+    """
+    batch_id = _batch_id(request)
+    owner = await asyncio.to_thread(services.batches.owner, batch_id)
+    check_owner(caller_of(request), owner, f"batch {batch_id!r}")
+    return _batch(await asyncio.to_thread(services.batches.cancel, batch_id))
 
 
 def _batch_id(request: Request) -> str:
     return path_id(request, "batch_id", "batch")
 
 
-def _shown(batch: Batch) -> Response:
-    return answer(batch.model_dump(mode="json"))
+def _batch(batch: Batch) -> Response:
+    return json_response(batch.model_dump(mode="json"))

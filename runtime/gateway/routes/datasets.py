@@ -1,4 +1,4 @@
-"""Training sets: built in a process of their own, named by content, so asking twice is once."""
+"""Training sets: built once in a process of their own, and named by their content."""
 
 import asyncio
 from functools import partial
@@ -6,105 +6,175 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import Route
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets.reader import (
-    CARD,
-    file_in,
-    list_datasets,
-    read_dataset,
-    runs_page,
-)
+from cray_agents.runtime.datasets import reader
 from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import may_name
 from cray_agents.runtime.gateway.http.bodies import (
-    answer,
-    listed,
+    json_response,
     number,
+    page,
     parse,
     path_id,
-    query,
     read_json,
+)
+from cray_agents.runtime.gateway.http.routing import Router, query
+from cray_agents.runtime.gateway.http.shapes import (
+    AFTER,
+    ANY,
+    BOOL,
+    FLAG,
+    REAL,
+    REAL_OR_NONE,
+    TEXT,
+    TEXT_OR_NONE,
+    WHOLE,
+    WHOLE_OR_NONE,
+    Described,
+    NamedShape,
+    all_of,
+    count_up_to,
+    object_of,
+    page_of,
 )
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.registry.model_files import refuse_links_outside
 
-SUMMARY = (
-    "id",
-    "method",
-    "samples",
-    "trained_tokens",
-    "accepted_runs",
-    "considered_runs",
-    "rejected",
-)
 MOST = 1000  # datasets or runs in a page
+_SUMMARY = {
+    "id": TEXT,
+    "method": TEXT,
+    "samples": WHOLE,
+    "trained_tokens": WHOLE,
+    "accepted_runs": WHOLE,
+    "considered_runs": WHOLE,
+    "rejected": ANY,
+}
+SUMMARY = NamedShape("DatasetSummary", object_of(_SUMMARY))
+CONSIDERED_RUN = NamedShape(
+    "ConsideredRun",
+    object_of(
+        {
+            "run": TEXT,
+            "task": TEXT_OR_NONE,
+            "generation": WHOLE_OR_NONE,
+            "attempt": WHOLE_OR_NONE,
+            "reward": REAL_OR_NONE,
+            "accepted": BOOL,
+            "reason": TEXT_OR_NONE,
+            "detail": TEXT_OR_NONE,
+            "samples": WHOLE,
+        }
+    ),
+)
+
+router = Router("Training")
 
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/datasets."""
-    files = Files(services.home)
+@router.get(
+    "/v1/datasets",
+    Role.train,
+    query={"limit": count_up_to(MOST), "after": AFTER},
+    answer=page_of(all_of(SUMMARY, object_of({"created": REAL}))),
+)
+async def list_datasets(services: Services, request: Request) -> Response:
+    """List the training sets, newest first."""
+    params = query(request)
+    limit = number(params, "limit", 20, MOST)
+    listing = await asyncio.to_thread(
+        reader.list_datasets, services.home, after=params.get("after"), limit=limit
+    )
+    names = (*_SUMMARY, "created")
+    rows = [{name: each.get(name) for name in names} for each in listing.manifests]
+    return json_response(page(rows, listing.has_more))
 
-    async def build(request: Request) -> Response:
-        recipe = parse(DatasetRecipe, await read_json(request, services.max_body))
-        for name in recipe.decontamination.files:
-            _check_uploaded(files, name)
-        if recipe.tokenizer is not None:
-            within = may_name(request, services.model_roots)
-            tokenizer = services.registry.directory(recipe.tokenizer, within)
-            await asyncio.to_thread(_check_links, tokenizer)
-            recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
-        manifest = await services.datasets.build(recipe)
-        return answer({name: manifest[name] for name in SUMMARY})
 
-    async def listing(request: Request) -> Response:
-        given = query(request, "limit", "after")
-        limit = number(given, "limit", 20, MOST)
-        page = await asyncio.to_thread(
-            list_datasets, services.home, after=given.get("after"), limit=limit
-        )
-        names = (*SUMMARY, "created")
-        rows = [{name: each.get(name) for name in names} for each in page.manifests]
-        return answer(listed(rows, page.has_more))
+@router.post(
+    "/v1/datasets",
+    Role.train,
+    body=DatasetRecipe,
+    answer=SUMMARY,
+    fails="400 empty_dataset, 400 step_taken",
+)
+async def build_dataset(services: Services, request: Request) -> Response:
+    """Build a training set from runs and demonstrations.
 
-    async def one(request: Request) -> Response:
-        return answer(await asyncio.to_thread(read_dataset, services.home, _id(request)))
+    The same recipe is built once. `tokenizer` is a checkpoint directory, an id, or `name@N`.
+    `rejected` counts the runs left out by reason.
+    """
+    recipe = parse(DatasetRecipe, await read_json(request, services.max_body))
+    for name in recipe.decontamination.files:
+        _check_uploaded(services.files, name)
+    if recipe.tokenizer is not None:
+        roots = may_name(request, services.model_roots)
+        tokenizer = services.registry.directory(recipe.tokenizer, roots)
+        await asyncio.to_thread(_check_links, tokenizer)
+        recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
+    manifest = await services.datasets.build(recipe)
+    return json_response({name: manifest[name] for name in _SUMMARY})
 
-    async def runs(request: Request) -> Response:
-        given = query(request, "accepted", "reason", "limit", "after")
-        look = partial(
-            runs_page,
-            services.home,
-            _id(request),
-            accepted=_flag(given, "accepted"),
-            reason=given.get("reason"),
-            after=given.get("after"),
-            limit=number(given, "limit", 100, MOST),
-        )
-        page = await asyncio.to_thread(look)
-        return answer(listed(page.rows, page.has_more, "run"))
 
-    async def card(request: Request) -> Response:
-        manifest = await asyncio.to_thread(read_dataset, services.home, _id(request))
-        if CARD not in manifest.get("files", {}):
-            raise NotFound(f"{manifest['id']} has no card: it was built before there were any")
-        path = await asyncio.to_thread(file_in, services.home.dataset(manifest["id"]), CARD)
-        return FileResponse(path, media_type="text/markdown")
+@router.get("/v1/datasets/{dataset_id}", Role.train, answer=SUMMARY, fails="404 not_found")
+async def retrieve_dataset(services: Services, request: Request) -> Response:
+    """Return a training set's manifest.
 
-    dataset = "/v1/datasets/{dataset_id}"
-    return [
-        Route("/v1/datasets", listing, methods=["GET"]),
-        Route("/v1/datasets", build, methods=["POST"]),
-        Route(dataset, one),
-        Route(f"{dataset}/runs", runs),
-        Route(f"{dataset}/card", card),
-    ]
+    Beyond the summary it has `tokens`, `splits`, `versions`, `demonstrations`, `recipe`, `loop`,
+    `step`, and `files` with the sha256, bytes and rows of each.
+    """
+    dataset_id = _dataset_id(request)
+    return json_response(await asyncio.to_thread(reader.read_dataset, services.home, dataset_id))
+
+
+@router.get(
+    "/v1/datasets/{dataset_id}/runs",
+    Role.train,
+    query={
+        "accepted": Described(FLAG, "Only the runs that are in, or out."),
+        "reason": Described(TEXT, "Only the runs left out for this reason."),
+        "limit": count_up_to(MOST),
+        "after": Described(TEXT, "The last run of the page before."),
+    },
+    answer=page_of(CONSIDERED_RUN),
+    fails="404 not_found",
+)
+async def list_dataset_runs(services: Services, request: Request) -> Response:
+    """List every run that a training set considered: in or out, and why."""
+    params = query(request)
+    read_page = partial(
+        reader.runs_page,
+        services.home,
+        _dataset_id(request),
+        accepted=_flag(params, "accepted"),
+        reason=params.get("reason"),
+        after=params.get("after"),
+        limit=number(params, "limit", 100, MOST),
+    )
+    listing = await asyncio.to_thread(read_page)
+    return json_response(page(listing.rows, listing.has_more, "run"))
+
+
+@router.get(
+    "/v1/datasets/{dataset_id}/card",
+    Role.train,
+    media={"text/markdown": TEXT},
+    fails="404 not_found",
+)
+async def read_dataset_card(services: Services, request: Request) -> Response:
+    """Return a training set's card."""
+    manifest = await asyncio.to_thread(reader.read_dataset, services.home, _dataset_id(request))
+    if reader.CARD not in manifest.get("files", {}):
+        raise NotFound(f"{manifest['id']} has no card: it was built before there were any")
+    path = await asyncio.to_thread(
+        reader.file_in, services.home.dataset(manifest["id"]), reader.CARD
+    )
+    return FileResponse(path, media_type="text/markdown")
 
 
 def _check_uploaded(files: Files, name: str) -> None:
-    """Over HTTP no path is read: its texts would be told in the dataset's card."""
+    """Raise BadInput unless this is an uploaded file: the dataset's card quotes its texts."""
     try:
         files.get(name)
     except NotFound as error:
@@ -115,20 +185,20 @@ def _check_uploaded(files: Files, name: str) -> None:
 
 
 def _check_links(tokenizer: Path) -> None:
-    """Its files are opened by name, by a library: none may lead elsewhere. Raises BadInput."""
+    """Raise BadInput where a tokenizer's file leads elsewhere: a library opens them by name."""
     try:
         refuse_links_outside(tokenizer.resolve())
     except BadInput as error:
         raise BadInput(str(error), param="tokenizer") from error
 
 
-def _id(request: Request) -> str:
+def _dataset_id(request: Request) -> str:
     return path_id(request, "dataset_id", "dataset")
 
 
-def _flag(given: dict[str, str], name: str) -> bool | None:
-    if name not in given:
+def _flag(params: dict[str, str], name: str) -> bool | None:
+    if name not in params:
         return None
-    if given[name] not in ("true", "false"):
-        raise BadInput(f"{name} must be true or false, not {given[name]!r}", param=name)
-    return given[name] == "true"
+    if params[name] not in ("true", "false"):
+        raise BadInput(f"{name} must be true or false, not {params[name]!r}", param=name)
+    return params[name] == "true"

@@ -1,7 +1,7 @@
-"""Datasets and runs in other people's formats, streamed from a process that makes them.
+"""Exports: datasets and runs in foreign formats, streamed from a process that makes them.
 
-What can be known to fail is an error; what fails later breaks the connection off, so that nobody
-takes half an export for a whole one. Read next: runtime/exports/serving.py, the process.
+A failure before the first byte is an error. A later one breaks the connection off, so that nobody
+takes half an export for a whole one. Read next: runtime/exports/export_process.py, the process.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cray_agents import errors
@@ -28,8 +27,13 @@ from cray_agents.errors import (
     TooManyRequests,
 )
 from cray_agents.queries import RunFilter
-from cray_agents.runtime.gateway.http.bodies import path_id, query
-from cray_agents.runtime.gateway.routes.trajectories import FILTERS, one_of, run_query
+from cray_agents.runtime.exports.export_process import LINES, PARQUET, TAR
+from cray_agents.runtime.exports.exporter import formats
+from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.bodies import path_id
+from cray_agents.runtime.gateway.http.routing import Router, query
+from cray_agents.runtime.gateway.http.shapes import FLAG, TEXT, Described, Shape, list_of
+from cray_agents.runtime.gateway.routes.trajectories import WHICH, one_of, run_query
 from cray_agents.runtime.gateway.services import Services
 
 log = logging.getLogger(__name__)
@@ -37,49 +41,72 @@ log = logging.getLogger(__name__)
 MOST = 4  # exports at once: each takes a core
 RETRY_SECONDS = 10.0
 PIECE = 1 << 18  # bytes sent at a time
-HOW = ("format", "strict", "allow", "skip_missing", "skip_unsupported")
 FLAGS = ("strict", "skip_missing", "skip_unsupported")
+BINARY: Shape = {"type": "string", "format": "binary"}
+MEDIA: dict[str, Shape] = {LINES: TEXT, PARQUET: BINARY, TAR: BINARY}
+HOW: dict[str, Shape | Described] = {
+    "format": Described({"enum": list(formats())}, "`jsonl` unless given."),
+    "strict": Described(FLAG, "A loss is an error."),
+    "allow": Described(list_of(TEXT), "Losses that strict allows."),
+    "skip_missing": Described(FLAG, "Leave out runs that were pruned or are damaged."),
+    "skip_unsupported": Described(FLAG, "Leave out runs that the format cannot carry."),
+}
+FAILS = "400 unknown_format, 400 unsupported_export, 400 export_loss, 429 rate_limit_exceeded"
+
+router = Router("Training")
 
 
-def routes(services: Services) -> list[Route]:
-    """The two exports."""
-    running: set[Process] = set()
+@router.get(
+    "/v1/datasets/{dataset_id}/export",
+    Role.train,
+    query={**HOW, "split": {"enum": ["train", "validation"]}},
+    media=MEDIA,
+    fails=f"404 not_found, 400 missing_runs, 400 no_pairs, {FAILS}",
+)
+async def export_dataset(services: Services, request: Request) -> Response:
+    """Stream a training set's runs, pairs or tokens in another format.
 
-    async def of_dataset(request: Request) -> Response:
-        dataset = path_id(request, "dataset_id", "dataset")
-        given = query(request, *HOW, "split")
-        asked = {"dataset": dataset, "split": given.get("split", "train")}
-        return await _export(request, {**_how(request, given), **asked})
-
-    async def of_runs(request: Request) -> Response:
-        given = query(request, *HOW, *FILTERS, "tag")
-        wanted = run_query(request, given, None).model_dump(include=set(RunFilter.model_fields))
-        return await _export(request, {**_how(request, given), "filter": wanted})
-
-    async def _export(request: Request, asked: dict[str, Any]) -> Response:
-        if len(running) >= MOST:
-            raise TooManyRequests(
-                f"{MOST} exports are under way: come again when one is done",
-                retry_after=RETRY_SECONDS,
-            )
-        process = await _started()
-        running.add(process)
-        try:
-            head = await _asked(process, {"home": str(services.home.root), **asked})
-        except BaseException:
-            running.discard(process)
-            await _ended(process)
-            raise
-        return Exported(process, head, running)
-
-    return [
-        Route("/v1/datasets/{dataset_id}/export", of_dataset, methods=["GET"]),
-        Route("/v1/trajectories/export", of_runs, methods=["GET"]),
-    ]
+    Lines of JSON, a Parquet file (tokens, verl), or a tar of a folder (huggingface).
+    `x-export-losses: code=count, ...` lists the losses of the format, where they are known before
+    the first byte: with `strict`, in Parquet, and where the export is small. An export that fails
+    later ends with a broken connection, never with a short answer that looks whole.
+    """
+    dataset = path_id(request, "dataset_id", "dataset")
+    params = query(request)
+    split = params.get("split", "train")
+    return await _export(services, {**_how(request, params), "dataset": dataset, "split": split})
 
 
-class Exported(StreamingResponse):
-    """What the process writes, until it ends; it ends with the client."""
+@router.get("/v1/trajectories/export", Role.train, query={**HOW, **WHICH}, media=MEDIA, fails=FAILS)
+async def export_runs(services: Services, request: Request) -> Response:
+    """Stream the matching runs in another format.
+
+    Formats, losses and failures are those of a training set's export.
+    """
+    params = query(request)
+    which = run_query(request, params, None).model_dump(include=set(RunFilter.model_fields))
+    return await _export(services, {**_how(request, params), "filter": which})
+
+
+async def _export(services: Services, job: dict[str, Any]) -> Response:
+    running = services.exports
+    if len(running) >= MOST:
+        raise TooManyRequests(
+            f"{MOST} exports are under way: come again when one is done", retry_after=RETRY_SECONDS
+        )
+    process = await _start()
+    running.add(process)
+    try:
+        head = await _read_head(process, {"home": str(services.home.root), **job})
+    except BaseException:
+        running.discard(process)
+        await _end(process)
+        raise
+    return ExportResponse(process, head, running)
+
+
+class ExportResponse(StreamingResponse):
+    """The output of an export process, which ends with the client."""
 
     def __init__(self, process: Process, head: dict[str, Any], running: set[Process]) -> None:
         headers = {"content-disposition": f'attachment; filename="{head["name"]}"'}
@@ -93,12 +120,12 @@ class Exported(StreamingResponse):
         self._running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As of any response."""
+        """Send the response, then end the process."""
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._running.discard(self._process)
-            await _ended(self._process)
+            await _end(self._process)
 
     async def _pieces(self, process: Process) -> AsyncIterator[bytes]:
         assert process.stdout is not None
@@ -108,16 +135,16 @@ class Exported(StreamingResponse):
             raise StoreError(f"an export broke off (exit code {code}): see the platform's log")
 
 
-async def _started() -> Process:
+async def _start() -> Process:
     argv = (sys.executable, "-m", "cray_agents.runtime.exports.export_process", str(os.getpid()))
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe)
 
 
-async def _asked(process: Process, asked: dict[str, Any]) -> dict[str, Any]:
-    """What the process says of the export before its bytes. Raises CrayError."""
+async def _read_head(process: Process, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the line that the process writes before the export's bytes. Raises CrayError."""
     assert process.stdout is not None and process.stdin is not None
-    process.stdin.write(orjson.dumps(asked))
+    process.stdin.write(orjson.dumps(job))
     process.stdin.close()
     line = await process.stdout.readline()
     if not line.endswith(b"\n"):
@@ -125,12 +152,12 @@ async def _asked(process: Process, asked: dict[str, Any]) -> dict[str, Any]:
         raise StoreError(f"an export failed (exit code {code}): see the platform's log")
     head: dict[str, Any] = orjson.loads(line)
     if "error" in head:
-        raise _again(head["error"])
+        raise _error_of(head["error"])
     return head
 
 
-async def _ended(process: Process) -> None:
-    """End the process; what it had written is read, for until then `wait` does not return."""
+async def _end(process: Process) -> None:
+    """End the process; `wait` does not return until its output is read."""
     if process.returncode is None:
         process.kill()
     assert process.stdout is not None
@@ -139,21 +166,21 @@ async def _ended(process: Process) -> None:
     await process.wait()
 
 
-def _again(told: dict[str, Any]) -> CrayError:
-    """The error that the process met."""
-    kind: type[CrayError] = getattr(errors, told["type"], StoreError)
+def _error_of(report: dict[str, Any]) -> CrayError:
+    """Return the error that the process met."""
+    kind: type[CrayError] = getattr(errors, report["type"], StoreError)
     if issubclass(kind, BadInput | NotFound):
-        return kind(told["message"], param=told["param"], code=told["code"])
+        return kind(report["message"], param=report["param"], code=report["code"])
     if issubclass(kind, StoreError | SetupError):
-        return kind(told["message"])
-    return StoreError(told["message"])
+        return kind(report["message"])
+    return StoreError(report["message"])
 
 
-def _how(request: Request, given: dict[str, str]) -> dict[str, Any]:
-    """The format and the rules for losses. Raises BadInput."""
-    flags = {name: one_of(given, name, ("false", "true")) == "true" for name in FLAGS}
+def _how(request: Request, params: dict[str, str]) -> dict[str, Any]:
+    """Return the format and the rules for losses. Raises BadInput."""
+    flags = {name: one_of(params, name, ("false", "true")) == "true" for name in FLAGS}
     return {
-        "format": given.get("format", "jsonl"),
+        "format": params.get("format", "jsonl"),
         "allow": request.query_params.getlist("allow"),
         **flags,
     }

@@ -1,4 +1,4 @@
-"""OpenAI's files: in as multipart, streamed to the disk; out as they are, also in ranges."""
+"""OpenAI's files: received as multipart and streamed to the disk; sent whole or in ranges."""
 
 import asyncio
 import re
@@ -7,23 +7,37 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import Route
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.files.blobs import PIECE, BlobDraft
 from cray_agents.runtime.files.files import (
     CLIENT_PURPOSES,
-    MOST,
+    INTERNAL,
+    PAGE_LIMIT,
     PURPOSES,
     ExpiresAfter,
     FileObject,
     Files,
     Order,
 )
+from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import answer, listed, number, parse, path_id, query
+from cray_agents.runtime.gateway.http.bodies import json_response, number, page, parse, path_id
 from cray_agents.runtime.gateway.http.error_envelope import envelope
 from cray_agents.runtime.gateway.http.multipart import Form, receive_form
+from cray_agents.runtime.gateway.http.routing import Router, query
+from cray_agents.runtime.gateway.http.shapes import (
+    AFTER,
+    BYTES,
+    DELETED,
+    TEXT,
+    Described,
+    EditedRecord,
+    Schema,
+    count_up_to,
+    object_of,
+    page_of,
+)
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Services
 
@@ -31,66 +45,118 @@ ORDERS = ("asc", "desc")
 LONGEST = 512  # characters of a filename
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+FORM_FAILS = "400 invalid_multipart, 400 invalid_content_type, 413 body_too_large"
 
 
-class Content(FileResponse):
-    """A file's bytes; larger pieces than Starlette's, each is read in a thread."""
+def _public(schema: Schema) -> Schema:
+    """Return the schema of a file without its internal fields."""
+    fields = {name: field for name, field in schema["properties"].items() if name not in INTERNAL}
+    optional = {"expires_at", "status_details"}  # left out where they are null
+    return {**schema, "properties": fields, "required": sorted(fields.keys() - optional)}
+
+
+FILE = EditedRecord("File", FileObject, _public)
+
+router = Router("Files")
+
+
+class ContentResponse(FileResponse):
+    """The bytes of a file, in larger pieces than Starlette's: a thread reads each piece."""
 
     chunk_size = PIECE
 
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/files."""
-    files = Files(services.home)
+@router.get(
+    "/v1/files",
+    Role.use,
+    query={
+        "after": AFTER,
+        "limit": count_up_to(PAGE_LIMIT),
+        "order": {"enum": list(ORDERS)},
+        "purpose": {"enum": list(PURPOSES)},
+    },
+    answer=page_of(FILE),
+)
+async def list_files(services: Services, request: Request) -> Response:
+    """List the files, by time of creation."""
+    params = query(request)
+    limit = number(params, "limit", PAGE_LIMIT, PAGE_LIMIT)
+    order = _one_of(params.get("order", "desc"), "order", ORDERS)
+    purpose = params.get("purpose")
+    if purpose is not None:
+        _one_of(purpose, "purpose", PURPOSES)
+    after = params.get("after")
+    return await asyncio.to_thread(_page, services.files, after, limit, order, purpose)
 
-    async def create(request: Request) -> Response:
-        async with receive_form(request, "file", files.blobs.draft, services.max_file) as form:
-            draft, how = _checked(form)
-            owner = caller_of(request).key_id
-            file = await asyncio.to_thread(_publish, files, draft, {**how, "owner": owner})
-        return answer(file.shown())
 
-    async def listing(request: Request) -> Response:
-        given = query(request, "after", "limit", "order", "purpose")
-        limit = number(given, "limit", MOST, MOST)
-        order = _one_of(given.get("order", "desc"), "order", ORDERS)
-        purpose = given.get("purpose")
-        if purpose is not None:
-            _one_of(purpose, "purpose", PURPOSES)
-        after = given.get("after")
-        return await asyncio.to_thread(_listed, files, after, limit, order, purpose)
+@router.post(
+    "/v1/files",
+    Role.use,
+    form=object_of(
+        {"file": BYTES, "purpose": {"enum": list(CLIENT_PURPOSES)}},
+        {
+            "expires_after[anchor]": {"const": "created_at"},
+            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+        },
+    ),
+    answer=FILE,
+    fails=f"{FORM_FAILS}, 400 missing_file, 400 missing_field, 400 field_too_large",
+)
+async def create_file(services: Services, request: Request) -> Response:
+    """Send a file.
 
-    async def one(request: Request) -> Response:
-        file = await asyncio.to_thread(files.get, path_id(request, "file_id", "file"))
-        return answer(file.shown())
+    Streamed to the disk, at most 8 GiB. Larger files: POST /v1/uploads.
+    """
+    files = services.files
+    async with receive_form(request, "file", files.blobs.draft, services.max_file) as form:
+        draft, fields = _checked(form)
+        owner = caller_of(request).key_id
+        file = await asyncio.to_thread(_publish, files, draft, {**fields, "owner": owner})
+    return json_response(file.to_openai())
 
-    async def delete(request: Request) -> Response:
-        file_id = path_id(request, "file_id", "file")
-        file = await asyncio.to_thread(files.get, file_id)
-        check_owner(caller_of(request), file.owner, f"file {file_id!r}")
-        await asyncio.to_thread(files.delete, file_id)
-        return answer({"id": file_id, "object": "file", "deleted": True})
 
-    async def content(request: Request) -> Response:
-        file = await asyncio.to_thread(files.get, path_id(request, "file_id", "file"))
-        refused = _check_range(request.headers.get("range"), file)
-        return refused or Content(
-            await asyncio.to_thread(files.blobs.proven, file.sha256),
-            media_type="application/octet-stream",
-            filename=file.filename,
-        )
+@router.get("/v1/files/{file_id}", Role.use, answer=FILE, fails="404 not_found")
+async def retrieve_file(services: Services, request: Request) -> Response:
+    """Return a file's record."""
+    file = await asyncio.to_thread(services.files.get, path_id(request, "file_id", "file"))
+    return json_response(file.to_openai())
 
-    return [
-        Route("/v1/files", listing, methods=["GET"]),
-        Route("/v1/files", create, methods=["POST"]),
-        Route("/v1/files/{file_id}", one, methods=["GET"]),
-        Route("/v1/files/{file_id}", delete, methods=["DELETE"]),
-        Route("/v1/files/{file_id}/content", content),
-    ]
+
+@router.delete(
+    "/v1/files/{file_id}",
+    Role.use,
+    answer=object_of({"id": TEXT, "object": {"const": "file"}, "deleted": DELETED}),
+    fails="404 not_found",
+)
+async def delete_file(services: Services, request: Request) -> Response:
+    """Delete a file."""
+    file_id = path_id(request, "file_id", "file")
+    file = await asyncio.to_thread(services.files.get, file_id)
+    check_owner(caller_of(request), file.owner, f"file {file_id!r}")
+    await asyncio.to_thread(services.files.delete, file_id)
+    return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+@router.get(
+    "/v1/files/{file_id}/content",
+    Role.use,
+    headers={"Range": Described(TEXT, "One range, such as `bytes=0-99`: answered with 206.")},
+    media={"application/octet-stream": {}},
+    fails="404 not_found, 416 range_not_satisfiable",
+)
+async def download_file(services: Services, request: Request) -> Response:
+    """Return a file's bytes, or one range of them."""
+    file = await asyncio.to_thread(services.files.get, path_id(request, "file_id", "file"))
+    refusal = _check_range(request.headers.get("range"), file)
+    return refusal or ContentResponse(
+        await asyncio.to_thread(services.files.blobs.verified_path, file.sha256),
+        media_type="application/octet-stream",
+        filename=file.filename,
+    )
 
 
 def check_filename(filename: str) -> str:
-    """A filename that can be shown and sent in a header. Raises BadInput."""
+    """Return a filename that can be shown and sent in a header. Raises BadInput."""
     if not filename or len(filename) > LONGEST or CONTROL.search(filename):
         raise BadInput(
             f"a filename has 1 to {LONGEST} characters, and none that control; not "
@@ -101,7 +167,7 @@ def check_filename(filename: str) -> str:
 
 
 def _checked(form: Form) -> tuple[BlobDraft, dict[str, Any]]:
-    """The file, and how to publish it. Raises BadInput."""
+    """Return the file of a form, and the fields to publish it with. Raises BadInput."""
     if form.file is None or form.filename is None:
         raise BadInput(
             "file must be given, as a part with a filename", param="file", code="missing_file"
@@ -119,16 +185,16 @@ def _checked(form: Form) -> tuple[BlobDraft, dict[str, Any]]:
     }
 
 
-def _publish(files: Files, draft: BlobDraft, how: dict[str, Any]) -> FileObject:
-    return files.publish(draft.publish(), **how)
+def _publish(files: Files, draft: BlobDraft, fields: dict[str, Any]) -> FileObject:
+    return files.publish(draft.publish(), **fields)
 
 
-def _listed(
+def _page(
     files: Files, after: str | None, limit: int, order: Order, purpose: str | None
 ) -> Response:
-    """A page as an answer; in a thread, for ten thousand files are not shown in a moment."""
-    page = files.list(after, limit, order, purpose)
-    return answer(listed([file.shown() for file in page.files], page.has_more))
+    """Return a page of files; in a thread, for ten thousand files take a while to write."""
+    listing = files.list(after, limit, order, purpose)
+    return json_response(page([file.to_openai() for file in listing.files], listing.has_more))
 
 
 def _one_of(value: str, name: str, allowed: tuple[str, ...]) -> Any:
@@ -138,7 +204,7 @@ def _one_of(value: str, name: str, allowed: tuple[str, ...]) -> Any:
 
 
 def _check_range(header: str | None, file: FileObject) -> Response | None:
-    """The envelope for a range that cannot be served; Starlette would answer in plain text."""
+    """Return the refusal of a range outside of the file: Starlette's would be plain text."""
     if header is None:
         return None
     match = RANGE.fullmatch(header.replace(" ", ""))

@@ -1,16 +1,18 @@
 """OpenAI's fine-tuning jobs: /v1/fine_tuning/jobs; runtime/fine_tuning does the work.
 
-Supervised training and dpo, and only what has an effect: what is not supported is refused by name.
-Two things differ from OpenAI. A job's id is a hash of all that decides the resulting weights, and
-without a `seed` it is 0, so the same request is the same job, also after it was cancelled: change
-the seed to train once more. And the result is the next version `name@N` of the model it was trained
-from, or of `suffix`: it answers at /v1/chat/completions by that name. What is promoted is served
-on: the first request has it loaded as an adapter or by a spare replica (config's `spare_replicas`);
-where neither can be, it is refused at once with what to do (503 model_not_loaded).
+Supervised training and dpo, and only fields with an effect: a field without one is refused by name.
+Two things differ from OpenAI. First, a job's id is a hash of everything that decides the resulting
+weights, and `seed` is 0 by default. So the same request is the same job, also after the job was
+cancelled: change the seed to train once more. Second, the result is the next version `name@N` of
+the trained model, or of `suffix`, and answers at /v1/chat/completions by that name. Promoted
+versions stay served. The first request loads the result as an adapter, or into a spare replica
+(config's `spare_replicas`). Where neither is possible, it is refused at once with a remedy (503
+model_not_loaded).
 
-OpenAI has no status for a paused job: it is `queued`, and its metadata has `paused: "true"`, which
-a list can be filtered by. While it saves and stops it is still `running`. We add to the metadata
-`job` (see /v1/jobs/{job}), `scheduler`, and `slurm_job_id` or `scheduler_job_id`.
+OpenAI has no status for a paused job. Here it is `queued`, and its metadata has `paused: "true"`,
+which a list can be filtered by. While it saves and stops it is still `running`. We add to the
+metadata `job` (see /v1/jobs/{job}), `scheduler`, and `slurm_job_id` or `scheduler_job_id`. The
+trainer may call Slurm, so it runs in threads.
 """
 
 import asyncio
@@ -21,180 +23,298 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from cray_agents.errors import BadInput
 from cray_agents.records import digest
 from cray_agents.runtime.fine_tuning.job_events import events
-from cray_agents.runtime.fine_tuning.request import CreateJob, as_asked
+from cray_agents.runtime.fine_tuning.request import CreateJob, resolve_request
 from cray_agents.runtime.fine_tuning.tuning_jobs import JobState
+from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
-    answer,
-    listed,
+    json_response,
     number,
+    page,
     parse,
     path_id,
     read_json,
 )
+from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.http.server_paths import without_paths
+from cray_agents.runtime.gateway.http.shapes import (
+    AFTER,
+    ANY,
+    TEXT,
+    TEXT_OR_NONE,
+    WHOLE,
+    WHOLE_OR_NONE,
+    NamedShape,
+    count_up_to,
+    list_of,
+    object_of,
+    page_of,
+)
 from cray_agents.runtime.gateway.services import Services
 
 MOST = 1000  # jobs or events in a page
 METADATA = re.compile(r"metadata\[(.{1,64})\]")
+PAGE = {"after": AFTER, "limit": count_up_to(MOST)}
+ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_started, 400 job_not_paused"
+JOB = NamedShape(
+    "FineTuningJob",
+    object_of(
+        {
+            "id": TEXT,
+            "object": {"const": "fine_tuning.job"},
+            "created_at": WHOLE,
+            "finished_at": WHOLE_OR_NONE,
+            "model": TEXT,
+            "fine_tuned_model": TEXT_OR_NONE,
+            "status": {
+                "enum": [
+                    "validating_files",
+                    "queued",
+                    "running",
+                    "succeeded",
+                    "failed",
+                    "cancelled",
+                ]
+            },
+            "training_file": TEXT,
+            "validation_file": TEXT_OR_NONE,
+            "hyperparameters": ANY,
+            "method": ANY,
+            "trained_tokens": WHOLE_OR_NONE,
+            "result_files": list_of(TEXT),
+            "error": {"type": ["object", "null"]},
+            "seed": WHOLE,
+            "metadata": ANY,
+        }
+    ),
+)
+EVENT = NamedShape(
+    "FineTuningEvent",
+    object_of(
+        {
+            "id": TEXT,
+            "object": {"const": "fine_tuning.job.event"},
+            "created_at": WHOLE,
+            "level": {"enum": ["info", "warn", "error"]},
+            "message": TEXT,
+        }
+    ),
+)
+CHECKPOINT = NamedShape(
+    "FineTuningCheckpoint",
+    object_of(
+        {"id": TEXT, "object": {"const": "fine_tuning.job.checkpoint"}, "step_number": WHOLE}
+    ),
+)
+
+router = Router("Training")
 
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/fine_tuning/jobs. The trainer may ask Slurm, hence the threads."""
+@router.get("/v1/fine_tuning/jobs", Role.train, query=PAGE, answer=page_of(JOB))
+async def list_fine_tuning_jobs(services: Services, request: Request) -> Response:
+    """List the fine-tuning jobs, newest first.
+
+    Filter with `metadata[key]=value`; `metadata=null` for jobs without any.
+    """
+    jobs = await asyncio.to_thread(_list, services, dict(request.query_params))
+    for job in jobs["data"]:
+        if job["finished_at"] is None:
+            services.fine_tuning.follow(job["id"])
+    return json_response(jobs)
+
+
+@router.post(
+    "/v1/fine_tuning/jobs",
+    Role.train,
+    body=CreateJob,
+    answer=JOB,
+    fails=(
+        "404 model_not_found, 400 invalid_training_file, 400 invalid_validation_file, "
+        "400 unsupported_value, 400 job_exists"
+    ),
+)
+async def create_fine_tuning_job(services: Services, request: Request) -> Response:
+    """Train on an uploaded file (OpenAI's API, supervised and dpo).
+
+    The same request is the same job. The job is answered at once, and then validates its files. The
+    result is a version that waits for promotion: `fine_tuned_model`, the next one of `suffix` or of
+    the model's own name.
+    """
     tuning = services.fine_tuning
+    body = parse(CreateJob, await read_json(request, services.max_body))
+    owner = caller_of(request).key_id
+    spec = await asyncio.to_thread(
+        resolve_request, body, services.registry, tuning.files, services.code, owner
+    )
+    spec = await asyncio.to_thread(tuning.create, spec)
+    return await _act(services, tuning.look, spec.id)
 
-    async def create(request: Request) -> Response:
-        body = parse(CreateJob, await read_json(request, services.max_body))
-        owner = caller_of(request).key_id
-        asked = await asyncio.to_thread(
-            as_asked, body, services.registry, tuning.files, services.code, owner
-        )
-        asked = await asyncio.to_thread(tuning.create, asked)
-        return await shown(tuning.look, asked.id)
 
-    async def listing(request: Request) -> Response:
-        page = await asyncio.to_thread(_list, services, dict(request.query_params))
-        for job in page["data"]:
-            if job["finished_at"] is None:
-                tuning.follow(job["id"])
-        return answer(page)
+@router.get(
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}", Role.train, answer=JOB, fails="404 not_found"
+)
+async def retrieve_fine_tuning_job(services: Services, request: Request) -> Response:
+    """Return the state of a fine-tuning job.
 
-    async def one(request: Request) -> Response:
-        return await shown(tuning.look, _job_id(request))
+    A paused job is `queued`, with `paused: "true"` in its metadata.
+    """
+    return await _act(services, services.fine_tuning.look, _job_id(request))
 
-    async def cancel(request: Request) -> Response:
-        return await shown(tuning.cancel, _job_id(request))
 
-    async def pause(request: Request) -> Response:
-        return await shown(tuning.pause, _job_id(request))
+@router.post(
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/cancel", Role.train, answer=JOB, fails=ACTION_FAILS
+)
+async def cancel_fine_tuning_job(services: Services, request: Request) -> Response:
+    """End a fine-tuning job for good."""
+    return await _act(services, services.fine_tuning.cancel, _job_id(request))
 
-    async def resume(request: Request) -> Response:
-        return await shown(tuning.resume, _job_id(request))
 
-    async def shown(act: Callable[[str], JobState], job_id: str) -> Response:
-        standing = await asyncio.to_thread(act, job_id)
-        if standing.ended is None:
-            tuning.follow(job_id)
-        return answer(_shown(standing))
+@router.post(
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/pause", Role.train, answer=JOB, fails=ACTION_FAILS
+)
+async def pause_fine_tuning_job(services: Services, request: Request) -> Response:
+    """Let a fine-tuning job save and stop."""
+    return await _act(services, services.fine_tuning.pause, _job_id(request))
 
-    async def told(request: Request) -> Response:
-        standing = await asyncio.to_thread(tuning.look, _job_id(request))
-        found = await asyncio.to_thread(
-            events, services.home, standing.asked, standing.validated, standing.ended
-        )
-        found = [{**event, "message": without_paths(event["message"])} for event in found]
-        return answer(_page(found, _query(request), "event"))
 
-    async def checkpoints(request: Request) -> Response:
-        standing = await asyncio.to_thread(tuning.look, _job_id(request))
-        return answer(_page(_checkpoints(standing), _query(request), "checkpoint"))
+@router.post(
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/resume", Role.train, answer=JOB, fails=ACTION_FAILS
+)
+async def resume_fine_tuning_job(services: Services, request: Request) -> Response:
+    """Continue a paused fine-tuning job from its last save."""
+    return await _act(services, services.fine_tuning.resume, _job_id(request))
 
-    jobs, job = "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs/{fine_tuning_job_id}"
-    return [
-        Route(jobs, listing, methods=["GET"]),
-        Route(jobs, create, methods=["POST"]),
-        Route(job, one),
-        Route(f"{job}/cancel", cancel, methods=["POST"]),
-        Route(f"{job}/pause", pause, methods=["POST"]),
-        Route(f"{job}/resume", resume, methods=["POST"]),
-        Route(f"{job}/events", told),
-        Route(f"{job}/checkpoints", checkpoints),
-    ]
+
+@router.get(
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/events",
+    Role.train,
+    query=PAGE,
+    answer=page_of(EVENT),
+    fails="404 not_found",
+)
+async def list_fine_tuning_events(services: Services, request: Request) -> Response:
+    """List the events of a fine-tuning job, newest first."""
+    state = await asyncio.to_thread(services.fine_tuning.look, _job_id(request))
+    spec, validated, ended = state.request, state.validated, state.ended
+    rows = await asyncio.to_thread(events, services.home, spec, validated, ended)
+    rows = [{**event, "message": without_paths(event["message"])} for event in rows]
+    return json_response(_page(rows, _page_params(request), "event"))
+
+
+@router.get(
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/checkpoints",
+    Role.train,
+    query=PAGE,
+    answer=page_of(CHECKPOINT),
+    fails="404 not_found",
+)
+async def list_fine_tuning_checkpoints(services: Services, request: Request) -> Response:
+    """List the weights that a fine-tuning job ended with.
+
+    Its earlier checkpoints are resume points, and are not listed.
+    """
+    state = await asyncio.to_thread(services.fine_tuning.look, _job_id(request))
+    return json_response(_page(_checkpoints(state), _page_params(request), "checkpoint"))
+
+
+async def _act(services: Services, act: Callable[[str], JobState], job_id: str) -> Response:
+    """Answer with the job's state after an act, and follow it until it ends."""
+    state = await asyncio.to_thread(act, job_id)
+    if state.ended is None:
+        services.fine_tuning.follow(job_id)
+    return json_response(_render(state))
 
 
 def _job_id(request: Request) -> str:
     return path_id(request, "fine_tuning_job_id", "fine-tuning job")
 
 
-def _list(services: Services, given: dict[str, str]) -> dict[str, Any]:
-    """A page of jobs, newest first. Only those on it are looked at, unless there is a filter."""
-    wanted = {m[1]: given.pop(name) for name in list(given) if (m := METADATA.fullmatch(name))}
-    none = given.pop("metadata", None)
+def _list(services: Services, params: dict[str, str]) -> dict[str, Any]:
+    """Return a page of jobs, newest first. Without a filter only jobs on the page are read."""
+    filters = {m[1]: params.pop(name) for name in list(params) if (m := METADATA.fullmatch(name))}
+    none = params.pop("metadata", None)
     if none not in (None, "null", ""):
         raise BadInput("filter by metadata[key]=value, or metadata=null", param="metadata")
-    look, found = services.fine_tuning.look, services.fine_tuning.folder.all()
+    look, specs = services.fine_tuning.look, services.fine_tuning.folder.all()
     if none is not None:
-        found = [asked for asked in found if not asked.metadata]
-    jobs: list[dict[str, Any]] = [{"id": asked.id} for asked in found]
-    if wanted:
-        jobs = [_shown(look(asked.id)) for asked in found]
-        jobs = [job for job in jobs if wanted.items() <= job["metadata"].items()]
-    page = _page(jobs, _known(given), "job")
-    if not wanted:
-        page["data"] = [_shown(look(job["id"])) for job in page["data"]]
-    return page
+        specs = [spec for spec in specs if not spec.metadata]
+    jobs: list[dict[str, Any]] = [{"id": spec.id} for spec in specs]
+    if filters:
+        jobs = [_render(look(spec.id)) for spec in specs]
+        jobs = [job for job in jobs if filters.items() <= job["metadata"].items()]
+    rows = _page(jobs, _known(params), "job")
+    if not filters:
+        rows["data"] = [_render(look(job["id"])) for job in rows["data"]]
+    return rows
 
 
-def _shown(standing: JobState) -> dict[str, Any]:
-    asked, validated, ended = standing.asked, standing.validated, standing.ended
+def _render(state: JobState) -> dict[str, Any]:
+    spec, validated, ended = state.request, state.validated, state.ended
     hyperparameters: dict[str, float | str] = {
-        "n_epochs": validated.n_epochs if validated else asked.n_epochs,
-        "batch_size": (
-            validated.spec.hyperparameters.batch_size if validated else asked.batch_size
-        ),
+        "n_epochs": validated.n_epochs if validated else spec.n_epochs,
+        "batch_size": (validated.spec.hyperparameters.batch_size if validated else spec.batch_size),
         "learning_rate_multiplier": (
-            validated.learning_rate_multiplier if validated else asked.learning_rate_multiplier
+            validated.learning_rate_multiplier if validated else spec.learning_rate_multiplier
         ),
     }
-    if asked.method == "dpo":
-        beta = validated.spec.hyperparameters.preference.beta if validated else asked.beta
+    if spec.method == "dpo":
+        beta = validated.spec.hyperparameters.preference.beta if validated else spec.beta
         hyperparameters["beta"] = beta
     return {
-        "id": asked.id,
+        "id": spec.id,
         "object": "fine_tuning.job",
-        "created_at": int(asked.created),
+        "created_at": int(spec.created),
         "finished_at": int(ended.time) if ended else None,
-        "model": asked.model,
+        "model": spec.model,
         "fine_tuned_model": ended.model if ended else None,
         "organization_id": "cray-agents",
-        "status": standing.status,
-        "training_file": asked.training_file,
-        "validation_file": asked.validation_file,
+        "status": state.status,
+        "training_file": spec.training_file,
+        "validation_file": spec.validation_file,
         "hyperparameters": hyperparameters,
-        "method": {"type": asked.method, asked.method: {"hyperparameters": hyperparameters}},
+        "method": {"type": spec.method, spec.method: {"hyperparameters": hyperparameters}},
         "trained_tokens": ended.trained_tokens if ended else None,
         "result_files": [ended.result_file] if ended and ended.result_file else [],
-        "error": _told(ended.error) if ended and ended.error else None,
-        "seed": asked.seed,
-        "estimated_finish": _estimate(standing),
+        "error": _public_error(ended.error) if ended and ended.error else None,
+        "seed": spec.seed,
+        "estimated_finish": _estimate(state),
         "integrations": [],
-        "metadata": {**asked.metadata, **_added(standing)},
+        "metadata": {**spec.metadata, **_added(state)},
     }
 
 
-def _told(error: dict[str, Any]) -> dict[str, Any]:
-    """Why a job failed, without the paths of this machine."""
+def _public_error(error: dict[str, Any]) -> dict[str, Any]:
+    """Return the error of a job without the paths of this machine."""
     return {**error, "message": without_paths(str(error["message"]))}
 
 
-def _added(standing: JobState) -> dict[str, str]:
-    """What we add to the metadata."""
-    added = {"paused": "true"} if standing.paused else {}
-    if standing.validated is not None:
-        added["job"] = standing.validated.spec.id
-    if (told := standing.ended or standing.job) is not None:
-        added["scheduler"] = told.scheduler
-        name = "slurm_job_id" if told.scheduler == "slurm" else "scheduler_job_id"
-        added[name] = told.scheduler_job_id
+def _added(state: JobState) -> dict[str, str]:
+    """Return our additions to the metadata."""
+    added = {"paused": "true"} if state.paused else {}
+    if state.validated is not None:
+        added["job"] = state.validated.spec.id
+    if (job := state.ended or state.job) is not None:
+        added["scheduler"] = job.scheduler
+        name = "slurm_job_id" if job.scheduler == "slurm" else "scheduler_job_id"
+        added[name] = job.scheduler_job_id
     return {name: value for name, value in added.items() if value}
 
 
-def _estimate(standing: JobState) -> int | None:
-    """When it will have trained its last step, at the pace of its steps so far."""
-    job = standing.job
-    if standing.status != "running" or job is None or not job.step:
+def _estimate(state: JobState) -> int | None:
+    """Return the time of the last step, at the pace of the steps so far."""
+    job = state.job
+    if state.status != "running" or job is None or not job.step:
         return None
     return int(time.time() + (job.steps - job.step) * job.seconds / job.step)
 
 
-def _checkpoints(standing: JobState) -> list[dict[str, Any]]:
-    """The final one: what a job saves on its way can be resumed from, and by no engine served."""
-    ended = standing.ended
+def _checkpoints(state: JobState) -> list[dict[str, Any]]:
+    """Return the final checkpoint: no engine serves the resume points before it."""
+    ended = state.ended
     if ended is None or ended.model is None:
         return []
     metrics = {"step": ended.step, "train_loss": ended.loss}
@@ -202,10 +322,10 @@ def _checkpoints(standing: JobState) -> list[dict[str, Any]]:
         metrics |= {"valid_loss": ended.valid_loss, "full_valid_loss": ended.valid_loss}
     return [
         {
-            "id": f"ftckpt-{digest([standing.asked.id, ended.step], 24)}",
+            "id": f"ftckpt-{digest([state.request.id, ended.step], 24)}",
             "object": "fine_tuning.job.checkpoint",
             "created_at": int(ended.time),
-            "fine_tuning_job_id": standing.asked.id,
+            "fine_tuning_job_id": state.request.id,
             "fine_tuned_model_checkpoint": ended.model,
             "step_number": ended.step,
             "metrics": metrics,
@@ -213,24 +333,24 @@ def _checkpoints(standing: JobState) -> list[dict[str, Any]]:
     ]
 
 
-def _query(request: Request) -> dict[str, str]:
+def _page_params(request: Request) -> dict[str, str]:
     return _known(dict(request.query_params))
 
 
-def _known(given: dict[str, str]) -> dict[str, str]:
-    """The query of a page. An unknown parameter is an error, for it would have no effect."""
-    for name in given.keys() - {"after", "limit"}:
-        message = f"unknown query parameter {name!r}; there are after, limit"
+def _known(params: dict[str, str]) -> dict[str, str]:
+    """Return the parameters of a page. Raises BadInput for one without an effect."""
+    for name in params.keys() - PAGE.keys():
+        message = f"unknown query parameter {name!r}; there are {', '.join(PAGE)}"
         raise BadInput(message, param=name, code="unknown_parameter")
-    return given
+    return params
 
 
-def _page(items: list[dict[str, Any]], given: dict[str, str], what: str) -> dict[str, Any]:
-    """The items after the one that the last page ended with."""
-    limit, after = number(given, "limit", 20, MOST), given.get("after")
+def _page(items: list[dict[str, Any]], params: dict[str, str], kind: str) -> dict[str, Any]:
+    """Return the items after the last one of the page before."""
+    limit, after = number(params, "limit", 20, MOST), params.get("after")
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise BadInput(f"after: no {what} {after[:200]!r} is listed here", param="after")
+            raise BadInput(f"after: no {kind} {after[:200]!r} is listed here", param="after")
         items = items[places[0] + 1 :]
-    return listed(items[:limit], len(items) > limit)
+    return page(items[:limit], len(items) > limit)

@@ -1,4 +1,7 @@
-"""Training jobs: submitted to the Trainer, read from their folders under the home."""
+"""Training jobs: submitted to the Trainer, read from their folders under the home.
+
+The Trainer may call Slurm, so it runs in threads.
+"""
 
 import asyncio
 from collections import deque
@@ -7,7 +10,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from cray_agents.errors import AccessDenied, BadInput, NotFound
 from cray_agents.paths import Home
@@ -16,85 +18,146 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
-    answer,
     field,
-    listed,
+    json_response,
     number,
+    page,
     parse,
     path_id,
-    query,
     read_json,
 )
+from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.server_paths import without_paths
+from cray_agents.runtime.gateway.http.shapes import (
+    AFTER,
+    COUNT,
+    TEXT,
+    Described,
+    EditedRecord,
+    Schema,
+    count_up_to,
+    list_of,
+    object_of,
+    page_of,
+)
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 MOST = 1000  # jobs in a page
-Within = tuple[Path, ...] | None  # the folders that a request may name directories of
+Roots = tuple[Path, ...] | None  # the folders that a request may name directories of
 PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
+ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_paused"
 
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/jobs. The Trainer may ask Slurm, hence the threads."""
-    trainer = services.trainer
+def _with_defaults(schema: Schema) -> Schema:
+    """Return the schema of a spec whose other fields the gateway fills in."""
+    return {**schema, "required": ["dataset", "parent", "hyperparameters"]}
 
-    async def submit(request: Request) -> Response:
-        body = await read_json(request, services.max_body)
-        within, caller = may_name(request, services.model_roots), caller_of(request)
-        if body.get("oversubscribe") and caller.role < Role.admin:
-            raise AccessDenied(
-                f"the key {caller.name!r} has the role {caller.role.name!r}; `oversubscribe`, "
-                "which may bring this machine down, needs 'admin'",
-                status=403,
-                code="insufficient_permissions",
-            )
-        spec = await asyncio.to_thread(_spec, services, body, within)
-        status = await asyncio.to_thread(trainer.submit, spec)
-        return answer(_shown(status))
 
-    async def listing(request: Request) -> Response:
-        given = query(request, "limit", "after")
-        limit = number(given, "limit", 20, MOST)
-        return answer(await asyncio.to_thread(_page, services, given.get("after"), limit))
+SPEC = EditedRecord("JobSpec", JobSpec, _with_defaults)
 
-    async def one(request: Request) -> Response:
-        status = await asyncio.to_thread(trainer.status, _job_id(request))
-        return answer(_shown(status))
+router = Router("Training")
 
-    async def cancel(request: Request) -> Response:
-        status = await asyncio.to_thread(trainer.cancel, _job_id(request))
-        return answer(_shown(status))
 
-    async def pause(request: Request) -> Response:
-        status = await asyncio.to_thread(trainer.pause, _job_id(request))
-        return answer(_shown(status))
+@router.get(
+    "/v1/jobs",
+    Role.train,
+    query={"limit": count_up_to(MOST), "after": AFTER},
+    answer=page_of(JobStatus),
+)
+async def list_jobs(services: Services, request: Request) -> Response:
+    """List the jobs, newest first."""
+    params = query(request)
+    limit = number(params, "limit", 20, MOST)
+    return json_response(await asyncio.to_thread(_page, services, params.get("after"), limit))
 
-    async def resume(request: Request) -> Response:
-        status = await asyncio.to_thread(trainer.resume, _job_id(request))
-        return answer(_shown(status))
 
-    async def events(request: Request) -> Response:
-        after = number(query(request, "after"), "after", 0)
-        folder = _folder(services, _job_id(request))
-        lines = await asyncio.to_thread(_events, folder / "events.jsonl")
-        return answer({"data": lines[after:], "last": max(after, len(lines))})
+@router.post(
+    "/v1/jobs",
+    Role.train,
+    body=SPEC,
+    answer=JobStatus,
+    fails="400 invalid_value, 404 model_not_found",
+)
+async def create_job(services: Services, request: Request) -> Response:
+    """Train on a dataset.
 
-    async def logs(request: Request) -> Response:
-        tail = number(query(request, "tail"), "tail", 200)
-        folder = _folder(services, _job_id(request))
-        return PlainTextResponse(await asyncio.to_thread(_tail, folder / "log.txt", tail))
+    The same spec is the same job. `parent` and `reference`: a name, `name@N`, or a checkpoint's id
+    or directory. Their hashes and `code` are filled in where they are left out. A spec without a
+    `layout` gets one of the trainer's, and the event `layout` says why that one. A failed job is
+    tried again where it is to run otherwise: another layout, `recompute`, `save_every`, `keep`,
+    `evaluate_every` or `logprob_limit`. A layout that takes more cores, memory or GPUs than there
+    are is refused without `oversubscribe` (role admin). `optimizer_from` may be `parent`: the job
+    that made the parent, if it did so here and neither has LoRA.
+    """
+    body = await read_json(request, services.max_body)
+    roots, caller = may_name(request, services.model_roots), caller_of(request)
+    if body.get("oversubscribe") and caller.role < Role.admin:
+        raise AccessDenied(
+            f"the key {caller.name!r} has the role {caller.role.name!r}; `oversubscribe`, "
+            "which may bring this machine down, needs 'admin'",
+            status=403,
+            code="insufficient_permissions",
+        )
+    spec = await asyncio.to_thread(_spec, services, body, roots)
+    return _status(await asyncio.to_thread(services.trainer.submit, spec))
 
-    return [
-        Route("/v1/jobs", listing, methods=["GET"]),
-        Route("/v1/jobs", submit, methods=["POST"]),
-        Route("/v1/jobs/{job_id}", one),
-        Route("/v1/jobs/{job_id}/events", events),
-        Route("/v1/jobs/{job_id}/logs", logs),
-        Route("/v1/jobs/{job_id}/cancel", cancel, methods=["POST"]),
-        Route("/v1/jobs/{job_id}/pause", pause, methods=["POST"]),
-        Route("/v1/jobs/{job_id}/resume", resume, methods=["POST"]),
-    ]
+
+@router.get("/v1/jobs/{job_id}", Role.train, answer=JobStatus, fails="404 not_found")
+async def retrieve_job(services: Services, request: Request) -> Response:
+    """Return the status of a job."""
+    return _status(await asyncio.to_thread(services.trainer.status, _job_id(request)))
+
+
+@router.get(
+    "/v1/jobs/{job_id}/events",
+    Role.train,
+    query={"after": COUNT},
+    answer=object_of({"data": list_of({}), "last": COUNT}),
+    fails="404 not_found",
+)
+async def list_job_events(services: Services, request: Request) -> Response:
+    """List a job's events, after the first `after`."""
+    after = number(query(request), "after", 0)
+    folder = _folder(services, _job_id(request))
+    lines = await asyncio.to_thread(_events, folder / "events.jsonl")
+    return json_response({"data": lines[after:], "last": max(after, len(lines))})
+
+
+@router.get(
+    "/v1/jobs/{job_id}/logs",
+    Role.train,
+    query={"tail": Described(COUNT, "How many lines.")},
+    media={"text/plain": TEXT},
+    fails="404 not_found",
+)
+async def read_job_log(services: Services, request: Request) -> Response:
+    """Return the last lines of a job's log."""
+    tail = number(query(request), "tail", 200)
+    folder = _folder(services, _job_id(request))
+    return PlainTextResponse(await asyncio.to_thread(_tail, folder / "log.txt", tail))
+
+
+@router.post("/v1/jobs/{job_id}/cancel", Role.train, answer=JobStatus, fails=ACTION_FAILS)
+async def cancel_job(services: Services, request: Request) -> Response:
+    """End a job for good."""
+    return _status(await asyncio.to_thread(services.trainer.cancel, _job_id(request)))
+
+
+@router.post("/v1/jobs/{job_id}/pause", Role.train, answer=JobStatus, fails=ACTION_FAILS)
+async def pause_job(services: Services, request: Request) -> Response:
+    """Let a job save and stop.
+
+    It is `running` until it has saved and its processes have ended, then `paused`.
+    """
+    return _status(await asyncio.to_thread(services.trainer.pause, _job_id(request)))
+
+
+@router.post("/v1/jobs/{job_id}/resume", Role.train, answer=JobStatus, fails=ACTION_FAILS)
+async def resume_job(services: Services, request: Request) -> Response:
+    """Continue a paused job from its last save."""
+    return _status(await asyncio.to_thread(services.trainer.resume, _job_id(request)))
 
 
 def _job_id(request: Request) -> str:
@@ -108,8 +171,8 @@ def _folder(services: Services, job_id: str) -> Path:
     return folder
 
 
-def _spec(services: Services, body: dict[str, Any], within: Within) -> JobSpec:
-    """The spec with its checkpoints resolved; the layout, if it was left out, is the trainer's."""
+def _spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
+    """Return the spec with its checkpoints resolved; a missing layout is left to the trainer."""
     dataset = field(body, "dataset", str)
     if not ID.fullmatch(dataset) or not services.home.dataset(dataset).is_dir():
         raise BadInput(f"no dataset {dataset!r}: POST /v1/datasets builds one", param="dataset")
@@ -120,19 +183,19 @@ def _spec(services: Services, body: dict[str, Any], within: Within) -> JobSpec:
     hyper = given.get("hyperparameters")
     afresh = isinstance(hyper, dict) and hyper.get("init") == "random"
     filled = {
-        **_checkpoint(services, field(body, "parent", str), "parent", afresh, within),
+        **_checkpoint(services, field(body, "parent", str), "parent", afresh, roots),
         "code": services.code,
     }
     if "reference" in given:
         reference = field(given, "reference", str)
-        filled |= _checkpoint(services, reference, "reference", False, within)
+        filled |= _checkpoint(services, reference, "reference", False, roots)
     elif "reference_sha256" in given:
         raise BadInput("reference_sha256 without a reference", param="reference_sha256")
-    places = {name: filled[name] for name in ("parent", "reference") if name in filled}
+    directories = {name: filled[name] for name in ("parent", "reference") if name in filled}
     try:
-        spec = parse(JobSpec, {**filled, **given, **places})
+        spec = parse(JobSpec, {**filled, **given, **directories})
     except BadInput as error:
-        # what no field alone is to blame for has no effect with this method
+        # a conflict of several fields: the method decides which of them have an effect
         raise BadInput(str(error), param=error.param or "method") from error
     if spec.optimizer_from != PARENT:
         return spec
@@ -140,10 +203,10 @@ def _spec(services: Services, body: dict[str, Any], within: Within) -> JobSpec:
 
 
 def _optimizer_of_parent(home: Home, spec: JobSpec) -> str | None:
-    """The job of this root that made the parent, if it trained the same weights as this one will.
+    """Return the job of this root that made the parent, if it trained the same weights.
 
-    It follows from what never changes: asked again, it is the same job. None with LoRA: each job's
-    adapters are new, and those before are merged into the parent.
+    The answer never changes, so the same request is the same job. None with LoRA: the adapters of
+    each job are new, and earlier ones are merged into the parent.
     """
     hyper = spec.hyperparameters
     if hyper.lora is not None or hyper.init == "random":
@@ -159,14 +222,14 @@ def _optimizer_of_parent(home: Home, spec: JobSpec) -> str | None:
 
 
 def _checkpoint(
-    services: Services, named: str, what: str, afresh: bool, within: Within
+    services: Services, name: str, param: str, afresh: bool, roots: Roots
 ) -> dict[str, str]:
-    """A checkpoint's directory and what names it; see JobSpec.
+    """Return the fields of JobSpec that name a checkpoint: its directory and hashes.
 
-    One that is not of this root is looked at whole: what can never be trained is refused here.
+    A checkpoint from outside this root is inspected whole, to refuse here what cannot be trained.
     """
     try:
-        directory = services.registry.directory(named, within)
+        directory = services.registry.directory(name, roots)
         if afresh:
             sha256 = checkpoints.config_sha256(directory)
             files = checkpoints.settings_in(directory)
@@ -176,34 +239,38 @@ def _checkpoint(
             manifest = checkpoints.read_manifest(directory)
             sha256, files = manifest.weights_sha256, manifest.files
     except (BadInput, NotFound) as error:
-        raise type(error)(str(error), param=what, code=error.code) from error
-    found = {what: str(directory), f"{what}_sha256": sha256}
-    if what == "parent":
-        found["parent_settings_sha256"] = checkpoints.settings_sha256(files)
-    return found
+        raise type(error)(str(error), param=param, code=error.code) from error
+    fields = {param: str(directory), f"{param}_sha256": sha256}
+    if param == "parent":
+        fields["parent_settings_sha256"] = checkpoints.settings_sha256(files)
+    return fields
 
 
 def _page(services: Services, after: str | None, limit: int) -> dict[str, Any]:
-    """The status of each job on a page, the newest first."""
+    """Return the status of each job on a page, newest first."""
     specs = services.home.jobs.glob("job-*/spec.json")
-    found = sorted(((path.stat().st_mtime, path.parent.name) for path in specs), reverse=True)
-    ids = [name for _, name in found]
+    newest = sorted(((path.stat().st_mtime, path.parent.name) for path in specs), reverse=True)
+    ids = [name for _, name in newest]
     if after is not None:
         if after not in ids:
             raise BadInput(f"after: no job {after[:200]!r} is listed here", param="after")
         ids = ids[ids.index(after) + 1 :]
-    shown = [_shown(services.trainer.status(name)) for name in ids[:limit]]
-    return listed(shown, len(ids) > limit)
+    rows = [_public(services.trainer.status(name)) for name in ids[:limit]]
+    return page(rows, len(ids) > limit)
 
 
-def _shown(status: JobStatus) -> dict[str, Any]:
-    """A status as clients see it: what its error says of the host's files are their names."""
-    shown = status.model_dump(mode="json")
-    return {**shown, "error": status.error and without_paths(status.error)}
+def _status(status: JobStatus) -> Response:
+    return json_response(_public(status))
+
+
+def _public(status: JobStatus) -> dict[str, Any]:
+    """Return a status for clients: its error names files without their folders."""
+    fields = status.model_dump(mode="json")
+    return {**fields, "error": status.error and without_paths(status.error)}
 
 
 def _events(path: Path) -> list[Any]:
-    """The events of a job; a last line that is still being written is left out."""
+    """Return the events of a job, without a last line that is still being written."""
     if not path.is_file():
         return []
     return list(checksums.read_lines(path))

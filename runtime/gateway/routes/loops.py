@@ -1,4 +1,4 @@
-"""The journal of loops: a record per finished generation, and other entries; each written once."""
+"""The journal of loops: a record of each finished generation, and other entries, written once."""
 
 import asyncio
 from pathlib import Path
@@ -7,48 +7,57 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from cray_agents.errors import NotFound
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.gateway.http.bodies import answer, path_id, path_number, read_json
+from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.bodies import json_response, path_id, path_number, read_json
+from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.http.shapes import ANY, BOOL, data_of, object_of
 from cray_agents.runtime.gateway.services import Services
 
+CREATED = object_of({"created": BOOL})
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/loops."""
+router = Router("Training")
 
-    def folder(request: Request) -> Path:
-        return services.home.loop(path_id(request, "loop", "loop")) / "generations"
 
-    async def listing(request: Request) -> Response:
-        return answer({"data": await asyncio.to_thread(_read, folder(request))})
+@router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=ANY, fails="404 not_found")
+async def recall_entry(services: Services, request: Request) -> Response:
+    """Return an entry of a loop's journal."""
+    return json_response(await asyncio.to_thread(_recall, _entry(services, request)))
 
-    async def finish(request: Request) -> Response:
-        record = await read_json(request, services.max_body)
-        path = folder(request) / f"{path_number(request, 'number', 'generation')}.json"
-        created = await asyncio.to_thread(durable.create_file, path, _text(record))
-        return answer({"created": created})
 
-    def entry(request: Request) -> Path:
-        journal = services.home.loop(path_id(request, "loop", "loop")) / "journal"
-        return journal / f"{path_id(request, 'entry', 'entry')}.json"
+@router.post("/v1/loops/{loop}/journal/{entry}", Role.train, body=ANY, answer=CREATED)
+async def note_entry(services: Services, request: Request) -> Response:
+    """Note a decision of a loop; the first note stays."""
+    record = await read_json(request, services.max_body)
+    path = _entry(services, request)
+    created = await asyncio.to_thread(durable.create_file, path, _text(record))
+    return json_response({"created": created})
 
-    async def recall(request: Request) -> Response:
-        return answer(await asyncio.to_thread(_recall, entry(request)))
 
-    async def remember(request: Request) -> Response:
-        record = await read_json(request, services.max_body)
-        path = entry(request)
-        created = await asyncio.to_thread(durable.create_file, path, _text(record))
-        return answer({"created": created})
+@router.get("/v1/loops/{loop}/generations", Role.train, answer=data_of(ANY))
+async def list_generations(services: Services, request: Request) -> Response:
+    """List a loop's finished generations, in the order of their numbers."""
+    return json_response({"data": await asyncio.to_thread(_read, _folder(services, request))})
 
-    return [
-        Route("/v1/loops/{loop}/journal/{entry}", recall, methods=["GET"]),
-        Route("/v1/loops/{loop}/journal/{entry}", remember, methods=["POST"]),
-        Route("/v1/loops/{loop}/generations", listing),
-        Route("/v1/loops/{loop}/generations/{number}", finish, methods=["POST"]),
-    ]
+
+@router.post("/v1/loops/{loop}/generations/{number}", Role.train, body=ANY, answer=CREATED)
+async def finish_generation(services: Services, request: Request) -> Response:
+    """Record a generation; the first record stays."""
+    record = await read_json(request, services.max_body)
+    path = _folder(services, request) / f"{path_number(request, 'number', 'generation')}.json"
+    created = await asyncio.to_thread(durable.create_file, path, _text(record))
+    return json_response({"created": created})
+
+
+def _folder(services: Services, request: Request) -> Path:
+    return services.home.loop(path_id(request, "loop", "loop")) / "generations"
+
+
+def _entry(services: Services, request: Request) -> Path:
+    journal = services.home.loop(path_id(request, "loop", "loop")) / "journal"
+    return journal / f"{path_id(request, 'entry', 'entry')}.json"
 
 
 def _read(folder: Path) -> list[Any]:

@@ -1,6 +1,7 @@
-"""The names of weights: OpenAI's list, versions, and what is done with them.
+"""Models: OpenAI's list, the versions of a name, and their staging, promotion and canaries.
 
-promoting.py does it: a version is served only after the pool has proven it.
+version_switch.py switches: a version is served only after the pool has proven it. Changes to a name
+are ModelEvents, numbered per name: promoted, rolled_back, rejected, canary_started, canary_ended.
 """
 
 import asyncio
@@ -9,183 +10,317 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from cray_agents.errors import AccessDenied, BadInput, NotFound
-from cray_agents.records import ModelVersion
+from cray_agents.records import ModelVersion, ProbeReport
+from cray_agents.runtime.gateway.http import bodies
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
 from cray_agents.runtime.gateway.http.bodies import (
-    answer,
     field,
     has_body,
-    listed,
+    json_response,
     number,
+    page,
     parse,
     path_id,
-    query,
     read_json,
 )
 from cray_agents.runtime.gateway.http.error_envelope import is_anthropic
+from cray_agents.runtime.gateway.http.routing import Router, query
+from cray_agents.runtime.gateway.http.shapes import (
+    ANY,
+    BOOL,
+    REAL,
+    TEXT,
+    WHOLE,
+    WHOLE_OR_NONE,
+    EditedRecord,
+    NamedShape,
+    Schema,
+    all_of,
+    data_of,
+    list_of,
+    object_of,
+)
 from cray_agents.runtime.gateway.replica_lease import lease_seconds
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.registry.canary import CanaryTest
-from cray_agents.runtime.registry.lineage import lineage_of
+from cray_agents.runtime.registry.lineage import Ancestry, lineage_of
+from cray_agents.runtime.registry.registry import ModelEvent
 
 ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST = 20, 1000  # models in a page of Anthropic's list
+MODEL = NamedShape(
+    "Model",
+    object_of({"id": TEXT, "object": {"const": "model"}, "created": WHOLE, "owned_by": TEXT}),
+)
+MODEL_LIST = NamedShape(
+    "ModelList", object_of({"object": {"const": "list"}, "data": list_of(MODEL)})
+)
+VERSION = NamedShape("ShownVersion", all_of(ModelVersion, object_of({"id": TEXT})))
+WHO_AND_WHY: Schema = {"who": TEXT, "reason": TEXT}
 
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/models."""
-    registry = services.registry
-    promoting = services.promoting
+def _with_version(schema: Schema) -> Schema:
+    """Return the schema of a canary's test with the fields that name its version."""
+    fields = {"version": WHOLE, **WHO_AND_WHY, **schema["properties"]}
+    return {**schema, "properties": fields, "required": ["version"]}
 
-    async def listing(request: Request) -> Response:
-        if "run_id" in request.path_params:
-            path_id(request, "run_id", "run")
-        models = await asyncio.to_thread(_models, services)
-        if is_anthropic(request.scope):
-            return answer(_anthropic_page(request, [_anthropic(m) for m in models.values()]))
-        return answer({"object": "list", "data": list(models.values())})
 
-    async def model(request: Request) -> Response:
-        name = path_id(request, "model", "model")
-        shown = _model(name, registry.resolve(name))
-        return answer(_anthropic(shown) if is_anthropic(request.scope) else shown)
+CANARY = EditedRecord("CanaryRequest", CanaryTest, _with_version)
 
-    async def register(request: Request) -> Response:
-        name = path_id(request, "name", "model")
-        body = await read_json(request, services.max_body)
-        checkpoint = field(body, "checkpoint", str)
-        within = may_name(request, services.model_roots)
-        taken = await asyncio.to_thread(registry.import_checkpoint, checkpoint, within)
-        version = await asyncio.to_thread(registry.register, name, *taken)
-        return answer(_version(version))
+models_router = Router("Models")
+router = Router("Versions")
 
-    async def versions(request: Request) -> Response:
-        name = path_id(request, "name", "model")
-        promoted = registry.promoted(name)
-        data = [{**_version(v), "promoted": v == promoted} for v in registry.versions(name)]
-        return answer({"data": data})
 
-    async def stage(request: Request) -> Response:
-        name = path_id(request, "name", "model")
-        version = registry.resolve(f"{name}@{request.path_params['number']}")
-        body = await read_json(request, services.max_body) if has_body(request) else {}
-        force, caller = field(body, "force", bool, False), caller_of(request)
-        if force and caller.role < Role.admin:
-            raise AccessDenied(
-                f"the key {caller.name!r} has the role {caller.role.name!r}; to stage with force, "
-                "which may take what is promoted off its last replica, needs 'admin'",
-                status=403,
-                code="insufficient_permissions",
-            )
-        holder = field(body, "holder", str, "")[:200] or (caller.name if force else "")
-        report = await promoting.stage(
-            version, force=force, holder=holder, seconds=lease_seconds(body)
+@models_router.get("/v1/models", Role.use, answer=MODEL_LIST, in_runs=True)
+async def list_models(services: Services, request: Request) -> Response:
+    """List the models that can be called.
+
+    Each promoted `name`, and each `name@N`.
+    """
+    if "run_id" in request.path_params:
+        path_id(request, "run_id", "run")
+    models = await asyncio.to_thread(_models, services)
+    if is_anthropic(request.scope):
+        return json_response(_anthropic_page(request, [_anthropic(m) for m in models.values()]))
+    return json_response({"object": "list", "data": list(models.values())})
+
+
+@models_router.get("/v1/models/{model}", Role.use, answer=MODEL, fails="404 model_not_found")
+async def retrieve_model(services: Services, request: Request) -> Response:
+    """Return a model."""
+    name = path_id(request, "model", "model")
+    model = _model(name, services.registry.resolve(name))
+    return json_response(_anthropic(model) if is_anthropic(request.scope) else model)
+
+
+@router.get(
+    "/v1/models/{name}/versions",
+    Role.use,
+    answer=data_of(all_of(VERSION, object_of({"promoted": BOOL}))),
+    fails="404 model_not_found",
+)
+async def list_versions(services: Services, request: Request) -> Response:
+    """List a name's versions, oldest first."""
+    name, registry = path_id(request, "name", "model"), services.registry
+    promoted = registry.promoted(name)
+    data = [{**_version(v), "promoted": v == promoted} for v in registry.versions(name)]
+    return json_response({"data": data})
+
+
+@router.post(
+    "/v1/models/{name}/versions",
+    Role.train,
+    body=object_of({"checkpoint": TEXT}),
+    answer=VERSION,
+    fails="404 not_found, 422 corrupt",
+)
+async def register_version(services: Services, request: Request) -> Response:
+    """Make a version of a checkpoint; the same weights are the same version.
+
+    `checkpoint`: an id, or a directory on the gateway's machine.
+    """
+    name, registry = path_id(request, "name", "model"), services.registry
+    body = await read_json(request, services.max_body)
+    checkpoint = field(body, "checkpoint", str)
+    roots = may_name(request, services.model_roots)
+    imported = await asyncio.to_thread(registry.import_checkpoint, checkpoint, roots)
+    version = await asyncio.to_thread(registry.register, name, *imported)
+    return json_response(_version(version))
+
+
+@router.post(
+    "/v1/models/{name}/versions/{number}/stage",
+    Role.train,
+    body=object_of(optional={"force": BOOL, "holder": TEXT, "seconds": REAL}),
+    body_optional=True,
+    answer=ProbeReport,
+    fails="404 model_not_found, 409 swap_failed, 409 would_displace, 409 pool_busy",
+)
+async def stage_version(services: Services, request: Request) -> Response:
+    """Load a version into one replica, and prove it by its probe.
+
+    The other replicas serve on. Only `force` (role admin) takes a promoted version off its last
+    replica, for a `holder`. It comes back when the version is rejected, or `seconds` after the
+    holder last renewed the lease at /v1/pool/lease.
+    """
+    name = path_id(request, "name", "model")
+    version = services.registry.resolve(f"{name}@{request.path_params['number']}")
+    body = await read_json(request, services.max_body) if has_body(request) else {}
+    force, caller = field(body, "force", bool, False), caller_of(request)
+    if force and caller.role < Role.admin:
+        raise AccessDenied(
+            f"the key {caller.name!r} has the role {caller.role.name!r}; to stage with force, "
+            "which may take what is promoted off its last replica, needs 'admin'",
+            status=403,
+            code="insufficient_permissions",
         )
-        return answer(report.model_dump(mode="json"))
-
-    async def promote(request: Request) -> Response:
-        version, body = await _asked(services, request)
-        event = await promoting.promote(
-            version,
-            **_said(request, body),
-            numbers=field(body, "numbers", dict, {}),
-            force=field(body, "force", bool, False),
-        )
-        return answer(event.model_dump(mode="json"))
-
-    async def roll_back(request: Request) -> Response:
-        name = path_id(request, "name", "model")
-        body = await read_json(request, services.max_body)
-        to, force = body.get("to"), field(body, "force", bool, False)
-        if to is not None:
-            to = field(body, "to", int)
-        event = await promoting.roll_back(name, to, **_said(request, body), force=force)
-        return answer(event.model_dump(mode="json"))
-
-    async def reject(request: Request) -> Response:
-        version, body = await _asked(services, request)
-        event = await promoting.reject(
-            version, **_said(request, body), numbers=field(body, "numbers", dict, {})
-        )
-        return answer(event.model_dump(mode="json"))
-
-    async def history(request: Request) -> Response:
-        events = registry.history(path_id(request, "name", "model"))
-        return answer({"data": [event.model_dump(mode="json") for event in events]})
-
-    async def lineage(request: Request) -> Response:
-        name = path_id(request, "name", "model")
-        return answer({"data": await asyncio.to_thread(lineage_of, registry, name)})
-
-    async def start_canary(request: Request) -> Response:
-        version, body = await _asked(services, request)
-        said = _said(request, body)
-        given = {key: value for key, value in body.items() if key not in ("version", *said)}
-        test = parse(CanaryTest, given)
-        own = [name] if (name := caller_of(request).key_name) else []
-        test = test.model_copy(update={"givers": sorted({*own, *(test.givers or ())})})
-        event = await promoting.start_canary(version, test, **said)
-        return answer(event.model_dump(mode="json"))
-
-    async def show_canary(request: Request) -> Response:
-        name = path_id(request, "name", "model")
-        canary = promoting.live.canary(name)
-        if canary is None:
-            raise NotFound(f"no canary of {name!r} is running", param="name")
-        return answer({**canary.start.model_dump(mode="json"), "seen": canary.numbers()})
-
-    async def stop_canary(request: Request) -> Response:
-        name = path_id(request, "name", "model")
-        given = query(request, "who", "reason")
-        event = await promoting.stop_canary(name, **_said(request, given))
-        return answer(event.model_dump(mode="json"))
-
-    return [
-        Route("/v1/models", listing),
-        Route("/runs/{run_id}/v1/models", listing),
-        Route("/v1/models/{model}", model),
-        Route("/v1/models/{name}/versions", versions, methods=["GET"]),
-        Route("/v1/models/{name}/versions", register, methods=["POST"]),
-        Route("/v1/models/{name}/versions/{number}/stage", stage, methods=["POST"]),
-        Route("/v1/models/{name}/promote", promote, methods=["POST"]),
-        Route("/v1/models/{name}/rollback", roll_back, methods=["POST"]),
-        Route("/v1/models/{name}/reject", reject, methods=["POST"]),
-        Route("/v1/models/{name}/history", history),
-        Route("/v1/models/{name}/lineage", lineage),
-        Route("/v1/models/{name}/canary", show_canary, methods=["GET"]),
-        Route("/v1/models/{name}/canary", start_canary, methods=["POST"]),
-        Route("/v1/models/{name}/canary", stop_canary, methods=["DELETE"]),
-    ]
+    holder = field(body, "holder", str, "")[:200] or (caller.name if force else "")
+    report = await services.versions.stage(
+        version, force=force, holder=holder, seconds=lease_seconds(body)
+    )
+    return json_response(report.model_dump(mode="json"))
 
 
-async def _asked(services: Services, request: Request) -> tuple[ModelVersion, dict[str, Any]]:
-    """The version that a request's body names, and the body. Raises NotFound, BadInput."""
+@router.post(
+    "/v1/models/{name}/promote",
+    Role.admin,
+    body=object_of({"version": WHOLE}, {**WHO_AND_WHY, "numbers": ANY, "force": BOOL}),
+    answer=ModelEvent,
+    fails="404 model_not_found, 409 swap_failed, 409 would_displace",
+)
+async def promote(services: Services, request: Request) -> Response:
+    """Serve a version under its name, answered when the pool holds it.
+
+    `force`: even if another name's promoted version is then served no more.
+    """
+    version, body = await _named_version(services, request)
+    event = await services.versions.promote(
+        version,
+        **_who_and_why(request, body),
+        numbers=field(body, "numbers", dict, {}),
+        force=field(body, "force", bool, False),
+    )
+    return _event(event)
+
+
+@router.post(
+    "/v1/models/{name}/rollback",
+    Role.admin,
+    body=object_of(optional={"to": WHOLE_OR_NONE, "force": BOOL, **WHO_AND_WHY}),
+    answer=ModelEvent,
+    fails="404 model_not_found, 409 swap_failed, 400 invalid_value",
+)
+async def roll_back(services: Services, request: Request) -> Response:
+    """Serve the version that was promoted before.
+
+    `to`: another version that was promoted once, or any with `force`.
+    """
+    name = path_id(request, "name", "model")
+    body = await read_json(request, services.max_body)
+    to, force = body.get("to"), field(body, "force", bool, False)
+    if to is not None:
+        to = field(body, "to", int)
+    reasons = _who_and_why(request, body)
+    return _event(await services.versions.roll_back(name, to, **reasons, force=force))
+
+
+@router.post(
+    "/v1/models/{name}/reject",
+    Role.admin,
+    body=object_of({"version": WHOLE}, {**WHO_AND_WHY, "numbers": ANY}),
+    answer=ModelEvent,
+    fails="404 model_not_found, 400 invalid_value, 400 canary_running",
+)
+async def reject(services: Services, request: Request) -> Response:
+    """Note that a version is not good enough."""
+    version, body = await _named_version(services, request)
+    event = await services.versions.reject(
+        version, **_who_and_why(request, body), numbers=field(body, "numbers", dict, {})
+    )
+    return _event(event)
+
+
+@router.get(
+    "/v1/models/{name}/history", Role.use, answer=data_of(ModelEvent), fails="404 model_not_found"
+)
+async def list_history(services: Services, request: Request) -> Response:
+    """List the events of a name, oldest first."""
+    events = services.registry.history(path_id(request, "name", "model"))
+    return json_response({"data": [event.model_dump(mode="json") for event in events]})
+
+
+@router.get(
+    "/v1/models/{name}/lineage", Role.use, answer=data_of(Ancestry), fails="404 model_not_found"
+)
+async def lineage(services: Services, request: Request) -> Response:
+    """List the ancestors of versions with their jobs and datasets, parents first.
+
+    `name`: all its versions and their ancestors. `name@N`: its ancestors and descendants.
+    """
+    name = path_id(request, "name", "model")
+    return json_response({"data": await asyncio.to_thread(lineage_of, services.registry, name)})
+
+
+@router.get(
+    "/v1/models/{name}/canary",
+    Role.use,
+    answer=all_of(ModelEvent, object_of({"seen": ANY})),
+    fails="404 not_found",
+)
+async def retrieve_canary(services: Services, request: Request) -> Response:
+    """Return the running canary of a name, and the numbers seen so far."""
+    name = path_id(request, "name", "model")
+    canary = services.versions.live.canary(name)
+    if canary is None:
+        raise NotFound(f"no canary of {name!r} is running", param="name")
+    return json_response({**canary.start.model_dump(mode="json"), "seen": canary.numbers()})
+
+
+@router.post(
+    "/v1/models/{name}/canary",
+    Role.admin,
+    body=CANARY,
+    answer=ModelEvent,
+    fails="404 model_not_found, 409 swap_failed, 400 canary_running",
+)
+async def start_canary(services: Services, request: Request) -> Response:
+    """Answer a share of the live sessions by a version.
+
+    A session is named by `X-Session-Id`, else by `user`, else by its run; it stays with its
+    version. The canary is rolled back by itself when more requests fail or rewards are lower.
+    """
+    version, body = await _named_version(services, request)
+    reasons = _who_and_why(request, body)
+    fields = {key: value for key, value in body.items() if key not in ("version", *reasons)}
+    test = parse(CanaryTest, fields)
+    own = [name] if (name := caller_of(request).key_name) else []
+    test = test.model_copy(update={"givers": sorted({*own, *(test.givers or ())})})
+    return _event(await services.versions.start_canary(version, test, **reasons))
+
+
+@router.delete(
+    "/v1/models/{name}/canary",
+    Role.admin,
+    query=WHO_AND_WHY,
+    answer=ModelEvent,
+    fails="404 not_found, 409 swap_failed",
+)
+async def stop_canary(services: Services, request: Request) -> Response:
+    """Answer all sessions by the promoted version again."""
+    name = path_id(request, "name", "model")
+    reasons = _who_and_why(request, query(request))
+    return _event(await services.versions.stop_canary(name, **reasons))
+
+
+async def _named_version(
+    services: Services, request: Request
+) -> tuple[ModelVersion, dict[str, Any]]:
+    """Return the version that a request's body names, and the body. Raises NotFound, BadInput."""
     name = path_id(request, "name", "model")
     body = await read_json(request, services.max_body)
     return services.registry.resolve(f"{name}@{field(body, 'version', int)}"), body
 
 
-def _said(request: Request, body: dict[str, Any]) -> dict[str, str]:
-    """Who asks and why; who does not say it is known by his key."""
+def _who_and_why(request: Request, body: dict[str, Any]) -> dict[str, str]:
+    """Return the author of a change and the reason; the default author is the caller's key."""
     who = field(body, "who", str, "") or caller_of(request).name
     return {"who": who, "reason": field(body, "reason", str, "")}
 
 
 def _models(services: Services) -> dict[str, dict[str, Any]]:
     registry = services.registry
-    found = {}
+    models = {}
     for name in registry.names():
         try:
             promoted, versions = registry.promoted(name), registry.versions(name)
         except NotFound:  # a folder without a version
             continue
         if promoted is not None:
-            found[name] = _model(name, promoted)
-        found.update({version.id: _model(version.id, version) for version in versions})
-    return found
+            models[name] = _model(name, promoted)
+        models.update({version.id: _model(version.id, version) for version in versions})
+    return models
 
 
 def _model(model_id: str, version: ModelVersion) -> dict[str, Any]:
@@ -194,27 +329,30 @@ def _model(model_id: str, version: ModelVersion) -> dict[str, Any]:
 
 
 def _anthropic(model: dict[str, Any]) -> dict[str, Any]:
-    """A model as Anthropic's clients know it."""
+    """Return a model in Anthropic's shape."""
     created = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     name = model["id"]
     return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
 
 def _anthropic_page(request: Request, models: list[dict[str, Any]]) -> dict[str, Any]:
-    """A page in Anthropic's shape. Raises BadInput."""
-    given = query(request, "limit", "after_id", "before_id", "beta")
+    """Return a page in Anthropic's shape. Raises BadInput."""
+    params = bodies.query(request, "limit", "after_id", "before_id", "beta")
     ids = [model["id"] for model in models]
-    first, last = given.get("after_id"), given.get("before_id")
+    first, last = params.get("after_id"), params.get("before_id")
     for name, cursor in (("after_id", first), ("before_id", last)):
         if cursor is not None and cursor not in ids:
             raise BadInput(f"{name} is no model of this list: {cursor[:200]!r}", param=name)
     rest = models[ids.index(first) + 1 if first else 0 : ids.index(last) if last else None]
-    limit = max(1, number(given, "limit", ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST))
-    page = rest[-limit:] if last and not first else rest[:limit]
-    return {
-        name: value for name, value in listed(page, len(rest) > limit).items() if name != "object"
-    }
+    limit = max(1, number(params, "limit", ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST))
+    rows = rest[-limit:] if last and not first else rest[:limit]
+    fields = page(rows, len(rest) > limit)
+    return {name: value for name, value in fields.items() if name != "object"}
 
 
 def _version(version: ModelVersion) -> dict[str, Any]:
     return {**version.model_dump(mode="json"), "id": version.id}
+
+
+def _event(event: ModelEvent) -> Response:
+    return json_response(event.model_dump(mode="json"))

@@ -1,130 +1,243 @@
-"""Runs and rewards in, whole trajectories out."""
+"""Trajectories: append, list, show, reward and forget runs."""
 
 import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.records import Event, Reward, Run, digest
+from cray_agents.records import Event, Reward, Run, Split, StopReason, Usage, digest
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import Caller, caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
-    answer,
     field,
+    json_response,
     number,
+    page,
     parse,
     path_id,
-    query,
     read_json,
+)
+from cray_agents.runtime.gateway.http.routing import Router, query
+from cray_agents.runtime.gateway.http.shapes import (
+    AFTER,
+    ANY,
+    COUNT,
+    DELETED,
+    FLAG,
+    REAL,
+    REAL_OR_NONE,
+    TEXT,
+    TEXT_OR_NONE,
+    Described,
+    NamedShape,
+    Shape,
+    all_of,
+    list_of,
+    object_of,
+    page_of,
 )
 from cray_agents.runtime.gateway.ownership import check_claims
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.store.feedback import AHEAD, Feedback, check_rewards, give, judged
+from cray_agents.runtime.store.feedback import (
+    CLOCK_SKEW,
+    Feedback,
+    check_feedback,
+    check_rewards,
+    give_feedback,
+)
 
 FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
 MOST = 1000  # runs in one answer
 TOKEN_LISTS: dict[str, Any] = {"prompt_token_ids": [], "token_ids": [], "logprobs": []}
 
+_FILTER_SHAPES: dict[str, Shape] = {
+    "generation": COUNT,
+    "split": {"enum": list(get_args(Split))},
+    "stop_reason": {"enum": list(StopReason)},
+    **dict.fromkeys(("min_reward", "max_reward", "since", "until"), REAL),
+}
+#: The query parameters that select runs.
+WHICH: dict[str, Shape | Described] = {
+    **{name: _FILTER_SHAPES.get(name, TEXT) for name in FILTERS},
+    "tag": Described(list_of(TEXT), "The run has each of these tags."),
+}
+EVENT = NamedShape(
+    "Event",
+    object_of(
+        {"kind": {"enum": ["run", "reward"]}, "body": ANY},
+        {"id": TEXT_OR_NONE, "time": REAL_OR_NONE},
+    ),
+)
+APPENDED = object_of({"appended": COUNT, "duplicates": COUNT})
+RUN = NamedShape("ShownRun", all_of(Run, object_of({"reward": REAL_OR_NONE, "usage": Usage})))
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/trajectories."""
-    owners = services.run_owners
+router = Router("Training")
 
-    async def append(request: Request) -> Response:
-        of_one = "run_id" in request.path_params
-        run_id = path_id(request, "run_id", "run") if of_one else None
-        body = await read_json(request, services.max_body)
-        given = field(body, "events", list)
-        caller = caller_of(request)
-        events = [
-            _event(run_id, value, f"events.{n}", caller, services.reward_limit)
-            for n, value in enumerate(given)
-        ]
-        described = [event.run_id for event in events if event.kind == "run"]
-        owner = await owners.owners(caller, described, (event.run_id for event in events))
-        for event in events:
-            if event.kind == "run":
-                event.body["owner"] = owner[event.run_id]
-        appended = await services.store.append(events)
-        for told_of in {event.run_id for event in events}:
-            await services.promoting.live.rewarded(told_of)
-        return answer(appended._asdict())
 
-    async def reward(request: Request) -> Response:
-        run_id = path_id(request, "run_id", "run")
-        given = parse(Feedback, await read_json(request, services.max_body))
-        check_rewards([Reward(**given.model_dump())], services.reward_limit)
-        caller = caller_of(request)
-        await owners.owners(caller, (), [run_id])
-        await asyncio.to_thread(judged, services.store, run_id, given)  # NotFound, BadInput
-        reward = await give(services.store, run_id, given, caller.key_name)
-        await services.promoting.live.rewarded(run_id)
-        return answer(reward.model_dump(mode="json"))
+@router.get(
+    "/v1/trajectories",
+    Role.train,
+    query={
+        **WHICH,
+        "order": {"enum": list(get_args(RunQuery.model_fields["order"].annotation))},
+        "limit": {**COUNT, "minimum": 1, "maximum": MOST},
+        "after": AFTER,
+        "tokens": Described(FLAG, "Calls with their tokens."),
+        "view": Described({"enum": ["whole", "summary"]}, "A summary comes from the index alone."),
+    },
+    answer=page_of(RUN),
+)
+async def list_runs(services: Services, request: Request) -> Response:
+    """List the matching runs.
 
-    async def listing(request: Request) -> Response:
-        given = query(request, *FILTERS, "tag", "order", "limit", "after", "tokens", "view")
-        limit = number(given, "limit", 100, MOST)
-        wanted = run_query(request, given, limit + 1)
-        brief = one_of(given, "view", ("whole", "summary")) == "summary"
-        tokens = one_of(given, "tokens", ("false", "true")) == "true"
-        if brief and tokens:
-            raise BadInput("a summary has no tokens: leave out view, or tokens", param="tokens")
-        page = partial(_summaries, services) if brief else partial(_runs, services, tokens)
-        return answer(await asyncio.to_thread(_page, page, wanted, limit))
+    Without `tokens` the three token lists of each call are empty; `usage` still counts them.
+    `error` is a type of error, or `*` for any. `text` is searched in the runs that match the other
+    filters. In another order than `id`, an unknown `after` is refused with 404 not_found.
+    """
+    params = query(request)
+    limit = number(params, "limit", 100, MOST)
+    runs = run_query(request, params, limit + 1)
+    brief = one_of(params, "view", ("whole", "summary")) == "summary"
+    tokens = one_of(params, "tokens", ("false", "true")) == "true"
+    if brief and tokens:
+        raise BadInput("a summary has no tokens: leave out view, or tokens", param="tokens")
+    read = partial(_summaries, services) if brief else partial(_runs, services, tokens)
+    return json_response(await asyncio.to_thread(_page, read, runs, limit))
 
-    async def one(request: Request) -> Response:
-        run_id = path_id(request, "run_id", "run")
-        run = await asyncio.to_thread(services.store.run, run_id)
-        return answer(_shown(run, tokens=True))
 
-    async def forget(request: Request) -> Response:
-        run_id = path_id(request, "run_id", "run")
-        await asyncio.to_thread(services.store.run, run_id)  # NotFound
-        await services.store.forget([run_id], "deleted over HTTP")
-        return answer({"id": run_id, "object": "trajectory", "deleted": True})
+@router.get("/v1/trajectories/{run_id}", Role.use, answer=RUN, fails="404 not_found")
+async def retrieve_run(services: Services, request: Request) -> Response:
+    """Return a run, with its tokens."""
+    run_id = path_id(request, "run_id", "run")
+    run = await asyncio.to_thread(services.store.run, run_id)
+    return json_response(_render(run, tokens=True))
 
-    return [
-        Route("/v1/trajectories", listing),
-        Route("/v1/trajectories/{run_id}", one),
-        Route("/v1/trajectories/{run_id}", forget, methods=["DELETE"]),
-        Route("/v1/trajectories/events", append, methods=["POST"]),
-        Route("/v1/trajectories/{run_id}/events", append, methods=["POST"]),
-        Route("/v1/trajectories/{run_id}/rewards", reward, methods=["POST"]),
+
+@router.delete(
+    "/v1/trajectories/{run_id}",
+    Role.admin,
+    answer=object_of({"id": TEXT, "object": {"const": "trajectory"}, "deleted": DELETED}),
+    fails="404 not_found",
+)
+async def delete_run(services: Services, request: Request) -> Response:
+    """Forget a run.
+
+    It is gone from every answer at once, from the disk when segments are compacted.
+    """
+    run_id = path_id(request, "run_id", "run")
+    await asyncio.to_thread(services.store.run, run_id)  # NotFound
+    await services.store.forget([run_id], "deleted over HTTP")
+    return json_response({"id": run_id, "object": "trajectory", "deleted": True})
+
+
+@router.post(
+    "/v1/trajectories/events",
+    Role.use,
+    body=object_of({"events": list_of(all_of(EVENT, object_of({"run_id": TEXT})))}),
+    answer=APPENDED,
+)
+async def append_events_of_runs(services: Services, request: Request) -> Response:
+    """Append events to several runs; all of them, or none.
+
+    Events are those of one run, with a `run_id` each.
+    """
+    return await _append(services, request, None)
+
+
+@router.post(
+    "/v1/trajectories/{run_id}/events",
+    Role.use,
+    body=object_of({"events": list_of(EVENT)}),
+    answer=APPENDED,
+)
+async def append_events(services: Services, request: Request) -> Response:
+    """Append events to a run: a description or rewards.
+
+    An event's body is a Run or a Reward. An event without an id is named by its content, so the
+    same event again changes nothing. The newest `run` event of a run counts, and the newest reward
+    of each name, source and turn. Calls inside turns are dropped: tokens come from the engines. The
+    run is new or the caller's. Keys of role `use` cannot describe a loop's run, an imported run, or
+    one on a held-out task. The `giver` of a reward is the caller's key.
+    """
+    return await _append(services, request, path_id(request, "run_id", "run"))
+
+
+@router.post(
+    "/v1/trajectories/{run_id}/rewards",
+    Role.use,
+    body=Feedback,
+    answer=Reward,
+    fails="404 not_found, 400 invalid_value",
+)
+async def give_reward(services: Services, request: Request) -> Response:
+    """Reward a run, or one of its turns.
+
+    A reward replaces the earlier one of the same source, name and turn. Datasets built afterwards
+    see it.
+    """
+    run_id = path_id(request, "run_id", "run")
+    feedback = parse(Feedback, await read_json(request, services.max_body))
+    check_rewards([Reward(**feedback.model_dump())], services.reward_limit)
+    caller = caller_of(request)
+    await services.run_owners.owners(caller, (), [run_id])
+    await asyncio.to_thread(check_feedback, services.store, run_id, feedback)
+    reward = await give_feedback(services.store, run_id, feedback, caller.key_name)
+    await services.versions.live.note_reward(run_id)
+    return json_response(reward.model_dump(mode="json"))
+
+
+async def _append(services: Services, request: Request, run_id: str | None) -> Response:
+    body = await read_json(request, services.max_body)
+    values = field(body, "events", list)
+    caller = caller_of(request)
+    events = [
+        _event(run_id, value, f"events.{n}", caller, services.reward_limit)
+        for n, value in enumerate(values)
     ]
+    described = [event.run_id for event in events if event.kind == "run"]
+    run_ids = (event.run_id for event in events)
+    owners = await services.run_owners.owners(caller, described, run_ids)
+    for event in events:
+        if event.kind == "run":
+            event.body["owner"] = owners[event.run_id]
+    appended = await services.store.append(events)
+    for changed in {event.run_id for event in events}:
+        await services.versions.live.note_reward(changed)
+    return json_response(appended._asdict())
 
 
-def run_query(request: Request, given: dict[str, str], limit: int | None) -> RunQuery:
-    """The runs that a request asks for by its query parameters. Raises BadInput."""
-    values: dict[str, Any] = {name: given[name] for name in FILTERS if name in given}
-    if "generation" in given:
-        values["generation"] = number(given, "generation", 0)
-    paging = {name: given[name] for name in ("order", "after") if name in given}
+def run_query(request: Request, params: dict[str, str], limit: int | None) -> RunQuery:
+    """Return the query for the runs that a request selects. Raises BadInput."""
+    values: dict[str, Any] = {name: params[name] for name in FILTERS if name in params}
+    if "generation" in params:
+        values["generation"] = number(params, "generation", 0)
+    paging = {name: params[name] for name in ("order", "after") if name in params}
     tags = request.query_params.getlist("tag")
     return parse(RunQuery, {**values, **paging, "tags": tags, "limit": limit})
 
 
-def one_of(given: dict[str, str], name: str, known: Sequence[str]) -> str:
-    """A query parameter that is one of a few words, the first of which is meant by none."""
-    text = given.get(name, known[0]).lower()
+def one_of(params: dict[str, str], name: str, known: Sequence[str]) -> str:
+    """Return a query parameter that is one of a few words; the first is the default."""
+    text = params.get(name, known[0]).lower()
     if text not in known:
         raise BadInput(f"{name} must be {' or '.join(known)}, not {text!r}", param=name)
     return text
 
 
 def _event(run_id: str | None, value: Any, at: str, caller: Caller, reward_limit: float) -> Event:
-    """An event from JSON; without an id it is named by its content. Raises BadInput, AccessDenied.
+    """Return an event from its JSON. Raises BadInput, AccessDenied.
 
-    run_id: the run of which the path says that it tells; None: the event says it itself. The ids of
-    those who are no admin are their own: under another's it would be taken for that event.
+    run_id: the run of the path; None where each event names its own. An event without an id is
+    named by its content. Ids of callers other than admins get the key's id as a prefix: no caller
+    can occupy the event id of another.
     """
     if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
         raise BadInput(f"{at} must be an object with kind and body", param=at)
@@ -137,76 +250,65 @@ def _event(run_id: str | None, value: Any, at: str, caller: Caller, reward_limit
     when = value.get("time") or time.time()
     if not isinstance(event_id, str) or not isinstance(when, float | int):
         raise BadInput(f"{at}: id must be a string, and time unix seconds", param=at)
-    if not -math.inf < when <= time.time() + AHEAD:
+    if not -math.inf < when <= time.time() + CLOCK_SKEW:
         raise BadInput(f"{at}.time: {when} is no unix time up to now", param=f"{at}.time")
     if caller.role is not Role.admin:
         event_id = f"{caller.key_id}.{event_id}"
     record: Run | Reward
     if kind == "run":
-        record = _bare(parse(Run, {"id": run_id, **body}, f"{at}.body"))
+        record = _without_calls(parse(Run, {"id": run_id, **body}, f"{at}.body"))
         if record.id != run_id:
             raise BadInput(f"{at}.body.id is {record.id!r}, not {run_id!r}", param=f"{at}.body.id")
         check_claims(caller, record, f"{at}.body")
         check_rewards(record.rewards, reward_limit, f"{at}.body.rewards")
-        rewards = [_given_by(caller, reward) for reward in record.rewards]
+        rewards = [_with_giver(caller, reward) for reward in record.rewards]
         record = record.model_copy(update={"rewards": rewards})
     elif kind == "reward":
-        record = _given_by(caller, parse(Reward, body, f"{at}.body"))
+        record = _with_giver(caller, parse(Reward, body, f"{at}.body"))
         check_rewards([record], reward_limit, f"{at}.body")
     else:
         raise BadInput(f"{at}.kind must be 'run' or 'reward', not {kind!r}", param=f"{at}.kind")
     return Event(
-        id=event_id,
-        run_id=run_id,
-        kind=kind,
-        body=record.model_dump(mode="json"),
-        time=float(when),
+        id=event_id, run_id=run_id, kind=kind, body=record.model_dump(mode="json"), time=float(when)
     )
 
 
-def _given_by(caller: Caller, reward: Reward) -> Reward:
-    """The reward with its giver; only an admin passes on what another gave."""
+def _with_giver(caller: Caller, reward: Reward) -> Reward:
+    """Return the reward with the caller as its giver; only an admin may name another giver."""
     if caller.role is Role.admin and reward.giver:
         return reward
     return reward.model_copy(update={"giver": caller.key_name})
 
 
-def _bare(run: Run) -> Run:
-    """The run without its calls: tokens come from the engine alone, never from a client."""
+def _without_calls(run: Run) -> Run:
+    """Return the run without its calls: tokens come from the engine alone, never from a client."""
     turns = [turn.model_copy(update={"call": None}) for turn in run.trajectory.turns]
     return run.model_copy(update={"trajectory": run.trajectory.model_copy(update={"turns": turns})})
 
 
 def _page(
-    page: Callable[[RunQuery], list[dict[str, Any]]], wanted: RunQuery, limit: int
+    read: Callable[[RunQuery], list[dict[str, Any]]], runs: RunQuery, limit: int
 ) -> dict[str, Any]:
-    found = page(wanted)
-    data = found[:limit]
-    return {
-        "object": "list",
-        "data": data,
-        "has_more": len(found) > limit,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-    }
+    rows = read(runs)
+    return page(rows[:limit], len(rows) > limit)
 
 
-def _runs(services: Services, tokens: bool, wanted: RunQuery) -> list[dict[str, Any]]:
-    return [_shown(run, tokens) for run in services.store.stream(wanted)]
+def _runs(services: Services, tokens: bool, runs: RunQuery) -> list[dict[str, Any]]:
+    return [_render(run, tokens) for run in services.store.stream(runs)]
 
 
-def _summaries(services: Services, wanted: RunQuery) -> list[dict[str, Any]]:
-    """What the index knows: no event is read."""
+def _summaries(services: Services, runs: RunQuery) -> list[dict[str, Any]]:
+    """Return the facts that the index holds; no event is read."""
     return [
         {"id": row.run_id, **{k: v for k, v in row._asdict().items() if k != "run_id"}}
-        for row in services.store.facts(wanted)
+        for row in services.store.facts(runs)
     ]
 
 
-def _shown(run: Run, tokens: bool) -> dict[str, Any]:
-    shown = run.model_dump(mode="json")
+def _render(run: Run, tokens: bool) -> dict[str, Any]:
+    fields = run.model_dump(mode="json")
     if not tokens:
-        for turn in shown["trajectory"]["turns"]:
+        for turn in fields["trajectory"]["turns"]:
             if turn["call"] is not None:
                 turn["call"].update(TOKEN_LISTS)
-    return {**shown, "reward": run.reward, "usage": run.usage.model_dump()}
+    return {**fields, "reward": run.reward, "usage": run.usage.model_dump()}

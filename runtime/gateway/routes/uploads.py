@@ -1,7 +1,7 @@
 """OpenAI's uploads: parts of at most 64 MiB, in any order and in parallel, then one file.
 
-Beyond OpenAI: an upload may announce its `sha256`, can then be gone on with, and is shown with its
-parts; a part whose content is here already is named by its `sha256` and not sent.
+Beyond OpenAI's API, an upload may announce its `sha256`, can then be continued, and lists its
+parts. A part whose content is stored already is named by its `sha256` and not sent.
 """
 
 import asyncio
@@ -9,102 +9,182 @@ import asyncio
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.files.blobs import Blob
-from cray_agents.runtime.files.files import Files
-from cray_agents.runtime.files.garbage import Sweeper
 from cray_agents.runtime.files.uploads import PART_BYTES, UploadPart, UploadRequest, Uploads
+from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import answer, field, parse, path_id, read_json
+from cray_agents.runtime.gateway.http.bodies import field, json_response, parse, path_id, read_json
 from cray_agents.runtime.gateway.http.multipart import Form, receive_form, too_large
+from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.http.shapes import (
+    BYTES,
+    SHA256_SHAPE,
+    TEXT,
+    TEXT_OR_NONE,
+    WHOLE,
+    NamedShape,
+    list_of,
+    object_of,
+    or_none,
+)
 from cray_agents.runtime.gateway.ownership import check_owner
-from cray_agents.runtime.gateway.routes.files import check_filename
+from cray_agents.runtime.gateway.routes.files import FILE, FORM_FAILS, check_filename
 from cray_agents.runtime.gateway.services import Services
 
-JOINS = 2  # uploads that are put together at once: each takes a core and the disk
+PART = NamedShape(
+    "UploadPart",
+    object_of(
+        {
+            "id": TEXT,
+            "object": {"const": "upload.part"},
+            "created_at": WHOLE,
+            "upload_id": TEXT,
+            "bytes": WHOLE,
+            "sha256": SHA256_SHAPE,
+        }
+    ),
+)
+UPLOAD = NamedShape(
+    "Upload",
+    object_of(
+        {
+            "id": TEXT,
+            "object": {"const": "upload"},
+            "bytes": WHOLE,
+            "created_at": WHOLE,
+            "expires_at": WHOLE,
+            "filename": TEXT,
+            "purpose": TEXT,
+            "status": {"enum": ["pending", "completed", "cancelled", "expired"]},
+            "file": or_none(FILE),
+            "sha256": TEXT_OR_NONE,
+            "parts": list_of(PART),
+        }
+    ),
+)
+
+router = Router("Files")
 
 
-def routes(services: Services) -> list[Route]:
-    """Everything under /v1/uploads."""
-    files = Files(services.home)
-    uploads = Uploads(files)
-    sweeper = Sweeper(files, uploads)
-    joining = asyncio.Semaphore(JOINS)
+@router.post("/v1/uploads", Role.use, body=UploadRequest, answer=UPLOAD, fails="413 body_too_large")
+async def create_upload(services: Services, request: Request) -> Response:
+    """Begin to send a file in parts.
 
-    async def create(request: Request) -> Response:
-        body = await read_json(request, services.max_body)
-        announced = parse(UploadRequest, body)
-        check_filename(announced.filename)
-        if announced.bytes > services.max_upload:
-            raise too_large("bytes", services.max_upload)
-        owner = caller_of(request).key_id
-        return answer(await asyncio.to_thread(uploads.create, announced, owner))
-
-    async def one(request: Request) -> Response:
-        return answer(await asyncio.to_thread(uploads.show, _id(request)))
-
-    async def own(request: Request) -> str:
-        """The id of an upload that the caller may go on with. Raises AccessDenied, NotFound."""
-        upload_id = _id(request)
-        owner = await asyncio.to_thread(uploads.owner, upload_id)
-        check_owner(caller_of(request), owner, f"upload {upload_id!r}")
-        return upload_id
-
-    async def part(request: Request) -> Response:
-        upload_id = await own(request)
-        await asyncio.to_thread(uploads.check_pending, upload_id)
-        async with receive_form(request, "data", files.blobs.draft, PART_BYTES) as form:
-            added = await asyncio.to_thread(_add, uploads, upload_id, form)
-        return answer(added.shown())
-
-    async def complete(request: Request) -> Response:
-        upload_id = await own(request)
-        body = await read_json(request, services.max_body)
-        part_ids = field(body, "part_ids", list)
-        if not all(isinstance(part_id, str) for part_id in part_ids):
-            raise BadInput("part_ids must be a list of strings", param="part_ids")
-        md5 = body.get("md5")
-        if not isinstance(md5, str | None):
-            raise BadInput("md5 must be a string", param="md5")
-        async with joining:
-            shown = await asyncio.to_thread(uploads.complete, upload_id, part_ids, md5)
-        response = answer(shown)
-        response.background = BackgroundTask(sweeper.now_and_then)
-        return response
-
-    async def cancel(request: Request) -> Response:
-        return answer(await asyncio.to_thread(uploads.cancel, await own(request)))
-
-    return [
-        Route("/v1/uploads", create, methods=["POST"]),
-        Route("/v1/uploads/{upload_id}", one, methods=["GET"]),
-        Route("/v1/uploads/{upload_id}/parts", part, methods=["POST"]),
-        Route("/v1/uploads/{upload_id}/complete", complete, methods=["POST"]),
-        Route("/v1/uploads/{upload_id}/cancel", cancel, methods=["POST"]),
-    ]
+    With `sha256` an upload can be continued: the same request by the same caller, with the same
+    filename and purpose, returns it with its parts. An upload whose content is stored already comes
+    back `completed`. An upload expires a day after its last part.
+    """
+    body = await read_json(request, services.max_body)
+    announced = parse(UploadRequest, body)
+    check_filename(announced.filename)
+    if announced.bytes > services.max_upload:
+        raise too_large("bytes", services.max_upload)
+    owner = caller_of(request).key_id
+    return json_response(await asyncio.to_thread(services.uploads.create, announced, owner))
 
 
-def _id(request: Request) -> str:
+@router.get("/v1/uploads/{upload_id}", Role.use, answer=UPLOAD, fails="404 not_found")
+async def retrieve_upload(services: Services, request: Request) -> Response:
+    """Return an upload and its parts."""
+    return json_response(await asyncio.to_thread(services.uploads.show, _upload_id(request)))
+
+
+@router.post(
+    "/v1/uploads/{upload_id}/parts",
+    Role.use,
+    form={
+        **object_of(optional={"data": BYTES, "sha256": SHA256_SHAPE}),
+        "anyOf": [{"required": ["data"]}, {"required": ["sha256"]}],
+    },
+    answer=PART,
+    fails=f"{FORM_FAILS}, 404 not_found, 404 content_unknown, 400 part_too_large",
+)
+async def add_upload_part(services: Services, request: Request) -> Response:
+    """Send a part of at most 64 MiB, or name one that is stored.
+
+    The same content again is the same part.
+    """
+    upload_id = await _own_upload(services, request)
+    await asyncio.to_thread(services.uploads.check_pending, upload_id)
+    draft = services.files.blobs.draft
+    async with receive_form(request, "data", draft, PART_BYTES) as form:
+        part = await asyncio.to_thread(_add_part, services.uploads, upload_id, form)
+    return json_response(part.to_openai())
+
+
+@router.post(
+    "/v1/uploads/{upload_id}/complete",
+    Role.use,
+    body=object_of({"part_ids": list_of(TEXT)}, {"md5": TEXT_OR_NONE}),
+    answer=UPLOAD,
+    fails=(
+        "404 not_found, 400 part_not_found, 400 bytes_mismatch, 400 md5_mismatch, "
+        "400 sha256_mismatch"
+    ),
+)
+async def complete_upload(services: Services, request: Request) -> Response:
+    """Put an upload's parts together to a file, in the order of `part_ids`.
+
+    Completed again, it is the same file.
+    """
+    upload_id = await _own_upload(services, request)
+    body = await read_json(request, services.max_body)
+    part_ids = field(body, "part_ids", list)
+    if not all(isinstance(part_id, str) for part_id in part_ids):
+        raise BadInput("part_ids must be a list of strings", param="part_ids")
+    md5 = body.get("md5")
+    if not isinstance(md5, str | None):
+        raise BadInput("md5 must be a string", param="md5")
+    async with services.joining:
+        upload = await asyncio.to_thread(services.uploads.complete, upload_id, part_ids, md5)
+    response = json_response(upload)
+    response.background = BackgroundTask(services.sweeper.sweep_if_due)
+    return response
+
+
+@router.post(
+    "/v1/uploads/{upload_id}/cancel",
+    Role.use,
+    answer=UPLOAD,
+    fails="404 not_found, 400 upload_completed",
+)
+async def cancel_upload(services: Services, request: Request) -> Response:
+    """Give an upload up."""
+    upload_id = await _own_upload(services, request)
+    return json_response(await asyncio.to_thread(services.uploads.cancel, upload_id))
+
+
+async def _own_upload(services: Services, request: Request) -> str:
+    """Return the id of an upload that the caller may change. Raises AccessDenied, NotFound."""
+    upload_id = _upload_id(request)
+    owner = await asyncio.to_thread(services.uploads.owner, upload_id)
+    check_owner(caller_of(request), owner, f"upload {upload_id!r}")
+    return upload_id
+
+
+def _upload_id(request: Request) -> str:
     return path_id(request, "upload_id", "upload")
 
 
-def _add(uploads: Uploads, upload_id: str, form: Form) -> UploadPart:
-    """A part that was sent, or named. Raises BadInput, NotFound."""
-    named = form.fields.get("sha256")
-    if form.file is None and named is None:
+def _add_part(uploads: Uploads, upload_id: str, form: Form) -> UploadPart:
+    """Add a part that was sent, or named. Raises BadInput, NotFound."""
+    sha256 = form.fields.get("sha256")
+    if form.file is None and sha256 is None:
         raise BadInput(
             "data must be given, as a part with a filename; or sha256, of content that is here",
             param="data",
             code="missing_file",
         )
     if form.file is None:
-        assert named is not None
-        return uploads.add_part(upload_id, uploads.known(named))
+        assert sha256 is not None
+        return uploads.add_part(upload_id, uploads.find_content(sha256))
     content: Blob = form.file.publish()
-    if named not in (None, content.sha256):
+    if sha256 not in (None, content.sha256):
         raise BadInput(
-            f"data has sha256 {content.sha256}, not {named}", param="sha256", code="sha256_mismatch"
+            f"data has sha256 {content.sha256}, not {sha256}",
+            param="sha256",
+            code="sha256_mismatch",
         )
     return uploads.add_part(upload_id, content)

@@ -1,8 +1,9 @@
-"""Which events there are, where they lie, and what is known of each run: a file to throw away.
+"""Index: a disposable SQLite file of the events' places and the facts of each run.
 
-index.py is the door; schema.py and database.py hold the SQLite file, placing.py says where on this
-host it lies; intake.py, run_rows.py, merging.py take events in, in any order; filters.py, pages.py
-and statistics.py answer questions.
+index.py is the entry point.
+schema.py and database.py handle the SQLite file and its place on this host.
+intake.py, run_rows.py, run_merge.py and codes.py add events, in any order.
+filters.py and pages.py answer queries. key_filter.py speeds up the filling of an empty index.
 """
 
 from cray_agents.runtime.store.index.index import Index, Places, Problem

@@ -1,8 +1,8 @@
-"""The index's file: one connection that writes, some that read, and other processes beside us.
+"""Database: the connections to the index's file, which several processes of a host use.
 
-Writers take turns by a lock file, so that none starves while another fills the index. When the
-file was made anew, by us or by another process, its inode is another: all connections are opened
-again. Used by index.py; the tables are in schema.py.
+Writers take turns by a lock file, so that none starves while another fills the index. A file that
+this or another process made anew has another inode; all connections are then opened again. Used by
+index.py; the tables are in schema.py.
 """
 
 import fcntl
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store.index.key_filter import KeyFilter
 
 READERS = 8  # idle connections kept
-FRESH = 0.05  # seconds for which a reader does not look whether the file is another
+FRESH = 0.05  # seconds for which frequent reads do not check for a new file
 
 
 class Database:
-    """Connections to one file. Raises StoreError where it cannot be used."""
+    """Connections to one file. All methods raise StoreError if it cannot be used."""
 
     def __init__(self, path: Path, identity: str) -> None:
         self.path = path
@@ -36,59 +36,59 @@ class Database:
         self._writers: list[sqlite3.Connection] = []  # one, once it is open
         self._idle: deque[sqlite3.Connection] = deque()
         self._closed = False
-        self._looked = 0.0
+        self._checked = 0.0  # time of the last check for a new file
         self._draft: sqlite3.Connection | None = None
-        self._filler = 0  # the thread that fills it
+        self._filler = 0  # id of the thread that fills the draft
         self.seen: KeyFilter | None = None  # the keys in the draft
-        self.undone = 0  # transactions
-        with self._told():
+        self.rollbacks = 0
+        with self._translate_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._turn = os.open(self._beside("turn"), os.O_RDWR | os.O_CREAT, 0o600)
             self._open()
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: committed at the end, rolled back by an exception."""
-        with self._lock, self._told():
+        """Open a transaction: committed at the end, rolled back by an exception."""
+        with self._lock, self._translate_errors():
             self._check_open()
             if self._draft is not None:
                 with self._drafting(self._draft) as connection:
                     yield connection
                 return
             with _locked(self._turn):
-                self._look()
+                self._reopen_if_replaced()
                 connection = self._writers[0]
                 connection.execute("BEGIN IMMEDIATE")
                 try:
                     yield connection
                     connection.execute("COMMIT")
                 except BaseException:
-                    self.undone += 1
+                    self.rollbacks += 1
                     if connection.in_transaction:
                         connection.execute("ROLLBACK")
                     raise
 
     @contextmanager
     def reading(self, *, often: bool = False) -> Iterator[sqlite3.Connection]:
-        """A connection that reads. Read results to their end: a half-read one holds the log.
+        """Borrow a reading connection. Read results to their end: a half-read one holds the log.
 
-        `often`: what is asked for each request may be answered by a file that was made anew since.
+        With `often` the answer may come from a file that was replaced less than FRESH seconds ago.
         """
-        with self._told():
+        with self._translate_errors():
             self._check_open()
             if self._filler == threading.get_ident() and self._draft is not None:
                 with self._lock:
                     yield self._draft
                 return
             now = time.monotonic()
-            if not often or now - self._looked > FRESH:
-                self._look()
-                self._looked = now
+            if not often or now - self._checked > FRESH:
+                self._reopen_if_replaced()
+                self._checked = now
             idle = self._idle
             try:
                 connection = idle.pop()
             except IndexError:
-                connection = self._reader()
+                connection = self._open_reader()
             try:
                 yield connection
             finally:
@@ -99,25 +99,24 @@ class Database:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """If the file is empty, what is written goes to a draft that takes its place at the end.
+        """Fill an empty file by a draft that replaces it at the end; do nothing if it is not empty.
 
-        The draft has no log and is sorted last. One process at a time; others go on with the file
-        that is there, and what they write to it meanwhile is lost: their next transaction finds
-        that the file is another.
+        The draft has no log, and is sorted last. One process fills at a time. Others go on using
+        the old file, and their writes to it are lost; their next transaction uses the new file.
         """
         with _lock_file(self._beside("filling")) as lock, _locked(lock):
-            with self._told():
+            with self._translate_errors():
                 started = self._start_draft()
             try:
                 yield
             finally:
                 if started:
-                    with self._lock, self._told():
+                    with self._lock, self._translate_errors():
                         self._publish_draft()
 
     def start_again(self) -> None:
-        """Throw the file away and begin with an empty one."""
-        with self._lock, self._told():
+        """Replace the file by an empty one."""
+        with self._lock, self._translate_errors():
             self._check_open()
             self._renew()
 
@@ -130,13 +129,13 @@ class Database:
                 os.close(self._turn)
 
     def _open(self) -> None:
-        with self._locked_opening():
+        with self._opening_lock():
             self._writers.append(schema.prepare(self.path, self._identity))
             self._inode = self.path.stat().st_ino
 
     @contextmanager
     def _drafting(self, draft: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-        """A part of the draft's one transaction: without a log nothing of it can be undone."""
+        """Write to the draft; give it up on an error, since without a log it has no rollback."""
         try:
             yield draft
         except BaseException:
@@ -154,23 +153,23 @@ class Database:
             self._filler = threading.get_ident()
             try:
                 from cray_agents.runtime.store.index.key_filter import KeyFilter
-            except ModuleNotFoundError:  # a light install: keys are sorted as they come
+            except ModuleNotFoundError:  # a light install without numpy: keep the keys sorted
                 self._draft.execute(schema.KEYS)
             else:
                 self.seen = KeyFilter()
         return True
 
     def _publish_draft(self) -> None:
-        """Put the draft into the file's place, if it was not given up."""
+        """Replace the file by the draft, unless the draft was given up."""
         draft, self._draft, self._filler, self.seen = self._draft, None, 0, None
         path = self._beside("draft")
         try:
             if draft is not None and not self._closed:
                 schema.finish(draft)
-                with _locked(self._turn), self._locked_opening():
+                with _locked(self._turn), self._opening_lock():
                     schema.remove(self.path)
                     path.rename(self.path)
-                self._look()
+                self._reopen_if_replaced()
         finally:
             if draft is not None:
                 draft.close()
@@ -178,7 +177,7 @@ class Database:
 
     def _renew(self) -> None:
         with _locked(self._turn):
-            with self._locked_opening():
+            with self._opening_lock():
                 schema.remove(self.path)
             self._close()
             self._open()
@@ -187,15 +186,15 @@ class Database:
         idle, self._idle = self._idle, deque()
         for connections in (self._writers, idle):
             while connections:
-                with suppress(IndexError):  # a reader was faster, and closes it
+                with suppress(IndexError):  # a reader took it, and will close it
                     connections.pop().close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"the index {self.path} is closed")
 
-    def _look(self) -> None:
-        """Open the file that is there now."""
+    def _reopen_if_replaced(self) -> None:
+        """Open the file again if another has taken its place."""
         if self._is_ours():
             return
         with self._lock:
@@ -209,13 +208,13 @@ class Database:
         except FileNotFoundError:
             return False
 
-    def _reader(self) -> sqlite3.Connection:
-        with self._locked_opening():
+    def _open_reader(self) -> sqlite3.Connection:
+        with self._opening_lock():
             return schema.connect(self.path)
 
     @contextmanager
-    def _locked_opening(self) -> Iterator[None]:
-        """Nobody opens the file while another deletes it: its log would be taken for ours."""
+    def _opening_lock(self) -> Iterator[None]:
+        """Hold the lock for opening and deleting the file, so that an old log is never applied."""
         with _lock_file(self._beside("opening")) as lock, _locked(lock):
             yield
 
@@ -223,8 +222,8 @@ class Database:
         return self.path.with_name(f"{self.path.name}.{name}")
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """SQLite's errors as ours; a damaged file is thrown away."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn errors of SQLite into StoreError, and replace a damaged file."""
         try:
             yield
         except sqlite3.Error as error:

@@ -1,8 +1,8 @@
-"""From a filter and an order to SQL over the table `runs`; see schema.py for what is in it.
+"""Filters: translate run filters, orders and groups to SQL over the table `runs` of schema.py.
 
-Columns that the order does not use are written `+column`: SQLite then scans the index of the order
+Columns that the order does not use are written `+column`. SQLite then scans the index of the order
 and compares as it goes, instead of gathering all matches of a column and sorting them.
-Used by index.py and statistics.py.
+Used by index.py and pages.py.
 """
 
 import sqlite3
@@ -14,7 +14,7 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index.codes import MODELS, TAGS, name_code, sets_with
 from cray_agents.runtime.store.index.run_merge import RunFacts
 
-FEW = 500  # sets of models or tags up to which they are listed in the statement
+FEW = 500  # sets of models or tags that are listed in a statement, at most
 _SORTED = {
     "id": ("id",),
     "newest": ("started", "id"),
@@ -31,27 +31,30 @@ class SqlCondition(NamedTuple):
     values: list[Any]
 
 
-def ranked(number: int | None) -> int:
-    """A generation or attempt as a column: None stands before 0, and nothing is NULL."""
+def to_rank(number: int | None) -> int:
+    """Return a generation or attempt as its column value: never NULL, and None sorts before 0."""
     if number is None:
         return 0
     return max(-_LARGEST, min(_LARGEST, number + (number >= 0)))
 
 
-def unranked(number: int) -> int | None:
-    """The generation or attempt that a column tells."""
+def from_rank(number: int) -> int | None:
+    """Return the generation or attempt of a column value."""
     return None if number == 0 else number - (number > 0)
 
 
-def where(
+def match_condition(
     connection: sqlite3.Connection, query: RunFilter, order: str | None
 ) -> SqlCondition | None:
-    """The runs that match; None if none can. Without an `order` any index may serve."""
-    parts = ["shown = 1"]
+    """Return the condition of a filter; None if no run can match.
+
+    Without an `order` SQLite may use any index.
+    """
+    conditions = ["shown = 1"]
     values: list[Any] = []
 
-    def add(part: str, *more: Any) -> None:
-        parts.append(part)
+    def add(condition: str, *more: Any) -> None:
+        conditions.append(condition)
         values.extend(more)
 
     for column in ("loop", "agent", "split", "stop_reason"):
@@ -63,12 +66,12 @@ def where(
     elif query.error is not None:
         add("+error = ?", name_code(connection, query.error))
     if query.generation is not None:
-        add("+generation = ?", ranked(query.generation))
+        add("+generation = ?", to_rank(query.generation))
     if query.generations is not None:
-        add(_one_of("+generation", [ranked(number) for number in query.generations]))
+        add(_one_of("+generation", [to_rank(number) for number in query.generations]))
     if query.task is not None:
         if not query.task:
-            return None  # no task has this name; the column has it where there is none
+            return None  # no task is named "": in the column it means no task
         add("task = ?", query.task)
     for bound, column in ((query.min_reward, "+reward >= ?"), (query.max_reward, "+reward <= ?")):
         if bound is not None:
@@ -87,19 +90,19 @@ def where(
         else:
             add(_one_of(f"+{column}", sets))
     if None in values:
-        return None  # a name that nothing has
-    return SqlCondition(" AND ".join(parts), values)
+        return None  # a name without a code: no run has it
+    return SqlCondition(" AND ".join(conditions), values)
 
 
-def ordered(query: RunQuery) -> str:
-    """What stands after ORDER BY. The runs of one task are found by it, and then sorted."""
+def order_by(query: RunQuery) -> str:
+    """Return the terms of ORDER BY. Runs of one task are looked up by task, then sorted."""
     way = " DESC" if query.order == "newest" else ""
     plus = "" if query.task is None or query.order == "task" else "+"
     return ", ".join(f"{plus}{column}{way}" for column in _SORTED[query.order])
 
 
-def beyond(order: str, key: Sequence[Any]) -> SqlCondition:
-    """The runs that come after the one with this key."""
+def after_condition(order: str, key: Sequence[Any]) -> SqlCondition:
+    """Return the condition for runs that come after the run with this key."""
     columns = _SORTED[order]
     sign = "<" if order == "newest" else ">"
     marks = ", ".join("?" * len(columns))
@@ -107,21 +110,21 @@ def beyond(order: str, key: Sequence[Any]) -> SqlCondition:
 
 
 def key_of(order: str, facts: RunFacts) -> tuple[Any, ...]:
-    """A run's place in an order."""
+    """Return a run's sort key in an order."""
     if order == "id":
         return (facts.run_id,)
     if order == "task":
         return (
             facts.task or "",
-            ranked(facts.generation),
-            ranked(facts.attempt),
+            to_rank(facts.generation),
+            to_rank(facts.attempt),
             facts.run_id,
         )
     return (facts.started, facts.run_id)
 
 
 def key_columns(order: str) -> str:
-    """The columns of that place."""
+    """Return the columns of the sort key of an order."""
     return ", ".join(_SORTED[order])
 
 
@@ -148,7 +151,7 @@ _FIGURES = {
     "errors": "count(error)",
     "infrastructure": "sum(infrastructure)",
     "mean_seconds": "avg(seconds)",
-    # the nearest rank: the smallest value that so many percent do not exceed
+    # nearest-rank percentiles: the smallest value that 50 or 95 % of runs do not exceed
     "p50_seconds": "min(CASE WHEN place * 100 >= number * 50 THEN seconds END)",
     "p95_seconds": "min(CASE WHEN place * 100 >= number * 95 THEN seconds END)",
 }
@@ -158,18 +161,18 @@ _USED = "reward, calls, prompt, sampled, error, infrastructure, seconds"
 def statistics(
     connection: sqlite3.Connection, query: RunFilter, by: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """See Index.stats."""
+    """Return the statistics of the matching runs by group; see Index.stats."""
     for name in by:
         if name not in _GROUPS:
             known = ", ".join(_GROUPS)
             raise BadInput(f"cannot group runs by {name!r}: {known}", param="by")
-    found = where(connection, query, None)
-    if found is None:
+    matching = match_condition(connection, query, None)
+    if matching is None:
         return []
     keys = [f"g{i}" for i in range(len(by))]
     groups = [f"{_GROUPS[name]} AS {key}" for name, key in zip(by, keys, strict=True)]
     parted = f"PARTITION BY {', '.join(keys)}" if keys else ""
-    chosen = f"SELECT {', '.join([*groups, _USED])} FROM runs WHERE {found.sql}"
+    chosen = f"SELECT {', '.join([*groups, _USED])} FROM runs WHERE {matching.sql}"
     placed = (
         f"SELECT *, row_number() OVER ({parted} ORDER BY seconds) AS place,"
         f" count(*) OVER ({parted}) AS number FROM ({chosen})"
@@ -178,22 +181,22 @@ def statistics(
     rows = connection.execute(
         f"SELECT {', '.join([*keys, *_FIGURES.values()])} FROM ({placed}) {grouped}"
         f" ORDER BY {', '.join(['count(*) DESC', *keys])}",
-        found.values,
+        matching.values,
     ).fetchall()
     names = {None: None, **dict(connection.execute("SELECT code, name FROM names").fetchall())}
     return [
         {
-            **{name: _shown(name, value, names) for name, value in zip(by, row, strict=False)},
+            **{name: _render_key(name, value, names) for name, value in zip(by, row, strict=False)},
             **dict(zip(_FIGURES, row[len(by) :], strict=True)),
         }
         for row in rows
     ]
 
 
-def _shown(name: str, value: Any, names: dict[Any, Any]) -> Any:
-    """A group as people know it."""
+def _render_key(name: str, value: Any, names: dict[Any, Any]) -> Any:
+    """Return the key of a group as readers know it."""
     if name in _NAMED:
         return names[value]
     if name == "generation":
-        return unranked(value)
-    return value or None  # a task there is none of is stored as ""
+        return from_rank(value)
+    return value or None  # "" is the column value of no task

@@ -1,7 +1,7 @@
-"""How events enter the index's tables, are forgotten, and leave them.
+"""Intake: add events to the index's tables, forget them, and remove those of dropped segments.
 
-All within a transaction that index.py holds. What is asked of the tables is asked for many events
-at once, joined in merging.py, and written at the end by run_rows.py.
+All functions run in a transaction that index.py holds. Rows are read for many events at once,
+merged in run_merge.py, and written at the end by run_rows.py.
 """
 
 import sqlite3
@@ -26,10 +26,10 @@ _LIVE = f"run = ? AND dead = 0 AND kind != {FORGET}"
 
 
 def event_key(event_id: str) -> bytes:
-    """The 16 bytes an event is known by.
+    """Return the 16-byte key of an event.
 
-    Ids that begin with the time (records.new_id) keep it in front: what is written at about the
-    same time then lies together, and an index of millions grows at its end.
+    The key of an id that begins with a time (records.new_id) begins with that time too. Events
+    written at about the same time then lie together, and an index of millions grows at its end.
     """
     name = event_id.encode()
     if event_id[-26:-25] == "_":
@@ -43,9 +43,9 @@ def event_key(event_id: str) -> bytes:
 
 
 class Intake:
-    """Takes events of one segment in; `replaces` are numbers of segments that it replaces.
+    """The intake of events of one segment; `replaces` are the numbers of segments it replaces.
 
-    With `seen`, into a draft whose keys are not sorted yet (unless one was met twice).
+    `seen` is given for a draft, whose keys are not sorted yet (unless one came twice).
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Intake:
         self._replaces = replaces
         self._seen = seen
         self._events: list[tuple[Any, ...]] = []
-        self._asked: list[tuple[Any, ...]] = []
+        self._conversations: list[tuple[Any, ...]] = []  # rows of the table `asked`
 
     def take(self, placed: Sequence[Placed]) -> int:
-        """Returns how many were new."""
+        """Index events. Return how many were new."""
         fresh: dict[bytes, Placed] = {}
         for one in placed:
             fresh.setdefault(event_key(one[0].id), one)
@@ -75,21 +75,21 @@ class Intake:
         return len(fresh)
 
     @property
-    def asked(self) -> int:
-        """How many conversations were taken in."""
-        return len(self._asked)
+    def conversations(self) -> int:
+        """The number of conversations indexed so far."""
+        return len(self._conversations)
 
     def _leave_out_known(self, fresh: dict[bytes, Placed]) -> None:
-        """What is known and lay in a replaced segment lies here from now on."""
+        """Drop known events from `fresh`; those of replaced segments get their new place."""
         if self._seen is not None:
             if self._seen.are_new(fresh):
                 return
             self._connection.execute(KEYS)
         moved, doubles = [], 0
-        ask = "SELECT key, event, segment FROM events WHERE key IN"
-        for key, event, segment in rows_in(self._connection, ask, list(fresh)):
+        sql = "SELECT key, event, segment FROM events WHERE key IN"
+        for key, event, segment in rows_in(self._connection, sql, list(fresh)):
             if key not in fresh:
-                continue  # told twice
+                continue  # rows_in may repeat a row
             _, place = fresh.pop(key)
             if segment in self._replaces:
                 moved.append((self._segment, place.offset, place.length, event))
@@ -109,20 +109,20 @@ class Intake:
             by_run.setdefault(one[0].run_id, []).append((key, one))
         rows = run_rows.find(connection, list(by_run))
         last = connection.execute("SELECT coalesce(max(event), 0) FROM events").fetchone()[0]
-        for run_id, found in by_run.items():
+        for run_id, events in by_run.items():
             row = rows[run_id]
-            times = [fact.time for _, (fact, _) in found if fact.kind == "forget"]
+            times = [fact.time for _, (fact, _) in events if fact.kind == "forget"]
             if times:
                 _forget(connection, row, max(times))
-            for key, (fact, place) in found:
+            for key, (fact, place) in events:
                 last += 1
                 self._take_event(row, last, key, fact, place)
         run_rows.write(connection, self._codes, rows.values())
         run_rows.put(connection, "INSERT INTO events", self._events)
-        run_rows.put(connection, "INSERT INTO asked", self._asked)
+        run_rows.put(connection, "INSERT INTO asked", self._conversations)
 
     def _take_event(self, row: RunRow, event: int, key: bytes, fact: Fact, place: Any) -> None:
-        until = row.told.forgotten
+        until = row.merged.forgotten
         kind = KINDS[fact.kind]
         dead = until is not None and kind != FORGET and fact.time <= until
         _, offset, length = place
@@ -132,49 +132,48 @@ class Intake:
         if dead:
             return
         if fact.about.get("asked"):
-            self._asked.append(_asked(row, event, fact))
-        if not row.stale and row.told.take(fact):
+            self._conversations.append(_conversation_row(row, event, fact))
+        if not row.stale and row.merged.take(fact):
             row.description = event
 
 
-def retell(connection: sqlite3.Connection, codes: Codes, run_id: str, placed: list[Placed]) -> bool:
-    """Tell a run anew from all its live events; False if one is missing."""
+def rebuild_run(
+    connection: sqlite3.Connection, codes: Codes, run_id: str, placed: list[Placed]
+) -> bool:
+    """Rebuild a run's row from all its live events. Return False if one is missing."""
     row = run_rows.find(connection, [run_id])[run_id]
     if row.new:
-        return True  # it is gone
+        return True  # no such run any more
     given = {event_key(fact.id): fact for fact, _ in placed}
     live = connection.execute(f"SELECT event, key FROM events WHERE {_LIVE}", (row.run,)).fetchall()
     if not all(key in given for _, key in live):
         return False
-    row.told, row.description, row.stale = _empty(row.told.forgotten), None, False
+    row.merged, row.description, row.stale = _empty(row.merged.forgotten), None, False
     for event, key in live:
         fact = given[key]
-        if row.told.take(fact):
+        if row.merged.take(fact):
             row.description = event
         if fact.about.get("asked"):
-            asked = _asked(row, event, fact)
-            connection.execute("INSERT OR REPLACE INTO asked VALUES (?, ?, ?, ?, ?)", asked)
+            values = _conversation_row(row, event, fact)
+            connection.execute("INSERT OR REPLACE INTO asked VALUES (?, ?, ?, ?, ?)", values)
     connection.execute("DELETE FROM stale WHERE run = ?", (row.run,))
     run_rows.write(connection, codes, [row])
     return True
 
 
 def drop(connection: sqlite3.Connection, codes: Codes, segments: Collection[int]) -> bool:
-    """Events of these segments leave; whether there were any. Their runs are to be told anew."""
-    here = f"segment IN ({', '.join(map(str, segments))})"
+    """Remove the events of segments; their runs become stale. Return whether there were any."""
+    in_segments = f"segment IN ({', '.join(map(str, segments))})"
     counted = f"(dead = 0 OR kind = {FORGET})"
-    runs = [
-        run_id
-        for (run_id,) in connection.execute(
-            f"SELECT id FROM runs WHERE run IN (SELECT run FROM events WHERE {here} AND {counted})"
-        )
-    ]
-    connection.execute(f"DELETE FROM asked WHERE event IN (SELECT event FROM events WHERE {here})")
-    deleted = connection.execute(f"DELETE FROM events WHERE {here}").rowcount
-    for run_id in runs:
+    run_numbers = f"SELECT run FROM events WHERE {in_segments} AND {counted}"
+    ids = connection.execute(f"SELECT id FROM runs WHERE run IN ({run_numbers})").fetchall()
+    events = f"SELECT event FROM events WHERE {in_segments}"
+    connection.execute(f"DELETE FROM asked WHERE event IN ({events})")
+    deleted = connection.execute(f"DELETE FROM events WHERE {in_segments}").rowcount
+    for (run_id,) in ids:
         row = run_rows.find(connection, [run_id])[run_id]
-        ask = f"SELECT max(time) FROM events WHERE run = ? AND kind = {FORGET}"
-        until = connection.execute(ask, (row.run,)).fetchone()[0]
+        sql = f"SELECT max(time) FROM events WHERE run = ? AND kind = {FORGET}"
+        until = connection.execute(sql, (row.run,)).fetchone()[0]
         revive = f"UPDATE events SET dead = 0 WHERE run = ? AND kind != {FORGET} AND dead = 1"
         if until is not None:
             revive += f" AND time > {until!r}"
@@ -185,13 +184,13 @@ def drop(connection: sqlite3.Connection, codes: Codes, segments: Collection[int]
 
 
 def _forget(connection: sqlite3.Connection, row: RunRow, until: float) -> None:
-    """Events up to this time no longer count."""
-    if row.told.forgotten is not None and row.told.forgotten >= until:
+    """Forget the events of a run up to a time."""
+    if row.merged.forgotten is not None and row.merged.forgotten >= until:
         return
-    row.told.forgotten = until
+    row.merged.forgotten = until
     if row.new:
         return
-    for statement in BY_RUN:  # which a draft may lack
+    for statement in BY_RUN:  # a draft may lack these
         connection.execute(statement)
     kill = f"UPDATE events SET dead = 1 WHERE {_LIVE} AND time <= ?"
     if connection.execute(kill, (row.run, until)).rowcount:
@@ -201,22 +200,22 @@ def _forget(connection: sqlite3.Connection, row: RunRow, until: float) -> None:
 
 
 def _hide(connection: sqlite3.Connection, row: RunRow, until: float | None) -> None:
-    """Nothing is known of the run; where events of it are left, it is to be told anew."""
-    row.told, row.description = _empty(until), None
-    ask = f"SELECT EXISTS (SELECT 1 FROM events WHERE {_LIVE})"
-    row.stale = bool(connection.execute(ask, (row.run,)).fetchone()[0])
+    """Clear a run's row; mark the run as stale if it still has live events."""
+    row.merged, row.description = _empty(until), None
+    sql = f"SELECT EXISTS (SELECT 1 FROM events WHERE {_LIVE})"
+    row.stale = bool(connection.execute(sql, (row.run,)).fetchone()[0])
     if row.stale:
         connection.execute("INSERT OR IGNORE INTO stale VALUES (?)", (row.run,))
     else:
         connection.execute("DELETE FROM stale WHERE run = ?", (row.run,))
 
 
-def _asked(row: RunRow, event: int, fact: Fact) -> tuple[Any, ...]:
-    """What a conversation may go on from, as a row."""
+def _conversation_row(row: RunRow, event: int, fact: Fact) -> tuple[Any, ...]:
+    """Return the row of `asked` for a call that a conversation may continue."""
     return fact.time, event, row.run, fact.about["asked"], orjson.dumps(fact.about["said"])
 
 
 def _empty(forgotten: float | None) -> MergedRun:
-    told = MergedRun()
-    told.forgotten = forgotten
-    return told
+    merged = MergedRun()
+    merged.forgotten = forgotten
+    return merged

@@ -1,7 +1,7 @@
-"""What the index keeps of a run, merged from the facts of its events in whatever order they come.
+"""Run merge: merge the facts of a run's events, in any order, to the facts of the run.
 
-Every rule is a maximum, a sum or a union over the run's live events, so order does not matter. An
-event must be taken in once only: index.py sees to that. assembly.py joins the bodies by the same
+Every rule is a maximum, a sum or a union over the run's live events, so order does not matter. Each
+event must be merged once only; intake.py ensures this. assembly.py joins the bodies by the same
 rules.
 """
 
@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from cray_agents.records import UNSCORED, Given
+from cray_agents.records import UNSCORED, GivenReward
 from cray_agents.runtime.store.segments.facts import Fact
 
 
 class RunFacts(NamedTuple):
-    """A run without its bodies: what lists show and queries ask for.
+    """A run without its bodies: the fields that lists show and queries compare.
 
-    `reward` is the sum of `rewards`, (name, source, value, turn), the newest of each name, source
-    and turn; None if one failed. `given` are those of each giver, (..., giver, time), if any came
-    with an API key: `by_givers` of records.py says what those of some are. A run nobody described
-    (`described` false) is told by its calls. Times in unix seconds.
+    `rewards` are (name, source, value, turn), the newest of each name, source and turn. `reward` is
+    their sum; None if there are none, or if computing one failed. `given` are the newest rewards of
+    each giver, (..., giver, time), if any came with an API key. `rewards_of_givers` of records.py
+    selects some of them. A run without a description (`described` false) gets its facts from its
+    calls. Times are in unix seconds.
     """
 
     run_id: str
@@ -29,7 +30,7 @@ class RunFacts(NamedTuple):
     imported: str | None
     agent: str
     model: str
-    models: tuple[str, ...]  # all that took part, `name@N`
+    models: tuple[str, ...]  # all models of the run, as `name@N`
     loop: str | None
     generation: int | None
     attempt: int | None
@@ -51,11 +52,11 @@ class RunFacts(NamedTuple):
     output: str
     redacted: bool
     owner: str
-    given: tuple[Given, ...] = ()
+    given: tuple[GivenReward, ...] = ()
 
 
 _REWARD = ("name", "source", "value", "time", "turn", "giver")
-_ABOUT = (  # what a description tells, in this order
+_ABOUT = (  # the facts of a description, in this order
     *("model", "agent", "loop", "generation", "attempt", "task", "split", "stop_reason"),
     *("started", "seconds", "error", "infrastructure", "tags", "rewards", "turns"),
     *("input", "output", "imported", "redacted", "owner"),
@@ -63,7 +64,7 @@ _ABOUT = (  # what a description tells, in this order
 
 
 class MergedRun:
-    """What the live events of one run said. `dumps` and `Told(data)` keep it as JSON."""
+    """The merged facts of a run's live events; `dumps()` and `MergedRun(data)` convert to JSON."""
 
     __slots__ = (
         "calls",
@@ -107,7 +108,7 @@ class MergedRun:
                 ) = calls
 
     def dumps(self) -> bytes:
-        """This, as `Told` takes it."""
+        """Return this as JSON, to pass to `MergedRun`."""
         calls = None
         if self.last is not None:
             calls = (
@@ -124,13 +125,13 @@ class MergedRun:
         return orjson.dumps((self.described, self.forgotten, self.rewards, calls))
 
     def take(self, fact: Fact) -> bool:
-        """Take in a live event; whether it is now the run's newest description."""
+        """Merge a live event. Return whether it is now the run's newest description."""
         if fact.kind == "call":
             self._take_call(fact)
         elif fact.kind == "reward":
             about = fact.about
             reward = [about[name] for name in _REWARD]
-            self.rewards = _of_each([*self.rewards, reward]) if self.rewards else [reward]
+            self.rewards = _newest_by_giver([*self.rewards, reward]) if self.rewards else [reward]
         elif fact.kind == "run" and (
             self.described is None or [fact.time, fact.id] > self.described[:2]
         ):
@@ -140,16 +141,16 @@ class MergedRun:
         return False
 
     def facts(self, run_id: str) -> RunFacts | None:
-        """The run; None while nobody described or called anything."""
+        """Return the facts of the run; None while it has neither a description nor a call."""
         if self.described is None and self.last is None:
             return None
         _, _, model, agent, loop, generation, attempt, task, split, stop_reason, *more = (
-            self.described or self._told_by_calls()
+            self.described or self._description_from_calls()
         )
         started, seconds, error, infrastructure, tags, given, turns, *heads = more
-        asked, output, imported, redacted, owner = heads
-        of_each = _of_each([*given, *self.rewards]) if given else self.rewards
-        rewards = _newest(of_each) if len(of_each) > 1 else of_each
+        run_input, output, imported, redacted, owner = heads
+        by_giver = _newest_by_giver([*given, *self.rewards]) if given else self.rewards
+        rewards = _newest_rewards(by_giver) if len(by_giver) > 1 else by_giver
         return RunFacts(
             run_id,
             self.described is not None,
@@ -174,15 +175,15 @@ class MergedRun:
             self.calls,
             self.prompt,
             self.sampled,
-            asked,
+            run_input,
             output,
             redacted or self.redacted,
             owner,
-            tuple(map(_given, of_each)) if any(reward[5] for reward in of_each) else (),
+            tuple(map(_as_given, by_giver)) if any(reward[5] for reward in by_giver) else (),
         )
 
-    def _told_by_calls(self) -> tuple[Any, ...]:
-        """As `described`: a run that nobody described."""
+    def _description_from_calls(self) -> tuple[Any, ...]:
+        """Return values like `described` for a run without a description."""
         assert self.last is not None
         started, _, seconds, model, ending = self.last
         return (
@@ -209,35 +210,35 @@ class MergedRun:
 
 
 def _union(known: list[str], more: list[str]) -> list[str]:
-    """Both, sorted, each once."""
+    """Return the members of both lists, sorted, each once."""
     if not more or (len(more) == 1 and more[0] in known):
         return known
     return sorted({*known, *more})
 
 
-def _of_each(rewards: Iterable[list[Any]]) -> list[list[Any]]:
-    """One reward of each giver, name, source and turn, the newest; sorted by these."""
+def _newest_by_giver(rewards: Iterable[list[Any]]) -> list[list[Any]]:
+    """Return the newest reward of each name, source, turn and giver, sorted by these."""
     kept: dict[tuple[str, str, int, str], list[Any]] = {}
     for reward in rewards:
         key = (reward[0], reward[1], -1 if reward[4] is None else reward[4], reward[5])
-        _keep(kept, key, reward)
+        _keep_newer(kept, key, reward)
     return [kept[key] for key in sorted(kept)]
 
 
-def _newest(rewards: Iterable[list[Any]]) -> list[list[Any]]:
-    """One reward of each name, source and turn, the newest by (time, value); sorted by these."""
+def _newest_rewards(rewards: Iterable[list[Any]]) -> list[list[Any]]:
+    """Return the newest reward, by (time, value), of each name, source and turn, sorted."""
     kept: dict[tuple[str, str, int], list[Any]] = {}
     for reward in rewards:
-        _keep(kept, (reward[0], reward[1], -1 if reward[4] is None else reward[4]), reward)
+        _keep_newer(kept, (reward[0], reward[1], -1 if reward[4] is None else reward[4]), reward)
     return [kept[key] for key in sorted(kept)]
 
 
-def _keep(kept: dict[Any, list[Any]], key: tuple[Any, ...], reward: list[Any]) -> None:
-    found = kept.get(key)
-    if found is None or (reward[3], reward[2]) >= (found[3], found[2]):
+def _keep_newer(kept: dict[Any, list[Any]], key: tuple[Any, ...], reward: list[Any]) -> None:
+    other = kept.get(key)
+    if other is None or (reward[3], reward[2]) >= (other[3], other[2]):
         kept[key] = reward
 
 
-def _given(reward: list[Any]) -> Given:
+def _as_given(reward: list[Any]) -> GivenReward:
     name, source, value, when, turn, giver = reward
     return name, source, value, turn, giver, when

@@ -1,7 +1,7 @@
-"""Rows of the index's table `runs`: found and written many at once.
+"""Run rows: read and write many rows of the index's table `runs` at once.
 
-A row's columns follow from what its run's events told (merging.py). Those that are sorted by or
-selected are written only where they changed, since each is in three indexes. Used by intake.py.
+A row's columns follow from the merged facts of its run (run_merge.py). Columns that queries sort or
+select by are written only when they change, since each is in three indexes. Used by intake.py.
 """
 
 import sqlite3
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cray_agents.runtime.store.index.codes import MODELS, TAGS, Codes
-from cray_agents.runtime.store.index.filters import ranked
+from cray_agents.runtime.store.index.filters import to_rank
 from cray_agents.runtime.store.index.run_merge import MergedRun
 
 PUT = (256, 64, 16, 4, 1)  # rows inserted by one statement
-SIZES = (1, 16, 128, 1024)  # values asked for in one statement; few sizes, so that few are prepared
+SIZES = (1, 16, 128, 1024)  # values in one SELECT; few sizes, so few statements to prepare
 
 _SORTED = [
     *("shown", "loop", "generation", "agent", "split", "stop_reason", "error"),
@@ -29,13 +29,13 @@ _FIND = (
 _INSERT = f"INSERT INTO runs (run, id, {', '.join(_SORTED + _MORE)})"
 _UPDATE = f"UPDATE runs SET {', '.join(f'{name} = ?' for name in _SORTED + _MORE)} WHERE run = ?"
 _UPDATE_MORE = f"UPDATE runs SET {', '.join(f'{name} = ?' for name in _MORE)} WHERE run = ?"
-_NOWHERE = (0, None, 0, None, None, None, None, 0, 0, None, 0.0, "", 0)
+_HIDDEN = (0, None, 0, None, None, None, None, 0, 0, None, 0.0, "", 0)
 
 
 class RunRow:
-    """A run as it stands in the table (`columns`: the sorted ones), or is to."""
+    """A row of `runs`. `columns` are its sorted columns as they are in the table."""
 
-    __slots__ = ("columns", "description", "new", "run", "run_id", "stale", "told")
+    __slots__ = ("columns", "description", "merged", "new", "run", "run_id", "stale")
 
     def __init__(self, run_id: str, run: int) -> None:
         self.run_id = run_id
@@ -43,19 +43,19 @@ class RunRow:
         self.new = True
         self.stale = False
         self.description: int | None = None
-        self.told = MergedRun()
-        self.columns: tuple[Any, ...] = _NOWHERE
+        self.merged = MergedRun()
+        self.columns: tuple[Any, ...] = _HIDDEN
 
 
 def find(connection: sqlite3.Connection, run_ids: Sequence[str]) -> dict[str, RunRow]:
-    """The rows of these runs, new ones for those that have none."""
+    """Return the rows of runs, with a new RunRow for each run without one."""
     rows: dict[str, RunRow] = {}
-    for run_id, run, description, told, stale, *columns in rows_in(connection, _FIND, run_ids):
+    for run_id, run, description, merged, stale, *columns in rows_in(connection, _FIND, run_ids):
         row = rows[run_id] = RunRow(run_id, run)
         row.new = False
         row.stale = bool(stale)
         row.description = description
-        row.told = MergedRun(told)
+        row.merged = MergedRun(merged)
         row.columns = tuple(columns)
     if len(rows) < len(run_ids):
         last = connection.execute("SELECT coalesce(max(run), 0) FROM runs").fetchone()[0]
@@ -67,7 +67,7 @@ def find(connection: sqlite3.Connection, run_ids: Sequence[str]) -> dict[str, Ru
 
 
 def write(connection: sqlite3.Connection, codes: Codes, rows: Iterable[RunRow]) -> None:
-    """Put the rows into the table as they are now."""
+    """Insert or update rows in the table."""
     inserted, updated, changed = [], [], []
     for row in rows:
         columns, more = _values(connection, codes, row)
@@ -84,16 +84,16 @@ def write(connection: sqlite3.Connection, codes: Codes, rows: Iterable[RunRow]) 
 
 
 def put(connection: sqlite3.Connection, insert: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Insert rows, many in a statement: between two of them another thread may take Python's lock.
+    """Insert rows, many in a statement; `insert` ends before its VALUES.
 
-    `insert` ends before its VALUES.
+    Fewer statements give other threads fewer chances to take Python's lock.
     """
     at = 0
     while at < len(rows):
         size = next(size for size in PUT if size <= len(rows) - at)
         some = rows[at : at + size]
-        places = f"({', '.join('?' * len(some[0]))})"
-        sql = f"{insert} VALUES {', '.join([places] * size)}"
+        marks = f"({', '.join('?' * len(some[0]))})"
+        sql = f"{insert} VALUES {', '.join([marks] * size)}"
         connection.execute(sql, [value for row in some for value in row])
         at += size
 
@@ -101,7 +101,7 @@ def put(connection: sqlite3.Connection, insert: str, rows: Sequence[Sequence[Any
 def rows_in(
     connection: sqlite3.Connection, sql: str, values: Sequence[Any], more: str = ""
 ) -> Iterator[Any]:
-    """The rows of `sql` + a list of these values, some at a time. The last may be twice."""
+    """Yield the rows of `sql` + a list of the values + `more`. The last row may come twice."""
     at = 0
     while at < len(values):
         left = len(values) - at
@@ -115,11 +115,11 @@ def rows_in(
 def _values(
     connection: sqlite3.Connection, codes: Codes, row: RunRow
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The sorted columns and the others. What is not shown keeps its place in the orders."""
-    facts = row.told.facts(row.run_id)
-    told = row.told.dumps()
+    """Return the sorted and the other columns. A hidden run keeps its place in the orders."""
+    facts = row.merged.facts(row.run_id)
+    merged = row.merged.dumps()
     if facts is None:
-        return (0, *row.columns[1:]), (row.description, None, 0, None, 0, 0, 0, told)
+        return (0, *row.columns[1:]), (row.description, None, 0, None, 0, 0, 0, merged)
 
     known = codes.names
     loop, agent, split, stop_reason, error, model = [
@@ -132,7 +132,7 @@ def _values(
     columns = (
         1,
         loop,
-        ranked(facts.generation),
+        to_rank(facts.generation),
         agent,
         split,
         stop_reason,
@@ -142,7 +142,7 @@ def _values(
         facts.reward,
         facts.started,
         facts.task or "",
-        ranked(facts.attempt),
+        to_rank(facts.attempt),
     )
     more = (
         row.description,
@@ -152,6 +152,6 @@ def _values(
         facts.calls,
         facts.prompt_tokens,
         facts.sampled_tokens,
-        told,
+        merged,
     )
     return columns, more

@@ -1,10 +1,10 @@
-"""The tables of the index, and how its file is opened or, where it cannot be used, made anew.
+"""Schema: the tables of the index, its place on this host, and the opening of its file.
 
-`runs` has what queries select and sort by as columns, names as numbers (codes.py), and `told`,
-which is all that is known of a run (merging.py). Three indexes, one for each order, hold these
-columns too: a page is found by a scan of one of them, at most all of it, without touching a row.
-A file that other code made, whatever the difference, is made anew: nobody has to count versions.
-Called by database.py.
+`runs` has a column for everything that queries select or sort by, with names as numbers (codes.py).
+Its column `told` has the merged facts of a run (run_merge.py). Three SQLite indexes, one for each
+order, hold the same columns. A page is thus found by a scan of one index, without touching a row.
+A file made by any other version of this code is replaced by a new one, so no version number needs
+care. Called by database.py.
 """
 
 import errno
@@ -23,12 +23,12 @@ from cray_agents.runtime.store.segments import facts
 
 
 def _version() -> int:
-    """A number that differs where the code of the index, or of the facts it holds, does."""
+    """Return a hash of the code of the index and of its facts."""
     sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(facts.__file__)]
     return zlib.crc32(b"".join(path.read_bytes() for path in sources)) & 0x7FFF_FFFF
 
 
-DRAFT_CACHE = 192 * 1024  # KiB of memory for a file that is filled
+DRAFT_CACHE = 192 * 1024  # KiB of memory for a draft
 VERSION = _version()  # kept in the file's user_version
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -83,7 +83,7 @@ CREATE TABLE asked (
 """
 
 _ALL = "loop, generation, agent, split, stop_reason, error, models, tags, reward"
-# what a draft lacks until it is needed or finished
+# SQLite indexes that a draft lacks until they are used or it is finished
 KEYS = "CREATE UNIQUE INDEX IF NOT EXISTS events_by_key ON events (key)"
 BY_RUN = (
     "CREATE INDEX IF NOT EXISTS events_by_run ON events (run)",
@@ -101,7 +101,7 @@ BESIDE = ("-wal", "-shm", "-journal")
 
 
 def connect(path: Path, *, writer: bool = False) -> sqlite3.Connection:
-    """A connection that any thread may use, one at a time; without `writer`, to read only."""
+    """Open a connection for use by one thread at a time; read-only without `writer`."""
     connection = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA synchronous = OFF")
     if writer:
@@ -116,17 +116,17 @@ def connect(path: Path, *, writer: bool = False) -> sqlite3.Connection:
 
 
 def prepare(path: Path, identity: str) -> sqlite3.Connection:
-    """The writer of this file; what is not an index of this root, or damaged, is made anew.
+    """Open the writing connection of a file; replace a file that is damaged or of another root.
 
-    To be called by one process at a time. Raises sqlite3.Error where the disk refuses.
+    Only one process may call this at a time. Raises sqlite3.Error on an error of the disk.
     """
     wanted = {"identity": identity, "boot": _boot()}
-    if path.exists() and not _usable(path, wanted):
+    if path.exists() and not _is_usable(path, wanted):
         remove(path)
     connection = connect(path, writer=True)
     if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
         connection.execute("BEGIN IMMEDIATE")
-        _make(connection, wanted)
+        _create_tables(connection, wanted)
         for statement in (KEYS, *BY_RUN, *ORDERS):
             connection.execute(statement)
         connection.execute("COMMIT")
@@ -134,19 +134,19 @@ def prepare(path: Path, identity: str) -> sqlite3.Connection:
 
 
 def draft(path: Path, identity: str) -> sqlite3.Connection:
-    """A new file that nobody else reads, in one transaction that `finish` ends."""
+    """Create a new file that nobody else reads, in one transaction that `finish` ends."""
     remove(path)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     for setting in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
         connection.execute(f"PRAGMA {setting}")
     connection.execute(f"PRAGMA cache_size = -{DRAFT_CACHE}")
     connection.execute("BEGIN IMMEDIATE")
-    _make(connection, {"identity": identity, "boot": _boot()})
+    _create_tables(connection, {"identity": identity, "boot": _boot()})
     return connection
 
 
 def finish(connection: sqlite3.Connection) -> None:
-    """Sort a draft, for others to open; close it then."""
+    """Create a draft's SQLite indexes, commit it for others to open, and close it."""
     for statement in (KEYS, *BY_RUN, *ORDERS):
         connection.execute(statement)
     connection.execute("COMMIT")
@@ -155,8 +155,8 @@ def finish(connection: sqlite3.Connection) -> None:
     connection.close()
 
 
-def _make(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
-    """Make the tables, without what is sorted last."""
+def _create_tables(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
+    """Create the tables, without KEYS, BY_RUN and ORDERS."""
     for statement in TABLES.split(";\n"):
         connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -164,14 +164,14 @@ def _make(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete the file. Processes that have it open keep what they had, until they look again."""
+    """Delete the file. Processes that have it open keep its contents until they check again."""
     for beside in BESIDE:
         path.with_name(path.name + beside).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
-def _usable(path: Path, wanted: dict[str, str]) -> bool:
-    """Quick checks: it is of this version and root, and the ends of each table can be read."""
+def _is_usable(path: Path, wanted: dict[str, str]) -> bool:
+    """Check the version and root of a file, and that the ends of its tables are readable."""
     connection = sqlite3.connect(path, timeout=60)
     try:
         if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
@@ -194,14 +194,14 @@ def _usable(path: Path, wanted: dict[str, str]) -> bool:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error says that the file is broken, and not that the disk refuses."""
+    """Tell whether an error means a broken file rather than a failing disk."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     missing = code == sqlite3.SQLITE_ERROR and "no such" in str(error)
     return missing or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _boot() -> str:
-    """This boot of the machine: nothing is synced, so what lay here when it went down is void."""
+    """Return the id of this boot. The file is never synced, so it is void after a crash."""
     try:
         return BOOT.read_text().strip()
     except OSError:
@@ -212,7 +212,7 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def cache_of(home: Home) -> Path:
-    """The index's file for this root; its directory is made. Raises StoreError."""
+    """Return the index's file for this root, and make its directory. Raises StoreError."""
     root = os.path.realpath(home.root)
     directory = host_cache() / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     try:
@@ -224,9 +224,9 @@ def cache_of(home: Home) -> Path:
 
 
 def identity_of(home: Home) -> str:
-    """A random name of this root, given when it is first asked for. Raises StoreError.
+    """Return the random name of this root, made on first use. Raises StoreError.
 
-    Who may only read a root that has none yet knows it by its inode.
+    A reader without write access to a root without a name gets its inode instead.
     """
     try:
         if not home.root_id.exists():
@@ -234,13 +234,13 @@ def identity_of(home: Home) -> str:
         return home.root_id.read_text()
     except OSError as error:
         if error.errno in READ_ONLY and home.root.is_dir():
-            found = home.root.stat()
-            return f"inode {found.st_dev}.{found.st_ino}"
+            stat = home.root.stat()
+            return f"inode {stat.st_dev}.{stat.st_ino}"
         raise StoreError(f"cannot write {home.root_id}: {error.strerror or error}") from error
 
 
 def sweep_caches() -> list[str]:
-    """Delete what is kept for roots that no longer exist; returns their paths."""
+    """Delete the indexes of roots that no longer exist. Return the paths of these roots."""
     swept = []
     for file in sorted(host_cache().glob("*/root")):
         root = os.fsdecode(file.read_bytes())

@@ -1,10 +1,10 @@
-"""Takes out of an event what must not be stored, before it is written, and says that it did.
+"""Redactor: replace sensitive text in an event before it is written, and count it there.
 
-Every text of a body is looked at, also in JSON within a text and across the pieces of a recorded
-stream (replies.py); what is found becomes `[redacted:email]` or the like, counted in
-body["redacted"]. A call that held any loses its exact tokens, for they would tell it. Ids, hashes
-and names of models stay: they are how events find each other. The kinds: sensitive.py. Made by
-compose.py from the configuration; called by store.py in `append`.
+Every text of a body is searched, also JSON in a text, and texts split over the pieces of a recorded
+stream (replies.py). A match becomes `[redacted:email]` or the like, counted in body["redacted"]. A
+call with a match loses its exact tokens, for they would reveal the text. Ids, hashes and names of
+models stay, since events refer to each other by them. For the kinds see sensitive.py.
+Made by cli/platform/compose.py from the configuration; called by store.py in `append`.
 """
 
 import difflib
@@ -19,15 +19,15 @@ from cray_agents.config import Config
 from cray_agents.errors import ConfigError, StoreError
 from cray_agents.records import Event
 from cray_agents.runtime.store.redaction import replies
-from cray_agents.runtime.store.redaction.sensitive import KINDS, Sensitive, Substitute, marked
+from cray_agents.runtime.store.redaction.sensitive import KINDS, Sensitive, Substitute, placeholder
 
 Hook = Callable[[str], str]
-# Of an object with fields of ours: which are kept as they are (None), and what lies within others.
-# Where it is empty, anything may be, and the keys are texts too.
+# The known fields of an object: None keeps a field unchanged, a dict describes its value.
+# The value of an empty dict is free, and its keys are redacted too.
 Kept = dict[str, Any]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-_ESCAPED = re.compile(r"\\u00[2-7]")  # JSON in a text may hide an `@` so
+_ESCAPED = re.compile(r"\\u00[2-7]")  # JSON in a text may escape an `@` like this
 _TOKENS = ("prompt_token_ids", "token_ids", "logprobs")
 _FIELDS: Kept = {"type": None}
 _MESSAGE: Kept = {
@@ -63,11 +63,11 @@ _KEPT: dict[str, Kept] = {"call": _CALL, "run": _RUN, "reward": _REWARD, "forget
 
 
 class Redactor:
-    """What is to be taken out: kinds of sensitive.py, own patterns by name, own functions.
+    """A redactor of kinds of sensitive.py, and of the user's own patterns and functions.
 
     A kind with a colon, `package.module:function`, is a function from a text to the text that may
-    be stored. Raises ConfigError for what is not known or cannot be used. Own patterns and
-    functions see every text of every event: they are paid for with each.
+    be stored. Raises ConfigError for unknown kinds and unusable patterns or functions. Own patterns
+    and functions run on every text of every event, which costs time.
     """
 
     def __init__(self, kinds: Sequence[str], patterns: Mapping[str, str]) -> None:
@@ -86,46 +86,48 @@ class Redactor:
 
     @classmethod
     def of(cls, config: Config) -> "Redactor | None":
-        """The redactor a configuration asks for, if any. Raises ConfigError."""
+        """Return the redactor of a configuration, if it sets one. Raises ConfigError."""
         if not config.redact and not config.redact_patterns:
             return None
         return cls(config.redact, config.redact_patterns)
 
     def apply(self, event: Event) -> Event:
-        """The event as it may be written; the same object where nothing was found.
+        """Return the redacted event; the same object if nothing matched.
 
-        Raises StoreError if a function of the user's fails: then nothing may be written.
+        Raises StoreError if a function of the user fails; the event must then not be written.
         """
         kept = _KEPT[event.kind]
         if not (self._own or self._suspicious(event.body, kept)):
             return event
         counts: Counter[str] = Counter()
-        body: dict[str, Any] = self._within(event.body, kept, counts)
+        body: dict[str, Any] = self._redact_value(event.body, kept, counts)
         if event.kind == "call":
-            body = self._call(body, counts)
+            body = self._redact_call(body, counts)
         if not counts:
             return event
         for earlier in event.body.get("redacted") or ():
             counts[earlier["kind"]] += earlier["count"]
-        told = [{"kind": kind, "count": counts[kind]} for kind in sorted(counts)]
-        return event.model_copy(update={"body": body | {"redacted": told}})
+        report = [{"kind": kind, "count": counts[kind]} for kind in sorted(counts)]
+        return event.model_copy(update={"body": body | {"redacted": report}})
 
     def _suspicious(self, body: dict[str, Any], kept: Kept) -> bool:
         texts: list[str] = []
         _collect(body, kept, texts)
         reply = body.get("reply")
         if isinstance(reply, str):
-            if replies.interleaved(body):
+            if replies.is_interleaved(body):
                 return True
             texts.append(replies.without_samples(reply))
         text = "\n".join(texts)
         return self._known.suspicious(text) or _ESCAPED.search(text) is not None
 
-    def _call(self, body: dict[str, Any], counts: Counter[str]) -> dict[str, Any]:
-        """A call without what would tell its texts: its answer as it was sent, its tokens."""
+    def _redact_call(self, body: dict[str, Any], counts: Counter[str]) -> dict[str, Any]:
+        """Redact a call's recorded reply and, after any match, remove its exact tokens."""
         changes: dict[str, Any] = {}
         if isinstance(body.get("reply"), str):
-            changes["reply"] = replies.cleaned(body["reply"], lambda text: self._text(text, counts))
+            changes["reply"] = replies.redact_reply(
+                body["reply"], lambda text: self._redact_text(text, counts)
+            )
         if not counts:
             return body
         if "reply" in changes:
@@ -135,44 +137,44 @@ class Redactor:
                 changes[name] = _without_token_prompts(body[name])
         return body | changes | {name: [] for name in _TOKENS}
 
-    def _within(self, value: Any, kept: Kept, counts: Counter[str]) -> Any:
-        """A copy of a value with clean texts."""
+    def _redact_value(self, value: Any, kept: Kept, counts: Counter[str]) -> Any:
+        """Return a copy of a value with redacted texts."""
         if isinstance(value, str):
-            return self._text(value, counts)
+            return self._redact_text(value, counts)
         if isinstance(value, list):
-            return [self._within(item, kept, counts) for item in value]
+            return [self._redact_value(item, kept, counts) for item in value]
         if not isinstance(value, dict):
             return value
         clean: dict[str, Any] = {}
         for name, item in value.items():
             below: Kept | None = kept.get(name, {})
-            key = name if kept else replies.fresh(self._text(name, counts), clean)
-            clean[key] = item if below is None else self._within(item, below, counts)
+            key = name if kept else replies.unused_key(self._redact_text(name, counts), clean)
+            clean[key] = item if below is None else self._redact_value(item, below, counts)
         return clean
 
-    def _text(self, text: str, counts: Counter[str]) -> str:
-        """A clean text. One that is JSON is read as such, so that it is JSON afterwards too."""
+    def _redact_text(self, text: str, counts: Counter[str]) -> str:
+        """Return a redacted text. JSON is decoded first, so that the result is JSON too."""
         if text.lstrip()[:1] in ("{", "["):
-            found: Counter[str] = Counter()
+            matches: Counter[str] = Counter()
             try:
-                value = self._within(json.loads(text), {}, found)
-                text = json.dumps(value, ensure_ascii="\\u" in text) if found else text
-            except (ValueError, RecursionError):  # no JSON, or too deep: then it is just a text
-                return self._plain(text, counts)
-            counts.update(found)
+                value = self._redact_value(json.loads(text), {}, matches)
+                text = json.dumps(value, ensure_ascii="\\u" in text) if matches else text
+            except (ValueError, RecursionError):  # no JSON, or too deep: treat it as plain text
+                return self._redact_plain(text, counts)
+            counts.update(matches)
             return text
-        return self._plain(text, counts)
+        return self._redact_plain(text, counts)
 
-    def _plain(self, text: str, counts: Counter[str]) -> str:
+    def _redact_plain(self, text: str, counts: Counter[str]) -> str:
         for kind, substitute in self._substitutes:
-            text, found = substitute(text)
-            if found:
-                counts[kind] += found
+            text, count = substitute(text)
+            if count:
+                counts[kind] += count
         return text
 
 
 def _collect(value: Any, kept: Kept, texts: list[str]) -> None:
-    """Append all texts of a value, but for what is kept as it is."""
+    """Append all texts of a value except those of kept fields."""
     if isinstance(value, str):
         texts.append(value)
     elif isinstance(value, dict):
@@ -188,7 +190,7 @@ def _collect(value: Any, kept: Kept, texts: list[str]) -> None:
 
 
 def _without_token_prompts(value: Any) -> Any:
-    """Messages without prompts that were given as token ids."""
+    """Return messages without prompts that were given as token ids."""
     if isinstance(value, list):
         return [_without_token_prompts(message) for message in value]
     content = value.get("content") if isinstance(value, dict) else None
@@ -216,7 +218,7 @@ def _own_pattern(name: str, pattern: str) -> tuple[str, Substitute]:
             f"redact_patterns: {name} = {pattern!r} matches no text at all, and so everywhere",
             param="redact_patterns",
         )
-    mark = marked(name)
+    mark = placeholder(name)
     return name, lambda text: compiled.subn(lambda _: mark, text)
 
 

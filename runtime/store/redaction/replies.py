@@ -1,18 +1,18 @@
-"""An answer as it was sent, kept for its repeats: JSON, or the bytes of an event stream, as a text.
+"""Replies: redact a recorded answer, which is JSON or an event stream in a string.
 
-A stream tells a text in pieces, and what must not be stored may lie across several of them. So the
-pieces of a text are joined, cleaned, and told again as one. Called by redactor.py.
+A stream sends a text in pieces, and sensitive text may be split over several of them. So the pieces
+of a text are joined and redacted, and the result is put into the first. Called by redactor.py.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 Clean = Callable[[str], str]
 
 _SAMPLES = ',"samples":'  # the gateway's own member, at the end of an answer or an event
 _DATA = "data:"
-# ids and fixed words, whatever the API; not below _FREE, which is the model's or the client's own
+# ids and fixed words of all APIs; below _FREE nothing is kept, for models or clients wrote it
 _KEPT = {
     "id", "item_id", "call_id", "tool_use_id", "object", "type", "role", "model", "status",
     "finish_reason", "stop_reason", "system_fingerprint", "service_tier",
@@ -26,20 +26,20 @@ _PLACES = ("type", "item_id", "output_index", "content_index", "summary_index", 
 
 
 class Slot(NamedTuple):
-    """Where a text stands: as a member of an object, or an item of a list."""
+    """A text in a value: the member `key` of an object, or the item `key` of a list."""
 
     holder: Any
     key: Any
 
 
-def interleaved(body: dict[str, Any]) -> bool:
-    """Whether a call's reply tells texts in pieces that its message does not tell whole."""
+def is_interleaved(body: dict[str, Any]) -> bool:
+    """Tell whether a call's reply streams several choices; its message has only one of them."""
     several = (body.get("sampling") or {}).get("n") or 1
     return several != 1 and body["reply"].lstrip().startswith((_DATA, "event:", ":"))
 
 
 def without_samples(reply: str) -> str:
-    """A reply without the exact tokens in it: numbers, among which nobody looks for a text."""
+    """Return a reply without its exact tokens, which are numbers and need no search."""
     start = reply.find(_SAMPLES)
     if start < 0:
         return reply
@@ -47,52 +47,53 @@ def without_samples(reply: str) -> str:
     return reply[:start] + (reply[end:] if end >= 0 else "")
 
 
-def cleaned(reply: str, clean: Clean) -> str:
-    """The reply with all its texts cleaned; the same text if nothing changed."""
-    lines, told = _read(reply)
+def redact_reply(reply: str, clean: Clean) -> str:
+    """Return the reply with all its texts passed through `clean`; the same if nothing changed."""
+    lines, events = _read(reply)
     changed = False
-    for slots in _texts(told.values()).values():
+    for slots in _texts(events.values()).values():
         before = "".join(slot.holder[slot.key] for slot in slots)
         after = clean(before)
         if after != before:
             changed = True
             for slot, text in zip(slots, [after, *[""] * (len(slots) - 1)], strict=True):
                 slot.holder[slot.key] = text
-    if not told:  # neither JSON nor a stream
+    if not events:  # neither JSON nor a stream
         return clean(reply)
-    for number, value in told.items():
-        told[number] = _rekeyed(value, clean, free=False)
-        changed = changed or told[number] != value
-    return _written(lines, told) if changed else reply
+    for number, value in events.items():
+        events[number] = _redact_keys(value, clean, free=False)
+        changed = changed or events[number] != value
+    return _join(lines, events) if changed else reply
 
 
 def without_tokens(reply: str) -> str:
-    """The reply without token ids and logprobs, wherever they stand in it."""
-    lines, told = _read(reply)
-    for value in told.values():
+    """Return the reply without any token ids and logprobs."""
+    lines, events = _read(reply)
+    for value in events.values():
         _drop_tokens(value)
-    return _written(lines, told) if told else reply
+    return _join(lines, events) if events else reply
 
 
 def _read(reply: str) -> tuple[list[str], dict[int, Any]]:
-    """The lines of a reply, and what those with data hold. A whole answer is one line."""
+    """Split a reply into lines, with the values of data lines by number. JSON is one line."""
     whole = _json(reply)
     if whole is not None:
         return [reply], {0: whole}
     lines = reply.split("\n")
-    told = {
+    events = {
         number: value
         for number, line in enumerate(lines)
         if line.startswith(_DATA) and (value := _json(line.removeprefix(_DATA))) is not None
     }
-    return lines, told
+    return lines, events
 
 
-def _written(lines: list[str], told: dict[int, Any]) -> str:
+def _join(lines: list[str], events: dict[int, Any]) -> str:
+    """Return the reply of `_read` with these values."""
     head = f"{_DATA} " if lines[0].lstrip()[:1] not in ("{", "[") else ""
     texts = {
         number: head + json.dumps(value, ensure_ascii="\\u" in lines[number], separators=(",", ":"))
-        for number, value in told.items()
+        for number, value in events.items()
     }
     return "\n".join(texts.get(number, line) for number, line in enumerate(lines))
 
@@ -100,23 +101,23 @@ def _written(lines: list[str], told: dict[int, Any]) -> str:
 def _json(text: str) -> Any:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # no JSON, or deeper than any answer
+    except (ValueError, RecursionError):  # no JSON, or too deep to be an answer
         return None
     return value if isinstance(value, dict | list) else None
 
 
-def _texts(told: Any) -> dict[tuple[Any, ...], list[Slot]]:
-    """All texts by what they are a part of, in order: pieces of one text share a key."""
-    found: dict[tuple[Any, ...], list[Slot]] = {}
-    for value in told:
+def _texts(events: Iterable[Any]) -> dict[tuple[Any, ...], list[Slot]]:
+    """Return all texts in order, grouped so that the pieces of one text share a key."""
+    texts: dict[tuple[Any, ...], list[Slot]] = {}
+    for value in events:
         for path, slot in _slots(value, (), kept=True):
-            found.setdefault(path, []).append(slot)
-    return found
+            texts.setdefault(path, []).append(slot)
+    return texts
 
 
 def _slots(value: Any, path: tuple[Any, ...], *, kept: bool) -> Iterator[tuple[Any, Slot]]:
     if isinstance(value, dict):
-        places = tuple((name, value[name]) for name in _PLACES if _scalar(value.get(name)))
+        places = tuple((name, value[name]) for name in _PLACES if _is_scalar(value.get(name)))
         for name, item in value.items():
             if name in _TOKENS or (kept and name in _KEPT):
                 continue
@@ -127,7 +128,7 @@ def _slots(value: Any, path: tuple[Any, ...], *, kept: bool) -> Iterator[tuple[A
                 yield from _slots(item, below, kept=kept and name not in _FREE)
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            # what has an index says itself which of a kind it is
+            # an item's own index identifies it better than its position
             below = path if isinstance(item, dict) and "index" in item else (*path, number)
             if isinstance(item, str):
                 yield below, Slot(value, number)
@@ -135,29 +136,29 @@ def _slots(value: Any, path: tuple[Any, ...], *, kept: bool) -> Iterator[tuple[A
                 yield from _slots(item, below, kept=kept)
 
 
-def _rekeyed(value: Any, clean: Clean, *, free: bool) -> Any:
-    """A value with clean keys where they are not the API's own."""
+def _redact_keys(value: Any, clean: Clean, *, free: bool) -> Any:
+    """Return a value with redacted keys, except the keys of the API."""
     if isinstance(value, list):
-        return [_rekeyed(item, clean, free=free) for item in value]
+        return [_redact_keys(item, clean, free=free) for item in value]
     if not isinstance(value, dict):
         return value
-    whole: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for name, item in value.items():
-        key = fresh(clean(name), whole) if free else name
-        whole[key] = _rekeyed(item, clean, free=free or name in _FREE)
-    return whole
+        key = unused_key(clean(name), renamed) if free else name
+        renamed[key] = _redact_keys(item, clean, free=free or name in _FREE)
+    return renamed
 
 
-def fresh(key: str, taken: Mapping[str, Any]) -> str:
-    """A key that is not taken yet: two that were cleaned may have become one."""
-    number, unlike = 1, key
-    while unlike in taken:
+def unused_key(key: str, taken: Mapping[str, Any]) -> str:
+    """Return a key that is not taken yet, since redaction may make two keys equal."""
+    number, candidate = 1, key
+    while candidate in taken:
         number += 1
-        unlike = f"{key} {number}"
-    return unlike
+        candidate = f"{key} {number}"
+    return candidate
 
 
-def _scalar(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return isinstance(value, str | int)
 
 

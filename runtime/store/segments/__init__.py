@@ -1,7 +1,8 @@
-"""The files of the store: lines that prove themselves, one writer a file, sealed when it is left.
+"""Segments: the store's files of checksummed lines, one writer a file, sealed when finished.
 
-lines.py: an event as a line. writer.py: appending, and noticing when somebody took the writer for
-dead. frames.py, drafts.py, sealed.py: a sealed file, plain zstd with a footer. orphans.py: what
-dead writers left. handles.py, reading.py: reading, past any damage. salvage.py: telling damage, and
-mending it.
+line_format.py and facts.py turn an event into a line and its facts.
+writer.py appends, and notices when another process took the writer for dead.
+frames.py, drafts.py and sealed.py make a sealed file: plain zstd with a footer.
+orphans.py seals the files of dead writers.
+handles.py and reader.py read past any damage; salvage.py reports and repairs it.
 """

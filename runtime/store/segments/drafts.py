@@ -1,7 +1,7 @@
-"""Writes the file of a sealed segment, line by line, and reads one whole to see that it is right.
+"""Drafts: write the file of a sealed segment line by line, and verify it by reading it whole.
 
-Memory holds one frame of lines, and the compressed facts of all. How the file lies: frames.py.
-Called by sealed.py, which publishes it.
+Memory holds one frame of lines, and the compressed facts of all. For the file's layout see
+frames.py. Called by sealed.py, which publishes the file.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments.frames import Footer, Frame
-from cray_agents.runtime.store.segments.line_format import SHOWN
+from cray_agents.runtime.store.segments.line_format import QUOTED
 
-FRAME = 64 * 2**10  # bytes of lines in a frame; a longer line has one of its own
-CHUNK = 5000  # lines whose facts stand together
-CHUNK_BYTES = 4 * 2**20  # or fewer, if their facts are as large as this
+FRAME = 64 * 2**10  # bytes of lines in a frame; a longer line has its own frame
+CHUNK = 5000  # lines whose facts are in one chunk
+CHUNK_BYTES = 4 * 2**20  # of facts in a chunk, at most
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def write(
 ) -> Footer:
     """Write lines (without newlines) to a new file, sync it, and read it back.
 
-    `torn` is asked at the end. Raises OSError, Corrupt.
+    `torn` is called after the last line. Raises OSError, Corrupt.
     """
     with path.open("xb") as file:
         draft = _Draft(file)
@@ -54,14 +54,14 @@ def write(
 
 
 class _Draft:
-    """A sealed segment on its way into a file."""
+    """A sealed segment that is being written to a file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._at = 0
         self._crc = 0
-        self._offset = 0  # of the lines that are in frames
-        self._lines: list[bytes] = []  # those of the next frame
+        self._offset = 0  # bytes of the lines already in frames
+        self._lines: list[bytes] = []  # of the next frame
         self._size = 0
         self._hasher = hashlib.sha256()
         self._frames: list[tuple[int, int]] = []
@@ -69,21 +69,21 @@ class _Draft:
         self._bad: list[tuple[int, int]] = []
         self._facts: list[bytes] = []
         self._lengths: list[int] = []
-        self._told = 0  # bytes of the facts
-        self._told_from = 0  # the offset of the first of their lines
+        self._facts_size = 0  # bytes of the facts
+        self._facts_offset = 0  # offset of their first line
         self._chunks: list[tuple[bytes, int]] = []
 
     def add(self, line: bytes) -> None:
         """Append a line."""
         if self._lines and self._size + len(line) >= FRAME:
             self._put_frame()
-        self._tell(line)
+        self._add_fact(line)
         self._lines.append(line)
         self._size += len(line) + 1
         self._count += 1
 
     def end(self, torn: Torn, replaces: Sequence[str]) -> Footer:
-        """Write what is left, and the footer."""
+        """Write the remaining frame and facts, then the footer."""
         if self._lines:
             self._put_frame()
         if self._facts:
@@ -102,7 +102,7 @@ class _Draft:
             bad=self._bad,
             replaces=list(replaces),
         )
-        self._put(frames.ending(footer, self._at))
+        self._put(frames.encode_footer(footer, self._at))
         return footer
 
     def _put_frame(self) -> None:
@@ -111,7 +111,7 @@ class _Draft:
         self._hasher.update(data)
         packed = frames.compress(data)
         frame = Frame(self._at + frames.MARK_SIZE, len(packed), self._offset, len(data))
-        self._put(frames.mark_of(frame) + packed)
+        self._put(frames.encode_mark(frame) + packed)
         self._frames.append((len(packed), len(data)))
         self._offset += len(data)
         self._lines = []
@@ -122,7 +122,7 @@ class _Draft:
         self._crc = zlib.crc32(data, self._crc)
         self._at += len(data)
 
-    def _tell(self, line: bytes) -> None:
+    def _add_fact(self, line: bytes) -> None:
         fact = b"null"
         if is_whole(line):
             fact = _fact_of(line)
@@ -130,31 +130,31 @@ class _Draft:
             self._bad.append((self._offset + self._size, len(line)))
         self._facts.append(fact)
         self._lengths.append(len(line))
-        self._told += len(fact)
-        if len(self._facts) == CHUNK or self._told > CHUNK_BYTES:
+        self._facts_size += len(fact)
+        if len(self._facts) == CHUNK or self._facts_size > CHUNK_BYTES:
             self._put_facts()
 
     def _put_facts(self) -> None:
-        chunk = frames.facts_chunk(self._told_from, self._lengths, self._facts)
+        chunk = frames.encode_facts(self._facts_offset, self._lengths, self._facts)
         self._chunks.append((chunk, len(self._facts)))
-        self._told_from += sum(self._lengths) + len(self._lengths)
-        self._facts, self._lengths, self._told = [], [], 0
+        self._facts_offset += sum(self._lengths) + len(self._lengths)
+        self._facts, self._lengths, self._facts_size = [], [], 0
 
 
 def _fact_of(line: bytes) -> bytes:
-    """As JSON; null for a line that is whole, but of no kind that is known here."""
+    """Return the facts of a line as JSON; null for a whole line that is not a known event."""
     try:
         fact = facts_of(orjson.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("a line is whole, but no event (%r): %r", error, line[:SHOWN])
+        log.warning("a line is whole, but no event (%r): %r", error, line[:QUOTED])
         return b"null"
     return orjson.dumps((*fact,))
 
 
 def verify(path: Path) -> Footer:
-    """Read a sealed segment whole. Its footer; raises Corrupt, OSError."""
+    """Read a sealed segment whole and return its footer. Raises Corrupt, OSError."""
     with path.open("rb", buffering=0) as file:
-        table = frames.table_of(file.fileno())
+        table = frames.read_table(file.fileno())
         footer = table.footer
         if footer is None:
             assert table.gap is not None

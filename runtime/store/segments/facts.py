@@ -1,8 +1,8 @@
-"""What the index knows of an event without its body: a few plain values, told when it is written.
+"""Facts: the few plain values of an event that the index keeps, extracted from its body.
 
 A sealed segment carries the facts of its events, so that an index is rebuilt without reading the
-bodies. Made by the store (events on their way in), sealed.py and reading.py (lines); used by
-index.py. FACTS changes when what is told changes: then facts are told again, from the bodies.
+bodies. Made by store.py for new events, by drafts.py for sealed ones, and by index_catchup.py for
+lines. Increase FACTS when the values change; facts are then extracted again from the bodies.
 """
 
 from typing import Any, NamedTuple
@@ -11,16 +11,16 @@ import orjson
 
 from cray_agents.records import StopReason
 
-FACTS = 3  # the version of what `facts_of` tells
+FACTS = 3  # the version of the values of `facts_of`
 HEAD = 160  # characters of an input or output that are kept
-SAID = 200  # characters of an answer by which it is recognised
+ANSWER_HEAD = 200  # characters of an answer that identify it
 
 
 class Fact(NamedTuple):
-    """One event. `about` is by kind; every value in it is JSON.
+    """The facts of one event. The keys of `about` depend on the kind; its values are JSON.
 
-    call: model, started, seconds, ending, tags, prompt, sampled (tokens), redacted, owner; and
-    where a conversation may go on: asked (a hash), said ([tool call ids], text).
+    call: model, started, seconds, ending, tags, prompt, sampled (tokens), redacted, owner; and if a
+    conversation may continue it: asked (a hash of its request), said ([tool call ids], text).
     run: model, agent, loop, generation, attempt, task, split, stop_reason, started, seconds, error,
     infrastructure, tags, rewards ([[name, source, value, time, turn, giver]]), turns, input and
     output (heads), imported, redacted, owner.
@@ -35,14 +35,14 @@ class Fact(NamedTuple):
 
 
 def facts_of(event: dict[str, Any]) -> Fact:
-    """The facts of an event as it stands in a line. Raises KeyError, TypeError on nonsense."""
+    """Return the facts of an event, given as in a line. Raises KeyError, TypeError if invalid."""
     kind, body = event["kind"], event["body"]
     if kind == "call":
-        about = _of_call(body)
+        about = _call_facts(body)
     elif kind == "run":
-        about = _of_run(body)
+        about = _run_facts(body)
     elif kind == "reward":
-        about = _of_reward(body)
+        about = _reward_facts(body)
     elif kind == "forget":
         about = {"reason": str(body.get("reason", ""))}
     else:
@@ -50,7 +50,7 @@ def facts_of(event: dict[str, Any]) -> Fact:
     return Fact(str(event["id"]), str(event["run_id"]), kind, float(event["time"]), about)
 
 
-def _of_call(body: dict[str, Any]) -> dict[str, Any]:
+def _call_facts(body: dict[str, Any]) -> dict[str, Any]:
     about = {
         "model": body["model"],
         "started": float(body["started"]),
@@ -63,14 +63,14 @@ def _of_call(body: dict[str, Any]) -> dict[str, Any]:
         "owner": body.get("owner") or "",
     }
     if body.get("asked"):
-        said = body["message"]
-        ids = [str(call.get("id")) for call in said.get("tool_calls") or ()]
+        answer = body["message"]
+        ids = [str(call.get("id")) for call in answer.get("tool_calls") or ()]
         about["asked"] = body["asked"]
-        about["said"] = [ids, text_of(said).strip()[:SAID]]
+        about["said"] = [ids, text_of(answer).strip()[:ANSWER_HEAD]]
     return about
 
 
-def _of_run(body: dict[str, Any]) -> dict[str, Any]:
+def _run_facts(body: dict[str, Any]) -> dict[str, Any]:
     task, error = body.get("task") or {}, body.get("error") or {}
     return {
         "model": body["model"],
@@ -86,7 +86,7 @@ def _of_run(body: dict[str, Any]) -> dict[str, Any]:
         "error": error.get("type"),
         "infrastructure": bool(error.get("infrastructure")),
         "tags": body.get("tags") or [],
-        "rewards": [list(_of_reward(reward).values()) for reward in body.get("rewards") or ()],
+        "rewards": [list(_reward_facts(reward).values()) for reward in body.get("rewards") or ()],
         "turns": len((body.get("trajectory") or {}).get("turns") or ()),
         "input": _head(body["input"]),
         "output": _head(_text(body.get("output"))),
@@ -96,7 +96,7 @@ def _of_run(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_reward(body: dict[str, Any]) -> dict[str, Any]:
+def _reward_facts(body: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": body["name"],
         "source": body.get("source", "function"),
@@ -107,21 +107,21 @@ def _of_reward(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ending_of(finish_reason: Any, said: dict[str, Any]) -> StopReason:
-    """How a run that nobody described has ended, by the last of its calls and what that said."""
+def ending_of(finish_reason: Any, answer: dict[str, Any]) -> StopReason:
+    """Return the stop reason of an undescribed run, from the end and message of its last call."""
     if finish_reason == "cancelled":
         return StopReason.cancelled
     if finish_reason == "error":
         return StopReason.error
-    return StopReason.unanswered if said.get("tool_calls") else StopReason.completed
+    return StopReason.unanswered if answer.get("tool_calls") else StopReason.completed
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The text of a message, also where it is a list of parts."""
+    """Return the text of a message; the texts of a list of parts are joined."""
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") for part in content if isinstance(part, dict)]
-        return "".join(part for part in parts if isinstance(part, str))
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
     return _text(content)
 
 

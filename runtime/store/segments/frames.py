@@ -1,17 +1,17 @@
-"""How a sealed segment lies in its file: plain zstd, whose skippable frames tell where things are.
+"""Frames: the layout of a sealed segment's file, which is plain zstd with skippable frames.
 
     (mark, zstd frame)*  facts*  footer  trailer
 
-A zstd frame holds about 64 KiB of whole lines, its content size and a checksum. All else is in
-skippable frames, which every zstd reader passes over, each with its own checksum:
+A zstd frame holds about 64 KiB of whole lines, its content size and a checksum. Everything else is
+in skippable frames, which zstd readers ignore. Each has its own checksum:
 
-- a mark stands before each zstd frame and tells its size and the place of its lines: where the
-  footer is lost or the file is cut off, marks are searched for, and nothing else is needed;
+- a mark precedes each zstd frame, with the frame's size and the place of its lines. If the footer
+  is lost or the file is cut off, a search for marks is enough to read the lines;
 - facts (see facts.py) of some thousand lines, compressed;
 - the footer: sizes of all frames, counts and hashes (Footer);
-- the trailer, of fixed size: where the footer is.
+- the trailer, of fixed size: the place of the footer.
 
-Written by sealed.py, read by reading.py and salvage.py.
+Written by drafts.py; read by handles.py, reader.py, drafts.py and salvage.py.
 """
 
 import os
@@ -33,11 +33,11 @@ from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 MARK, FACTS_CHUNK, FOOTER, TRAILER = 0x184D2A53, 0x184D2A54, 0x184D2A55, 0x184D2A56
 LEVEL = 3
 VERSION = b"segment1"
-TAIL = 64 * 2**10  # bytes read at first from the end: footer and trailer, nearly always
+TAIL = 64 * 2**10  # bytes of the first read from the end; most footers fit
 WINDOW = 2**20  # bytes searched at once for a mark
 
 _head = struct.Struct("<II")  # magic, bytes of the payload
-_mark = struct.Struct("<IIQIII")  # magic, 20, offset, length, size, CRC-32 of what stands before
+_mark = struct.Struct("<IIQIII")  # magic, 20, offset, length, size, CRC-32 of all before
 _trailer = struct.Struct("<II8sQIII")  # magic, 32, version, footer: at, size, CRC-32; CRC-32
 MARK_SIZE = _mark.size
 TRAILER_SIZE = _trailer.size
@@ -47,7 +47,7 @@ MARK_START = _head.pack(MARK, MARK_SIZE - _head.size)
 class Frame(NamedTuple):
     """A zstd frame: `size` bytes from `at` in the file hold `length` bytes of lines from `offset`.
 
-    Its mark stands right before `at`.
+    Its mark ends at `at`.
     """
 
     at: int
@@ -57,9 +57,9 @@ class Frame(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Where the end of a file is not what it should be: its bytes from `at` on.
+    """A damaged or missing end of a file, from byte `at` on.
 
-    `offset`, `length`: which bytes of lines are lost (length 0: none, or not known).
+    `offset` and `length` are the lost bytes of lines; length 0 means none, or unknown.
     """
 
     at: int
@@ -69,12 +69,12 @@ class Gap(NamedTuple):
 
 
 class Footer(NamedTuple):
-    """What a sealed segment tells of itself.
+    """The footer of a sealed segment.
 
     frames: [(size in the file, bytes of lines)]; facts: [(size in the file, lines)], in order.
-    sha256: of the lines with their newlines, `bytes` of them; crc: CRC-32 of the file up to here.
-    torn: (offset, bytes) of a torn last line that was dropped; bad: of lines that were damaged
-    already, and stand here as they were. replaces: the segments whose place this one takes.
+    sha256: of the lines with their newlines, `bytes` in all; crc: CRC-32 of the file up to here.
+    torn: (offset, bytes) of a dropped torn last line. bad: (offset, bytes) of lines that were
+    damaged before sealing, kept unchanged. replaces: the segments that this one replaces.
     """
 
     frames: list[tuple[int, int]]
@@ -90,9 +90,9 @@ class Footer(NamedTuple):
 
 
 class Table:
-    """Where the frames of a sealed segment lie, in order.
+    """The frames of a sealed segment, in order.
 
-    With a footer, `facts_at` is where they end; without, `gap` is what stands there instead.
+    With a footer, `facts_at` is the byte at their end; without, `gap` describes the damaged end.
     """
 
     def __init__(self) -> None:
@@ -116,30 +116,30 @@ class Table:
         self._length.append(frame.length)
 
     def find(self, offset: int) -> int:
-        """The index of the last frame that starts at or before an offset; -1 if none does."""
+        """Return the index of the last frame that starts at or before an offset; -1 if none."""
         return bisect_right(self._offset, offset) - 1
 
 
 def compress(data: bytes) -> bytes:
-    """One zstd frame with its content size and a checksum."""
+    """Compress data to one zstd frame with its content size and a checksum."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(data)
 
 
 class Unpacker(threading.local):
-    """Unpacks zstd frames, in any thread: each has its own state, which is costly to make."""
+    """An unpacker of zstd frames for any thread; each has its own decompressor, costly to make."""
 
     _zstd: Any = None
 
     def unpack(self, data: bytes, length: int) -> bytes:
-        """The content of one frame, of so many bytes. Raises Corrupt."""
+        """Decompress one frame to its `length` bytes. Raises Corrupt."""
         import zstandard
 
         if self._zstd is None:
             self._zstd = zstandard.ZstdDecompressor()
         try:
-            if zstandard.frame_content_size(data) != length:  # before that much memory is taken
+            if zstandard.frame_content_size(data) != length:  # checked before the memory is taken
                 raise Corrupt("the frame's header is damaged")
             content: bytes = self._zstd.decompress(data)
         except zstandard.ZstdError as error:
@@ -147,56 +147,56 @@ class Unpacker(threading.local):
         return content
 
 
-def mark_of(frame: Frame) -> bytes:
-    """The mark that stands before a frame."""
+def encode_mark(frame: Frame) -> bytes:
+    """Return the mark that precedes a frame."""
     size = MARK_SIZE - _head.size
     start = _mark.pack(MARK, size, frame.offset, frame.length, frame.size, 0)[:-4]
     return start + zlib.crc32(start).to_bytes(4, "little")
 
 
 def skippable(magic: int, payload: bytes) -> bytes:
-    """A skippable frame."""
+    """Return a skippable frame."""
     return _head.pack(magic, len(payload)) + payload
 
 
-def facts_chunk(offset: int, lengths: list[int], facts: list[bytes]) -> bytes:
-    """The frame that tells facts (each as JSON, or null) of lines that follow one another."""
+def encode_facts(offset: int, lengths: list[int], facts: list[bytes]) -> bytes:
+    """Return the frame of facts (each as JSON, or null) of consecutive lines."""
     head = orjson.dumps({"offset": offset, "lengths": lengths})
     return skippable(FACTS_CHUNK, compress(b'%b,"facts":[%b]}' % (head[:-1], b",".join(facts))))
 
 
-def facts_in(stem: str, chunk: bytes) -> list[Placed]:
-    """What a frame of facts tells; lines without a fact are left out. Raises Corrupt."""
-    told = _facts_told(chunk)
-    offset: int = told["offset"]
-    found = []
-    for length, fact in zip(told["lengths"], told["facts"], strict=True):
+def decode_facts(stem: str, chunk: bytes) -> list[Placed]:
+    """Decode a frame of facts; lines without a fact are left out. Raises Corrupt."""
+    content = _decode_chunk(chunk)
+    offset: int = content["offset"]
+    placed = []
+    for length, fact in zip(content["lengths"], content["facts"], strict=True):
         if fact is not None:
-            found.append(Placed(Fact(*fact), LinePlace(stem, offset, length)))
+            placed.append(Placed(Fact(*fact), LinePlace(stem, offset, length)))
         offset += length + 1
-    return found
+    return placed
 
 
-def lengths_in(chunk: bytes) -> tuple[int, list[int]]:
-    """The offset of the first line that a frame of facts tells of, and the lengths of all."""
-    told = _facts_told(chunk)
-    return told["offset"], told["lengths"]
+def decode_lengths(chunk: bytes) -> tuple[int, list[int]]:
+    """Return the offset of the first line of a frame of facts, and the lengths of all its lines."""
+    content = _decode_chunk(chunk)
+    return content["offset"], content["lengths"]
 
 
 def is_after_lines(data: bytes) -> bool:
-    """Whether these first bytes of a frame are of one that stands behind all lines."""
+    """Tell whether a frame, by its first bytes, comes after all lines."""
     return len(data) >= 4 and int.from_bytes(data[:4], "little") in (FACTS_CHUNK, FOOTER)
 
 
-def _facts_told(chunk: bytes) -> Any:
+def _decode_chunk(chunk: bytes) -> Any:
     magic, size = _head.unpack_from(chunk) if len(chunk) >= _head.size else (0, 0)
     if magic != FACTS_CHUNK or size != len(chunk) - _head.size:
         raise Corrupt("a frame of facts is damaged")
-    return orjson.loads(_decompressed(chunk[_head.size :]))
+    return orjson.loads(_decompress(chunk[_head.size :]))
 
 
-def ending(footer: Footer, at: int) -> bytes:
-    """The footer and the trailer, for a footer that starts at this byte of the file."""
+def encode_footer(footer: Footer, at: int) -> bytes:
+    """Return the footer and the trailer, for a footer that starts at byte `at` of the file."""
     payload = compress(orjson.dumps(footer._asdict()))
     start = _trailer.pack(
         TRAILER, TRAILER_SIZE - _head.size, VERSION, at, len(payload), zlib.crc32(payload), 0
@@ -204,16 +204,16 @@ def ending(footer: Footer, at: int) -> bytes:
     return skippable(FOOTER, payload) + start + zlib.crc32(start).to_bytes(4, "little")
 
 
-def table_of(file: int) -> Table:
-    """The frames of an open file: as the footer tells, or else found by their marks.
+def read_table(file: int) -> Table:
+    """List the frames of an open file from its footer, or else by a search for marks.
 
-    Whether they can be read is another matter. Raises OSError.
+    The frames themselves may be damaged. Raises OSError.
     """
     end = os.fstat(file).st_size
     try:
-        footer = _footer(file, end)
+        footer = _read_footer(file, end)
     except Corrupt as error:
-        return _scanned(file, end, str(error))
+        return _scan(file, end, str(error))
     table = Table()
     table.footer = footer
     position = offset = 0
@@ -225,7 +225,7 @@ def table_of(file: int) -> Table:
     return table
 
 
-def _footer(file: int, end: int) -> Footer:
+def _read_footer(file: int, end: int) -> Footer:
     tail_at = max(0, end - TAIL)
     tail = os.pread(file, TAIL, tail_at)
     if len(tail) < TRAILER_SIZE:
@@ -243,10 +243,10 @@ def _footer(file: int, end: int) -> Footer:
         raise Corrupt("the footer is damaged")
     if at + whole + TRAILER_SIZE != end:
         raise Corrupt("something stands between the footer and the end of the file")
-    return _told(orjson.loads(_decompressed(payload)))
+    return _parse_footer(orjson.loads(_decompress(payload)))
 
 
-def _told(footer: dict[str, Any]) -> Footer:
+def _parse_footer(footer: dict[str, Any]) -> Footer:
     torn = footer["torn"]
     footer["torn"] = tuple(torn) if torn else None
     for key in ("frames", "facts", "bad"):
@@ -254,8 +254,8 @@ def _told(footer: dict[str, Any]) -> Footer:
     return Footer(**footer)
 
 
-def _decompressed(payload: bytes) -> bytes:
-    """Of a frame whose length nothing else tells; a checksum has proven it, or does so now."""
+def _decompress(payload: bytes) -> bytes:
+    """Decompress a frame of unknown length, which its own or an outer checksum verifies."""
     import zstandard
 
     try:
@@ -267,27 +267,28 @@ def _decompressed(payload: bytes) -> bytes:
         raise Corrupt(f"the frame is damaged ({error})") from error
 
 
-def _scanned(file: int, end: int, why: str) -> Table:
+def _scan(file: int, end: int, why: str) -> Table:
+    """List the frames of a file without a usable footer."""
     table = Table()
     position = offset = 0
-    for frame in _marked(file, end):
+    for frame in _marked_frames(file, end):
         between = frame.at - MARK_SIZE - position
         if frame.offset > offset and between > MARK_SIZE:
-            # one whose mark is damaged, which may be all; or several, as one that cannot be read
+            # a readable frame with a damaged mark, or several frames, which count as one unreadable
             lost = frame.offset - offset
             table.add(Frame(position + MARK_SIZE, between - MARK_SIZE, offset, lost))
         table.add(frame)
         position, offset = frame.at + frame.size, frame.offset + frame.length
-    cut = mark_in(os.pread(file, MARK_SIZE, position), position)
+    cut = decode_mark(os.pread(file, MARK_SIZE, position), position)
     table.gap = Gap(position, offset, cut.length if cut else 0, why)
     return table
 
 
-def _marked(file: int, end: int) -> Iterator[Frame]:
-    """Every frame that has its mark, and lies wholly in the file."""
+def _marked_frames(file: int, end: int) -> Iterator[Frame]:
+    """Yield every frame that has its mark and lies wholly in the file."""
     position = 0
     while True:
-        frame = mark_in(os.pread(file, MARK_SIZE, position), position)
+        frame = decode_mark(os.pread(file, MARK_SIZE, position), position)
         if frame is None:
             position = _search(file, position + 1)
             if position < 0:
@@ -299,8 +300,8 @@ def _marked(file: int, end: int) -> Iterator[Frame]:
             position = frame.at + frame.size
 
 
-def mark_in(data: bytes, position: int) -> Frame | None:
-    """The frame that a mark at this byte of the file tells of, or None if it is not one."""
+def decode_mark(data: bytes, position: int) -> Frame | None:
+    """Decode a mark at byte `position` of the file; None if the data is no mark."""
     if len(data) < MARK_SIZE or not data.startswith(MARK_START):
         return None
     _, _, offset, length, size, crc = _mark.unpack(data)
@@ -310,11 +311,11 @@ def mark_in(data: bytes, position: int) -> Frame | None:
 
 
 def _search(file: int, position: int) -> int:
-    """The next byte from which on there may be a mark; -1: none."""
+    """Return the position of the next possible mark; -1 if there is none."""
     while window := os.pread(file, WINDOW, position):
-        found = window.find(MARK_START)
-        if found >= 0:
-            return position + found
+        index = window.find(MARK_START)
+        if index >= 0:
+            return position + index
         if len(window) < len(MARK_START):
             return -1
         position += len(window) - len(MARK_START) + 1

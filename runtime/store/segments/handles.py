@@ -1,6 +1,6 @@
-"""The files of segments that are being read: open ones, their tables, and frames just unpacked.
+"""Handles: open files of segments, with their tables and recently unpacked frames.
 
-A few are kept open for the next who asks. Called by reading.py.
+A few files are kept open for the next read. Called by reader.py and salvage.py.
 """
 
 import os
@@ -14,16 +14,16 @@ from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.line_format import LEFT, OPEN, SEALED
 
-KEPT = 64  # files kept open
-UNPACKED = 16 * 2**20  # bytes of unpacked frames that are kept
+MAX_OPEN = 64  # files kept open
+MAX_UNPACKED = 16 * 2**20  # bytes of unpacked frames that are kept
 
 
 class Moved(StoreError):
-    """A segment is gone: it was compacted. Ask the index again for the places."""
+    """A segment is gone because it was compacted. Get the places from the index again."""
 
 
 class Handle:
-    """A segment's open file, in one of its forms. `users`: how many are reading it."""
+    """A segment's open file, in one of its forms. `users` counts its readers."""
 
     def __init__(self, path: Path, file: int, form: str) -> None:
         self.path = path
@@ -35,18 +35,18 @@ class Handle:
 
     @property
     def sealed(self) -> bool:
-        """Whether it is a sealed segment, which has a table."""
+        """True for a sealed segment, which has a table."""
         return self.form == SEALED
 
     @property
     def table(self) -> frames.Table:
-        """Where the frames of a sealed segment lie. Raises OSError."""
+        """The table of a sealed segment's frames. Raises OSError."""
         if self._table is None:
-            self._table = frames.table_of(self.file)
+            self._table = frames.read_table(self.file)
         return self._table
 
     def unpack(self, frame: frames.Frame, unpacker: frames.Unpacker) -> bytes:
-        """The lines of a frame. Raises Corrupt, OSError."""
+        """Read and unpack the lines of a frame. Raises Corrupt, OSError."""
         data = os.pread(self.file, frame.size, frame.at)
         try:
             return unpacker.unpack(data, frame.length)
@@ -62,12 +62,12 @@ class Handles:
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, Handle] = OrderedDict()
         self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()  # by handle, index
-        self._unpacked = 0  # bytes of these
+        self._unpacked = 0  # bytes of these frames
         self._unpacker = frames.Unpacker()
 
     @contextmanager
     def use(self, stem: str, fresh: bool = False) -> Iterator[Handle]:
-        """A segment's file while it is needed. `fresh`: opened anew. Raises Moved, OSError."""
+        """Borrow a segment's file; with `fresh`, open it anew. Raises Moved, OSError."""
         with self._lock:
             if fresh:
                 self._drop(stem)
@@ -76,7 +76,7 @@ class Handles:
                 handle.users += 1
                 self._handles.move_to_end(stem)
         if handle is None:
-            handle = self._opened(stem)
+            handle = self._open(stem)
         try:
             yield handle
         finally:
@@ -85,7 +85,7 @@ class Handles:
                 self._close_unused(handle)
 
     def frame(self, handle: Handle, index: int) -> bytes:
-        """The lines of a sealed segment's frame. Raises Corrupt, OSError."""
+        """Return the lines of a sealed segment's frame. Raises Corrupt, OSError."""
         key = (id(handle), index)
         with self._lock:
             data = self._frames.get(key)
@@ -97,17 +97,12 @@ class Handles:
             if handle.kept and key not in self._frames:
                 self._frames[key] = data
                 self._unpacked += len(data)
-                while self._unpacked > UNPACKED:
+                while self._unpacked > MAX_UNPACKED:
                     self._unpacked -= len(self._frames.popitem(last=False)[1])
         return data
 
-    def drop(self, stem: str) -> None:
-        """Open this segment's file anew the next time."""
-        with self._lock:
-            self._drop(stem)
-
     def drop_open(self, open_stems: set[str]) -> None:
-        """Let go of files that were open segments and are no more: they may be sealed or gone."""
+        """Forget files of segments no longer open: they may be sealed or gone."""
         with self._lock:
             for stem, handle in list(self._handles.items()):
                 if not handle.sealed and stem not in open_stems:
@@ -119,15 +114,15 @@ class Handles:
             for stem in list(self._handles):
                 self._drop(stem)
 
-    def _opened(self, stem: str) -> Handle:
+    def _open(self, stem: str) -> Handle:
         handle = open_segment(self._directory, stem)
         handle.users = 1
         with self._lock:
-            if stem in self._handles:  # another thread was faster: this one is for this use alone
+            if stem in self._handles:  # another thread was faster: keep that one, use this once
                 handle.kept = False
                 return handle
             self._handles[stem] = handle
-            while len(self._handles) > KEPT:
+            while len(self._handles) > MAX_OPEN:
                 self._drop(next(iter(self._handles)))
         return handle
 
@@ -148,7 +143,7 @@ class Handles:
 
 def open_segment(directory: Path, stem: str) -> Handle:
     """Open a segment's file: the sealed one if there is one. Raises Moved, OSError."""
-    for form in (SEALED, OPEN, LEFT, SEALED):  # the way it may go in this moment
+    for form in (SEALED, OPEN, LEFT, SEALED):  # in the order of renames, which may happen meanwhile
         path = directory / f"{stem}{form}"
         with suppress(FileNotFoundError):
             return Handle(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), form)

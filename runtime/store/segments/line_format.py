@@ -1,9 +1,10 @@
-"""An event as a line of a segment: its JSON, whose last key is a checksum of what stands before.
+"""Line format: an event as a line of JSON whose last key is a checksum of the line.
 
     {"id":"...","run_id":"...","kind":"call","time":1.5,"body":{...},"crc":"0a1b2c3d"}
 
-`crc` is zlib's CRC-32 over the line's bytes before `,"crc"`, as 8 hex digits: a line proves itself
-wherever it lies, and is still plain JSON. Made by store.py, read by reading.py and sealed.py.
+`crc` is zlib's CRC-32 over the line's bytes before `,"crc"`, as 8 hex digits. A line can thus be
+verified anywhere, and is still plain JSON. Written by store.py; read by store.py, index_catchup.py
+and compaction.py. The names of segment files are parsed here too.
 """
 
 from pathlib import Path
@@ -16,14 +17,13 @@ from cray_agents.records import Event, new_id
 from cray_agents.runtime.disk.checksums import is_whole, with_crc
 from cray_agents.runtime.store.segments.facts import Fact
 
-SHOWN = 60  # bytes of a bad line that a message tells
+QUOTED = 60  # bytes of a bad line that a message quotes
 
 
 class LinePlace(NamedTuple):
-    """Where a line lies: `length` bytes (its newline not counted) from `offset` in the segment.
+    """The place of a line: `length` bytes (without its newline) from `offset` in the segment.
 
-    The offset counts the bytes of the lines, not those of a compressed file: a place is the same
-    before and after its segment is sealed.
+    The offset counts uncompressed bytes, so a place stays the same when its segment is sealed.
     """
 
     segment: str
@@ -32,14 +32,14 @@ class LinePlace(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What is told of an event, and where its line lies."""
+    """The facts of an event, with the place of its line."""
 
     fact: Fact
     place: LinePlace
 
 
 def line_of(event: Event) -> bytes:
-    """The line of an event, without a newline. Raises StoreError if its body is not JSON."""
+    """Return the line of an event, without newline. Raises StoreError if its body is not JSON."""
     plain = {
         "id": event.id,
         "run_id": event.run_id,
@@ -55,30 +55,30 @@ def line_of(event: Event) -> bytes:
 
 
 def event_in(line: bytes) -> dict[str, Any]:
-    """The event of a line: keys id, run_id, kind, time, body, crc. Raises Corrupt."""
+    """Decode a line: keys id, run_id, kind, time, body, crc. Raises Corrupt."""
     if not is_whole(line):
-        raise Corrupt(f"not an event, or a damaged one: {line[:SHOWN]!r}")
+        raise Corrupt(f"not an event, or a damaged one: {line[:QUOTED]!r}")
     try:
         event: dict[str, Any] = orjson.loads(line)
     except ValueError as error:
-        raise Corrupt(f"not an event ({error}): {line[:SHOWN]!r}") from error
+        raise Corrupt(f"not an event ({error}): {line[:QUOTED]!r}") from error
     return event
 
 
 OPEN, LEFT, SEALED = ".jsonl", ".left.jsonl", ".jsonl.zst"
-FORMS = (SEALED, LEFT, OPEN)  # LEFT before OPEN, whose ending it has
-COMPACTED = "compacted_"  # how the stem of a segment begins that replaces others
+FORMS = (SEALED, LEFT, OPEN)  # LEFT before OPEN, since it ends the same
+COMPACTED = "compacted_"  # prefix of the stem of a segment that replaces others
 
 
 class Name(NamedTuple):
-    """A segment, and which of its forms (OPEN, LEFT, SEALED) a file is."""
+    """A parsed file name: the stem of a segment, and its form (OPEN, LEFT, SEALED)."""
 
     stem: str
     form: str
 
 
 def name_of(name: str) -> Name | None:
-    """What a file's name says; None for drafts and what is no segment."""
+    """Parse the name of a segment's file; None for drafts and other files."""
     if name.startswith("."):
         return None
     for form in FORMS:
@@ -88,10 +88,10 @@ def name_of(name: str) -> Name | None:
 
 
 def draft_of(target: Path) -> Path:
-    """A new name for a draft of a file."""
+    """Return a new name for a draft of a file."""
     return target.with_name(f".{target.name}.{new_id('draft')}")
 
 
 def is_draft(name: str) -> bool:
-    """Whether a file is one that is not finished yet, or never was."""
+    """Tell whether a file is a draft, which may still be written or was abandoned."""
     return name.startswith(".") and ".draft_" in name

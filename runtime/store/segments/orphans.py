@@ -1,8 +1,8 @@
-"""Seals what dead writers left open, and finishes what was cut short. Any process may, at any time.
+"""Orphans: seal open segments of dead writers and finish interrupted work, from any process.
 
-An open segment that nobody has appended to for an hour, by the file system's own clock, is first
-renamed: should its writer live after all, it finds its path gone and writes elsewhere (writer.py).
-Called by store.py, for upkeep.py and the command line.
+An open segment without appends for an hour, by the file system's own clock, is first renamed. If
+its writer still lives, it finds its path gone and writes to a new file (writer.py). Called by
+store.py, which compaction.py and the command line call, and by salvage.py.
 """
 
 import logging
@@ -25,24 +25,24 @@ from cray_agents.runtime.store.segments.reader import Segments
 from cray_agents.runtime.store.segments.sealed import seal
 
 ORPHANED = 3600.0  # seconds
-STALE = 86400.0  # seconds after which a draft is nobody's
+STALE = 86400.0  # seconds after which a draft counts as abandoned
 
 log = logging.getLogger(__name__)
 
 
 def seal_orphans(
-    directory: Path, held: Callable[[str], bool], older_than: float = ORPHANED
+    directory: Path, is_own: Callable[[str], bool], older_than: float = ORPHANED
 ) -> list[Path]:
-    """Seal what dead writers left; the paths that were sealed. Blocks: call it in a thread.
+    """Seal the segments of dead writers. Return their sealed paths. Blocks: call it in a thread.
 
-    `held`: whether a segment (its stem) is this process's own: `writer.holds`.
-    Also finishes what was cut short: seals, and compactions, whose replaced segments it removes;
-    drafts go when they are older than a day. What cannot be sealed is logged and left for the next
-    time. Raises StoreError if the directory cannot be read or written.
+    `is_own` tells whether a stem belongs to this process, such as `SegmentWriter.holds`. This also
+    finishes interrupted seals and compactions, removes replaced segments, and deletes drafts older
+    than a day. Segments that cannot be sealed are logged and left for the next call. Raises
+    StoreError if the directory cannot be read or written.
     """
     try:
-        names = sorted(os.listdir(directory))  # noqa: PTH208  names are all that is needed
-        now = clock(directory) if names else 0.0
+        names = sorted(os.listdir(directory))  # noqa: PTH208  only names are used
+        now = file_system_time(directory) if names else 0.0
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -53,10 +53,10 @@ def seal_orphans(
         try:
             if is_draft(name):
                 _drop_stale(path, now)
-            elif (left := _left(path, held, now - older_than)) is not None:
+            elif (left := _take_over(path, is_own, now - older_than)) is not None:
                 sealed.append(seal(left))
                 log.info("sealed %s, which its writer had left", left)
-        except FileNotFoundError:  # another does the same
+        except FileNotFoundError:  # another process does the same
             continue
         except OSError as error:
             log.warning("%s stays as it is: %s", path, error)
@@ -65,13 +65,13 @@ def seal_orphans(
 
 
 def remove_replaced(directory: Path) -> list[str]:
-    """Remove the segments whose place others have taken, as a compaction does at its end.
+    """Remove the segments that others replace, as a compaction does at its end.
 
-    The others are read whole before. Returns the stems that are gone. Raises StoreError.
+    The replacing segments are first read whole. Return the removed stems. Raises StoreError.
     """
     segments, replaced = Segments(directory), set[str]()
     for path in directory.glob(f"{COMPACTED}*{SEALED}"):
-        replaces = segments.replaced(path.name.removesuffix(SEALED))
+        replaces = segments.replaced_stems(path.name.removesuffix(SEALED))
         if any((directory / f"{stem}{SEALED}").exists() for stem in replaces):
             try:
                 replaced.update(verify(path).replaces)
@@ -90,8 +90,8 @@ def remove_replaced(directory: Path) -> list[str]:
     return gone
 
 
-def clock(directory: Path) -> float:
-    """What time it is for the file system, which may not be what it is here. Raises OSError."""
+def file_system_time(directory: Path) -> float:
+    """Return the file system's time, which may differ from this host's. Raises OSError."""
     probe = draft_of(directory / "clock")
     probe.touch()
     try:
@@ -100,10 +100,10 @@ def clock(directory: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _left(path: Path, held: Callable[[str], bool], before: float) -> Path | None:
-    """The path of a segment to be sealed; None if it is not one."""
+def _take_over(path: Path, is_own: Callable[[str], bool], before: float) -> Path | None:
+    """Rename a dead writer's segment. Return the path to seal; None if there is nothing to seal."""
     named = name_of(path.name)
-    if named is None or named.form == SEALED or held(named.stem):
+    if named is None or named.form == SEALED or is_own(named.stem):
         return None
     if named.form == LEFT or path.with_name(named.stem + SEALED).exists():
         return path

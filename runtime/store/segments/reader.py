@@ -1,8 +1,8 @@
-"""Reading segments, open and sealed ones alike: by place, in order, or what they tell of it.
+"""Reader: read open and sealed segments by place, in order, or their facts only.
 
-Nothing is returned that its checksum does not prove. What is damaged is told with its place, and
-reading goes on behind it. Called by store.py, catching_up.py, compaction.py and salvage.py. Read
-next: frames.py (how sealed segments lie), handles.py (open files).
+Every returned line is verified by its checksum. Damage is reported with its place, and reading goes
+on behind it. Called by store.py, index_catchup.py, compaction.py and salvage.py. Read next:
+frames.py (layout of sealed segments), handles.py (open files).
 """
 
 import errno
@@ -28,7 +28,7 @@ from cray_agents.runtime.store.segments.line_format import (
 )
 
 BLOCK = 2**20  # bytes of an open segment read at a time
-LOOKS = 8  # at a directory whose names change, before the last look has to do
+LISTINGS = 8  # tries to list a changing directory twice alike
 BAD_MARK = "the mark before a frame is damaged"
 BAD_LINE = "a line is not what its checksum says"
 
@@ -36,7 +36,7 @@ __all__ = ["BAD_LINE", "BAD_MARK", "Damage", "Moved", "Segment", "SegmentLine", 
 
 
 class Segment(NamedTuple):
-    """A segment that counts. `size`: bytes of its file (of an open one: so far)."""
+    """A segment in use. `size` is the bytes of its file, for an open one so far."""
 
     stem: str
     path: Path
@@ -45,17 +45,17 @@ class Segment(NamedTuple):
 
 
 class SegmentLine(NamedTuple):
-    """A whole line that its checksum proves; `data` is without the newline."""
+    """A line verified by its checksum; `data` is without the newline."""
 
     place: LinePlace
     data: bytes
 
 
 class Damage(NamedTuple):
-    """Something in a segment that cannot be read; reading goes on behind it.
+    """An unreadable stretch of a segment; reading goes on behind it.
 
-    `offset` and `length`: which bytes of the lines are lost (length 0: none, or not known).
-    `at`: where in the file the damage lies.
+    `offset` and `length` are the lost bytes of the lines; length 0 means none, or unknown.
+    `at` is the byte of the file at which the damage begins.
     """
 
     segment: str
@@ -65,44 +65,44 @@ class Damage(NamedTuple):
     message: str
 
 
-# within the class, `list` is something else
-Found = list[Segment]
+# aliases, since `list` is a method within the class
+Listing = list[Segment]
 Lines = list[bytes]
 Batch = list[Placed]
 Stems = list[str]
-Wanted = list[tuple[int, LinePlace]]  # with an index into what is found
-Known = tuple[int, list[str]]  # of a sealed segment: its size, and what it replaces
+Wanted = list[tuple[int, LinePlace]]  # with the index of each in the result
+Known = tuple[int, list[str]]  # of a sealed segment: its size, and the stems that it replaces
 
 
 class Segments:
-    """The segments of a directory, for any number of threads. Only reads."""
+    """A reader of the segments of a directory, for any number of threads."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._handles = Handles(directory)
         self._sealed: dict[str, Known] = {}
 
-    def list(self) -> Found:
-        """The segments that count, by stem. No directory is no segments. Raises StoreError."""
+    def list(self) -> Listing:
+        """List the segments that no other replaces, by stem. Raises StoreError."""
         try:
-            forms = self._forms()
-            told = ((stem, self._known(stem)) for stem in forms if forms[stem] == SEALED)
-            sealed = self._sealed = {stem: known for stem, known in told if known}
+            forms = self._current_forms()
+            pairs = ((stem, self._known(stem)) for stem in forms if forms[stem] == SEALED)
+            sealed = self._sealed = {stem: known for stem, known in pairs if known}
             replaced = {stem for _, replaces in sealed.values() for stem in replaces}
-            found = []
+            segments = []
             for stem in sorted(forms.keys() - replaced):
                 if stem in sealed:
                     path = self.directory / f"{stem}{SEALED}"
-                    found.append(Segment(stem, path, True, sealed[stem][0]))
+                    segments.append(Segment(stem, path, True, sealed[stem][0]))
                 elif forms[stem] != SEALED and (segment := self.find(stem)):
-                    found.append(segment)
+                    segments.append(segment)
         except OSError as error:
-            raise _unread(self.directory, error) from error
-        self._handles.drop_open({segment.stem for segment in found if not segment.sealed})
-        return found
+            raise _read_error(self.directory, error) from error
+        self._handles.drop_open({segment.stem for segment in segments if not segment.sealed})
+        return segments
 
     def find(self, stem: str) -> Segment | None:
-        """The segment of a stem as it is now (also one that another replaces), or None."""
+        """Return the segment of a stem, also one that another replaces; None if it is gone."""
         for form in (SEALED, *reversed(FORMS)):
             path = self.directory / f"{stem}{form}"
             try:
@@ -110,16 +110,16 @@ class Segments:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise _unread(path, error) from error
+                raise _read_error(path, error) from error
         return None
 
-    def replaced(self, stem: str) -> Stems:
-        """The segments whose place a sealed one takes. Raises Moved, StoreError."""
+    def replaced_stems(self, stem: str) -> Stems:
+        """Return the stems of the segments that a sealed one replaces. Raises Moved, StoreError."""
         footer = self.footer(stem) if stem.startswith(COMPACTED) else None
         return footer.replaces if footer else []
 
     def footer(self, stem: str) -> frames.Footer | None:
-        """What a sealed segment tells of itself; None for an open one, or if that is damaged.
+        """Return the footer of a sealed segment; None if it is damaged or the segment is open.
 
         Raises Moved, StoreError.
         """
@@ -129,40 +129,40 @@ class Segments:
         except StoreError:
             raise
         except OSError as error:
-            raise _unread(self.directory / stem, error) from error
+            raise _read_error(self.directory / stem, error) from error
 
     def lines(self, stem: str) -> int | None:
-        """How many lines a sealed segment has; None as for `footer`."""
+        """Return the number of lines of a sealed segment; None as for `footer`."""
         footer = self.footer(stem)
         return footer.lines if footer else None
 
     def fetch(self, places: Sequence[LinePlace]) -> Lines:
-        """The lines at some places, in their order, each proven by its checksum.
+        """Return the lines at some places, in their order, each verified by its checksum.
 
-        Raises Moved where a segment is gone, Corrupt where a line is not what it was, StoreError.
+        Raises Moved if a segment is gone, Corrupt if a line is damaged, StoreError.
         """
-        found = [b""] * len(places)
+        lines = [b""] * len(places)
         order = sorted(range(len(places)), key=places.__getitem__)
         for stem, group in groupby(order, key=lambda index: places[index].segment):
             wanted = [(index, places[index]) for index in group]
             try:
-                self._fetch(stem, wanted, found)
+                self._fetch(stem, wanted, lines)
             except Moved:
                 raise
             except OSError:  # the file under the handle is gone, replaced, or cached in part
                 try:
-                    self._fetch(stem, wanted, found, fresh=True)
+                    self._fetch(stem, wanted, lines, fresh=True)
                 except StoreError:
                     raise
                 except OSError as error:
-                    raise _unread(self.directory / stem, error) from error
-        return found
+                    raise _read_error(self.directory / stem, error) from error
+        return lines
 
     def read(self, stem: str, offset: int = 0) -> Iterator[SegmentLine | Damage]:
-        """The lines of a segment from an offset (the start of a line) on, and what is damaged.
+        """Yield the lines and the damage of a segment, from the offset of a line's start on.
 
-        An open segment ends before its torn last line, and before a line with bytes that are zero:
-        those are not written yet, as other hosts see it. Raises Moved, StoreError.
+        An open segment ends before its torn last line. It also ends before a line with zero bytes,
+        which other hosts see before the data arrives. Raises Moved, StoreError.
         """
         try:
             handle = open_segment(self.directory, stem)
@@ -174,14 +174,14 @@ class Segments:
         except StoreError:
             raise
         except OSError as error:
-            raise _unread(self.directory / stem, error) from error
+            raise _read_error(self.directory / stem, error) from error
 
     def facts(self, stem: str) -> Iterator[Batch] | None:
-        """What a sealed segment tells of its lines, in batches of at most 5,000; else None.
+        """Return the facts of a sealed segment's lines, in batches of at most 5,000.
 
-        None: it is open, its footer is damaged, or it was sealed with another FACTS version: then
-        read the lines. The iterator raises Corrupt where it is damaged itself (read the lines).
-        Raises Moved, StoreError.
+        Return None if it is open, its footer is damaged, or its facts are of another FACTS version.
+        The iterator raises Corrupt on damaged facts. In these cases read the lines. Raises Moved,
+        StoreError.
         """
         footer = self.footer(stem)
         if footer is None or footer.facts_version != FACTS:
@@ -189,26 +189,26 @@ class Segments:
         return self._facts(stem, footer)
 
     def close(self) -> None:
-        """Close the files. What is fetched afterwards opens them again."""
+        """Close the files. Later reads open them again."""
         self._handles.close()
 
-    def _forms(self) -> dict[str, str]:
-        """By stem, the form that counts.
+    def _current_forms(self) -> dict[str, str]:
+        """Return the current form of each segment by stem.
 
         A directory that changes while it is listed may show neither the old name of a file nor
-        the new one: it is looked at until two looks agree on what is there.
+        the new one. So it is listed until two listings agree.
         """
-        forms = self._look()
-        for _ in range(LOOKS):
-            before, forms = forms, self._look()
+        forms = self._list_forms()
+        for _ in range(LISTINGS):
+            before, forms = forms, self._list_forms()
             if forms.keys() == before.keys():
                 break
         return forms
 
-    def _look(self) -> dict[str, str]:
+    def _list_forms(self) -> dict[str, str]:
         forms: dict[str, str] = {}
         try:
-            names = os.listdir(self.directory)  # noqa: PTH208  names are all that is needed
+            names = os.listdir(self.directory)  # noqa: PTH208  only names are used
         except FileNotFoundError:
             return forms
         for name in names:
@@ -218,22 +218,22 @@ class Segments:
         return forms
 
     def _known(self, stem: str) -> Known | None:
-        """The size of a sealed segment and what it replaces; None if it is gone by now."""
+        """Return the size of a sealed segment and the stems it replaces; None if it is gone."""
         known = self._sealed.get(stem)
         if known is not None:
             return known
         try:
-            return (self.directory / f"{stem}{SEALED}").stat().st_size, self.replaced(stem)
+            return (self.directory / f"{stem}{SEALED}").stat().st_size, self.replaced_stems(stem)
         except (FileNotFoundError, Moved):
             return None
 
-    def _fetch(self, stem: str, wanted: Wanted, found: Lines, fresh: bool = False) -> None:
-        """Put the lines of one segment, whose places are in order, where they belong in `found`."""
+    def _fetch(self, stem: str, wanted: Wanted, lines: Lines, fresh: bool = False) -> None:
+        """Read lines of one segment, with places in order, into `lines` at their indexes."""
         with self._handles.use(stem, fresh) as handle:
             if not handle.sealed:
                 for index, place in wanted:
                     line = os.pread(handle.file, place.length, place.offset)
-                    found[index] = _proven(line, place, handle)
+                    lines[index] = _verify(line, place, handle)
                 return
             start = end = 0
             data = b""
@@ -244,30 +244,30 @@ class Segments:
                     start = handle.table[number].offset if number >= 0 else 0
                     end = start + len(data)
                 at = place.offset - start
-                found[index] = _proven(data[at : at + place.length], place, handle)
+                lines[index] = _verify(data[at : at + place.length], place, handle)
 
     def _facts(self, stem: str, footer: frames.Footer) -> Iterator[Batch]:
         try:
             with self._handles.use(stem) as handle:
                 at = handle.table.facts_at
                 for size, _ in footer.facts:
-                    batch = frames.facts_in(stem, os.pread(handle.file, size, at))
+                    batch = frames.decode_facts(stem, os.pread(handle.file, size, at))
                     at += size
                     if batch:
                         yield batch
         except StoreError:
             raise
         except OSError as error:
-            raise _unread(self.directory / stem, error) from error
+            raise _read_error(self.directory / stem, error) from error
 
 
-def _proven(line: bytes, place: LinePlace, handle: Handle) -> bytes:
+def _verify(line: bytes, place: LinePlace, handle: Handle) -> bytes:
     if len(line) != place.length or not is_whole(line):
         raise Corrupt(f"{handle.path}: the line at {place.offset} is not what its checksum says")
     return line
 
 
-def _unread(path: Path, error: OSError) -> StoreError:
+def _read_error(path: Path, error: OSError) -> StoreError:
     if error.errno == errno.ESTALE:
         return Moved(f"{path} is gone: another host has removed it")
     return StoreError(f"cannot read {path}: {error.strerror or error}")
@@ -296,7 +296,7 @@ def _lines_of_sealed(stem: str, handle: Handle, offset: int) -> Iterator[Segment
     for number in range(max(0, table.find(offset)), len(table)):
         frame = table[number]
         mark = os.pread(handle.file, frames.MARK_SIZE, frame.at - frames.MARK_SIZE)
-        if mark != frames.mark_of(frame):
+        if mark != frames.encode_mark(frame):
             at = frame.at - frames.MARK_SIZE
             yield Damage(stem, frame.offset, at, 0, BAD_MARK)
         try:
@@ -304,10 +304,10 @@ def _lines_of_sealed(stem: str, handle: Handle, offset: int) -> Iterator[Segment
         except Corrupt as error:
             yield Damage(stem, frame.offset, frame.at, frame.length, str(error))
             continue
-        yield from _lines_in(stem, frame, data, offset)
+        yield from _lines_of_frame(stem, frame, data, offset)
 
 
-def _lines_in(
+def _lines_of_frame(
     stem: str, frame: frames.Frame, data: bytes, start: int
 ) -> Iterator[SegmentLine | Damage]:
     offset = frame.offset

@@ -1,9 +1,8 @@
-"""Looks for damage in segments, and mends what can be. Called by `cray-agents runs fsck`.
+"""Salvage: find damage in segments and repair it. Called by `cray-agents runs fsck`.
 
-Nothing is destroyed: what could be read of a damaged segment goes into a new one, which takes its
-place as a compacted one does (so every host's index follows), and the damaged file goes to
-`segments/damaged/`. Only what was lost changes: it is gone from the answers then, too, and can be
-sent again.
+Nothing is destroyed. The readable lines of a damaged segment go into a new one. It replaces the old
+one like a compacted segment, so every host's index follows. The damaged file goes to
+`segments/damaged/`. Only lost events change: they also leave the index, and can be sent again.
 """
 
 import os
@@ -42,30 +41,30 @@ from cray_agents.runtime.store.segments.reader import (
 )
 from cray_agents.runtime.store.segments.sealed import write_sealed
 
-DAMAGED = "damaged"  # the folder beside the segments for what was damaged
+DAMAGED = "damaged"  # the folder for damaged files, within that of the segments
 
 Kind = Literal[
-    "bad_line",  # a line is not what its checksum says
+    "bad_line",  # a line does not match its checksum
     "bad_frame",  # up to 64 KiB of lines cannot be unpacked
-    "bad_mark",  # what would be needed only if the footer were lost, too
-    "bad_facts",  # the index would have to read the lines instead
-    "bad_footer",  # likewise; and the frames have to be searched
+    "bad_mark",  # the mark of a frame, used only without a footer
+    "bad_facts",  # facts of lines: the index must read the lines instead
+    "bad_footer",  # no facts either, and the frames have to be searched for
     "truncated",  # the file ends before its lines do
-    "changed",  # bytes that nobody reads are not what they were
-    "torn_tail",  # a dead writer's last line is not whole; it was never acknowledged
+    "changed",  # bytes that are never read have changed
+    "torn_tail",  # a dead writer's last line is torn; it was never acknowledged
     "not_sealed",  # a dead writer's segment
-    "half_sealed",  # an open segment that has been sealed, and is still there
-    "half_compacted",  # a segment that another replaces, and is still there
+    "half_sealed",  # an open segment that was sealed but not removed
+    "half_compacted",  # a segment that another replaces but was not removed
     "stale_draft",  # a file that was never finished
-    "damaged",  # a file elsewhere under the root: see fsck.py
+    "damaged",  # a file elsewhere under the root: see runtime/fsck.py
 ]
 
 
 class Finding(NamedTuple):
-    """Something wrong with a segment, or (fsck.py) with another file, which is in no segment.
+    """A defect of a segment, or of another file (runtime/fsck.py; `segment` is then empty).
 
-    `offset`, `length`: which bytes of its lines are concerned (0, 0: none); `at`: where in the
-    file. `lost`: lines that cannot be read any more, None if that is not known.
+    `offset` and `length` are the affected bytes of its lines (0, 0: none), `at` is the byte of the
+    file. `lost` is the number of unreadable lines, None if unknown.
     """
 
     segment: str
@@ -80,36 +79,35 @@ class Finding(NamedTuple):
 
 
 def check(directory: Path, older_than: float = ORPHANED) -> Iterator[Finding]:
-    """Read every segment whole, and tell what is wrong, segment by segment. Changes nothing.
+    """Read every segment whole and yield its defects. Nothing is changed.
 
-    `older_than`: seconds after which the writer of an open segment is taken for dead. Raises
-    StoreError.
+    A writer counts as dead `older_than` seconds after its last append. Raises StoreError.
     """
     try:
-        names = sorted(os.listdir(directory))  # noqa: PTH208  names are all that is needed
+        names = sorted(os.listdir(directory))  # noqa: PTH208  only names are used
     except FileNotFoundError:
         return
     except OSError as error:
         raise StoreError(f"cannot read {directory}: {error.strerror or error}") from error
     segments = Segments(directory)
-    counting = {segment.stem for segment in segments.list()}
-    there = set(names)
+    in_use = {segment.stem for segment in segments.list()}
+    existing = set(names)
     for name in names:
         named, path = name_of(name), directory / name
         try:
             if is_draft(name):
-                yield from _of_draft(path)
+                yield from _check_draft(path)
             elif named is None:
                 continue
-            elif named.form != SEALED and named.stem + SEALED in there:
-                yield _about(named, path, "half_sealed", "it is sealed, and was not removed")
-            elif named.stem not in counting and segments.find(named.stem) is not None:
-                yield _about(named, path, "half_compacted", "another segment has taken its place")
+            elif named.form != SEALED and named.stem + SEALED in existing:
+                yield _finding(named, path, "half_sealed", "it is sealed, and was not removed")
+            elif named.stem not in in_use and segments.find(named.stem) is not None:
+                yield _finding(named, path, "half_compacted", "another segment has taken its place")
             elif named.form == SEALED:
-                yield from _of_sealed(segments, named, path)
+                yield from _check_sealed(segments, named, path)
             else:
-                yield from _of_open(segments, named, path, older_than)
-        except (FileNotFoundError, Moved):  # sealed or compacted in this moment
+                yield from _check_open(segments, named, path, older_than)
+        except (FileNotFoundError, Moved):  # sealed or compacted meanwhile
             continue
         except StoreError:
             raise
@@ -118,9 +116,9 @@ def check(directory: Path, older_than: float = ORPHANED) -> Iterator[Finding]:
 
 
 def repair(directory: Path, finding: Finding, older_than: float = ORPHANED) -> str:
-    """Mend what a finding tells of; returns what was done. May be asked again. Raises StoreError.
+    """Repair a finding, and all others of its segment. Return a note of the repair.
 
-    The other findings about the same segment are mended with it.
+    Repeated calls are safe. Raises StoreError.
     """
     if not finding.repairable:
         return "left as it is"
@@ -132,14 +130,14 @@ def repair(directory: Path, finding: Finding, older_than: float = ORPHANED) -> s
         if finding.kind == "half_compacted":
             gone = remove_replaced(directory)
             return "removed" if finding.segment in gone else "left as it is: it may be needed"
-        there = segments.find(finding.segment)
-        if there is None:
+        segment = segments.find(finding.segment)
+        if segment is None:
             return "mended already"
-        if not there.sealed or finding.kind == "half_sealed":
+        if not segment.sealed or finding.kind == "half_sealed":
             stem = finding.segment
             seal_orphans(directory, lambda other: other != stem, older_than)
-            there = segments.find(stem)
-            if there is None or not there.sealed:
+            segment = segments.find(stem)
+            if segment is None or not segment.sealed:
                 return "left as it is: its writer may live"
         return _rewrite(segments, finding.segment) or "sealed"
     except StoreError:
@@ -151,9 +149,9 @@ def repair(directory: Path, finding: Finding, older_than: float = ORPHANED) -> s
 
 
 def _rewrite(segments: Segments, stem: str) -> str | None:
-    """Put what can be read of a sealed segment in its place; None if nothing is wrong with it."""
+    """Replace a sealed segment by its readable lines. Return None if it has no defect."""
     directory, path = segments.directory, segments.directory / f"{stem}{SEALED}"
-    if not any(_of_sealed(segments, Name(stem, SEALED), path)):
+    if not any(_check_sealed(segments, Name(stem, SEALED), path)):
         return None
     keep = directory / DAMAGED / path.name
     keep.parent.mkdir(exist_ok=True)
@@ -162,32 +160,34 @@ def _rewrite(segments: Segments, stem: str) -> str | None:
         os.link(path, keep)
         durable.sync(keep.parent)
     lines = (item.data for item in segments.read(stem) if isinstance(item, SegmentLine))
-    replaces = [stem, *filter(segments.find, segments.replaced(stem))]
+    replaces = [stem, *filter(segments.find, segments.replaced_stems(stem))]
     into = write_sealed(directory, COMPACTED + new_id("segment"), lines, replaces)
     path.unlink(missing_ok=True)
     durable.sync(directory)
     return f"what can be read is in {into.name}, the damaged file in {DAMAGED}/{keep.name}"
 
 
-def _about(
+def _finding(
     named: Name,
     path: Path,
     kind: Kind,
     message: str,
-    where: tuple[int, int, int] = (0, 0, 0),  # offset, at, length
+    span: tuple[int, int, int] = (0, 0, 0),  # offset, at, length
     lost: int | None = 0,
     repairable: bool = True,
 ) -> Finding:
-    return Finding(named.stem, str(path), kind, *where, message, repairable, lost)
+    return Finding(named.stem, str(path), kind, *span, message, repairable, lost)
 
 
-def _of_draft(path: Path) -> Iterator[Finding]:
+def _check_draft(path: Path) -> Iterator[Finding]:
     if time.time() - path.stat().st_mtime > STALE:
         message = "a file that was never finished"
         yield Finding("", str(path), "stale_draft", 0, 0, 0, message, True, 0)
 
 
-def _of_open(segments: Segments, named: Name, path: Path, older_than: float) -> Iterator[Finding]:
+def _check_open(
+    segments: Segments, named: Name, path: Path, older_than: float
+) -> Iterator[Finding]:
     state = path.stat()
     dead = named.form == LEFT or time.time() - state.st_mtime > older_than
     end = 0
@@ -195,47 +195,47 @@ def _of_open(segments: Segments, named: Name, path: Path, older_than: float) -> 
         if isinstance(item, Damage):
             end = item.offset + item.length
             message = item.message if dead else f"{item.message}; its writer may live"
-            where = (item.offset, item.at, item.length)
-            yield _about(named, path, "bad_line", message, where, 1, dead)
+            span = (item.offset, item.at, item.length)
+            yield _finding(named, path, "bad_line", message, span, 1, dead)
         else:
             end = item.place.offset + item.place.length + 1
     if dead and end < state.st_size:
         message = "the last line is not whole: it was never acknowledged"
-        yield _about(named, path, "torn_tail", message, (end, end, state.st_size - end))
+        yield _finding(named, path, "torn_tail", message, (end, end, state.st_size - end))
     if dead:
-        yield _about(named, path, "not_sealed", "nobody appends to it any more")
+        yield _finding(named, path, "not_sealed", "nobody appends to it any more")
 
 
-def _of_sealed(segments: Segments, named: Name, path: Path) -> Iterator[Finding]:
+def _check_sealed(segments: Segments, named: Name, path: Path) -> Iterator[Finding]:
     handle = open_segment(segments.directory, named.stem)
     try:
         if not handle.sealed:
             return
-        found = False
-        for finding in chain(_of_gap(named, handle), _of_lines(segments, named, handle)):
-            found = True
+        intact = True
+        for finding in chain(_check_end(named, handle), _check_lines(segments, named, handle)):
+            intact = False
             yield finding
-        if not found:
-            yield from _of_rest(named, handle)
+        if intact:
+            yield from _check_unread_bytes(named, handle)
     finally:
         os.close(handle.file)
 
 
-def _of_gap(named: Name, handle: Handle) -> Iterator[Finding]:
+def _check_end(named: Name, handle: Handle) -> Iterator[Finding]:
     gap = handle.table.gap
     if gap is None:
         return
-    whole = frames.is_after_lines(os.pread(handle.file, 8, gap.at))
-    where = (gap.offset, gap.at, gap.length)
-    if whole:
-        yield _about(named, handle.path, "bad_footer", gap.message, where)
+    all_lines = frames.is_after_lines(os.pread(handle.file, 8, gap.at))
+    span = (gap.offset, gap.at, gap.length)
+    if all_lines:
+        yield _finding(named, handle.path, "bad_footer", gap.message, span)
     else:
-        yield _about(named, handle.path, "truncated", gap.message, where, None)
+        yield _finding(named, handle.path, "truncated", gap.message, span, None)
 
 
-def _of_lines(segments: Segments, named: Name, handle: Handle) -> Iterator[Finding]:
-    """What is wrong with lines, frames and marks."""
-    gap, count = handle.table.gap, _counter(handle)
+def _check_lines(segments: Segments, named: Name, handle: Handle) -> Iterator[Finding]:
+    """Yield the defects of lines, frames and marks."""
+    gap, count = handle.table.gap, _line_counter(handle)
     for item in segments.read(named.stem):
         if not isinstance(item, Damage) or (gap and item.at == gap.at):
             continue
@@ -247,19 +247,19 @@ def _of_lines(segments: Segments, named: Name, handle: Handle) -> Iterator[Findi
             kind = "bad_mark"
         else:
             lost = count(item.offset, item.offset + item.length)
-        where = (item.offset, item.at, item.length)
-        yield _about(named, handle.path, kind, item.message, where, lost)
+        span = (item.offset, item.at, item.length)
+        yield _finding(named, handle.path, kind, item.message, span, lost)
 
 
-def _of_rest(named: Name, handle: Handle) -> Iterator[Finding]:
-    """What is wrong with a file all of whose lines can be read."""
+def _check_unread_bytes(named: Name, handle: Handle) -> Iterator[Finding]:
+    """Yield the defects of a file whose lines are all readable."""
     footer, at = handle.table.footer, handle.table.facts_at
     assert footer is not None
     for size, _ in footer.facts:
         try:
-            frames.facts_in(named.stem, os.pread(handle.file, size, at))
+            frames.decode_facts(named.stem, os.pread(handle.file, size, at))
         except Corrupt as error:
-            yield _about(named, handle.path, "bad_facts", str(error), (0, at, 0))
+            yield _finding(named, handle.path, "bad_facts", str(error), (0, at, 0))
             return
         at += size
     crc = position = 0
@@ -268,17 +268,17 @@ def _of_rest(named: Name, handle: Handle) -> Iterator[Finding]:
         crc = zlib.crc32(data, crc)
         position += len(data)
     if crc != footer.crc:
-        yield _about(named, handle.path, "changed", "some bytes that nobody reads are damaged")
+        yield _finding(named, handle.path, "changed", "some bytes that nobody reads are damaged")
 
 
-def _counter(handle: Handle) -> Callable[[int, int], int | None]:
-    """Counts the lines between two offsets, from what the facts tell of their lengths."""
+def _line_counter(handle: Handle) -> Callable[[int, int], int | None]:
+    """Return a function that counts the lines between two offsets, from the facts' lengths."""
 
     def count(start: int, end: int) -> int | None:
         footer, at, lines = handle.table.footer, handle.table.facts_at, 0
         for size, _ in footer.facts if footer else ():
             try:
-                offset, lengths = frames.lengths_in(os.pread(handle.file, size, at))
+                offset, lengths = frames.decode_lengths(os.pread(handle.file, size, at))
             except Corrupt:
                 return None
             at += size

@@ -1,10 +1,10 @@
-"""Sealing: a segment that nobody appends to any more becomes a compressed, checksummed file.
+"""Sealing: turn a finished segment into a compressed, checksummed file.
 
-A draft is written, synced, read back and compared before it is published and the open file goes:
-a process may be killed at any moment, and two may seal the same segment. Lines that are damaged
-already are kept as they stand; a torn last line, which nobody was ever told of as written, is
-dropped and noted. Called by writer.py and salvage.py; `write_sealed` by compaction.py. How the file
-lies: drafts.py, frames.py.
+A process may be killed at any moment, and two may seal the same segment. So a draft is written,
+synced, read back and compared before it is published and the open file removed. Damaged lines are
+kept unchanged. A torn last line, which was never acknowledged, is dropped and noted. Called by
+writer.py and orphans.py; `write_sealed` by compaction.py and salvage.py. For the file's layout see
+drafts.py and frames.py.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def seal(path: Path) -> Path:
-    """Seal an open segment (`X.jsonl` or `X.left.jsonl`): `X.jsonl.zst` takes its place.
+    """Seal an open segment (`X.jsonl` or `X.left.jsonl`) as `X.jsonl.zst`.
 
-    Nobody may append to it any more. May be called again and by two at once. Raises StoreError
-    (the open file is left as it is), Corrupt if the draft does not read back as what was read.
+    Nobody may append to it any more. Repeated and simultaneous calls are safe. Raises StoreError,
+    and Corrupt if the draft does not read back as written; the open file then stays.
     """
     named = name_of(path.name)
     if named is None:
@@ -62,12 +62,12 @@ def seal(path: Path) -> Path:
 def write_sealed(
     directory: Path, stem: str, lines: Iterable[bytes], replaces: Sequence[str] = ()
 ) -> Path:
-    """Write lines (without newlines) as a sealed segment that takes the place of others.
+    """Write lines (without newlines) as a sealed segment that replaces the segments `replaces`.
 
-    From the moment it is there, `Segments.list` leaves out the segments of `replaces`, and these
-    may be removed. A stem of one that replaces others must begin with COMPACTED (so listing need
-    not open all others). Raises StoreError if it cannot be written or there is one of this stem,
-    Corrupt if it does not read back, and what `lines` raises.
+    Once it is published, `Segments.list` leaves out `replaces`, and these may be removed. With
+    `replaces` the stem must begin with COMPACTED, so that a listing opens no other segments. Raises
+    StoreError if it cannot be written or the stem is taken, Corrupt if it does not read back, and
+    the errors of `lines`.
     """
     if replaces and not stem.startswith(COMPACTED):
         raise ValueError(f"the stem {stem!r} of a segment that replaces others: not {COMPACTED}...")
@@ -89,7 +89,7 @@ def write_sealed(
 
 
 class _Source:
-    """The whole lines of an open segment, once; then `torn` is what stands behind them."""
+    """An iterator over the whole lines of an open segment; then `torn` is the torn last one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.torn: tuple[int, int] | None = None
@@ -110,41 +110,41 @@ def _publish(file: BinaryIO, source: _Source, target: Path) -> None:
     draft = draft_of(target)
     try:
         footer = drafts.write(draft, source, torn=lambda: source.torn)
-        if not _stands(file, target.parent, target.name.removesuffix(SEALED)):
-            return  # another has sealed it; it may even be compacted by now, and must not come back
+        if not _is_still_open(file, target.parent, target.name.removesuffix(SEALED)):
+            return  # sealed by another process, maybe even compacted: it must not come back
         try:
             os.link(draft, target)
         except FileExistsError:
-            if _better(footer, file, target):
+            if _should_replace(footer, file, target):
                 draft.replace(target)
         durable.sync(target.parent)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _better(footer: Footer, file: BinaryIO, target: Path) -> bool:
-    """Whether a new draft should take the place of the sealed segment that is there already.
+def _should_replace(footer: Footer, file: BinaryIO, target: Path) -> bool:
+    """Tell whether a new draft should replace an existing sealed segment.
 
-    It may have been damaged since; or half a group was written behind what it holds, by a writer
-    that had been given up. Raises Corrupt if it holds something else.
+    That one may be damaged, or lack lines that a writer taken for dead still appended. Raises
+    Corrupt if it has other lines.
     """
     try:
-        there = drafts.verify(target)
+        existing = drafts.verify(target)
     except Corrupt as error:
         log.warning("sealed again, from the open file that is still there: %s", error)
         return True
-    hasher, rest = hashlib.sha256(), there.bytes
+    hasher, rest = hashlib.sha256(), existing.bytes
     file.seek(0)
     while rest and (block := file.read(min(rest, durable.BLOCK))):
         hasher.update(block)
         rest -= len(block)
-    if hasher.hexdigest() != there.sha256:
+    if hasher.hexdigest() != existing.sha256:
         raise Corrupt(f"{target} is there already, and is not what the open file holds: keep both")
-    return there.bytes < footer.bytes
+    return existing.bytes < footer.bytes
 
 
 def _open_either(directory: Path, stem: str) -> BinaryIO | None:
-    for form in (OPEN, LEFT, OPEN):  # it may be renamed in this moment
+    for form in (OPEN, LEFT, OPEN):  # it may be renamed meanwhile
         try:
             return (directory / f"{stem}{form}").open("rb", buffering=durable.BLOCK)
         except FileNotFoundError:
@@ -152,19 +152,19 @@ def _open_either(directory: Path, stem: str) -> BinaryIO | None:
     return None
 
 
-def _stands(file: BinaryIO, directory: Path, stem: str) -> bool:
-    """Whether an open segment's file is still there under one of its names."""
-    return any(_is_file(file, directory / f"{stem}{form}") for form in (OPEN, LEFT))
+def _is_still_open(file: BinaryIO, directory: Path, stem: str) -> bool:
+    """Tell whether an open segment's file still has one of its names."""
+    return any(_is_same_file(file, directory / f"{stem}{form}") for form in (OPEN, LEFT))
 
 
 def _remove(file: BinaryIO, directory: Path, stem: str) -> None:
     for form in (OPEN, LEFT):
         path = directory / f"{stem}{form}"
-        if _is_file(file, path):
+        if _is_same_file(file, path):
             path.unlink(missing_ok=True)
 
 
-def _is_file(file: BinaryIO, path: Path) -> bool:
+def _is_same_file(file: BinaryIO, path: Path) -> bool:
     try:
         return path.stat().st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:

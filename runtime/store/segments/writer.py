@@ -1,15 +1,15 @@
-"""The one writer of a process's segments: appends in groups, rolls, and seals what it leaves.
+"""Segment writer: append lines in groups, roll to new files, and seal finished ones.
 
-A process that stands still for long may be taken for dead, and its open segment sealed by another
-(orphans.py). So that nothing is acknowledged that went into such a file, the writer
+A process that pauses for long may be taken for dead, and another then seals its open segment
+(orphans.py). Lines appended to such a file must not be acknowledged. So the writer
 
-- never appends to a file it last appended to more than IDLE ago, but opens the next: that is more
-  than the minute for which a network file system may answer from its memory what a path names, and
-  less than the hour after which a segment counts as left;
-- looks, after write and sync, whether its path still names its file; if not, the group is written
-  again to a new file. (Lines that are there twice are one event.)
+- opens a new file if its last append was more than IDLE ago. IDLE is longer than the minute for
+  which a network file system may cache the file of a path, and shorter than the hour after which a
+  segment counts as left;
+- checks after write and sync if its path still names its file. If not, it writes the group again to
+  a new file. (A doubled line is one event.)
 
-Called by store.py. Read next: ../appending.py (group commit), sealed.py.
+Called by store.py. Read next: runtime/disk/group_commit.py, sealed.py.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import FORMS, OPEN, LinePlace, Placed
 from cray_agents.runtime.store.segments.sealed import seal
 
-ROLL_BYTES = 64 * 2**20  # a file is left for a new one once it is larger
+ROLL_BYTES = 64 * 2**20  # a larger file is left for a new one
 IDLE = 600.0  # seconds
 
 
@@ -35,53 +35,52 @@ log = logging.getLogger(__name__)
 
 
 class Payload(NamedTuple):
-    """Lines (without newlines) and what is told of them, one fact a line."""
+    """Lines (without newlines) of one `submit`, with one fact a line."""
 
     lines: Sequence[bytes]
     facts: Sequence[Fact]
 
 
 class SegmentWriter:
-    """Appends lines to segments `<name>-<part>` that nobody else writes. One event loop.
+    """The writer of segments `<name>-<part>`, which belong to this process and one event loop.
 
-    `name` is new for each process. `indexed` is called in the writer's thread with what is on the
-    disk, after those who wait for it are told; an error of it is logged. `roll`: bytes of a file,
-    `idle`: seconds, after which it is left.
+    `name` is new for each process. `on_written` is called in the writer's thread with the written
+    events, after the waiters have their answers; its errors are logged. A file is left after `roll`
+    bytes, or `idle` seconds.
     """
 
     def __init__(
         self,
         directory: Path,
         name: str,
-        indexed: Callable[[list[Placed]], None] | None = None,
+        on_written: Callable[[list[Placed]], None] | None = None,
         *,
         roll: int = ROLL_BYTES,
         idle: float = IDLE,
     ) -> None:
         self._directory = directory
         self._name = name
-        self._indexed = indexed
+        self._on_written = on_written
         self._roll = roll
         self._idle = idle
         self._part = 0
         self._file: LineFile | None = None
         self._stem = ""
-        self._appended = 0.0  # when the last append began, by the clock that also counts sleep
-        self._held: set[str] = set()
-        self._commits = GroupCommit(self._write, self._failed, self._then)
+        self._appended = 0.0  # start of the last append, by a clock that also counts suspended time
+        self._own_stems: set[str] = set()  # being written, or not sealed yet
+        self._commits = GroupCommit(self._write, self._on_error, self._after_commit)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="seal")
 
     def holds(self, stem: str) -> bool:
-        """Whether a segment is being written, or about to be sealed, by this writer."""
-        return stem in self._held
+        """Tell whether this writer writes a segment or is about to seal it."""
+        return stem in self._own_stems
 
     def submit(
         self, lines: Sequence[bytes], facts: Sequence[Fact]
     ) -> "asyncio.Future[list[LinePlace]]":
-        """Queue lines (without newlines), and what is told of them, one fact a line.
+        """Queue lines (without newlines), with one fact a line.
 
-        The future is done when they are on the disk; it fails with StoreError if they could not
-        be written.
+        The future is done when they are on the disk, or has a StoreError.
         """
         return self._commits.submit(Payload(lines, facts))
 
@@ -92,7 +91,7 @@ class SegmentWriter:
         await asyncio.to_thread(self._sealing.shutdown)
 
     def _write(self, group: list[Payload]) -> list[list[LinePlace]]:
-        """In the thread of the commits, as all below."""
+        """Append a group of payloads. This and all below run in the thread of the commits."""
         lines = [line for payload in group for line in payload.lines]
         spans = iter(self._append(lines))
         return [[LinePlace(self._stem, *next(spans)) for _ in payload.lines] for payload in group]
@@ -105,22 +104,22 @@ class SegmentWriter:
             file = self._file or self._open_next()
             self._appended = time.clock_gettime(time.CLOCK_BOOTTIME)
             spans = file.append(lines)
-            if file.stands():
+            if file.is_at_path():
                 return spans
             log.warning("%s was taken for left: its last %d lines go on", file.path, len(lines))
             self._leave()
 
-    def _failed(self, error: OSError) -> StoreError:
-        """Leave the file: it may end in half a line."""
-        where = self._file.path if self._file else self._directory
+    def _on_error(self, error: OSError) -> StoreError:
+        """Leave the file, which may end in half a line, and return the error to raise."""
+        path = self._file.path if self._file else self._directory
         self._leave()
-        return StoreError.of(f"cannot write to {where}", error)
+        return StoreError.of(f"cannot write to {path}", error)
 
-    def _then(self, group: list[Payload], places: list[list[LinePlace]]) -> None:
+    def _after_commit(self, group: list[Payload], places: list[list[LinePlace]]) -> None:
         facts = chain.from_iterable(payload.facts for payload in group)
         placed = [Placed(*both) for both in zip(facts, chain.from_iterable(places), strict=True)]
-        if self._indexed is not None and placed:
-            self._indexed(placed)
+        if self._on_written is not None and placed:
+            self._on_written(placed)
 
     def _open_next(self) -> LineFile:
         while True:
@@ -128,23 +127,23 @@ class SegmentWriter:
             self._part += 1
             if not any((self._directory / f"{stem}{form}").exists() for form in FORMS):
                 break
-        self._held.add(stem)
+        self._own_stems.add(stem)
         try:
             self._file = LineFile(self._directory / f"{stem}{OPEN}")
         except OSError:
-            self._held.discard(stem)
+            self._own_stems.discard(stem)
             raise
         self._stem = stem
         return self._file
 
     def _leave(self) -> None:
-        """Close the file and have it sealed, by a thread of its own: commits go on."""
+        """Close the file, and seal it in another thread so that commits go on."""
         if self._file is not None:
             file, self._file = self._file, None
             if file.close():
                 self._sealing.submit(self._seal, file.path, self._stem)
             else:
-                self._held.discard(self._stem)
+                self._own_stems.discard(self._stem)
 
     def _seal(self, path: Path, stem: str) -> None:
         try:
@@ -152,4 +151,4 @@ class SegmentWriter:
         except StoreError as error:
             log.error("%s stays open, to be sealed another time: %s", path, error)
         finally:
-            self._held.discard(stem)
+            self._own_stems.discard(stem)

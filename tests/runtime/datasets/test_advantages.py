@@ -10,7 +10,7 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Event
-from cray_agents.runtime.datasets.advantages import Steps, of_outcomes, of_steps
+from cray_agents.runtime.datasets.advantages import Steps, outcome_advantages, step_advantages
 from tests.runtime.datasets.made import (
     build,
     call,
@@ -48,7 +48,7 @@ def test_steps_are_the_formula_of_the_paper(gamma: float) -> None:
             for n in turns
         ]
         steps = [Steps(n, run) for n, run in zip(turns, group, strict=True)]
-        found = of_steps(steps, "sample", gamma)
+        found = step_advantages(steps, "sample", gamma)
         for mine, theirs in zip(found, written_out(group, turns, gamma), strict=True):
             assert mine == pytest.approx(theirs)
 
@@ -59,15 +59,15 @@ def test_outcomes_are_the_formula_of_the_paper() -> None:
     over = [("sample", each.std(ddof=1)), ("population", each.std())]
     for deviation, scale in over:
         expected = list((each - each.mean()) / scale)
-        assert of_outcomes(values, deviation) == pytest.approx(expected)  # type: ignore[arg-type]
-    assert of_outcomes(values, None) == pytest.approx(list(each - each.mean()))
+        assert outcome_advantages(values, deviation) == pytest.approx(expected)  # type: ignore[arg-type]
+    assert outcome_advantages(values, None) == pytest.approx(list(each - each.mean()))
 
 
 def test_one_reward_at_the_end_is_the_outcome_for_all_turns() -> None:
     values = [0.0, 1.0, 0.5]
     steps = [Steps(n + 1, {n: value}) for n, value in enumerate(values)]
     for advantages, outcome in zip(
-        of_steps(steps, "sample", 1.0), of_outcomes(values, "sample"), strict=True
+        step_advantages(steps, "sample", 1.0), outcome_advantages(values, "sample"), strict=True
     ):
         assert advantages == [outcome] * len(advantages)
 
@@ -142,7 +142,7 @@ async def test_without_rewards_of_turns_nothing_changes(tmp_path: Path) -> None:
     as_before: Any = {"method": "grpo", "loop": "l", "deviation": "population"}
     manifest, found = made(home, **as_before)
     assert manifest["id"] == "ds-47fe44f3138a3325"
-    each = of_outcomes([0.0, 1.0, 0.3], "population")
+    each = outcome_advantages([0.0, 1.0, 0.3], "population")
     assert [row["advantage"] for row in found] == each
     for row, advantage in zip(found, each, strict=True):
         assert row["advantages"] == [float(np.float32(advantage)) * m for m in row["loss_mask"]]
@@ -150,7 +150,7 @@ async def test_without_rewards_of_turns_nothing_changes(tmp_path: Path) -> None:
     assert [row["advantages"] for row in again] == [row["advantages"] for row in found]
     other, sample = made(home, method="grpo", loop="l")
     assert other["id"] != manifest["id"], "other advantages are another dataset"
-    each = of_outcomes([0.0, 1.0, 0.3], "sample")
+    each = outcome_advantages([0.0, 1.0, 0.3], "sample")
     assert [row["advantage"] for row in sample] == each
 
 
@@ -159,7 +159,7 @@ async def test_rewards_of_the_recipe_are_of_whole_runs(tmp_path: Path) -> None:
     home = await stored(tmp_path, events)
     control = {"a0": 0.0, "a1": 1.0, "a2": 0.3}
     _, found = made(home, method="grpo", loop="l", rewards=control)
-    assert [row["advantage"] for row in found] == of_outcomes([0.0, 1.0, 0.3], "sample")
+    assert [row["advantage"] for row in found] == outcome_advantages([0.0, 1.0, 0.3], "sample")
     del control["a0"]
     _, found = made(home, method="grpo", loop="l", rewards=control)
     expected = written_out([{0: 0.5, 2: 1.0}, {1: 1.0}, {2: 0.3}], [3, 2, 3], 1.0)

@@ -179,8 +179,8 @@ def openai_pairs(home: Home, dataset: str) -> Iterator[dict[str, Any]]:
     """What `export --format openai-preference` writes of a dataset."""
     for item in DatasetRuns(Store(home), home, dataset, pairs=True).items():
         better, worse = item.runs
-        assert OPENAI_PREFERENCE.of_pair is not None
-        yield from OPENAI_PREFERENCE.of_pair(better, worse).records
+        assert OPENAI_PREFERENCE.write_pair is not None
+        yield from OPENAI_PREFERENCE.write_pair(better, worse).records
 
 
 async def test_demonstrations_may_say_their_split(tmp_path: Path, tokenizer: Path) -> None:

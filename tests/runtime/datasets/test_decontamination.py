@@ -135,7 +135,7 @@ def test_a_long_text_that_holds_another_whole_is_recognised() -> None:
         f"Here is a task somebody solved. {LONG.upper()}. Now explain it."
     )
     assert match is not None and (match.source, match.how) == ("f.txt:2", "contained")
-    assert match.told == "holds all of f.txt:2"
+    assert match.description == "holds all of f.txt:2"
     half = " ".join(LONG.split()[:15])
     assert held(LONG).match(f"{half} and then everything goes quite another way in the end") is None
 

@@ -14,11 +14,11 @@ from cray_agents.runtime.datasets.tallies import BARS, EXACT, ValueCounts
 def filled() -> Histograms:
     histograms = Histograms()
     for number in range(10):
-        histograms.run(
+        histograms.add_run(
             reward=float(number % 2), turns=2, calls=2, task=f"t{number // 5}", accepted=number > 3
         )
     for number in range(1, 101):
-        histograms.sample(
+        histograms.add_sample(
             tokens=number * 10, trained=number, advantage=-0.5, versions={"m@1": number, "m@2": 1}
         )
     return histograms
@@ -71,7 +71,7 @@ def test_what_has_nothing_to_show_is_not_shown(tmp_path: Path) -> None:
     histograms = Histograms()
     assert histograms.figures() == [] and histograms.rewards() == []
     ElementTree.fromstring(page_of(histograms, tmp_path).removeprefix("<!doctype html>"))
-    histograms.sample(tokens=3, trained=1)
+    histograms.add_sample(tokens=3, trained=1)
     assert [figure.title for figure in histograms.figures()] == [
         "Tokens in a sample",
         "Trained tokens in a sample",
@@ -80,7 +80,7 @@ def test_what_has_nothing_to_show_is_not_shown(tmp_path: Path) -> None:
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     histograms = Histograms()
-    histograms.sample(tokens=1, trained=1, versions={"<b>\"&'@1": 1})
+    histograms.add_sample(tokens=1, trained=1, versions={"<b>\"&'@1": 1})
     page = page_of(histograms, tmp_path, title="<i>&")
     assert "<b>" not in page and "<i>" not in page
     ElementTree.fromstring(page.removeprefix("<!doctype html>"))

@@ -16,7 +16,7 @@ from cray_agents.runtime.datasets.near_duplicates import (
     SEED,
     NearDuplicates,
     banding,
-    shared,
+    count_shared,
     shingles,
 )
 
@@ -47,9 +47,9 @@ def test_shingles_are_the_distinct_five_grams() -> None:
     assert len(shingles([1, 2, 3, 4, 5])) == 1
     assert len(shingles([7] * 50)) == 1
     one, two = shingles([1, 2, 3, 4, 5, 6]), shingles([0, 1, 2, 3, 4, 5, 6])
-    assert shared(one, two) == 2 and shared(two, one) == 2
-    assert shared(one, shingles([])) == 0 == shared(shingles([]), one)
-    assert shared(shingles([5, 4, 3, 2, 1]), shingles([1, 2, 3, 4, 5])) == 0
+    assert count_shared(one, two) == 2 and count_shared(two, one) == 2
+    assert count_shared(one, shingles([])) == 0 == count_shared(shingles([]), one)
+    assert count_shared(shingles([5, 4, 3, 2, 1]), shingles([1, 2, 3, 4, 5])) == 0
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.9])

@@ -11,7 +11,7 @@ from cray_agents.records import Run
 from cray_agents.runtime.exports.line_formats import FORMATS, line_of
 from tests.runtime.exports.example_runs import called, chat, made, of_calls
 
-ATIF = FORMATS["atif"].of_run
+ATIF = FORMATS["atif"].write_run
 
 #: Runs that this format cannot carry, and why.
 REFUSED = {

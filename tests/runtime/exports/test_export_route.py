@@ -13,7 +13,7 @@ import pytest
 
 from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.exports.exporter import export, format_named, of_dataset, of_runs
+from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.runtime.exports.stored_runs import events_of, name_of
 from tests.runtime.gateways import Gateway, served, until
@@ -51,7 +51,7 @@ def processes() -> list[str]:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes()
             except OSError:
                 continue
-            found += [pid] if b"exports.serving" in words else []
+            found += [pid] if b"exports.export_process" in words else []
     return found
 
 
@@ -60,8 +60,8 @@ async def test_lines_are_those_of_the_command(gateway: Gateway, tmp_path: Path) 
     for name in ("jsonl", "openai"):
         form = format_named(name)
         for path, source in (
-            (DATASET.format(dataset), of_dataset(home, dataset, form, "train", False)),
-            (ALL, of_runs(home, RunFilter(), {}, False)),
+            (DATASET.format(dataset), open_dataset(home, dataset, form, "train", False)),
+            (ALL, open_runs(home, RunFilter(), {}, False)),
         ):
             export(source, form, tmp_path / "out")
             response, data = await get(gateway, path, format=name)

@@ -29,8 +29,8 @@ from cray_agents.runtime.exports.exporter import (
     LossRules,
     export,
     format_named,
-    of_dataset,
-    of_runs,
+    open_dataset,
+    open_runs,
 )
 from cray_agents.runtime.exports.line_formats import LineFormat
 from cray_agents.runtime.exports.resume_journal import ResumeJournal
@@ -90,7 +90,7 @@ def throwing(chance: random.Random, often: float) -> Callable[[ExportProgress], 
 def test_interrupted_anywhere_it_ends_with_the_same_bytes(
     home: Home, tmp_path: Path, name: str
 ) -> None:
-    source, form = of_runs(home, RunFilter(), {}, False), format_named(name)
+    source, form = open_runs(home, RunFilter(), {}, False), format_named(name)
     options = ExportOptions(shard_size=70)
     whole = export(source, form, tmp_path / "whole" / TARGETS[name], options=options)
     target = tmp_path / "broken" / TARGETS[name]
@@ -120,7 +120,7 @@ def test_cut_short_while_it_is_published(
     home: Home, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill between the last journal, the rename and the removal of the journal."""
-    source, form = of_runs(home, RunFilter(), {}, False), format_named(name)
+    source, form = open_runs(home, RunFilter(), {}, False), format_named(name)
     target = tmp_path / TARGETS[name]
     for step, names in (("replace", (".part", "joined.parquet")), ("unlink", ".export.json")):
         with monkeypatch.context() as patch:
@@ -145,7 +145,7 @@ def test_cut_short_while_it_is_published(
 
 
 def test_lines_are_what_the_store_holds(home: Home, tmp_path: Path) -> None:
-    source = of_runs(home, RunFilter(min_reward=1), {}, False)
+    source = open_runs(home, RunFilter(min_reward=1), {}, False)
     done = export(source, format_named("jsonl"), tmp_path / "out.jsonl.zst")
     data = zstandard.ZstdDecompressor().stream_reader(
         (tmp_path / "out.jsonl.zst").open("rb"), read_across_frames=True
@@ -157,7 +157,7 @@ def test_lines_are_what_the_store_holds(home: Home, tmp_path: Path) -> None:
 
 
 def test_another_export_is_not_touched(home: Home, tmp_path: Path) -> None:
-    source, target = of_runs(home, RunFilter(), {}, False), tmp_path / "out"
+    source, target = open_runs(home, RunFilter(), {}, False), tmp_path / "out"
 
     def stop(progress: ExportProgress) -> None:
         raise Interrupted
@@ -165,7 +165,7 @@ def test_another_export_is_not_touched(home: Home, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         export(source, format_named("jsonl"), target, on_progress=stop)
     before = bytes_of(tmp_path)
-    other = of_runs(home, RunFilter(loop="l"), {}, False)
+    other = open_runs(home, RunFilter(loop="l"), {}, False)
     for asked, form in ((source, "openai"), (other, "jsonl")):
         with pytest.raises(BadInput, match=r"half of another export.*--restart") as caught:
             export(asked, format_named(form), target)
@@ -176,7 +176,7 @@ def test_another_export_is_not_touched(home: Home, tmp_path: Path) -> None:
 
 
 def test_a_part_that_somebody_removed(home: Home, tmp_path: Path) -> None:
-    source, target = of_runs(home, RunFilter(), {}, False), tmp_path / "out"
+    source, target = open_runs(home, RunFilter(), {}, False), tmp_path / "out"
     with pytest.raises(Interrupted):
         export(source, format_named("jsonl"), target, on_progress=throwing(random.Random(1), 1.0))
     (tmp_path / ".out.part").unlink()
@@ -192,7 +192,7 @@ def test_two_at_once(home: Home, tmp_path: Path) -> None:
     journal = ResumeJournal("x", "y", {}, writer=writer)
     (tmp_path / ".out.export.json").write_bytes(orjson.dumps(vars(journal)))
     (tmp_path / ".out.part").write_bytes(b"")
-    source = of_runs(home, RunFilter(), {}, False)
+    source = open_runs(home, RunFilter(), {}, False)
     for restart in (False, True):
         with pytest.raises(BadInput, match=f"process {os.getppid()}") as caught:
             export(
@@ -205,7 +205,7 @@ def test_two_at_once(home: Home, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_exists(home: Home, tmp_path: Path) -> None:
-    source = of_runs(home, RunFilter(), {}, False)
+    source = open_runs(home, RunFilter(), {}, False)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").touch()
     for name in ("tokens", "huggingface"):
@@ -217,7 +217,7 @@ def test_a_folder_that_exists(home: Home, tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_no_file(home: Home, tmp_path: Path) -> None:
-    source = of_runs(home, RunFilter(), {}, False)
+    source = open_runs(home, RunFilter(), {}, False)
     os.mkfifo(tmp_path / "pipe")
     for target, what in ((tmp_path, "a directory"), (tmp_path / "pipe", "no file")):
         with pytest.raises(BadInput, match=what):
@@ -245,7 +245,7 @@ def test_a_dataset_in_its_order_with_demonstrations(home: Home, tmp_path: Path) 
     }
     (folder / "manifest.json").write_bytes(orjson.dumps({"id": "ds-hand", "files": files}))
     form = format_named("openai")
-    source = of_dataset(home, "ds-hand", form, "train", False)
+    source = open_dataset(home, "ds-hand", form, "train", False)
     done = export(source, form, tmp_path / "out")
     rows = [orjson.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
     assert [len(row["messages"]) for row in rows] == [4, 4, 4, 2]
@@ -255,21 +255,21 @@ def test_a_dataset_in_its_order_with_demonstrations(home: Home, tmp_path: Path) 
         rest = [item.cursor for item in source.items(cursor)]
         assert rest == cursors[place + 1 :]
     with pytest.raises(BadInput, match="no split 'validation'"):
-        of_dataset(home, "ds-hand", form, "validation", False)
+        open_dataset(home, "ds-hand", form, "validation", False)
 
 
 def test_an_age_means_what_it_meant_at_first(home: Home, tmp_path: Path) -> None:
     form, target = format_named("jsonl"), tmp_path / "out"
-    began = of_runs(home, RunFilter(since=1_700_000_100.0), {"since": "7d"}, False)
+    began = open_runs(home, RunFilter(since=1_700_000_100.0), {"since": "7d"}, False)
     with pytest.raises(Interrupted):
         export(began, form, target, on_progress=throwing(random.Random(1), 1.0))
-    later = of_runs(home, RunFilter(since=1_700_000_400.0), {"since": "7d"}, False)
+    later = open_runs(home, RunFilter(since=1_700_000_400.0), {"since": "7d"}, False)
     done = export(later, form, target)
     assert done.resumed and done.runs == RUNS - 100
 
 
 def test_strict_and_what_it_allows(home: Home, tmp_path: Path) -> None:
-    source, form = of_runs(home, RunFilter(), {}, False), format_named("openai")
+    source, form = open_runs(home, RunFilter(), {}, False), format_named("openai")
     with pytest.raises(BadInput, match=f"{name_of(0)}: .*conversation_only") as caught:
         export(source, form, tmp_path / "out", options=ExportOptions(LossRules(strict=True)))
     assert caught.value.code == "export_loss"
@@ -290,7 +290,7 @@ def test_damage_is_an_error_unless_it_is_skipped(tmp_path: Path) -> None:
     filled(home, 6)
     [segment] = home.segments.glob("*.jsonl*")
     assert segment.suffix == ".zst"
-    store = of_runs(home, RunFilter(), {}, False)
+    store = open_runs(home, RunFilter(), {}, False)
     assert isinstance(store, StoredRuns)
     known = sum(1 for _ in store.items())
     assert known == 6
@@ -298,8 +298,8 @@ def test_damage_is_an_error_unless_it_is_skipped(tmp_path: Path) -> None:
     data[200] ^= 0xFF
     segment.write_bytes(data)
     with pytest.raises(OSError, match="fsck"):
-        export(of_runs(home, RunFilter(), {}, False), format_named("jsonl"), tmp_path / "out")
-    skipping = of_runs(home, RunFilter(), {}, True)
+        export(open_runs(home, RunFilter(), {}, False), format_named("jsonl"), tmp_path / "out")
+    skipping = open_runs(home, RunFilter(), {}, True)
     done = export(skipping, format_named("jsonl"), tmp_path / "skipped")
     assert done.losses["missing_runs"].count + done.records == 6
 
@@ -318,7 +318,7 @@ def test_killed_it_goes_on(
 ) -> None:
     monkeypatch.undo()  # the processes know nothing of small steps, nor does what they are held to
     target, chance = tmp_path / name, random.Random(form)
-    source = of_runs(large, RunFilter(), {}, False)
+    source = open_runs(large, RunFilter(), {}, False)
     export(
         source, format_named(form), tmp_path / "whole" / name, options=ExportOptions(shard_size=300)
     )

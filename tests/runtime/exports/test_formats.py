@@ -71,10 +71,10 @@ MESSAGES = st.lists(MESSAGE, max_size=4)
 
 def written(form: LineFormat, run: Run, other: Run) -> Written:
     """What the format makes of it. Raises BadInput."""
-    if form.of_run is not None:
-        return form.of_run(run)
-    assert form.of_pair is not None
-    return form.of_pair(run, other)
+    if form.write_run is not None:
+        return form.write_run(run)
+    assert form.write_pair is not None
+    return form.write_pair(run, other)
 
 
 @settings(max_examples=150, deadline=None)
@@ -143,15 +143,15 @@ def test_a_demonstration_is_exported_as_a_run() -> None:
     assert run.id != run_of_demonstration(messages).id
     assert run.imported == "demonstration"
     for name, form in FORMATS.items():
-        if form.of_run is not None:
-            assert form.of_run(run).records, name
-    openai = FORMATS["openai"].of_run
+        if form.write_run is not None:
+            assert form.write_run(run).records, name
+    openai = FORMATS["openai"].write_run
     assert openai is not None
     assert openai(run).records == [{"messages": messages, "tools": tools}]
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=list(FORMATS))
 def test_a_format_says_what_it_is(form: LineFormat) -> None:
-    assert (form.of_run is None) != (form.of_pair is None)
+    assert (form.write_run is None) != (form.write_pair is None)
     assert form.suffix == ".jsonl"
     assert form.title and form.about

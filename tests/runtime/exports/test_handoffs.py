@@ -52,9 +52,9 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
 
 def written(name: str, run: Run) -> Written:
-    of_run = FORMATS[name].of_run
-    assert of_run is not None
-    return of_run(run)
+    write_run = FORMATS[name].write_run
+    assert write_run is not None
+    return write_run(run)
 
 
 def seen(messages: list[Message]) -> list[tuple[str, Any]]:
@@ -109,16 +109,16 @@ def test_documents_of_the_whole_run_keep_what_each_call_saw(handed: list[Run]) -
 
 
 def test_a_pair_parts_where_the_second_agent_speaks(handed: list[Run]) -> None:
-    of_pair = FORMATS["trl-preference"].of_pair
-    assert of_pair is not None
-    (record,) = of_pair(*handed).records
+    write_pair = FORMATS["trl-preference"].write_pair
+    assert write_pair is not None
+    (record,) = write_pair(*handed).records
     assert seen(record["prompt"]) == BILLED[:-1]
     assert [record[side][0]["content"] for side in ("chosen", "rejected")] == [
         "answer 1",
         "answer 2",
     ]
     with pytest.raises(BadInput, match="say the same"):
-        of_pair(handed[0], handed[0])
+        write_pair(handed[0], handed[0])
 
 
 def test_an_agent_that_takes_over_again_goes_on_with_its_own() -> None:

@@ -17,7 +17,7 @@ from datasets import load_dataset
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
 from cray_agents.records import Run
-from cray_agents.runtime.exports.exporter import ExportOptions, export, format_named, of_runs
+from cray_agents.runtime.exports.exporter import ExportOptions, export, format_named, open_runs
 from cray_agents.runtime.exports.huggingface import ABOUT, rows_of, schema
 from tests.runtime.exports.stored_runs import filled
 
@@ -35,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 def folder(home: Home) -> Path:
     target = home.root.parent / "folder"
     options = ExportOptions(shard_size=50)
-    source = of_runs(home, RunFilter(loop="l"), {}, False)
+    source = open_runs(home, RunFilter(loop="l"), {}, False)
     export(source, format_named("huggingface"), target, options=options)
     return target
 
@@ -49,7 +49,7 @@ def test_datasets_loads_the_folder(home: Home, folder: Path, tmp_path: Path) -> 
     rows = load_dataset(str(folder), cache_dir=str(tmp_path))
     assert list(rows) == ["train"] and len(rows["train"]) == RUNS
     row = rows["train"][7]
-    run = of_runs(home, RunFilter(), {}, False).store.run(row["id"])  # type: ignore[attr-defined]
+    run = open_runs(home, RunFilter(), {}, False).store.run(row["id"])  # type: ignore[attr-defined]
     for message, want in zip(row["messages"], run.trajectory.messages, strict=True):
         calls = message.pop("tool_calls")
         want = {**want}

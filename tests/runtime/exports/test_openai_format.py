@@ -17,8 +17,8 @@ from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, line_of
 from cray_agents.runtime.fine_tuning.examples import Example, read_examples
 from tests.runtime.exports.example_runs import HISTORY, called, chat, made
 
-OPENAI = FORMATS["openai"].of_run
-PREFERENCE = FORMATS["openai-preference"].of_pair
+OPENAI = FORMATS["openai"].write_run
+PREFERENCE = FORMATS["openai-preference"].write_pair
 MESSAGES: TypeAdapter[Any] = TypeAdapter(list[ChatCompletionMessageParam])
 
 #: The losses of each run beyond conversation_only, or what its error says.

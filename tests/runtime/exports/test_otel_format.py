@@ -19,7 +19,7 @@ from cray_agents.records import Reward, Run
 from cray_agents.runtime.exports.line_formats import FORMATS, line_of
 from tests.runtime.exports.example_runs import chat, made
 
-OTEL = FORMATS["otel"].of_run
+OTEL = FORMATS["otel"].write_run
 IDS = ("traceId", "spanId", "parentSpanId")
 
 #: The conventions' schema of messages: parts by type, with what each must have.

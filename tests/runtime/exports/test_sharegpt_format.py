@@ -12,7 +12,7 @@ from cray_agents.records import Run
 from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, line_of
 from tests.runtime.exports.example_runs import chat, made
 
-SHAREGPT = FORMATS["sharegpt"].of_run
+SHAREGPT = FORMATS["sharegpt"].write_run
 
 #: The losses of each run beyond conversation_only, or what its error says.
 EXPECTED: dict[str, set[str] | str] = {

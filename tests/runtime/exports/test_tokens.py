@@ -20,10 +20,10 @@ from cray_agents.runtime.exports.exporter import (
     ExportOptions,
     export,
     format_named,
-    of_dataset,
-    of_runs,
+    open_dataset,
+    open_runs,
 )
-from cray_agents.runtime.exports.tokens import IGNORED, rewritten, rows_of, schema
+from cray_agents.runtime.exports.tokens import IGNORED, rewrite_batch, rows_of, schema
 from tests.runtime.exports.example_runs import called, of_calls
 from tests.runtime.exports.stored_runs import filled
 
@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 
 def built(home: Home, **recipe: Any) -> str:
-    store = of_runs(home, RunFilter(), {}, False).store  # type: ignore[attr-defined]
+    store = open_runs(home, RunFilter(), {}, False).store  # type: ignore[attr-defined]
     return str(build_dataset(store, home, DatasetRecipe(loop="l", **recipe))["id"])
 
 
@@ -74,21 +74,21 @@ def test_of_a_dataset_by_hand() -> None:
          "advantages": [0.0, -0.25, 0.0, -0.25], "run_id": "run-2", "chosen": False},
     ]  # fmt: skip
     for part in (batch, batch.slice(1), batch.slice(0, 1), batch.slice(2, 1)):  # offsets count
-        made = rewritten(part)
+        made = rewrite_batch(part)
         assert made.schema == schema()
         first = batch.num_rows - part.num_rows if part.num_rows > 1 else None
         wanted = expected[first:] if first is not None else None
         for row, want in zip(made.to_pylist(), wanted or [], strict=wanted is not None):
             assert {name: row[name] for name in want} == want
             assert row["attention_mask"] == [1] * len(row["input_ids"])
-    assert rewritten(batch.slice(2, 1)).to_pylist()[0]["labels"] == expected[2]["labels"]
-    assert rewritten(batch.slice(0, 0)).num_rows == 0
+    assert rewrite_batch(batch.slice(2, 1)).to_pylist()[0]["labels"] == expected[2]["labels"]
+    assert rewrite_batch(batch.slice(0, 0)).num_rows == 0
 
 
 @pytest.mark.parametrize("method", ["sft", "grpo", "dpo"])
 def test_of_a_dataset(home: Home, tmp_path: Path, method: str) -> None:
     dataset = built(home, method=method)
-    source = of_dataset(home, dataset, TOKENS, "train", False)
+    source = open_dataset(home, dataset, TOKENS, "train", False)
     done = export(source, TOKENS, tmp_path / "out")
     before = pa.concat_tables([pq.read_table(path) for path in shards(home, dataset)])
     [path] = (tmp_path / "out").iterdir()
@@ -114,15 +114,15 @@ def test_a_dataset_needs_no_store(home: Home, tmp_path: Path) -> None:
     alone = Home(tmp_path / "home")
     alone.datasets.mkdir(parents=True)
     home.dataset(dataset).rename(alone.dataset(dataset))
-    done = export(of_dataset(alone, dataset, TOKENS, "train", False), TOKENS, tmp_path / "out")
+    done = export(open_dataset(alone, dataset, TOKENS, "train", False), TOKENS, tmp_path / "out")
     assert done.records == 60 and set(done.losses) == {"no_conversation"}
 
 
 def test_of_runs_is_what_the_builder_makes_of_them(home: Home, tmp_path: Path) -> None:
     """A dataset of all runs and the runs themselves: the same sequences, but for advantages."""
     dataset = built(home, min_reward=-1.0)
-    export(of_dataset(home, dataset, TOKENS, "train", False), TOKENS, tmp_path / "a.parquet")
-    export(of_runs(home, RunFilter(), {}, False), TOKENS, tmp_path / "b.parquet")
+    export(open_dataset(home, dataset, TOKENS, "train", False), TOKENS, tmp_path / "a.parquet")
+    export(open_runs(home, RunFilter(), {}, False), TOKENS, tmp_path / "b.parquet")
     one, other = (pq.read_table(tmp_path / n).sort_by("run_id") for n in ("a.parquet", "b.parquet"))
     assert one.num_rows == 120
     for name in ("input_ids", "attention_mask", "labels", "logprobs", "weight_version", "versions",
@@ -134,7 +134,7 @@ def test_of_runs_is_what_the_builder_makes_of_them(home: Home, tmp_path: Path) -
 def test_datasets_loads_it(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     options = ExportOptions(shard_size=50)
-    export(of_runs(home, RunFilter(), {}, False), TOKENS, tmp_path / "out", options=options)
+    export(open_runs(home, RunFilter(), {}, False), TOKENS, tmp_path / "out", options=options)
     rows = load_dataset(
         "parquet", data_files=str(tmp_path / "out" / "*.parquet"), cache_dir=str(tmp_path / "cache")
     )["train"]

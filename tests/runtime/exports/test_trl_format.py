@@ -17,9 +17,9 @@ from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, Written, l
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from tests.runtime.exports.example_runs import chat, made
 
-TRL = FORMATS["trl"].of_run
-COMPLETION = FORMATS["trl-prompt-completion"].of_run
-PREFERENCE = FORMATS["trl-preference"].of_pair
+TRL = FORMATS["trl"].write_run
+COMPLETION = FORMATS["trl-prompt-completion"].write_run
+PREFERENCE = FORMATS["trl-preference"].write_pair
 
 #: The losses of each run beyond conversation_only, or what its error says.
 EXPECTED: dict[str, set[str] | str] = {

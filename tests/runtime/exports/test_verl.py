@@ -12,7 +12,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run, Task
 from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.exports.exporter import export, format_named, of_dataset, of_runs
+from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
 from cray_agents.runtime.exports.verl import rows_of, schema
 from tests.runtime.exports.example_runs import chat, made
 from tests.runtime.exports.stored_runs import ATTEMPTS, filled
@@ -30,7 +30,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 def test_of_runs(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     target = tmp_path / "train.parquet"
-    done = export(of_runs(home, RunFilter(), {}, False), VERL, target)
+    done = export(open_runs(home, RunFilter(), {}, False), VERL, target)
     assert pq.read_schema(target).equals(schema())
     rows = load_dataset("parquet", data_files=str(target), cache_dir=str(tmp_path / "cache"))
     rows = rows["train"].to_list()
@@ -50,10 +50,10 @@ def test_of_runs(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_of_a_dataset_it_is_the_same_tasks(home: Home, tmp_path: Path) -> None:
-    source = of_runs(home, RunFilter(), {}, False)
+    source = open_runs(home, RunFilter(), {}, False)
     store = source.store  # type: ignore[attr-defined]
     dataset = build_dataset(store, home, DatasetRecipe(loop="l"))["id"]
-    done = export(of_dataset(home, dataset, VERL, "train", False), VERL, tmp_path / "x.parquet")
+    done = export(open_dataset(home, dataset, VERL, "train", False), VERL, tmp_path / "x.parquet")
     rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
     tasks = [row["extra_info"]["task_id"] for row in rows]
     assert len(tasks) == len(set(tasks)) == done.records == 11

@@ -11,7 +11,7 @@ from cray_agents.records import Reward, Run
 from cray_agents.runtime.exports.line_formats import FORMATS, line_of
 from tests.runtime.exports.example_runs import called, chat, made, of_calls
 
-JSONL = FORMATS["jsonl"].of_run
+JSONL = FORMATS["jsonl"].write_run
 
 
 def again(run: Run) -> Run:

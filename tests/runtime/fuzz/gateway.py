@@ -23,7 +23,7 @@ from cray_agents.errors import EngineError
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.gateway.http.app import create_app
+from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.protocol import Protocol
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.engine_host import InProcessEngine

@@ -28,9 +28,9 @@ def chats(path: Path, numbers: range) -> Path:
     return path
 
 
-def own(tmp_path: Path, runs: list[Run], of_run: Any) -> Path:
+def own(tmp_path: Path, runs: list[Run], write_run: Any) -> Path:
     path = tmp_path / "own.jsonl"
-    lines = [json.dumps(record) for run in runs for record in of_run(run)]
+    lines = [json.dumps(record) for run in runs for record in write_run(run)]
     path.write_text("\n".join(lines))
     return path
 
@@ -137,10 +137,10 @@ NOT_EXPORTED = {"audio", "infinite", "surrogate"}
 @pytest.mark.parametrize("name", sorted(set(nasty()) - NOT_EXPORTED))
 async def test_our_own_atif_comes_back(tmp_path: Path, name: str) -> None:
     given = nasty()[name]
-    assert ATIF.of_run is not None
-    of_run = ATIF.of_run
+    assert ATIF.write_run is not None
+    write_run = ATIF.write_run
     store = Store(Home(tmp_path / "home"))
-    file = own(tmp_path, [given], lambda run: of_run(run).records)
+    file = own(tmp_path, [given], lambda run: write_run(run).records)
     assert (await import_file(store, file, "atif")).runs == 1
     back = store.run(given.id)
     assert back.imported == (given.imported or "atif")
@@ -152,7 +152,7 @@ async def test_our_own_atif_comes_back(tmp_path: Path, name: str) -> None:
     assert (back.stop_reason, back.started, back.tags) == (
         given.stop_reason, given.started, given.tags,
     )  # fmt: skip
-    again = own(tmp_path, [back], lambda run: of_run(run).records)
+    again = own(tmp_path, [back], lambda run: write_run(run).records)
     assert await import_file(store, again, "atif") == Imported(duplicates=1)
     await store.close()
 

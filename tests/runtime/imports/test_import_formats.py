@@ -352,8 +352,8 @@ def ours() -> dict[str, Any]:
     from cray_agents.runtime.exports.atif import ATIF as EXPORT
 
     (run,) = made(ATIF, "atif")
-    assert EXPORT.of_run is not None
-    return EXPORT.of_run(run).records[0]
+    assert EXPORT.write_run is not None
+    return EXPORT.write_run(run).records[0]
 
 
 @pytest.mark.parametrize("form", ["openai", "sharegpt", "atif", "jsonl"])
@@ -485,9 +485,9 @@ def exported(runs: list[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
     from cray_agents.runtime.exports.line_formats import FORMATS as EXPORTS
 
     for run in runs:
-        of_run = EXPORTS["jsonl"].of_run
-        assert of_run is not None
-        for record in of_run(run).records:
+        write_run = EXPORTS["jsonl"].write_run
+        assert write_run is not None
+        for record in write_run(run).records:
             yield run, json.loads(json.dumps(record))
 
 

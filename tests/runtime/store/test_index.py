@@ -242,8 +242,8 @@ def test_a_part_forgotten_is_told_anew(index: Index) -> None:
     fill(index, [forget("f1", "run_a", 5.0)])
     assert index.run("run_a") is None and index.stale() == ["run_a"]
     fill(index, [reward("r1", "run_a", 1.0, 8.0)])
-    assert not index.retell("run_a", placed(facts[2:]))  # without the reward
-    assert index.retell("run_a", placed([facts[2], reward("r1", "run_a", 1.0, 8.0)]))
+    assert not index.rebuild_run("run_a", placed(facts[2:]))  # without the reward
+    assert index.rebuild_run("run_a", placed([facts[2], reward("r1", "run_a", 1.0, 8.0)]))
     run = index.run("run_a")
     assert run is not None and (run.described, run.calls, run.reward) == (False, 1, 1.0)
 
@@ -282,7 +282,7 @@ def test_when_the_forgetting_itself_is_gone_all_is_as_before(index: Index) -> No
     assert index.run("run_a") is None
     index.drop(["segment_b"])
     assert index.stale() == ["run_a"] and index.has("c1")
-    assert index.retell("run_a", placed([asked]))
+    assert index.rebuild_run("run_a", placed([asked]))
     assert (index.run("run_a"), list(index.conversations())) == before
     assert index.forgotten() == {} and not index.known("f1")
 

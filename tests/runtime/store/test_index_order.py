@@ -79,7 +79,7 @@ def retell(index: Index, at: dict[str, Placed]) -> None:
     """What the store does for runs of which a part was forgotten."""
     by_place = {one.place: one for one in at.values()}
     for run_id in index.stale():
-        assert index.retell(run_id, [by_place[place] for place in index.live(run_id)])
+        assert index.rebuild_run(run_id, [by_place[place] for place in index.live(run_id)])
     assert not index.stale()
 
 

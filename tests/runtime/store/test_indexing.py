@@ -22,7 +22,7 @@ async def test_what_cannot_be_indexed_holds_up_nothing(tmp_path: Path) -> None:
     for number, about in enumerate([good, {}, good, {}, good]):  # {}: a reward that says nothing
         indexing.submit([reward(number, f"segment_{number}", about)])
     async with asyncio.timeout(20):
-        await asyncio.to_thread(indexing.settle, 5)
+        await asyncio.to_thread(indexing.wait_for, 5)
         await asyncio.to_thread(indexing.close)
     assert told == [f"e{number}" for number in range(5)]
     assert [index.known(f"e{number}") for number in range(5)] == [True, False, True, False, True]

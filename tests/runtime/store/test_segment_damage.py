@@ -38,7 +38,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Sealed:
         patch.setattr(drafts, "CHUNK", 11)
         target = seal(write_open(directory, "s", lines))
     file = os.open(target, os.O_RDONLY)
-    table = frames.table_of(file)
+    table = frames.read_table(file)
     os.close(file)
     there = placed("s", lines)
     facts = [Placed(fact(n, 300), each.place) for n, each in enumerate(there)]

@@ -139,7 +139,7 @@ def open_files() -> int:
 
 
 def test_files_are_closed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handles, "KEPT", 3)
+    monkeypatch.setattr(handles, "MAX_OPEN", 3)
     places = []
     for number in range(20):
         stem = f"s{number}"
@@ -217,7 +217,7 @@ def test_one_segment_takes_the_place_of_others(tmp_path: Path) -> None:
     new = f"{COMPACTED}1"
     write_sealed(tmp_path, new, both, ["a", "b"])
     assert [s.stem for s in segments.list()] == ["c", new]
-    assert segments.replaced(new) == ["a", "b"]
+    assert segments.replaced_stems(new) == ["a", "b"]
     assert read_all(segments, new) == (placed(new, both), [])
     assert segments.fetch([LinePlace("a", 0, len(both[0]))]) == both[:1]  # as long as it is there
     with pytest.raises(StoreError, match="cannot write"):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from cray_agents.trainers.methods.loss import Loss, Marked
+from cray_agents.trainers.methods.loss import Loss, TrainedTokens
 from cray_agents.training_jobs import Hyperparameters, MethodName, Policy, Preference
 
 Numbers = npt.NDArray[np.float64]
@@ -45,13 +45,13 @@ def answers(seed: int, lengths: Sequence[int]) -> list[Answer]:
 
 def marked(
     batch: Sequence[Answer], fillers: int = 0, dtype: torch.dtype = torch.float64, **more: Any
-) -> Marked:
+) -> TrainedTokens:
     """The micro-batch, its log-probabilities a leaf; with sequences without tokens at its end."""
 
     def per_token(rows: list[Numbers]) -> torch.Tensor:
         return torch.tensor(np.concatenate([np.zeros(0), *rows]), dtype=dtype)
 
-    return Marked(
+    return TrainedTokens(
         logprobs=per_token([a.now for a in batch]).requires_grad_(),
         sequence=torch.tensor([i for i, a in enumerate(batch) for _ in a.now], dtype=torch.int64),
         sequences=len(batch) + fillers,
@@ -67,7 +67,7 @@ def marked(
     )
 
 
-def gradient(marked: Marked, loss: Loss) -> Numbers:
+def gradient(marked: TrainedTokens, loss: Loss) -> Numbers:
     """[n]: of the total, with respect to the log-probabilities."""
     (found,) = torch.autograd.grad(loss.total, marked.logprobs)
     return found.double().numpy()

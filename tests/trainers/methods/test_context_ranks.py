@@ -11,14 +11,14 @@ import torch
 
 from cray_agents.trainers.job.launch import RankPlacement, run_ranks
 from cray_agents.trainers.methods import METHODS
-from cray_agents.trainers.methods.loss import Marked
+from cray_agents.trainers.methods.loss import TrainedTokens
 from tests.trainers.methods.batches import VARIANTS, answers, gradient, marked
 
 RANKS = 2
 LENGTHS = [5, 4, 1, 7, 2, 6]
 
 
-def of_rank(whole: Marked, rank: int) -> Marked:
+def of_rank(whole: TrainedTokens, rank: int) -> TrainedTokens:
     """Its tokens in turns of two: of the answer of one token, a rank has none."""
     mine = torch.arange(len(whole.logprobs)) // 2 % RANKS == rank
     per_token = ("sequence", "weight", "advantages", "sampled", "before", "reference", "entropy")

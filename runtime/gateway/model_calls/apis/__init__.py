@@ -1,7 +1,7 @@
-"""The APIs that sample, as the gateway sees them: what was asked and said, in chat messages.
+"""Sampling APIs: read their requests and answers as chat messages, for the record.
 
-An answer passes through the gateway as bytes; a Door only reads it for the record. One module per
-API beside this one; answers.py is who calls them.
+An answer passes through the gateway as bytes; a SamplingApi only reads it. Each API has a module
+in this folder. Called by ../answer.py and ../call.py.
 """
 
 from collections.abc import Callable
@@ -15,25 +15,30 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class SamplingApi:
-    """One API. `prefix` begins its answers' ids, `last` the event that ends a stream.
+    """One API.
 
-    `asked` gives a request's conversation, and raises BadInput where there is none. `said` gives
-    the assistant's message of each choice of a whole answer; `streamed`, of the data of all events
-    of a stream, perhaps cut off, and the number of sequences it sampled, those messages that are
-    the last sequences'. `content` tells a request's fields that are no sampling parameters.
+    Args:
+        path: its route.
+        id_prefix: beginning of its answers' ids.
+        last_event: beginning of the event that ends a stream.
+        parse_request: returns a request's conversation. Raises BadInput if it has none.
+        parse_answer: returns the assistant's message of each choice of a whole answer.
+        parse_stream: returns the messages of a stream that may be cut off. Takes the data of its
+            events and the number of sampled sequences; the messages belong to the last ones.
+        conversation_fields: request fields that are no sampling parameters.
     """
 
     path: str
-    prefix: str
-    last: bytes
-    asked: Callable[[Body], list[Message]]
-    said: Callable[[Body], list[Message]]
-    streamed: Callable[[list[Body], int], list[Message]]
-    content: frozenset[str]
+    id_prefix: str
+    last_event: bytes
+    parse_request: Callable[[Body], list[Message]]
+    parse_answer: Callable[[Body], list[Message]]
+    parse_stream: Callable[[list[Body], int], list[Message]]
+    conversation_fields: frozenset[str]
 
 
 def assistant(content: str | None, tool_calls: list[dict[str, Any]], **more: Any) -> Message:
-    """A message as it would be sent back in the next request; empty fields are left out."""
+    """Return a message as the next request would send it back, without empty fields."""
     message: Message = {"role": "assistant", "content": content or None}
     message |= {name: value for name, value in more.items() if value not in (None, "", [], {})}
     if tool_calls:
@@ -44,7 +49,7 @@ def assistant(content: str | None, tool_calls: list[dict[str, Any]], **more: Any
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A tool call in the shape of chat completions."""
+    """Return a tool call in the shape of chat completions."""
     return {
         "id": call_id,
         "type": "function",

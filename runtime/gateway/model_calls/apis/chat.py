@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Chat completions API (POST /v1/chat/completions)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from cray_agents.records import Message
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant
 
 
-def _asked(request: Body) -> list[Message]:
+def _parse_request(request: Body) -> list[Message]:
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadInput("messages must be a list with at least one message", param="messages")
@@ -16,7 +16,7 @@ def _asked(request: Body) -> list[Message]:
     return messages
 
 
-def _said(answer: Body) -> list[Message]:
+def _parse_answer(answer: Body) -> list[Message]:
     return [_message(choice["message"]) for choice in answer["choices"]]
 
 
@@ -25,46 +25,49 @@ def _message(message: dict[str, Any]) -> Message:
     return assistant(message.get("content"), message.get("tool_calls") or [], **rest)
 
 
-def _streamed(chunks: list[Body], samples: int) -> list[Message]:
-    """Texts grow, tool calls grow by their index. A choice may have said nothing yet."""
+def _parse_stream(chunks: list[Body], samples: int) -> list[Message]:
+    """Join the deltas of each choice; tool calls are joined by their index.
+
+    A choice without deltas gets an empty message.
+    """
     choices: dict[int, dict[str, Any]] = {}
     calls: dict[int, dict[int, dict[str, Any]]] = {}
     for chunk in chunks:
         for choice in chunk.get("choices") or ():
-            place = choice.get("index", 0)
-            message = choices.setdefault(place, {})
+            position = choice.get("index", 0)
+            message = choices.setdefault(position, {})
             for name, value in (choice.get("delta") or {}).items():
                 if name == "tool_calls":
-                    for part in value or ():
-                        kept = calls.setdefault(place, {}).setdefault(part.get("index", 0), {})
-                        _grow(kept, part)
+                    for piece in value or ():
+                        call = calls.setdefault(position, {}).setdefault(piece.get("index", 0), {})
+                        _extend_call(call, piece)
                 elif isinstance(value, str) and name != "role":
                     message[name] = message.get(name, "") + value
                 elif value is not None:
                     message[name] = value
     return [
         _message(
-            choices.get(place, {})
-            | {"tool_calls": [c for _, c in sorted(calls.get(place, {}).items())]}
+            choices.get(position, {})
+            | {"tool_calls": [c for _, c in sorted(calls.get(position, {}).items())]}
         )
-        for place in range(samples)
+        for position in range(samples)
     ]
 
 
-def _grow(call: dict[str, Any], part: dict[str, Any]) -> None:
+def _extend_call(call: dict[str, Any], piece: dict[str, Any]) -> None:
     function = call.setdefault("function", {"name": "", "arguments": ""})
-    for name, value in (part.get("function") or {}).items():
+    for name, value in (piece.get("function") or {}).items():
         function[name] = function.get(name, "") + (value or "")
-    call["id"] = part.get("id") or call.get("id", "")
-    call["type"] = part.get("type") or call.get("type", "function")
+    call["id"] = piece.get("id") or call.get("id", "")
+    call["type"] = piece.get("type") or call.get("type", "function")
 
 
 CHAT = SamplingApi(
     path="/v1/chat/completions",
-    prefix="chatcmpl-",
-    last=b"data: [DONE]\n\n",
-    asked=_asked,
-    said=_said,
-    streamed=_streamed,
-    content=frozenset({"messages", "tools"}),
+    id_prefix="chatcmpl-",
+    last_event=b"data: [DONE]\n\n",
+    parse_request=_parse_request,
+    parse_answer=_parse_answer,
+    parse_stream=_parse_stream,
+    conversation_fields=frozenset({"messages", "tools"}),
 )

@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's API, whose messages are lists of content blocks."""
+"""Anthropic's messages API (POST /v1/messages): messages are lists of content blocks."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from cray_agents.records import Message
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant, tool_call
 
 
-def _asked(request: Body) -> list[Message]:
+def _parse_request(request: Body) -> list[Message]:
     given = request.get("messages")
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
         raise BadInput("messages must be a list of at least one object", param="messages")
-    system = _text(request.get("system"))
+    system = _join_text(request.get("system"))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in given:
         messages += _messages(message)
@@ -21,25 +21,29 @@ def _asked(request: Body) -> list[Message]:
 
 
 def _messages(message: dict[str, Any]) -> list[Message]:
-    """One of Anthropic's messages as ours; results of tools stand in a user's message there."""
+    """Convert one of Anthropic's messages; tool results become messages of their own."""
     content = message.get("content")
     if message.get("role") == "assistant":
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        return [_turn([block for block in blocks if isinstance(block, dict)])]
+        return [_assistant_message([block for block in blocks if isinstance(block, dict)])]
     if not isinstance(content, list):
         return [{"role": message.get("role"), "content": content}]
     results = [b for b in content if isinstance(b, dict) and b.get("type") == "tool_result"]
     rest = [b for b in content if b not in results]
-    told: list[Message] = [
-        {"role": "tool", "tool_call_id": r.get("tool_use_id"), "content": _text(r.get("content"))}
+    converted: list[Message] = [
+        {
+            "role": "tool",
+            "tool_call_id": r.get("tool_use_id"),
+            "content": _join_text(r.get("content")),
+        }
         for r in results
     ]
-    if rest or not told:  # also who says nothing has said it
-        told.append({"role": message.get("role"), "content": _text(rest)})
-    return told
+    if rest or not converted:  # an empty message stays a message
+        converted.append({"role": message.get("role"), "content": _join_text(rest)})
+    return converted
 
 
-def _turn(blocks: list[dict[str, Any]]) -> Message:
+def _assistant_message(blocks: list[dict[str, Any]]) -> Message:
     texts = [str(block.get("text") or "") for block in blocks if block.get("type") == "text"]
     thoughts = [str(b.get("thinking") or "") for b in blocks if b.get("type") == "thinking"]
     calls = [
@@ -54,8 +58,8 @@ def _arguments(given: Any) -> str:
     return given if isinstance(given, str) else orjson.dumps(given or {}).decode()
 
 
-def _text(content: Any) -> Any:
-    """The text of a list of text blocks; anything else stays as it is."""
+def _join_text(content: Any) -> Any:
+    """Join a list of text blocks to one text; return anything else unchanged."""
     if isinstance(content, list) and all(
         isinstance(block, dict) and block.get("type") == "text" for block in content
     ):
@@ -63,34 +67,34 @@ def _text(content: Any) -> Any:
     return content
 
 
-def _said(answer: Body) -> list[Message]:
-    return [_turn(answer.get("content") or [])]
+def _parse_answer(answer: Body) -> list[Message]:
+    return [_assistant_message(answer.get("content") or [])]
 
 
-def _streamed(events: list[Body], samples: int) -> list[Message]:
+def _parse_stream(events: list[Body], samples: int) -> list[Message]:
     blocks: dict[int, dict[str, Any]] = {}
     for event in events:
-        place = event.get("index", 0)
+        position = event.get("index", 0)
         if event.get("type") == "content_block_start":
-            blocks[place] = {**event["content_block"]}
-            if blocks[place].get("type") == "tool_use":
-                blocks[place]["input"] = ""  # comes as pieces of JSON
-        elif event.get("type") == "content_block_delta" and place in blocks:
+            blocks[position] = {**event["content_block"]}
+            if blocks[position].get("type") == "tool_use":
+                blocks[position]["input"] = ""  # sent in pieces of JSON
+        elif event.get("type") == "content_block_delta" and position in blocks:
             delta = event["delta"]
-            for name, field in _GROWS.items():
+            for name, field in _DELTA_FIELDS.items():
                 if name in delta:
-                    blocks[place][field] = (blocks[place].get(field) or "") + delta[name]
-    return [_turn([block for _, block in sorted(blocks.items())])]
+                    blocks[position][field] = (blocks[position].get(field) or "") + delta[name]
+    return [_assistant_message([block for _, block in sorted(blocks.items())])]
 
 
-_GROWS = {"text": "text", "thinking": "thinking", "partial_json": "input"}
+_DELTA_FIELDS = {"text": "text", "thinking": "thinking", "partial_json": "input"}
 
 MESSAGES = SamplingApi(
     path="/v1/messages",
-    prefix="chatcmpl-",  # vLLM answers through its chat completions
-    last=b"event: message_stop\n",
-    asked=_asked,
-    said=_said,
-    streamed=_streamed,
-    content=frozenset({"messages", "system", "tools"}),
+    id_prefix="chatcmpl-",  # vLLM answers through its chat completions
+    last_event=b"event: message_stop\n",
+    parse_request=_parse_request,
+    parse_answer=_parse_answer,
+    parse_stream=_parse_stream,
+    conversation_fields=frozenset({"messages", "system", "tools"}),
 )

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer API, whose conversation is a list of items."""
+"""OpenAI's responses API (POST /v1/responses): a conversation is a list of items."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from cray_agents.records import Message
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant, tool_call
 
 
-def _asked(request: Body) -> list[Message]:
+def _parse_request(request: Body) -> list[Message]:
     if request.get("previous_response_id") is not None:
         raise BadInput(
             "no earlier response is kept here: send the whole conversation as input",
@@ -26,26 +26,26 @@ def _asked(request: Body) -> list[Message]:
 
 
 def _messages(items: list[Any]) -> list[Message]:
-    """Items as messages: what the model said between two others' items is one message."""
+    """Convert items to messages; neighbouring items of the model become one message."""
     messages: list[Message] = []
-    said: list[Any] = []
+    pending: list[Any] = []
     for item in items:
         if item.get("type") in ("function_call", "reasoning") or item.get("role") == "assistant":
-            said.append(item)
+            pending.append(item)
             continue
-        if said:
-            messages.append(_turn(said))
-            said = []
+        if pending:
+            messages.append(_assistant_message(pending))
+            pending = []
         if item.get("type") == "function_call_output":
             call_id, output = item.get("call_id"), item.get("output")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
-            text = _text(item.get("content"))
+            text = _join_text(item.get("content"))
             messages.append({"role": item.get("role", "user"), "content": text})
-    return [*messages, _turn(said)] if said else messages
+    return [*messages, _assistant_message(pending)] if pending else messages
 
 
-def _turn(items: list[Any]) -> Message:
+def _assistant_message(items: list[Any]) -> Message:
     texts, calls, thoughts = [], [], []
     for item in items:
         if item.get("type") == "function_call":
@@ -53,38 +53,38 @@ def _turn(items: list[Any]) -> Message:
             name, arguments = str(item.get("name") or ""), str(item.get("arguments") or "")
             calls.append(tool_call(call_id, name, arguments))
         elif item.get("type") == "reasoning":
-            thoughts.append(str(_text(item.get("content")) or ""))
+            thoughts.append(str(_join_text(item.get("content")) or ""))
         else:
-            texts.append(str(_text(item.get("content")) or ""))
+            texts.append(str(_join_text(item.get("content")) or ""))
     return assistant("".join(texts) if texts else None, calls, reasoning="".join(thoughts))
 
 
-def _text(content: Any) -> Any:
-    """The text of a list of parts that are all text; anything else stays as it is."""
+def _join_text(content: Any) -> Any:
+    """Join a list of text parts to one text; return anything else unchanged."""
     if isinstance(content, list) and all(isinstance(p, dict) and "text" in p for p in content):
         return "".join(str(part["text"]) for part in content)
     return content
 
 
-def _said(answer: Body) -> list[Message]:
-    return [_turn(answer.get("output") or [])]
+def _parse_answer(answer: Body) -> list[Message]:
+    return [_assistant_message(answer.get("output") or [])]
 
 
-def _streamed(events: list[Body], samples: int) -> list[Message]:
-    """The last event holds the whole answer; one that was cut off has the items that were done."""
+def _parse_stream(events: list[Body], samples: int) -> list[Message]:
+    """Read the last event, which holds the whole answer; if cut off, the finished items."""
     for event in reversed(events):
         if "response" in event and event["response"].get("output"):
-            return _said(event["response"])
+            return _parse_answer(event["response"])
     done = [e["item"] for e in events if e.get("type") == "response.output_item.done"]
-    return [_turn(done)]
+    return [_assistant_message(done)]
 
 
 RESPONSES = SamplingApi(
     path="/v1/responses",
-    prefix="resp_",
-    last=b"event: response.completed\n",
-    asked=_asked,
-    said=_said,
-    streamed=_streamed,
-    content=frozenset({"input", "instructions", "tools"}),
+    id_prefix="resp_",
+    last_event=b"event: response.completed\n",
+    parse_request=_parse_request,
+    parse_answer=_parse_answer,
+    parse_stream=_parse_stream,
+    conversation_fields=frozenset({"input", "instructions", "tools"}),
 )

@@ -1,0 +1,173 @@
+"""Checks of a loop's arguments: nonsense is an error before anything runs. Called by loop.py."""
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from cray_agents.agent.agent import Agent
+from cray_agents.errors import BadInput
+from cray_agents.loop.settings import LoopSettings
+from cray_agents.loop.warmup import check as check_warm_up
+from cray_agents.tasks.task_set import TaskSet
+from cray_agents.training_jobs import Policy
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_types(agent: Any, tasks: Any, rewards: Sequence[Any], demonstrations: Any) -> None:
+    """Check the kinds of a loop's first arguments. Raises BadInput."""
+    if not isinstance(agent, Agent):
+        raise BadInput(f"agent={agent!r}: give an Agent", param="agent")
+    if "@" in agent.model:
+        name = agent.model.partition("@")[0]
+        raise BadInput(
+            f"the agent's model is {agent.model!r}, one version: a loop makes versions of a "
+            f"name. Give the agent model={name!r}; to begin with that version, promote it",
+            param="model",
+        )
+    if not isinstance(tasks, TaskSet):
+        raise BadInput(
+            f"tasks is a {type(tasks).__name__}: give a TaskSet, as in "
+            "TaskSet.from_list(tasks, holdout=0.2)",
+            param="tasks",
+        )
+    for place, function in enumerate(rewards):
+        if not callable(function):
+            raise BadInput(f"rewards[{place}] is {function!r}: give a function", param="rewards")
+    _check_demonstrations(demonstrations)
+
+
+def _check_demonstrations(given: Any) -> None:
+    for place, one in enumerate(given):
+        name = f"demonstrations[{place}]"
+        if not (isinstance(one, tuple | list) and len(one) == 2):
+            raise BadInput(
+                f"{name}: give a pair of its messages and its metadata, as in "
+                '([{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}], {})',
+                param="demonstrations",
+            )
+        messages, metadata = one
+        if not isinstance(metadata, Mapping):
+            message = f"{name}: its metadata is {metadata!r}: give a dict, {{}} for none"
+            raise BadInput(message, param="demonstrations")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            message = f"{name}: its messages are {messages!r}: give a list of dicts"
+            raise BadInput(message, param="demonstrations")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+                raise BadInput(
+                    f"{name}: message {number} is {message!r}: give a dict with a `role`, one of "
+                    f"{', '.join(ROLES)}",
+                    param="demonstrations",
+                )
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BadInput(f"{name} has no assistant message to learn from", param="demonstrations")
+
+
+def _check_keys(loop: LoopSettings) -> None:
+    """Refuse keys of metadata that no task has: they would group nothing."""
+    of_tasks = [task.metadata for task in loop.tasks]
+    of_demonstrations = [metadata for _, metadata in loop.data.demonstrations]
+    for name, key, metadata in (
+        ("balance_by", loop.data.balance_by, [*of_tasks, *of_demonstrations]),
+        ("curriculum.key", loop.sampling.curriculum.key, of_tasks),
+        ("promotion.guard", loop.promotion.guard, of_tasks),
+    ):
+        known = {key for one in metadata for key in one}
+        if key is not None and metadata and key not in known:
+            have = ", ".join(sorted(map(repr, known))) or "none at all"
+            raise BadInput(
+                f"{name}={key!r}: no task has that in its metadata; there is {have}",
+                param=name.partition(".")[0],
+            )
+
+
+def check(loop: LoopSettings) -> None:
+    """Check a loop's settings. Raises BadInput for nonsense, and for what would have no effect."""
+    methods = {stage.method for stage in loop.stages}
+    if not loop.rewards and (loop.watch is None or loop.tasks):
+        raise BadInput("a loop needs at least one reward function", param="rewards")
+    for split in ("train", "holdout"):
+        if loop.watch is None and not loop.tasks.split(split):
+            raise BadInput(f"the task set has no {split} tasks", param="tasks")
+    if loop.watch is not None:
+        _check_watch(loop, methods)
+    _check_keys(loop)
+    least, most = loop.promotion.low, loop.promotion.high
+    target = loop.stopping.target
+    if target is not None and not least <= target <= most:
+        raise BadInput(
+            f"target={target!r}: no mean reward reaches it, for rewards are from {least:g} to "
+            f"{most:g}; PromotionTest(high=...) says if they go further",
+            param="target",
+        )
+    if not loop.sampling.temperature >= 0:
+        message = f"temperature={loop.sampling.temperature!r}: must not be negative"
+        raise BadInput(message, param="temperature")
+    for name, value, low, high in (
+        ("close_at", loop.asynchrony.close_at, 0.0, 1.0),
+        ("resample", loop.sampling.resample, 0.0, 10.0),
+    ):
+        if not low <= value <= high or (name == "close_at" and value == 0):
+            raise BadInput(f"{name}={value!r}: must be from {low:g} to {high:g}", param=name)
+    for name, count, least in (
+        ("staleness", loop.asynchrony.staleness, 0),
+        ("concurrency", loop.sampling.concurrency, 1),
+    ):
+        if count < least:
+            raise BadInput(f"{name}={count!r} is too small", param=name)
+    if loop.sampling.resample and not methods & {"grpo", "dpo"}:
+        raise BadInput("resample has no effect without a grpo or dpo stage", param="resample")
+    if loop.data.history is not None and not methods & {"rft", "dpo", "kto"}:
+        raise BadInput(f"history has no effect with {', '.join(methods)}", param="history")
+    if loop.sampling.control is not None and (loop.asynchrony.close_at < 1):
+        raise BadInput("a control needs all runs of a generation: close_at=1", param="close_at")
+    if loop.sampling.control not in (None, "shuffled-rewards"):
+        raise BadInput(f"control {loop.sampling.control!r} is not known", param="control")
+    if "sft" in methods and not loop.data.demonstrations:
+        raise BadInput("method 'sft' trains on demonstrations: give some", param="demonstrations")
+    if "grpo" in methods:
+        _check_grpo(loop)
+    if loop.warm_up is not None:
+        check_warm_up(loop)
+
+
+def _check_watch(loop: LoopSettings, methods: Set[str]) -> None:
+    """Refuse settings of a loop's own runs: a loop on live traffic has none."""
+    for name, given in (
+        ("staleness", loop.asynchrony.staleness != 0),
+        ("close_at", loop.asynchrony.close_at != 1.0),
+        ("resample", loop.sampling.resample != 0.0),
+        ("control", loop.sampling.control is not None),
+    ):
+        if given:
+            raise BadInput(f"{name} has no effect on live traffic: watch", param=name)
+    if "sft" in methods:
+        raise BadInput(
+            "method 'sft' learns from demonstrations alone: watch with rft, and give them to it",
+            param="method",
+        )
+
+
+def _check_grpo(loop: LoopSettings) -> None:
+    if loop.sampling.temperature <= 0:
+        raise BadInput(
+            f"temperature={loop.sampling.temperature!r}: greedy runs at a task are all the same, "
+            "and grpo compares them: give 1.0",
+            param="temperature",
+        )
+    for stage in loop.stages:
+        policy = stage.hyperparameters.policy
+        if stage.method != "grpo":
+            continue
+        if loop.asynchrony.staleness and policy.importance_cap is None:
+            raise BadInput(
+                f"staleness={loop.asynchrony.staleness} trains on what older versions sampled: "
+                "policy.importance_cap, which corrects that, must not be None",
+                param="staleness",
+            )
+        if policy.temperature not in (Policy().temperature, loop.sampling.temperature):
+            raise BadInput(
+                f"policy.temperature={policy.temperature:g}, and the runs are sampled at "
+                f"{loop.sampling.temperature:g}: leave it out, the loop fills it in",
+                param="hyperparameters",
+            )

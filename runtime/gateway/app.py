@@ -1,0 +1,89 @@
+"""The gateway: an ASGI application over the pool, the store, the registry and the trainer.
+
+`cray-agents up` serves it with uvicorn. Read next: routes/, the routes; http/routing.py, how they
+are declared; model_calls/answer.py, the calls to models.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import orjson
+from starlette.applications import Starlette
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.http.auth import Access
+from cray_agents.runtime.gateway.http.error_envelope import HANDLERS
+from cray_agents.runtime.gateway.http.middleware import Middleware
+from cray_agents.runtime.gateway.http.openapi import document
+from cray_agents.runtime.gateway.http.routing import Declaration, Router, mount
+from cray_agents.runtime.gateway.http.shapes import ANY
+from cray_agents.runtime.gateway.routes import (
+    batches,
+    datasets,
+    exports,
+    files,
+    fine_tuning,
+    jobs,
+    loops,
+    models,
+    platform,
+    sampling,
+    trajectories,
+    uploads,
+)
+from cray_agents.runtime.gateway.services import Services
+
+router = Router("Platform")
+#: Exports stand before trajectories: the first route that matches a path serves it.
+ROUTERS = (
+    sampling.router,
+    models.models_router,
+    models.router,
+    exports.router,
+    trajectories.router,
+    datasets.router,
+    jobs.router,
+    fine_tuning.router,
+    loops.router,
+    platform.router,
+    batches.router,
+    files.router,
+    uploads.router,
+    router,
+)
+
+
+def create_app(services: Services) -> Starlette:
+    """Return the ASGI application over these services, which stay their maker's to close."""
+    access = Access(Keys(services.home), services.api_keys, services.token)
+    app = Starlette(routes=[*mount(declarations(), services, access)])
+    # a redirect is no error envelope, and clients drop the body on it
+    app.router.redirect_slashes = False
+    # only the layers that a request needs, without Starlette's own: each costs on every call
+    app.middleware_stack = Middleware(
+        ExceptionMiddleware(app.router, HANDLERS),
+        services.admission,
+        services.metrics,
+        services.body_timeout,
+    )
+    return app
+
+
+def declarations() -> Iterator[Declaration]:
+    """Yield every route of the gateway."""
+    for each in ROUTERS:
+        yield from each.declarations
+
+
+@router.get("/openapi.json", Role.use, answer=ANY)
+async def openapi(services: Services, request: Request) -> Response:
+    """Return this document."""
+    return Response(_openapi_json(), media_type="application/json")
+
+
+@cache
+def _openapi_json() -> bytes:
+    return orjson.dumps(document(declarations()))

@@ -1,0 +1,131 @@
+"""The platform itself: health, keys, the replicas, and the numbers for Prometheus."""
+
+import asyncio
+
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cray_agents.errors import StoreError
+from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.auth import caller_of
+from cray_agents.runtime.gateway.http.bodies import field, json_response, read_json
+from cray_agents.runtime.gateway.http.error_envelope import envelope
+from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.http.shapes import ANY, REAL, TEXT, list_of, object_of, or_none
+from cray_agents.runtime.gateway.replica_lease import lease_seconds
+from cray_agents.runtime.gateway.services import Services
+
+ALIVE = object_of({"status": {"const": "ok"}})
+LEASE = object_of(
+    {"holder": TEXT, "version": TEXT, "displaced": list_of(TEXT), "seconds_left": REAL}
+)
+
+router = Router("Platform")
+
+
+@router.get("/health", "open", answer=ALIVE)
+async def health(services: Services, request: Request) -> Response:
+    """Tell that the gateway is up."""
+    return json_response({"status": "ok"})
+
+
+@router.get("/health/live", "open", answer=ALIVE)
+async def live(services: Services, request: Request) -> Response:
+    """Tell that the gateway is up."""
+    return json_response({"status": "ok"})
+
+
+@router.get(
+    "/health/ready", "open", answer=object_of({"status": {"const": "ready"}}), fails="503 not_ready"
+)
+async def ready(services: Services, request: Request) -> Response:
+    """Tell that a replica can answer, and that its answers can be recorded."""
+    missing, why = services.versions.missing(), None
+    if missing or not services.pool.ready:
+        why = f"no replica can answer with {', '.join(missing)}" if missing else "no replica is up"
+        lease = services.versions.leases.lease
+        if lease is not None and services.pool.ready:
+            why += f": {lease.holder!r} has {lease.version} in its place, for a while"
+        why += "; GET /v1/pool tells more"
+    try:
+        await asyncio.to_thread(services.store.check_room)
+    except StoreError as error:
+        why = f"{error}: no call is answered that cannot be recorded"
+    if why is None:
+        return json_response({"status": "ready"})
+    body = envelope(503, why, "not_ready")
+    return Response(body, 503, {"retry-after": "1"}, "application/json")
+
+
+@router.get("/v1/platform", Role.use, answer=ANY)
+async def platform(services: Services, request: Request) -> Response:
+    """Return the platform's engine, trainer, scheduler, home and version."""
+    return json_response(services.platform)
+
+
+@router.get(
+    "/v1/whoami",
+    Role.use,
+    answer=object_of(
+        {
+            "key": {"type": ["string", "null"], "description": "Its id; null without one."},
+            "name": TEXT,
+            "role": {"enum": list(Role.__members__)},
+        }
+    ),
+)
+async def whoami(services: Services, request: Request) -> Response:
+    """Return the caller's key and role."""
+    caller = caller_of(request)
+    key = caller.key_id if caller.key_name else None
+    return json_response({"key": key, "name": caller.name, "role": caller.role.name})
+
+
+@router.get(
+    "/v1/pool",
+    Role.admin,
+    answer=object_of({"data": list_of(ANY), "spares": list_of(ANY), "lease": or_none(LEASE)}),
+)
+async def pool(services: Services, request: Request) -> Response:
+    """List the replicas and the versions in them.
+
+    `spares`: replicas that were started for versions that no other holds. `lease`: the holder for
+    whom the only replica has another version than the promoted one.
+    """
+    lease = services.versions.leases.lease
+    return json_response(
+        {
+            "data": services.pool.status(),
+            "spares": services.pool.spares_status(),
+            "lease": lease.status() if lease else None,
+        }
+    )
+
+
+@router.post(
+    "/v1/pool/lease",
+    Role.admin,
+    body=object_of({"holder": TEXT}, {"seconds": REAL}),
+    answer=LEASE,
+    fails="404 no_lease",
+)
+async def renew_lease(services: Services, request: Request) -> Response:
+    """Keep a version that was staged by force for a while more (60 s by default).
+
+    With 0 seconds the promoted version is loaded again. A stage with `force` begins a lease.
+    """
+    body = await read_json(request, services.max_body)
+    holder, seconds = field(body, "holder", str), lease_seconds(body)
+    return json_response(services.versions.leases.renew(holder, seconds).status())
+
+
+@router.get("/metrics", Role.use, media={"text/plain": {}, "application/openmetrics-text": {}})
+async def metrics(services: Services, request: Request) -> Response:
+    """Return the numbers for Prometheus, in its text format or OpenMetrics."""
+    states = [str(replica.get("state")) for replica in services.pool.status()]
+    services.metrics.set_gauges(services.admission, states)
+    encode, kind = choose_encoder(request.headers.get("accept", ""))
+    # in a thread: a thousand series take some milliseconds
+    text = await asyncio.to_thread(encode, services.metrics.registry)
+    return Response(text, headers={"content-type": kind})
