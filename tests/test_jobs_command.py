@@ -369,9 +369,9 @@ def test_pausing_resuming_and_cancelling_ask_the_platform(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = Root(Home(tmp_path / "home"), capsys)
-    with platform(root.home.root, ScriptedEngine([]), held=True) as where:
+    with platform(root.home.root, ScriptedEngine([]), by_hand=True) as where:
         job = spec(parent=str(tmp_path / "home" / "first"))
-        ScriptedTrainer(root.home, held=True).submit(job)
+        ScriptedTrainer(root.home, by_hand=True).submit(job)
         # a platform is looked for by its process
         argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
         with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:

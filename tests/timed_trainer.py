@@ -15,7 +15,7 @@ class TimedTrainer:
 
     def __init__(self, home: Home, seconds: float) -> None:
         metrics = {"seconds": seconds, "trained_tokens": 100}
-        self.scripted = ScriptedTrainer(home, metrics, PROBE, held=True)
+        self.scripted = ScriptedTrainer(home, metrics, PROBE, by_hand=True)
         self.seconds = seconds
         self._one_at_a_time = threading.Lock()
 

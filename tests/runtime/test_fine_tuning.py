@@ -234,7 +234,7 @@ def test_a_cancelled_job_stays_cancelled_paused_or_not(site: Site) -> None:
 
 def test_a_failed_job_says_why(tmp_path: Path, model: Path) -> None:
     site = Site(tmp_path / "home", model)
-    with site.served(held=False, failures={0: "the loss is nan after 3 whole steps"}):
+    with site.served(by_hand=False, failures={0: "the loss is nan after 3 whole steps"}):
         failed = site.until(site.create().id, "failed")
         assert failed.error.code == "training_failed"
         assert "the loss is nan" in failed.error.message

@@ -182,7 +182,7 @@ def test_what_was_pruned_can_be_taken_in_again(site: Site) -> None:
 
 def test_what_jobs_and_replicas_need_stays(site: Site) -> None:
     row(site, 7)
-    later = ScriptedTrainer(site.home, held=True)
+    later = ScriptedTrainer(site.home, by_hand=True)
     source = site.registry.resolve("calc@4").job
     for number, more in ((2, {}), (3, {"optimizer_from": source})):
         later.submit(site.spec(number, f"later-{number}", **more))
@@ -305,7 +305,7 @@ def test_drafts_of_dead_processes_are_swept(site: Site) -> None:
 def test_jobs_that_failed_or_were_cancelled_keep_no_resume_points(site: Site) -> None:
     trainer = ScriptedTrainer(site.home, failures={0: "no luck"})
     failed = trainer.submit(site.spec(1, "a"))
-    held = ScriptedTrainer(site.home, held=True)
+    held = ScriptedTrainer(site.home, by_hand=True)
     cancelled, going = (held.submit(site.spec(1, dataset)) for dataset in ("b", "c"))
     held.cancel(cancelled.id)
     for job in (failed, cancelled, going):

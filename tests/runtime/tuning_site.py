@@ -44,7 +44,7 @@ class Site:
 
     @contextmanager
     def served(self, **trainer: Any) -> Iterator[openai.OpenAI]:
-        options: dict[str, Any] = {"held": True, "metrics": METRICS, **trainer}
+        options: dict[str, Any] = {"by_hand": True, "metrics": METRICS, **trainer}
         engine = ScriptedEngine(lambda request: "432")
         options |= {"model": self.model, "name": "m"}
         spare = ScriptedEngine(lambda request: "433")

@@ -115,7 +115,7 @@ class Away(ScriptedTrainer):
     """Its scheduler does not answer for one of the jobs."""
 
     def __init__(self, home: Home) -> None:
-        super().__init__(home, held=True)
+        super().__init__(home, by_hand=True)
         self.away = ""
         self.asked: list[str] = []
 
@@ -150,7 +150,7 @@ async def test_what_ended_is_not_asked_after_and_trouble_with_one_stops_no_other
 def test_the_files_of_what_ended_are_looked_at_once(tmp_path: Path) -> None:
     home, ended = Home(tmp_path / "home"), set[str]()
     assert unfinished_jobs(home, ended) == []
-    trainer = ScriptedTrainer(home, held=True)
+    trainer = ScriptedTrainer(home, by_hand=True)
     parent = str(bare_model(tmp_path / "model"))
     done, other = (trainer.submit(some_spec(n, parent)).id for n in range(2))
     trainer.advance(done)

@@ -263,7 +263,7 @@ def test_a_start_that_finds_its_job_paused_does_nothing(lab: Any) -> None:
 
 
 def test_a_held_scripted_job_can_be_paused_resumed_and_cancelled(lab: Any) -> None:
-    trainer = ScriptedTrainer(lab.home, held=True)
+    trainer = ScriptedTrainer(lab.home, by_hand=True)
     spec = lab.spec("qwen3")
     assert trainer.submit(spec).state == "queued"
     assert (trainer.advance(spec.id, 3).state, trainer.status(spec.id).step) == ("running", 3)

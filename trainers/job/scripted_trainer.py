@@ -2,7 +2,7 @@
 
 Tests of loops use it instead of training. Like the real trainer it is idempotent, names jobs by
 their spec, keeps a job's folder and publishes a manifest. Unlike the real one, it reports the
-metrics given to it. A `held` trainer does nothing by itself: a test advances its jobs. No torch.
+metrics given to it. With `by_hand` it does nothing by itself: a test advances its jobs. No torch.
 """
 
 import shutil
@@ -24,7 +24,7 @@ from cray_agents.training_jobs import JobSpec, JobStatus
 class ScriptedTrainer:
     """A ports.Trainer. `metrics` and `probe` go into each manifest.
 
-    `failures[n]` is the error of the n-th job submitted here, counted from 0. `held`: jobs go no
+    `failures[n]` is the error of the n-th job submitted here, counted from 0. `by_hand`: jobs go no
     further than `advance` takes them, so that they can be paused and cancelled.
     """
 
@@ -35,7 +35,7 @@ class ScriptedTrainer:
         probe: list[ProbePrompt] | None = None,
         failures: Mapping[int, str] | None = None,
         *,
-        held: bool = False,
+        by_hand: bool = False,
     ) -> None:
         self.home = home
         self.metrics = {
@@ -47,7 +47,7 @@ class ScriptedTrainer:
         }
         self.probe = probe
         self.failures = dict(failures or {})
-        self.held = held
+        self.by_hand = by_hand
         self.submitted: list[JobSpec] = []
 
     def submit(self, spec: JobSpec) -> JobStatus:
@@ -57,7 +57,7 @@ class ScriptedTrainer:
             self._parent(spec)
             self.submitted.append(spec)
             journal.write_spec(spec)
-        if not self.held:
+        if not self.by_hand:
             self.advance(spec.id)
         return self.status(spec.id)
 
@@ -74,7 +74,7 @@ class ScriptedTrainer:
         return read_status(self.home, job_id).model_copy(update={"scheduler": "scripted"})
 
     def cancel(self, job_id: str) -> JobStatus:
-        """End the job, unless it has ended. A job that is not held ends within `submit`."""
+        """End the job, unless it has ended. Without `by_hand` a job ends within `submit`."""
         if self.status(job_id).state in ("queued", "running", "paused"):
             JobJournal(self.home, job_id).cancel()
         return self.status(job_id)

@@ -1,7 +1,8 @@
-"""What a training job tells, as it tells it: its events, and its log's lines. For `jobs logs`.
+"""Event stream of a training job: its new events and log lines, for `jobs logs`.
 
-Only files of the shared root are read, so that it works from any host, platform or not. A restart
-replaces events.jsonl (Journal.rewind) and empties the logs of ranks: both are noticed.
+Only files of the shared root are read, so any host can follow a job, with or without a platform.
+A restart replaces events.jsonl (JobJournal.rewind) and empties the logs of ranks. The readers
+notice both.
 """
 
 import os
@@ -13,29 +14,29 @@ from typing import Any, BinaryIO
 from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.job.journal import JobJournal
 
-POLL = 0.3  # seconds between two looks
+POLL = 0.3  # seconds between two reads
 
 
-class Growing:
-    """The lines of a file that somebody appends to, and may replace or empty."""
+class GrowingFile:
+    """A reader of new lines in a file that may grow, be replaced or be emptied."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._rest = b""  # a line whose end has not come
+        self._rest = b""  # the start of an unfinished line
 
     def read(self, *, last: bool = False) -> list[bytes]:
-        """The whole lines since the last look; the `last` takes one without an end, too."""
-        lines = self._more()
+        """Return the whole lines since the last read; with `last`, an unfinished one too."""
+        lines = self._read_new_lines()
         if self._file is not None and self._replaced(self._file):
             self._file.close()
             self._file = None
-            lines += self._more()
+            lines += self._read_new_lines()
         if last and self._rest:
             lines.append(self._rest)
         return lines
 
-    def _more(self) -> list[bytes]:
+    def _read_new_lines(self) -> list[bytes]:
         if self._file is None:
             if not self._path.exists():
                 return []
@@ -47,7 +48,7 @@ class Growing:
         return lines
 
     def _replaced(self, file: BinaryIO) -> bool:
-        """Whether the path means another file now. While ours is open its number stays taken."""
+        """Tell whether the path names another file now; an open file keeps its inode number."""
         try:
             return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
         except FileNotFoundError:
@@ -55,39 +56,39 @@ class Growing:
 
 
 class NewEvents:
-    """A job's events, each once: a restart's file begins with those that were told before."""
+    """A reader of a job's events, each once, although a restart writes the old ones again."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, Growing(path)
-        self._told: set[tuple[Any, ...]] = set()
+        self._path, self._file = path, GrowingFile(path)
+        self._seen: set[tuple[Any, ...]] = set()
 
     def read(self) -> list[dict[str, Any]]:
-        """Those since the last look, in order."""
+        """Return the events since the last read, in order."""
         new = []
         for line in self._file.read():
             event: dict[str, Any] = checksums.parse(line, self._path)
             key = (event["time"], event["event"], event.get("step"))
-            if key not in self._told:
-                self._told.add(key)
+            if key not in self._seen:
+                self._seen.add(key)
                 new.append(event)
         return new
 
 
-def told(
+def stream_job(
     journal: JobJournal, log: Path, tail: int, *, events: bool = True, follow: bool = False
 ) -> Iterator[dict[str, Any] | str]:
-    """The last `tail` events of a job and lines of a log; with `follow`, then what comes.
+    """Yield the last `tail` events of a job and lines of a log; with `follow`, all later ones.
 
-    A dict is an event, a text a line. Following ends when the job has ended.
+    A dict is an event, a string is a log line. Following ends when the job has ended.
     """
-    new_events, new_lines = NewEvents(journal.events_file), Growing(log)
+    new_events, new_lines = NewEvents(journal.events_file), GrowingFile(log)
     first, ended = True, not follow
     while True:
-        # the end is recorded before events and log tell of it: hence one more look after it
+        # a job records its end before its last events and log lines: read once more after it
         over, ended = ended, has_ended(journal)
-        found = new_events.read() if events else []
+        fresh = new_events.read() if events else []
         lines = [line.decode(errors="replace") for line in new_lines.read(last=over)]
-        yield from found[-tail:] if first else found
+        yield from fresh[-tail:] if first else fresh
         yield from lines[-tail:] if first else lines
         if over:
             return
@@ -96,5 +97,5 @@ def told(
 
 
 def has_ended(journal: JobJournal) -> bool:
-    """Whether a job succeeded, failed or was cancelled."""
+    """Tell whether a job succeeded, failed or was cancelled."""
     return journal.cancelled or journal.status() is not None

@@ -1,8 +1,8 @@
-"""Where a submitted job trains, and what it tells meanwhile: on a platform, or with this command.
+"""Job targets: train a submitted job on the running platform, or with this command.
 
-Without a platform the scheduler and the trainer are ours, as `up` would hold them: what died is
-started again, and where the scheduler is of this host the job's processes end when we do. Called by
-job_submitting.py. Read next: trainers/megatron_trainer.py.
+Without a platform this command runs the scheduler and the trainer itself, as `up` would. The
+trainer restarts processes that died. With a scheduler of this host the job's processes end with
+this command. Called by submit.py. Read next: trainers/job/megatron_trainer.py.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cray_agents.cli.jobs.event_stream import Growing, NewEvents
+from cray_agents.cli.jobs.event_stream import GrowingFile, NewEvents
 from cray_agents.cli.jobs.job_page import sentence
 from cray_agents.cli.platform.platform_process import (
     SUBMITTER,
@@ -37,33 +37,33 @@ if TYPE_CHECKING:
     from cray_agents.runtime.scheduler.slurm import Slurm
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 
-POLL = 0.3  # seconds between looks at a job
+POLL = 0.3  # seconds between reads of a job's state
 UNDER_WAY = ("queued", "running")
 
 
 def train(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
-    """Submit a job, or find it, and follow it to its end, or to where Ctrl-C paused it.
+    """Submit a job, or find it, and follow it to its end or until Ctrl-C pauses it.
 
     Raises SetupError, BadInput, JobError.
     """
     info = running(config.root)
     if info is not None:
-        return _on_platform(config.root, PlatformTrainer(info), spec, detach=detach)
+        return _train_on_platform(config.root, PlatformTrainer(info), spec, detach=detach)
     if (starting := owner(config.root)) is not None:
         raise SetupError(
             f"a platform (pid {starting['pid']}) claims {config.root.root} but does not answer:"
             " wait until it has started, or end it with `cray-agents down`"
         )
-    return _here(config, spec, detach=detach)
+    return _train_without_platform(config, spec, detach=detach)
 
 
 def say(text: str) -> None:
-    """A line of the command's own, on stderr."""
+    """Print a line of the command's own on stderr."""
     errors.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class Trains(Protocol):
-    """What this command needs of a trainer: MegatronTrainer, or a platform's."""
+    """The interface of a trainer for this command: MegatronTrainer or PlatformTrainer."""
 
     def submit(self, spec: JobSpec) -> JobStatus: ...
     def status(self, job_id: str) -> JobStatus: ...
@@ -71,18 +71,18 @@ class Trains(Protocol):
 
 
 class PlatformTrainer:
-    """The trainer of a running platform, over HTTP. Raises what the gateway's envelope names."""
+    """The trainer of a running platform, over HTTP. Raises the error named in the response."""
 
     def __init__(self, info: dict[str, Any]) -> None:
         self._info = info
 
     def submit(self, spec: JobSpec) -> JobStatus:
-        """Start the job, or find it. What was not asked and the code are the platform's to say."""
+        """Start the job, or find it. The platform fills unset fields and the code version."""
         body = spec.model_dump(mode="json", exclude={"code"}, exclude_unset=True)
         return self._post("/jobs", body)
 
     def status(self, job_id: str) -> JobStatus:
-        """Where it stands. Raises SetupError when the platform is gone."""
+        """Return the job's status. Raises SetupError when the platform is gone."""
         try:
             return JobStatus.model_validate(fetch(self._info, f"/v1/jobs/{job_id}"))
         except OSError as error:
@@ -111,29 +111,31 @@ class PlatformTrainer:
             await platform.close()
 
 
-def _on_platform(home: Home, trainer: PlatformTrainer, spec: JobSpec, *, detach: bool) -> JobStatus:
+def _train_on_platform(
+    home: Home, trainer: PlatformTrainer, spec: JobSpec, *, detach: bool
+) -> JobStatus:
     following, status = _begin(home, trainer, spec)
     if detach:
-        return _left_alone(status)
+        return _detach(status)
     try:
-        status = following.to_the_end(trainer, (*UNDER_WAY, "paused"))
+        status = following.print_until_end(trainer, (*UNDER_WAY, "paused"))
     except KeyboardInterrupt:
         say(f"{status.id} goes on: `cray-agents jobs logs -f {status.id}` follows it, and"
             f" `cray-agents jobs pause {status.id}` halts it")  # fmt: skip
         raise
-    time.sleep(POLL)  # the end is recorded before events and log tell of it
-    following.tell(last=True)
+    time.sleep(POLL)  # a job records its end before its last events and log lines
+    following.print_new(last=True)
     return status
 
 
-def _here(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
-    """Train it with a scheduler of our own; one of this host ends with this command."""
+def _train_without_platform(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
+    """Train with a scheduler of this command; a scheduler of this host ends with it."""
     from cray_agents.runtime.scheduler.choose import configured_scheduler, site_cluster
 
     home = config.root
-    only: contextlib.AbstractContextManager[None]
+    claim: contextlib.AbstractContextManager[None]
     if config.scheduler != "local" and site_cluster() is not None:
-        only = contextlib.nullcontext()
+        claim = contextlib.nullcontext()
     elif detach:
         raise BadInput(
             "--detach: without a platform, and without a site's Slurm, the job ends with this"
@@ -141,24 +143,24 @@ def _here(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
             param="detach",
         )
     else:
-        only = _alone(home)
-    with only, contextlib.closing(configured_scheduler(config)) as scheduler:
-        trainer = _trainer(config, scheduler)
+        claim = _claim_root(home)
+    with claim, contextlib.closing(configured_scheduler(config)) as scheduler:
+        trainer = _make_trainer(config, scheduler)
         with _terminated_as_interrupted():
             following, status = _begin(home, trainer, spec)
             if detach:
-                return _left_alone(status)
+                return _detach(status)
             try:
-                status = following.to_the_end(trainer, UNDER_WAY)
+                status = following.print_until_end(trainer, UNDER_WAY)
             except KeyboardInterrupt:
-                status = _saved(trainer, following, status.id)
+                status = _save_and_stop(trainer, following, status.id)
         while scheduler.status(status.id).state in UNDER_WAY:
-            time.sleep(POLL)  # its process has a last line to write
-        following.tell(last=True)
+            time.sleep(POLL)  # the process has a last line to write
+        following.print_new(last=True)
         return status
 
 
-def _trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "MegatronTrainer":
+def _make_trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "MegatronTrainer":
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
@@ -167,21 +169,21 @@ def _trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "MegatronTr
     return MegatronTrainer(config.root, scheduler, resources)
 
 
-def _saved(trainer: "MegatronTrainer", following: "Following", job_id: str) -> JobStatus:
-    """Let the job save where it stands, and end."""
+def _save_and_stop(trainer: "MegatronTrainer", following: "Following", job_id: str) -> JobStatus:
+    """Let the job save a resume point and end."""
     say("saving where it stands (Ctrl-C again: end at once)")
-    with contextlib.suppress(BadInput):  # it has ended meanwhile
+    with contextlib.suppress(BadInput):  # the job has ended meanwhile
         trainer.pause(job_id)
-    status = following.to_the_end(trainer, UNDER_WAY)
+    status = following.print_until_end(trainer, UNDER_WAY)
     if status.state == "paused":
-        where = f"saved after step {status.step} of {status.steps}"
-        say(f"{job_id} is {where}: the same command again goes on from there")
+        progress = f"saved after step {status.step} of {status.steps}"
+        say(f"{job_id} is {progress}: the same command again goes on from there")
     return status
 
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM saves as Ctrl-C does."""
+    """Let SIGTERM raise KeyboardInterrupt, so that the job saves as on Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -190,11 +192,11 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(home: Home) -> Iterator[None]:
-    """Raises SetupError while another command trains here: this host's scheduler is one's own."""
+def _claim_root(home: Home) -> Iterator[None]:
+    """Claim this host's scheduler. Raises SetupError while another command trains on the root."""
     path = home.slurm / SUBMITTER
     if submitter(home) is None:
-        path.unlink(missing_ok=True)  # of one that was killed
+        path.unlink(missing_ok=True)  # left by a killed command
     if not durable.create_file(path, str(os.getpid()).encode()):
         raise SetupError(
             f"another `jobs submit` trains on {home.root}: wait for its end, or start a"
@@ -207,28 +209,28 @@ def _alone(home: Home) -> Iterator[None]:
 
 
 class Following:
-    """What a job tells from now on, printed as `jobs logs -f` does."""
+    """A printer of a job's new events and log lines, in the format of `jobs logs -f`."""
 
     def __init__(self, journal: JobJournal, steps: int) -> None:
         self.job_id, self._steps = journal.job_id, steps
-        self._events, self._log = NewEvents(journal.events_file), Growing(journal.log)
+        self._events, self._log = NewEvents(journal.events_file), GrowingFile(journal.log)
 
-    def pass_over(self) -> None:
-        """Leave out what was told until now."""
+    def skip_past(self) -> None:
+        """Skip the events and lines written until now."""
         self._events.read()
         self._log.read(last=True)
 
-    def to_the_end(self, trainer: Trains, states: Sequence[str]) -> JobStatus:
-        """Print what comes until the job is in none of these states."""
+    def print_until_end(self, trainer: Trains, states: Sequence[str]) -> JobStatus:
+        """Print new events and lines until the job is in none of these states."""
         while True:
-            status = trainer.status(self.job_id)  # also starts again what died
-            self.tell()
+            status = trainer.status(self.job_id)  # also restarts processes that died
+            self.print_new()
             if status.state not in states:
                 return status
             time.sleep(POLL)
 
-    def tell(self, *, last: bool = False) -> None:
-        """Print what is new; the `last` time a line without an end, too."""
+    def print_new(self, *, last: bool = False) -> None:
+        """Print new events and lines; with `last`, an unfinished line too."""
         for event in self._events.read():
             line(sentence(event, self._steps))
         for text in self._log.read(last=last):
@@ -236,9 +238,9 @@ class Following:
 
 
 def _begin(home: Home, trainer: Trains, spec: JobSpec) -> tuple[Following, JobStatus]:
-    """Submit the job; one that was paused goes on."""
+    """Submit the job, and resume it if it was paused."""
     following = Following(JobJournal(home, spec.id), spec.hyperparameters.steps)
-    following.pass_over()
+    following.skip_past()
     status = trainer.submit(spec)
     if status.id != spec.id:  # the platform runs other code than this command
         following = Following(JobJournal(home, status.id), spec.hyperparameters.steps)
@@ -248,6 +250,7 @@ def _begin(home: Home, trainer: Trains, spec: JobSpec) -> tuple[Following, JobSt
     return following, status
 
 
-def _left_alone(status: JobStatus) -> JobStatus:
+def _detach(status: JobStatus) -> JobStatus:
+    """Say how to follow the job, and return its status."""
     say(f"`cray-agents jobs logs -f {status.id}` follows it")
     return status

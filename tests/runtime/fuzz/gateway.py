@@ -88,7 +88,7 @@ async def serve(home: Home) -> None:
         home=home,
         store=Store(home),
         registry=registry,
-        trainer=ScriptedTrainer(home, probe=PROBE, held=True),
+        trainer=ScriptedTrainer(home, probe=PROBE, by_hand=True),
         pool=pool,
         platform={"version": "fuzzed"},
         body_timeout=BODY_TIMEOUT,
