@@ -17,7 +17,7 @@ import pytest
 
 from cray_agents import ScriptedEngine
 from cray_agents.cli import main
-from cray_agents.cli.jobs.spec_options import asked, settled
+from cray_agents.cli.jobs.spec_options import build_spec, read_fields
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
@@ -285,18 +285,20 @@ def test_a_spec_file_comes_before_options(made: Site, tmp_path: Path) -> None:
     given = {"dataset": made.dataset, "parent": str(made.model), "keep": 7}
     file.write_text(json.dumps(given | {"hyperparameters": hyper}))
     options = {"steps": 9, "lora.rank": None}
-    spec = settled(made.home, asked(file, options, ["lora.rank=4", "hyperparameters.seed=3"]))
-    settled_hyper = spec.hyperparameters
-    assert (settled_hyper.steps, settled_hyper.seed, settled_hyper.learning_rate) == (9, 3, 0.5)
-    assert settled_hyper.lora is not None
-    assert (settled_hyper.lora.rank, settled_hyper.lora.alpha, spec.keep) == (4, 3, 7)
+    spec = build_spec(
+        made.home, read_fields(file, options, ["lora.rank=4", "hyperparameters.seed=3"])
+    )
+    chosen = spec.hyperparameters
+    assert (chosen.steps, chosen.seed, chosen.learning_rate) == (9, 3, 0.5)
+    assert chosen.lora is not None
+    assert (chosen.lora.rank, chosen.lora.alpha, spec.keep) == (4, 3, 7)
     assert "layout" not in spec.model_fields_set  # it is the trainer's to choose
-    assert settled(made.home, asked(file, {}, ["lora=null"])).hyperparameters.lora is None
+    assert build_spec(made.home, read_fields(file, {}, ["lora=null"])).hyperparameters.lora is None
     with pytest.raises(BadInput, match="parent_sha256 is 00"):
-        settled(made.home, asked(file, {"parent_sha256": "00"}, []))
+        build_spec(made.home, read_fields(file, {"parent_sha256": "00"}, []))
     # what a job wrote down is the same job
     file.write_text(spec.model_dump_json())
-    assert settled(made.home, asked(file, {}, [])).id == spec.id
+    assert build_spec(made.home, read_fields(file, {}, [])).id == spec.id
 
 
 @pytest.mark.parametrize(
@@ -317,7 +319,9 @@ def test_what_else_of_the_parent_decides_is_in_the_id(
     with (changed / file).open("a") as content:
         content.write("\n")
     specs = [
-        settled(site.home, asked(None, {"dataset": site.dataset, "parent": str(parent)}, []))
+        build_spec(
+            site.home, read_fields(None, {"dataset": site.dataset, "parent": str(parent)}, [])
+        )
         for parent in (site.model, changed)
     ]
     assert specs[0].parent_sha256 == specs[1].parent_sha256
@@ -328,7 +332,7 @@ def test_what_else_of_the_parent_decides_is_in_the_id(
 def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> None:
     hyper = Hyperparameters.model_validate({"steps": 4, "init": init})
     options = {"dataset": site.dataset, "parent": str(site.model), "steps": 4, "init": init}
-    here = settled(site.home, asked(None, options, []))
+    here = build_spec(site.home, read_fields(None, options, []))
     root, engine = site.home.root, ScriptedEngine(lambda request: "")
     with platform(root, engine, model=site.model, name="m") as served:
         job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=hyper)
@@ -344,7 +348,7 @@ def test_a_job_from_before_settings_counted_keeps_its_id() -> None:
 
 def test_what_failed_before_stays_failed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
-    spec = settled(site.home, asked(None, fields, []))
+    spec = build_spec(site.home, read_fields(None, fields, []))
     journal = JobJournal(site.home, spec.id)
     journal.write_spec(spec)
     journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
@@ -360,7 +364,7 @@ def test_what_failed_is_tried_again_if_it_is_to_be_run_otherwise(
     """Here only to fail for another reason, which is found before anything is trained."""
     monkeypatch.setenv("CRAY_AGENTS_SCHEDULER", "local")
     fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
-    spec = settled(site.home, asked(None, fields, []))
+    spec = build_spec(site.home, read_fields(None, fields, []))
     journal = JobJournal(site.home, spec.id)
     journal.write_spec(spec)
     journal.write_status(JobStatus(id=spec.id, state="failed", error="the limit is too low"))
@@ -379,7 +383,7 @@ def test_from_scratch_the_weights_do_not_count(made: Site, tmp_path: Path) -> No
     shutil.copytree(made.model, bare)
     (bare / "model.safetensors").unlink()
     fields = {"dataset": made.dataset, "parent": str(bare), "init": "random"}
-    spec = settled(made.home, asked(None, fields, []))
+    spec = build_spec(made.home, read_fields(None, fields, []))
     assert (spec.parent, spec.hyperparameters.init) == (str(bare), "random")
-    same = settled(made.home, asked(None, fields | {"parent": str(made.model)}, []))
+    same = build_spec(made.home, read_fields(None, fields | {"parent": str(made.model)}, []))
     assert same.id == spec.id

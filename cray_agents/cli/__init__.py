@@ -1,7 +1,7 @@
 """The command line, `cray-agents`: the composition root, which may import every folder.
 
-Commands read the shared root directly where they only look (models, runs, jobs), and talk to the
-running platform where something happens. Heavy imports wait until a command needs them.
+Commands that only look (models, runs, jobs) read the shared root directly. Commands that change
+something talk to the running platform. Heavy imports wait until a command needs them.
 """
 
 import importlib.metadata
@@ -58,8 +58,8 @@ for module in (
     module.add_to(app)
 
 
-#: What the caller must change: the input, this machine, or a guard of theirs.
-_THEIRS = (BadInput, NotFound, SetupError, RealModelCall)
+#: Errors that the caller must fix: in the input, on this machine, or in a guard of their own.
+_CALLER_ERRORS = (BadInput, NotFound, SetupError, RealModelCall)
 
 
 def main() -> None:
@@ -70,18 +70,18 @@ def main() -> None:
         errors.print(f"[bold red]error:[/] {escape(str(error))}")
         if isinstance(error, JobError) and error.log_tail:
             errors.print(escape(error.log_tail))
-        sys.exit(2 if isinstance(error, _THEIRS) else 1)
+        sys.exit(2 if isinstance(error, _CALLER_ERRORS) else 1)
     except ModuleNotFoundError as error:
-        if (lacking := _lacking(error)) is None:
+        if (advice := _install_advice(error)) is None:
             raise
-        errors.print(f"[bold red]error:[/] {escape(lacking)}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(advice)}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _lacking(error: ModuleNotFoundError) -> str | None:
-    """What to install for a module that one of our extras brings; None: it is none of ours."""
+def _install_advice(error: ModuleNotFoundError) -> str | None:
+    """Return advice to install the extra that brings a module; None: no extra of ours does."""
     module = (error.name or "").partition(".")[0].replace("_", "-")
     extras = set()
     for requirement in importlib.metadata.requires("cray-agents") or ():

@@ -1,6 +1,6 @@
-"""What commands share of the screen: the consoles, common options, tables that are also JSON.
+"""Terminal output that commands share: consoles, common options, tables that are also JSON.
 
-What comes from models, tools and logs is shown without markup, and its control characters as
+Texts of models, tools and logs are printed without markup, and their control characters as
 pictures: a stored text must not drive the terminal.
 """
 
@@ -48,7 +48,7 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
 
 
 def cell(value: Any) -> str:
-    """A value as people read it."""
+    """Return a value as people read it."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -59,23 +59,23 @@ def cell(value: Any) -> str:
 
 
 def when(seconds: float) -> str:
-    """A unix time as local date and time."""
+    """Return a unix time as local date and time."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def one_line(text: str) -> str:
-    """A text without line breaks and control characters."""
+    """Return a text without line breaks and control characters."""
     return " ".join(text.split()).translate(_PICTURES)
 
 
 def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
-    """Print a text, each of its lines indented; what is wrapped is indented by `hanging` more.
+    """Print a text with each line indented; continuation lines are indented by `hanging` more.
 
-    On a terminal lines are wrapped to its width; in a pipe they are as long as they are.
+    On a terminal lines are wrapped to its width; in a pipe they are not wrapped.
     """
-    for number, one in enumerate(text.split("\n")):
+    for number, source in enumerate(text.split("\n")):
         margin = indent + (hanging if number else 0)
-        whole = Text(one.expandtabs(4).translate(_PICTURES), style)
+        whole = Text(source.expandtabs(4).translate(_PICTURES), style)
         if not console.is_terminal:
             console.print(Text(" " * margin) + whole, soft_wrap=True, highlight=False)
             continue
@@ -88,12 +88,12 @@ def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss."""
+    """Return seconds as m:ss."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """Return a number of bytes with its unit, for people."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
@@ -103,5 +103,5 @@ def size(count: int) -> str:
 
 
 def root(home: Path | None) -> Home:
-    """The shared root a command looks at."""
+    """Return the shared root that a command works on."""
     return load_config({"home": home}).root

@@ -1,1 +1,1 @@
-"""`run`, `chat` and `mcp`."""
+"""Commands that take an agent: `run`, `chat` and `mcp`."""

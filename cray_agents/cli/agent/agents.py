@@ -1,8 +1,8 @@
 """`run` and `chat`: commands that take a Python file with an agent in it.
 
 The file may lie anywhere; its folder is importable. `agent.py:name` picks one agent of several. An
-agent talks to the platform at --url, else to the engine it brings along, else to the platform on
-the shared root, which is started if none runs. Read next: conversing.py, what is printed.
+agent talks to the platform at --url, else to its own engine, else to the platform on the shared
+root, which is started if none runs. Read next: conversation_view.py, for the output.
 """
 
 import asyncio
@@ -20,7 +20,13 @@ import typer
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.sessions import FileSession, MemorySession, Session
-from cray_agents.cli.agent.conversation_view import TerminalChat, answer, answered, as_text, report
+from cray_agents.cli.agent.conversation_view import (
+    TerminalChat,
+    answer,
+    as_text,
+    has_answer,
+    report,
+)
 from cray_agents.cli.platform.platform_process import client, serving
 from cray_agents.cli.screen import HomeOption
 from cray_agents.config import load_config
@@ -90,21 +96,21 @@ def run_agent(
 ) -> None:
     """Run an agent once and print its answer. Exit code 1: it came to none."""
     text = sys.stdin.read().strip() if question == "-" else question
-    module = load(_parted(file)[0])
-    given = asked_task(module, task, metadata, text)
-    if text is None and (given is None or task is None):
+    module = load(_split_target(file)[0])
+    request = requested_task(module, task, metadata, text)
+    if text is None and (request is None or task is None):
         raise BadInput("say what to ask, or name a task of the file with --task", param="question")
     memory = FileSession(session) if session else MemorySession()
-    with engaged(agent_in(module, file), home, url) as agent:
+    with with_engine(agent_in(module, file), home, url) as agent:
         if stream:
-            run = asyncio.run(answer(agent, given or text or "", memory, as_json=as_json))
+            run = asyncio.run(answer(agent, request or text or "", memory, as_json=as_json))
         else:
-            run = agent.run_sync(given or text or "", session=memory)
+            run = agent.run_sync(request or text or "", session=memory)
     if as_json and not stream:
         print(run.model_dump_json(indent=2))
-    elif not stream and answered(run):
+    elif not stream and has_answer(run):
         print(as_text(run.output))
-    if not answered(run):
+    if not has_answer(run):
         report(run)
         raise typer.Exit(1)
 
@@ -122,15 +128,15 @@ def chat(
 ) -> None:
     """Talk with an agent: answers stream, tool calls are shown. /help tells more."""
     memory: Session = FileSession(session) if session else MemorySession()
-    module = load(_parted(file)[0])
-    given = asked_task(module, task, metadata)
-    with engaged(agent_in(module, file), home, url) as agent:
-        TerminalChat(agent, memory, task=given, forget=forget).run()
+    module = load(_split_target(file)[0])
+    request = requested_task(module, task, metadata)
+    with with_engine(agent_in(module, file), home, url) as agent:
+        TerminalChat(agent, memory, task=request, forget=forget).run()
 
 
 @contextmanager
-def engaged(agent: Agent, home: Path | None, url: str | None) -> Iterator[Agent]:
-    """The agent with the engine that answers it while the block lasts."""
+def with_engine(agent: Agent, home: Path | None, url: str | None) -> Iterator[Agent]:
+    """Yield the agent with an engine that answers it while the block lasts."""
     if url is not None:
         yield agent.override(engine=OpenAIEngine(url))
     elif home is None and (agent.engine or agent.base_url or os.environ.get("CRAY_AGENTS_URL")):
@@ -144,7 +150,7 @@ def engaged(agent: Agent, home: Path | None, url: str | None) -> Iterator[Agent]
 def platform_at(
     home: Path | None, url: str | None, name: str, model: Path | None = None
 ) -> Iterator[Platform]:
-    """The platform at a URL, else the one on the root, else one started for this command."""
+    """Yield the platform at a URL, else the one on the root, else one started for this command."""
     if url is not None:
         yield Platform(url)
         return
@@ -152,41 +158,41 @@ def platform_at(
         yield client(info)
 
 
-def asked_task(
+def requested_task(
     module: ModuleType, task: str | None, metadata: list[str] | None, text: str | None = None
 ) -> Task | None:
-    """The task that `--task` and `--metadata` mean, with this input; None without either.
+    """Return the task that `--task` and `--metadata` mean, with this input; None without either.
 
-    Raises BadInput for a task that the file has not, and metadata that cannot be read.
+    Raises BadInput for a task that the file lacks, and metadata that cannot be read.
     """
     if task is None and not metadata:
         return None
-    found = Task(input=text or "") if task is None else _task_of(module, task)
-    more = dict(pair for given in metadata or () for pair in _pairs(given))
-    changes = {"metadata": {**found.metadata, **more}}
-    return found.model_copy(update=changes | ({"input": text} if text is not None else {}))
+    base = Task(input=text or "") if task is None else _task_of(module, task)
+    more = dict(pair for option in metadata or () for pair in _metadata_pairs(option))
+    changes = {"metadata": {**base.metadata, **more}}
+    return base.model_copy(update=changes | ({"input": text} if text is not None else {}))
 
 
 def _task_of(module: ModuleType, task: str) -> Task:
-    """The task of a file's TaskSet or Loop with this id. Raises BadInput."""
-    sets = [one.tasks if isinstance(one, Loop) else one for one in vars(module).values()]
-    known = {one.id: one for tasks in sets if isinstance(tasks, TaskSet) for one in tasks}
+    """Return the task with this id, of a file's TaskSet or Loop. Raises BadInput."""
+    sets = [value.tasks if isinstance(value, Loop) else value for value in vars(module).values()]
+    known = {each.id: each for tasks in sets if isinstance(tasks, TaskSet) for each in tasks}
     if task in known:
         return known[task]
-    there = ", ".join([*known][:5]) + (", ..." if len(known) > 5 else "")
-    instead = f"there is {there}" if known else "it has no TaskSet"
+    ids = ", ".join([*known][:5]) + (", ..." if len(known) > 5 else "")
+    instead = f"there is {ids}" if known else "it has no TaskSet"
     raise BadInput(f"{module.__file__} has no task {task!r}: {instead}", param="task")
 
 
-def _pairs(given: str) -> list[tuple[str, Any]]:
-    """`KEY=VALUE`, whose value is JSON or else a text; or a whole JSON object. Raises BadInput."""
+def _metadata_pairs(given: str) -> list[tuple[str, Any]]:
+    """Parse `KEY=VALUE`, whose value is JSON or else a text; or a JSON object. Raises BadInput."""
     if given.lstrip().startswith("{"):
         try:
             return [*json.loads(given).items()]
         except ValueError as error:
             raise BadInput(f"--metadata {given!r} is no JSON: {error}", param="metadata") from error
-    key, found, value = given.partition("=")
-    if not (key and found):
+    key, equals, value = given.partition("=")
+    if not (key and equals):
         raise BadInput(f"--metadata {given!r}: give KEY=VALUE, or JSON", param="metadata")
     try:
         return [(key, json.loads(value))]
@@ -194,31 +200,31 @@ def _pairs(given: str) -> list[tuple[str, Any]]:
         return [(key, value)]
 
 
-def _parted(given: str) -> tuple[Path, str]:
-    """The file and the name that `FILE` or `FILE:NAME` means."""
+def _split_target(given: str) -> tuple[Path, str]:
+    """Return the file and the name that `FILE` or `FILE:NAME` means."""
     path, _, name = given.rpartition(":")
     return (Path(given), "") if not path or Path(given).is_file() else (Path(path), name)
 
 
 def load_agent(given: str) -> Agent:
-    """The agent that `FILE` or `FILE:NAME` means. Raises BadInput."""
-    return agent_in(load(_parted(given)[0]), given)
+    """Return the agent that `FILE` or `FILE:NAME` means. Raises BadInput."""
+    return agent_in(load(_split_target(given)[0]), given)
 
 
 def agent_in(module: ModuleType, given: str) -> Agent:
-    """The same, of the file that was loaded. Raises BadInput."""
-    path, name = _parted(given)
-    found = {key: value for key, value in vars(module).items() if isinstance(value, Agent)}
-    if not name and len(found) == 1:
-        (name,) = found
+    """Return the agent that `FILE` or `FILE:NAME` means, of its loaded module. Raises BadInput."""
+    path, name = _split_target(given)
+    agents = {key: value for key, value in vars(module).items() if isinstance(value, Agent)}
+    if not name and len(agents) == 1:
+        (name,) = agents
     name = name or "agent"
-    if name in found:
-        return found[name]
-    if not found:
+    if name in agents:
+        return agents[name]
+    if not agents:
         raise BadInput(f"{path} defines no agent; write: agent = Agent(...)", param="file")
     raise BadInput(
-        f"{path} defines no agent {name!r}, but {', '.join(found)}: say which, as in "
-        f"{path}:{next(iter(found))}",
+        f"{path} defines no agent {name!r}, but {', '.join(agents)}: say which, as in "
+        f"{path}:{next(iter(agents))}",
         param="file",
     )
 
@@ -242,11 +248,11 @@ def load(file: Path) -> ModuleType:
 
 
 def find(module: ModuleType, name: str, kind: type[T], file: Path) -> T:
-    """A module's object of that name and type. Raises BadInput."""
-    found = getattr(module, name, None)
-    if not isinstance(found, kind):
+    """Return the module's object of that name and type. Raises BadInput."""
+    value = getattr(module, name, None)
+    if not isinstance(value, kind):
         raise BadInput(
             f"{file} defines no `{name}` ({kind.__name__}); write: {name} = {kind.__name__}(...)",
             param=name,
         )
-    return found
+    return value

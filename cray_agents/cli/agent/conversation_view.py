@@ -1,6 +1,6 @@
-"""What `run` and `chat` show of an agent at work: its text as it comes, tool calls, limits, errors.
+"""Terminal view of an agent at work: its text as it comes, tool calls, limits, errors.
 
-Called by agents.py. What comes from models and tools is printed without markup, and its control
+Called by agents.py. Texts of models and tools are printed without markup, and their control
 characters as pictures.
 """
 
@@ -32,7 +32,8 @@ from cray_agents.errors import CrayError
 from cray_agents.records import Message, Run, StopReason, Task
 
 _TOOL_CHARS = 400  # of a tool's arguments or result
-_SAVED = ("role", "content", "name", "tool_calls", "tool_call_id")  # others are a server's own
+#: Fields that /save writes; other fields are a server's own.
+_SAVED = ("role", "content", "name", "tool_calls", "tool_call_id")
 _PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 _HELP = """\
 /reset      begin a new conversation
@@ -43,7 +44,7 @@ Ctrl-C stops an answer. A line that begins with a blank is never a command."""
 
 
 async def answer(agent: Agent, text: str | Task, memory: Session, *, as_json: bool = False) -> Run:
-    """Ask, print what happens as it happens, and return the run. Raises as Agent.stream does."""
+    """Ask, print events as they happen, and return the run. Raises as Agent.stream does."""
     run: Run | None = None
     async for event in agent.stream(text, session=memory):
         if isinstance(event, RunEnded):
@@ -64,10 +65,10 @@ def _show(event: AgentEvent) -> None:
         case TextDelta():
             _print(event.text)
         case ToolStarted():
-            _print(f"\n  {event.name}({_shortened(event.arguments)})", style="dim")
+            _print(f"\n  {event.name}({_shorten(event.arguments)})", style="dim")
         case ToolFinished():
             style = "dim" if event.call.error is None else "red"
-            _print(f"\n  {event.call.name} -> {_shortened(model_text(event.call))}\n", style=style)
+            _print(f"\n  {event.call.name} -> {_shorten(model_text(event.call))}\n", style=style)
         case Handoff():
             _print(f"\n  to {event.agent}:\n", style="dim")
         case LimitReached():
@@ -77,11 +78,11 @@ def _show(event: AgentEvent) -> None:
 
 
 def _print(text: str, style: str = "") -> None:
-    shown = Text(text.translate(_PICTURES), style)
-    console.print(shown, end="", soft_wrap=True, highlight=False)
+    safe = Text(text.translate(_PICTURES), style)
+    console.print(safe, end="", soft_wrap=True, highlight=False)
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     line = one_line(text)
     return line if len(line) <= _TOOL_CHARS else f"{line[:_TOOL_CHARS]}..."
 
@@ -92,18 +93,18 @@ def _as_line(event: AgentEvent) -> str:
 
 
 def as_text(output: Any) -> str:
-    """A run's output: a text as it is, any other as JSON."""
+    """Return a run's output: a text as it is, any other value as JSON."""
     return output if isinstance(output, str) else to_json(output).decode()
 
 
-def answered(run: Run) -> bool:
-    """Whether the run came to an answer, if only because a limit made it."""
+def has_answer(run: Run) -> bool:
+    """Tell if the run came to an answer, if only because a limit made it."""
     completed = run.stop_reason == StopReason.completed or run.output is not None
     return completed and run.error is None
 
 
 def report(run: Run) -> None:
-    """Say on stderr why a run came to no answer."""
+    """Print to stderr why a run came to no answer."""
     reason = "" if run.error is None else f": {run.error.message}"
     errors.print(Text.assemble((str(run.stop_reason), "red"), reason.translate(_PICTURES)))
 
@@ -111,8 +112,8 @@ def report(run: Run) -> None:
 class TerminalChat:
     """A conversation on the terminal. Ctrl-C stops the present answer, which is then forgotten.
 
-    With a `task` each question is asked as that one with another input: an environment finds the
-    task's metadata.
+    With a `task`, each question is asked as a copy of it with another input, so that an environment
+    has the task's metadata.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class TerminalChat:
         self._forget = forget
 
     def run(self) -> None:
-        """Until /quit or Ctrl-D."""
+        """Answer lines of input until /quit or Ctrl-D."""
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - it gives `input` line editing and history
@@ -141,13 +142,13 @@ class TerminalChat:
                     return
                 try:
                     if line.strip():
-                        self._take(line, runner)
+                        self._handle(line, runner)
                 except KeyboardInterrupt:
                     console.print("\n(stopped)")
                 except CrayError as error:
                     errors.print(Text(str(error), "red"))
 
-    def _take(self, line: str, runner: asyncio.Runner) -> None:
+    def _handle(self, line: str, runner: asyncio.Runner) -> None:
         command, _, rest = line.partition(" ")
         match command:
             case "/help":
@@ -168,22 +169,22 @@ class TerminalChat:
         if self._forget:
             self._memory = MemorySession()
         _print(f"{self._agent.name}: ", style="bold green")
-        asked = text if self._task is None else self._task.model_copy(update={"input": text})
-        run = runner.run(answer(self._agent, asked, self._memory))
-        if not answered(run):
+        request = text if self._task is None else self._task.model_copy(update={"input": text})
+        run = runner.run(answer(self._agent, request, self._memory))
+        if not has_answer(run):
             report(run)
 
     async def _history(self) -> None:
         for message in await self._memory.history():
             for call in message.get("tool_calls") or ():
                 function = call["function"]
-                _print(f"  {function['name']}({_shortened(function['arguments'])})\n", style="dim")
+                _print(f"  {function['name']}({_shorten(function['arguments'])})\n", style="dim")
             if text := message.get("content"):
                 _print(f"{message['role']}: {text}\n")
 
     def _save(self, name: str, messages: list[Message]) -> None:
-        told = [{key: m[key] for key in _SAVED if key in m} for m in messages]
-        line = orjson.dumps({"messages": told}) + b"\n"
+        saved = [{key: m[key] for key in _SAVED if key in m} for m in messages]
+        line = orjson.dumps({"messages": saved}) + b"\n"
         try:
             with Path(name).open("xb") as file:
                 file.write(line)

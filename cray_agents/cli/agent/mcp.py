@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cray_agents.cli.agent.agents import AgentFile, ServerOption, engaged, load_agent
+from cray_agents.cli.agent.agents import AgentFile, ServerOption, load_agent, with_engine
 from cray_agents.cli.screen import HomeOption, errors
 from cray_agents.errors import BadInput
 
@@ -37,8 +37,8 @@ def serve(
     if port is not None and not http:
         raise BadInput("--port is for --http: over stdio there is none", param="port")
     with ExitStack() as stack:
-        with redirect_stdout(sys.stderr):  # stdout is the wire: a print in the file would break it
-            agent = stack.enter_context(engaged(load_agent(file), home, url))
+        with redirect_stdout(sys.stderr):  # a print in the file would break the protocol on stdout
+            agent = stack.enter_context(with_engine(load_agent(file), home, url))
             server = agent_server(agent)
         if http:
             serve_http(server, port or 0, lambda at: errors.print(f"MCP server: {at}"))

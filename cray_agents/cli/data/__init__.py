@@ -1,1 +1,1 @@
-"""`dataset`, `export`, `import`, `batch` and `upload`."""
+"""Data commands: `dataset`, `export`, `import`, `batch` and `upload`."""

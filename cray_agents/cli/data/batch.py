@@ -1,4 +1,4 @@
-"""`batch`: queue a file of requests on a platform, watch it, fetch what came of it."""
+"""`batch` command: queue a file of requests on a platform, watch it, fetch its results."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from cray_agents.platform.transport import typed_error
 if TYPE_CHECKING:
     import openai
 
-POLL = 1.0  # seconds between looks at a batch that is waited for
+POLL = 1.0  # seconds between polls of a batch
 ENDED = {"completed", "failed", "expired", "cancelled"}
 COLUMNS = ["id", "status", "total", "completed", "failed", "created"]
 
@@ -55,13 +55,13 @@ def submit(
     with Server(home, url) as client:
         with file.open("rb") as content:
             uploaded = client.files.create(file=(file.name, content), purpose="batch")
-        wanted: Any = {"endpoint": endpoint, "completion_window": window}
-        made = client.batches.create(input_file_id=uploaded.id, **wanted)
+        options: Any = {"endpoint": endpoint, "completion_window": window}
+        submitted = client.batches.create(input_file_id=uploaded.id, **options)
         if wait_too:
-            made = follow(client, made.id)
-        tell(made, as_json)
+            submitted = follow(client, submitted.id)
+        print_batch(submitted, as_json)
         if wait_too:
-            leave(made)
+            exit_unless_completed(submitted)
 
 
 @batch.command("list")
@@ -75,7 +75,7 @@ def list_batches(
     rows = []
     with Server(home, url) as client:
         for each in client.batches.list(limit=min(limit, 100)):
-            rows.append(row(each))
+            rows.append(table_row(each))
             if len(rows) == limit:
                 break
     show(rows, COLUMNS, as_json=as_json)
@@ -87,7 +87,7 @@ def show_batch(
 ) -> None:
     """Show one batch: how far it is, and what is wrong with its input."""
     with Server(home, url) as client:
-        tell(client.batches.retrieve(batch_id), as_json)
+        print_batch(client.batches.retrieve(batch_id), as_json)
 
 
 @batch.command()
@@ -97,8 +97,8 @@ def wait(
     """Wait for a batch's end. Exit code 1 if it did not complete."""
     with Server(home, url) as client:
         ended = follow(client, batch_id)
-        tell(ended, as_json)
-        leave(ended)
+        print_batch(ended, as_json)
+        exit_unless_completed(ended)
 
 
 @batch.command()
@@ -107,7 +107,7 @@ def cancel(
 ) -> None:
     """Ask no more lines of a batch; what is done is kept."""
     with Server(home, url) as client:
-        tell(client.batches.cancel(batch_id), as_json)
+        print_batch(client.batches.cancel(batch_id), as_json)
 
 
 @batch.command()
@@ -122,22 +122,22 @@ def results(
 ) -> None:
     """Fetch the output file of a batch, or its error file."""
     with Server(home, url) as client:
-        found = client.batches.retrieve(batch_id)
-        file_id = found.error_file_id if failed else found.output_file_id
+        current = client.batches.retrieve(batch_id)
+        file_id = current.error_file_id if failed else current.output_file_id
         if file_id is None:
             which = "error" if failed else "output"
-            raise NotFound(f"batch {batch_id} is {found.status} and has no {which} file")
-        with client.files.with_streaming_response.content(file_id) as answer:
+            raise NotFound(f"batch {batch_id} is {current.status} and has no {which} file")
+        with client.files.with_streaming_response.content(file_id) as response:
             if output is not None:
-                answer.stream_to_file(output)
+                response.stream_to_file(output)
                 return
-            for piece in answer.iter_bytes():
-                sys.stdout.buffer.write(piece)
+            for chunk in response.iter_bytes():
+                sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()
 
 
 class Server:
-    """The platform's official client; what it raises becomes this package's errors."""
+    """An OpenAI client of the platform; its errors are raised as this package's errors."""
 
     def __init__(self, home: Path | None, url: str | None) -> None:
         info = running(load_config({"home": home}).root) if url is None else None
@@ -164,7 +164,7 @@ class Server:
 
 
 def follow(client: "openai.OpenAI", batch_id: str) -> Any:
-    """A batch when it has ended, with a bar on the screen meanwhile."""
+    """Wait until a batch has ended and return it; show a progress bar meanwhile."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -175,51 +175,51 @@ def follow(client: "openai.OpenAI", batch_id: str) -> Any:
     )
     with bar:
         task = bar.add_task("validating", total=None)
-        while (found := client.batches.retrieve(batch_id)).status not in ENDED:
-            counts = found.request_counts
+        while (current := client.batches.retrieve(batch_id)).status not in ENDED:
+            counts = current.request_counts
             done = counts.completed + counts.failed if counts else 0
             total = (counts.total if counts else 0) or None
-            bar.update(task, description=found.status, completed=done, total=total)
+            bar.update(task, description=current.status, completed=done, total=total)
             time.sleep(POLL)
-    return found
+    return current
 
 
-def tell(found: Any, as_json: bool) -> None:
+def print_batch(entry: Any, as_json: bool) -> None:
     """Print one batch."""
     if as_json:
-        print(found.model_dump_json(indent=2))
+        print(entry.model_dump_json(indent=2))
         return
-    show([row(found)], COLUMNS, as_json=False)
+    show([table_row(entry)], COLUMNS, as_json=False)
     for name in ("output_file_id", "error_file_id"):
-        if value := getattr(found, name):
+        if value := getattr(entry, name):
             console.print(f"{name}: {value}", highlight=False)
-    for problem in found.errors.data if found.errors else []:
+    for problem in entry.errors.data if entry.errors else []:
         line = f"line {problem.line}: " if problem.line else ""
         console.print(f"{line}{problem.code}: {problem.message}", markup=False, highlight=False)
 
 
-def leave(found: Any) -> None:
-    """Exit code 1 if it did not complete."""
-    if found.status != "completed":
+def exit_unless_completed(entry: Any) -> None:
+    """Exit with code 1 if the batch did not complete."""
+    if entry.status != "completed":
         raise typer.Exit(1)
 
 
-def row(found: Any) -> dict[str, Any]:
-    """A batch as a line of a table."""
-    counts = found.request_counts
+def table_row(entry: Any) -> dict[str, Any]:
+    """Return a batch as a row of the table."""
+    counts = entry.request_counts
     return {
-        "id": found.id,
-        "status": found.status,
-        "endpoint": found.endpoint,
+        "id": entry.id,
+        "status": entry.status,
+        "endpoint": entry.endpoint,
         "total": counts.total if counts else 0,
         "completed": counts.completed if counts else 0,
         "failed": counts.failed if counts else 0,
-        "created": when(found.created_at),
+        "created": when(entry.created_at),
     }
 
 
 def first_url(file: Path) -> str:
-    """The endpoint that a file's first line names. Raises BadInput."""
+    """Return the endpoint in the first line of a file. Raises BadInput."""
     with file.open("rb") as content:
         line = content.readline(16 * 2**20)
     try:

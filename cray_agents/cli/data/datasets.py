@@ -1,7 +1,7 @@
-"""`dataset`: build training sets, and look at them: what is in, what is not, and why.
+"""`dataset` command: build training sets, list them, and show why runs are in or out.
 
-Everything happens in this process, on the shared root; no platform is needed. Read next:
-runtime/datasets/, cray_agents/recipes.py.
+The commands work in this process, on the shared root; no platform is needed. Read next:
+runtime/datasets/, cray_agents/queries.py.
 """
 
 import json
@@ -17,7 +17,7 @@ import typer
 from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.runs.filter_options import (
     AgentOption,
     GenerationOption,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "considered_runs", "when"]
 LINES = ["run", "task", "generation", "attempt", "reward", "accepted", "reason", "detail"]
-EXAMPLES = 3  # of each reason that a dry run shows
-HOW = "How they are chosen"  # the options' heading in --help
+EXAMPLES = 3  # runs that a dry run shows for each reason
+PANEL = "How they are chosen"  # the options' heading in --help
 
 DatasetId = Annotated[str, typer.Argument(help="As `dataset list` shows it.")]
 RecipeOption = Annotated[
@@ -57,9 +57,9 @@ DryRunOption = Annotated[
 dataset = typer.Typer(no_args_is_help=True, help="Training sets: build, list, show, runs.")
 
 
-def _how(text: str, **more: Any) -> Any:
-    """An option that is a recipe's field."""
-    return typer.Option(help=text, rich_help_panel=HOW, **more)
+def _option(text: str, **more: Any) -> Any:
+    """Return an option that sets a field of the recipe."""
+    return typer.Option(help=text, rich_help_panel=PANEL, **more)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -75,30 +75,30 @@ def build(
     agent: AgentOption = None,
     model: ModelOption = None,
     tag: TagOption = None,
-    method: Annotated[str | None, _how("sft (the default), grpo, dpo or kto.")] = None,
+    method: Annotated[str | None, _option("sft (the default), grpo, dpo or kto.")] = None,
     min_reward: Annotated[
-        float | None, _how("sft, dpo: at least this; kto: desirable from it.")
+        float | None, _option("sft, dpo: at least this; kto: desirable from it.")
     ] = None,
-    best_of: Annotated[int | None, _how("sft: the best so many of each task.", min=1)] = None,
-    min_margin: Annotated[float | None, _how("dpo: rewards differ by this.", min=0)] = None,
-    max_per_task: Annotated[int | None, _how("At most so many of a task.", min=1)] = None,
-    max_tokens: Annotated[int | None, _how("The longest sample.", min=2)] = None,
-    step: Annotated[int | None, _how("The loop's training set of this number.", min=0)] = None,
-    max_uses: Annotated[int | None, _how("A run is in so many steps at most.", min=1)] = None,
-    validation: Annotated[float | None, _how("This fraction of tasks apart.", min=0)] = None,
+    best_of: Annotated[int | None, _option("sft: the best so many of each task.", min=1)] = None,
+    min_margin: Annotated[float | None, _option("dpo: rewards differ by this.", min=0)] = None,
+    max_per_task: Annotated[int | None, _option("At most so many of a task.", min=1)] = None,
+    max_tokens: Annotated[int | None, _option("The longest sample.", min=2)] = None,
+    step: Annotated[int | None, _option("The loop's training set of this number.", min=0)] = None,
+    max_uses: Annotated[int | None, _option("A run is in so many steps at most.", min=1)] = None,
+    validation: Annotated[float | None, _option("This fraction of tasks apart.", min=0)] = None,
     near_duplicates: Annotated[
-        float | None, _how("Leave out what is this similar to an earlier sample.", min=0)
+        float | None, _option("Leave out what is this similar to an earlier sample.", min=0)
     ] = None,
     held_out: Annotated[
         list[str] | None,
-        _how("Leave out what a line of this file asks (a path or an uploaded id); repeatable."),
+        _option("Leave out what a line of this file asks (a path or an uploaded id); repeatable."),
     ] = None,
-    balance_by: Annotated[str | None, _how("Balance groups of this key of metadata.")] = None,
-    balance_power: Annotated[float | None, _how("0: groups weigh the same; 1: samples.")] = None,
+    balance_by: Annotated[str | None, _option("Balance groups of this key of metadata.")] = None,
+    balance_power: Annotated[float | None, _option("0: groups weigh the same; 1: samples.")] = None,
     tokenizer: Annotated[
-        str | None, _how("A checkpoint's directory or id, or name@N, to render with.")
+        str | None, _option("A checkpoint's directory or id, or name@N, to render with.")
     ] = None,
-    render: Annotated[bool, _how("Render imported runs, which have no tokens.")] = False,
+    render: Annotated[bool, _option("Render imported runs, which have no tokens.")] = False,
     home: HomeOption = None,
     as_json: JsonOption = False,
     dry_run: DryRunOption = False,
@@ -122,33 +122,37 @@ def build(
         "tokenizer": tokenizer,
         "render": render or None,
     }
-    where = {"agent": agent, "model": model, "tags": tag or None}
-    _run(home, recipe_of(recipe, given, where, held_out), as_json=as_json, dry_run=dry_run)
+    run_filter = {"agent": agent, "model": model, "tags": tag or None}
+    _build_or_plan(
+        home, recipe_of(recipe, given, run_filter, held_out), as_json=as_json, dry_run=dry_run
+    )
 
 
-def _run(home: Path | None, recipe: DatasetRecipe, *, as_json: bool, dry_run: bool) -> None:
+def _build_or_plan(
+    home: Path | None, recipe: DatasetRecipe, *, as_json: bool, dry_run: bool
+) -> None:
     from cray_agents.runtime.datasets import build_dataset, plan_dataset
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.store import Store
 
-    where = opened(load_config({"home": home}))
+    root = open_root(load_config({"home": home}))
     if recipe.tokenizer is not None:
         folder = Path(recipe.tokenizer).expanduser().absolute()
-        tokenizer = folder if folder.is_dir() else Registry(where).directory(recipe.tokenizer)
+        tokenizer = folder if folder.is_dir() else Registry(root).directory(recipe.tokenizer)
         recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
-    store = Store(where)
+    store = Store(root)
     examples = _Examples()
     with _progress() as on_progress:
         if dry_run:
-            made = plan_dataset(store, where, recipe, on_progress, examples.add)
+            manifest = plan_dataset(store, root, recipe, on_progress, examples.add)
         else:
-            made = build_dataset(store, where, recipe, on_progress)
+            manifest = build_dataset(store, root, recipe, on_progress)
     if as_json:
-        print(json.dumps(made, indent=2))
+        print(json.dumps(manifest, indent=2))
         return
-    _tell(made)
+    _print_counts(manifest)
     if not dry_run:
-        console.print(f"{where.dataset(made['id'])}", highlight=False, soft_wrap=True)
+        console.print(f"{root.dataset(manifest['id'])}", highlight=False, soft_wrap=True)
         return
     show(examples.rows(), LINES, as_json=False)
     console.print("nothing was written", highlight=False)
@@ -163,8 +167,8 @@ def list_all(
     """List training sets, the newest first."""
     from cray_agents.runtime.datasets import list_datasets
 
-    found = list_datasets(_root(home), limit=limit).manifests
-    rows = [{**each, "when": when(each["created"])} for each in found]
+    manifests = list_datasets(_root(home), limit=limit).manifests
+    rows = [{**each, "when": when(each["created"])} for each in manifests]
     show(rows, COLUMNS, as_json=as_json)
 
 
@@ -178,7 +182,7 @@ def show_one(dataset_id: DatasetId, home: HomeOption = None, as_json: JsonOption
     if as_json:
         print(json.dumps(manifest, indent=2))
         return
-    _tell(manifest)
+    _print_counts(manifest)
     card = _root(home).dataset(dataset_id) / CARD
     console.print(f"card: {card}", highlight=False, soft_wrap=True)
 
@@ -199,30 +203,30 @@ def runs(
     """List every run that a training set considered: in or out, and why."""
     from cray_agents.runtime.datasets import dataset_runs
 
-    found = (
+    matches = (
         row
         for row in dataset_runs(_root(home), dataset_id)
         if reason in (None, row["reason"]) and accepted in (None, row["accepted"])
     )
-    show(list(islice(found, limit)), LINES, as_json=as_json)
+    show(list(islice(matches, limit)), LINES, as_json=as_json)
 
 
 def recipe_of(
     path: Path | None,
     given: dict[str, Any],
-    where: dict[str, Any],
+    run_filter: dict[str, Any],
     held_out: list[str] | None = None,
 ) -> DatasetRecipe:
-    """A file's recipe with what was given beside it. Raises BadInput naming the field."""
-    fields = _file(path) if path is not None else {}
+    """Return the recipe of a file with the options set. Raises BadInput naming the field."""
+    fields = _read_recipe(path) if path is not None else {}
     fields |= {name: value for name, value in given.items() if value is not None}
-    wanted = {name: value for name, value in where.items() if value is not None}
-    if wanted:
-        fields["where"] = {**(fields.get("where") or {}), **wanted}
+    run_filter = {name: value for name, value in run_filter.items() if value is not None}
+    if run_filter:
+        fields["where"] = {**(fields.get("where") or {}), **run_filter}
     if held_out:
-        about = fields.get("decontamination") or {}
-        files = [*about.get("files", ()), *held_out]
-        fields["decontamination"] = {**about, "files": files}
+        section = fields.get("decontamination") or {}
+        files = [*section.get("files", ()), *held_out]
+        fields["decontamination"] = {**section, "files": files}
     try:
         return DatasetRecipe.model_validate(fields)
     except ValidationError as error:
@@ -231,15 +235,15 @@ def recipe_of(
         raise BadInput(f"{param or 'the recipe'}: {first['msg']}", param=param) from error
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _read_recipe(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
-        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # of both formats, and of text that is none
+        fields = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:  # raised by both parsers, and by text that is not UTF-8
         raise BadInput(f"{path} is no recipe: {error}", param="recipe") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise BadInput(f"{path} is no recipe: it holds no object", param="recipe")
-    return found
+    return fields
 
 
 class _Examples:
@@ -259,24 +263,24 @@ class _Examples:
         return [line._asdict() for line in ordered]
 
 
-def _tell(made: dict[str, Any]) -> None:
-    """The counts of a dataset, as people read them."""
-    name = made["id"] or "an empty dataset, which is not built"
-    console.print(f"[bold]{name}[/]  {made['method']}", highlight=False)
-    if taken := made.get("step_taken"):
+def _print_counts(manifest: dict[str, Any]) -> None:
+    """Print the counts of a dataset."""
+    name = manifest["id"] or "an empty dataset, which is not built"
+    console.print(f"[bold]{name}[/]  {manifest['method']}", highlight=False)
+    if taken := manifest.get("step_taken"):
         console.print(f"its step has {taken}: that is what is built again", highlight=False)
-    for split, counts in made["splits"].items():
+    for split, counts in manifest["splits"].items():
         console.print(
             f"{split}: {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
             f"{counts['trained_tokens']:,} of them trained on",
             highlight=False,
         )
     console.print(
-        f"{made['accepted_runs']:,} of {made['considered_runs']:,} runs are in, and "
-        f"{made['demonstrations']:,} demonstrations",
+        f"{manifest['accepted_runs']:,} of {manifest['considered_runs']:,} runs are in, and "
+        f"{manifest['demonstrations']:,} demonstrations",
         highlight=False,
     )
-    left_out = Counter(made["rejected"]) + Counter(made["rejected_demonstrations"])
+    left_out = Counter(manifest["rejected"]) + Counter(manifest["rejected_demonstrations"])
     for reason, count in left_out.most_common():
         console.print(f"  {reason:<22} {count:,}", highlight=False)
 
@@ -292,8 +296,8 @@ def _progress() -> "Iterator[OnProgress]":
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("opening the store", total=None)
 
-        def on_progress(done: int, total: int, what: str) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+        def on_progress(done: int, total: int, phase: str) -> None:
+            bar.update(task, description=phase, completed=done, total=total)
 
         yield on_progress
 

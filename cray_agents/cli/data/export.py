@@ -1,6 +1,6 @@
-"""`export`: runs or a dataset in a format that other people's tools read.
+"""`export` command: write runs or a dataset in a format of another tool.
 
-Interrupted, or killed, the same command goes on where it was. Read next: runtime/exports/.
+After an interruption, the same command resumes the export. Read next: runtime/exports/.
 """
 
 import json
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
-FORMATS = {  # as --help lists them; what they are in full is in runtime/exports
+FORMATS = {  # as --help lists them; runtime/exports defines them
     "jsonl": "the whole record, a run per line",
     "openai": "chats for OpenAI's fine-tuning",
     "openai-preference": "pairs for OpenAI's fine-tuning",
@@ -141,17 +141,17 @@ def export(
              "stop_reason": stop_reason, "min_reward": min_reward, "max_reward": max_reward,
              "error": error, "since": since, "until": until, "tag": tag, "text": text}  # fmt: skip
     config = load_config({"home": home})
-    where = config.root
-    make_private(where.root, config.group)  # what is exported has the modes of the user's umask
+    root = config.root
+    make_private(root.root, config.group)  # the export itself gets the modes of the user's umask
     if dataset is not None:
         _check_alone(given)
-        source = exporter.open_dataset(where, dataset, chosen, split or "train", skip_missing)
+        source = exporter.open_dataset(root, dataset, chosen, split or "train", skip_missing)
     else:
         ages = {n: str(v) for n, v in given.items() if n in ("since", "until") and _is_age(v)}
-        wanted = filter_of(split=split, **given)  # type: ignore[arg-type]  # as they were given
-        source = exporter.open_runs(where, wanted, ages, skip_missing)
+        run_filter = filter_of(split=split, **given)  # type: ignore[arg-type]  # as they were given
+        source = exporter.open_runs(root, run_filter, ages, skip_missing)
     rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
-    with _shown(quiet) as on_progress:
+    with _show_progress(quiet) as on_progress:
         if output is None:
             summary = _to_stdout(source, chosen, rules, on_progress)
         else:
@@ -160,16 +160,16 @@ def export(
                 source, chosen, output, options=options, on_progress=on_progress
             )
     if as_json:
-        told = {"format": form, "output": str(output) if output else None, **asdict(summary)}
-        print(json.dumps(told, indent=2), file=sys.stdout if output else sys.stderr)
+        report = {"format": form, "output": str(output) if output else None, **asdict(summary)}
+        print(json.dumps(report, indent=2), file=sys.stdout if output else sys.stderr)
     elif not quiet:
-        _tell(summary, output)
-        if dataset is not None and split is None and exporter.has_validation(where, dataset):
+        _print_summary(summary, output)
+        if dataset is not None and split is None and exporter.has_validation(root, dataset):
             errors.print("  the dataset's validation split is not in it: --split validation")
 
 
 def _check_alone(given: Mapping[str, object]) -> None:
-    """Raise BadInput for filters beside a dataset, which is what it is."""
+    """Raise BadInput for filters beside --dataset."""
     for name, value in given.items():
         if value is not None:
             raise BadInput(
@@ -184,7 +184,7 @@ def _is_age(value: object) -> bool:
 
 
 def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
-    """Stream lines to stdout; whoever reads them may stop, as `head` does."""
+    """Stream lines to stdout; the reader may stop early, as `head` does."""
     from cray_agents.runtime.exports import exporter
 
     if hasattr(signal, "SIGPIPE"):
@@ -200,8 +200,8 @@ def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary
 
 
 @contextmanager
-def _shown(quiet: bool) -> Iterator["OnProgress"]:
-    """A bar on a terminal, a line now and then in a log."""
+def _show_progress(quiet: bool) -> Iterator["OnProgress"]:
+    """Show progress: a bar on a terminal, a line every SAY_EVERY seconds in a log."""
     if quiet:
         yield lambda progress: None
     elif errors.is_terminal:
@@ -220,22 +220,22 @@ class _Lines:
     """Progress as lines of a log."""
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._last_print = time.monotonic()
 
     def __call__(self, now: "ExportProgress") -> None:
-        if time.monotonic() - self._said > SAY_EVERY:
-            self._said = time.monotonic()
+        if time.monotonic() - self._last_print > SAY_EVERY:
+            self._last_print = time.monotonic()
             total = f" of {now.total:,}" if now.total is not None else ""
             errors.print(f"{now.runs:,}{total} runs, {megabytes(now.bytes)}", highlight=False)
 
 
-def _tell(summary: "Summary", output: Path | None) -> None:
-    """What was written, and what was lost on the way."""
-    where = f" to {output}" if output else ""
-    again = ", going on with an earlier one" if summary.resumed else ""
+def _print_summary(summary: "Summary", output: Path | None) -> None:
+    """Print the counts of an export and its losses."""
+    destination = f" to {output}" if output else ""
+    resumed = ", going on with an earlier one" if summary.resumed else ""
     errors.print(
         f"{summary.records:,} records of {summary.runs:,} runs, {megabytes(summary.bytes)}"
-        f"{where}{again}",
+        f"{destination}{resumed}",
         highlight=False, soft_wrap=True, markup=False,
     )  # fmt: skip
     for code, loss in summary.losses.items():
@@ -246,5 +246,5 @@ def _tell(summary: "Summary", output: Path | None) -> None:
 
 
 def megabytes(size: int) -> str:
-    """Bytes for people."""
+    """Return a size in bytes as text in MB."""
     return f"{size / 1e6:,.1f} MB"

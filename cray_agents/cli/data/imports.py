@@ -1,4 +1,4 @@
-"""`import`: conversations and runs from files into the store, platform or not."""
+"""`import` command: read conversations and runs from files into the store."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.screen import HomeOption, console, errors
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
@@ -46,19 +46,21 @@ def import_runs(
         raise BadInput(
             f"--split must be one of {', '.join(get_args(Split))}; not {split!r}", param="split"
         )
-    given = Importing(
+    options = Importing(
         tags=tuple(tag or ()),
         loop=loop,
         split=split,  # type: ignore[arg-type]
         agent=agent,
         reward=reward,
     )
-    done = asyncio.run(_import(home, file, form, given))
+    done = asyncio.run(_import(home, file, form, options))
     if as_json:
         print(json.dumps(asdict(done), indent=2))
         return
-    there = f"; {done.duplicates} were there already" if done.duplicates else ""
-    console.print(f"{done.runs} runs imported, {done.calls} model calls{there}", highlight=False)
+    duplicates = f"; {done.duplicates} were there already" if done.duplicates else ""
+    console.print(
+        f"{done.runs} runs imported, {done.calls} model calls{duplicates}", highlight=False
+    )
     if done.forgotten:
         errors.print(
             f"{done.forgotten} events are of runs that were forgotten here: import them again "
@@ -67,13 +69,13 @@ def import_runs(
         )
 
 
-async def _import(home: Path | None, file: Path, form: str, given: "Importing") -> "Imported":
+async def _import(home: Path | None, file: Path, form: str, options: "Importing") -> "Imported":
     from cray_agents.runtime.imports import import_file
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.redaction import Redactor
 
     config = load_config({"home": home})
-    given = replace(given, reward_limit=config.reward_limit)
+    options = replace(options, reward_limit=config.reward_limit)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -82,7 +84,7 @@ async def _import(home: Path | None, file: Path, form: str, given: "Importing") 
         console=errors,
         transient=True,
     )
-    store = Store(opened(config), redactor=Redactor.of(config))
+    store = Store(open_root(config), redactor=Redactor.of(config))
     try:
         with bar:
             task = bar.add_task("importing", total=None)
@@ -90,6 +92,6 @@ async def _import(home: Path | None, file: Path, form: str, given: "Importing") 
             def show(done: "Imported", read: int, size: int) -> None:
                 bar.update(task, description=f"{done.runs} runs", completed=read, total=size)
 
-            return await import_file(store, file, form, given, show)
+            return await import_file(store, file, form, options, show)
     finally:
         await store.close()

@@ -1,7 +1,7 @@
-"""`upload`: a large file to the platform, in parts, in parallel; what is there is not sent.
+"""`upload` command: send a large file to the platform in parallel parts, and resume.
 
-The upload is named by its content's sha256, so that the same command after an interruption goes on
-with it, and one for a file that is there already ends at once. The gateway's side is
+The sha256 of its content names an upload. The same command therefore resumes it after an
+interruption, and ends at once if the platform has the file already. The gateway's side is
 runtime/gateway/routes/uploads.py.
 """
 
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
 PIECE = 4 << 20  # bytes read and hashed at a time
 PART_BYTES = 64 << 20  # the most that the gateway takes in one part
-RETRIES = 8  # about half a minute, once it began: enough for a gateway that is started again
-COMPLETE_SECONDS = 3600.0  # the gateway reads and copies the whole file once
+RETRIES = 8  # about half a minute: enough for a restart of the gateway
+COMPLETE_SECONDS = 3600.0  # the gateway reads and copies the whole file
 
-Advance = Callable[[int], None]  # told how many more bytes are done; fewer, after a failure
+#: Takes the number of bytes done since the last call; negative after a failure.
+Advance = Callable[[int], None]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -66,11 +67,11 @@ def upload(
 
     if not file.is_file():
         raise BadInput(f"{file}: no such file", param="file")
-    info = {"url": url} if url else _platform(home)
-    where = str(info["url"])
-    base_url = f"{where.rstrip('/').removesuffix('/v1')}/v1"
+    info = {"url": url} if url else _find_platform(home)
+    platform_url = str(info["url"])
+    base_url = f"{platform_url.rstrip('/').removesuffix('/v1')}/v1"
     with (
-        _answers(where),
+        _typed_errors(platform_url),
         openai.OpenAI(
             base_url=base_url, api_key=key(info) or "none", max_retries=RETRIES
         ) as client,
@@ -88,7 +89,7 @@ def upload(
 
 @dataclass
 class Sending:
-    """One file on its way. `sent`: bytes of parts that the platform did not have."""
+    """An upload of one file. `sent`: bytes of parts that the platform did not have."""
 
     client: "openai.OpenAI"
     file: Path
@@ -97,45 +98,45 @@ class Sending:
     sent: int = 0
 
     def run(self, purpose: str, progress: Progress) -> dict[str, Any]:
-        """The completed upload."""
+        """Upload the file; return the completed upload."""
         size = self.file.stat().st_size
         hashing = progress.add_task("hashing", total=size)
         sha256 = self._sha256(0, size, lambda more: progress.advance(hashing, more))
-        announced = {
+        description = {
             "bytes": size,
             "filename": self.file.name,
             "mime_type": mimetypes.guess_type(self.file.name)[0] or "application/octet-stream",
             "purpose": purpose,
             "sha256": sha256,
         }
-        begun = self._post("/uploads", announced, max_retries=1)
-        if begun["status"] == "completed":
-            return begun
+        created = self._post("/uploads", description, max_retries=1)
+        if created["status"] == "completed":
+            return created
         sending = progress.add_task("sending", total=size)
-        part_ids = self._parts(begun, size, lambda more: progress.advance(sending, more))
+        part_ids = self._send_parts(created, size, lambda more: progress.advance(sending, more))
         return self._post(
-            f"/uploads/{begun['id']}/complete", {"part_ids": part_ids}, timeout=COMPLETE_SECONDS
+            f"/uploads/{created['id']}/complete", {"part_ids": part_ids}, timeout=COMPLETE_SECONDS
         )
 
-    def _parts(self, begun: dict[str, Any], size: int, advance: Advance) -> list[str]:
-        """Send what lacks; the ids of all parts in order. After a failure no more are begun."""
-        known = {part["sha256"]: part["id"] for part in begun["parts"]}
+    def _send_parts(self, created: dict[str, Any], size: int, advance: Advance) -> list[str]:
+        """Send the missing parts; return all ids in order. A failure starts no more parts."""
+        known = {part["sha256"]: part["id"] for part in created["parts"]}
         starts = range(0, size, self.part_bytes)
         with ThreadPoolExecutor(self.parallel, "part") as pool:
-            parts = [pool.submit(self._part, begun["id"], s, known, advance) for s in starts]
+            sends = [pool.submit(self._send_part, created["id"], s, known, advance) for s in starts]
             try:
-                for part in as_completed(parts):
-                    part.result()
+                for send in as_completed(sends):
+                    send.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        self.sent = sum(part.result()[1] for part in parts)
-        return [part.result()[0] for part in parts]
+        self.sent = sum(send.result()[1] for send in sends)
+        return [send.result()[0] for send in sends]
 
-    def _part(
+    def _send_part(
         self, upload_id: str, start: int, known: dict[str, str], advance: Advance
     ) -> tuple[str, int]:
-        """A part's id, and the bytes sent: none if the upload has it from an earlier attempt."""
+        """Return the id of a part, and the bytes sent: 0 if the upload has the part already."""
         with self.file.open("rb", buffering=0) as file:
             slice_ = Slice(file, start, self.part_bytes, advance)
             if known:
@@ -164,7 +165,7 @@ class Sending:
 
 
 class Slice(io.RawIOBase):
-    """A part of an open file, as a file of its own; sent again, it takes its progress back."""
+    """A part of an open file, as a file of its own; a seek back takes its progress back."""
 
     def __init__(self, file: io.FileIO, start: int, most: int, advance: Advance) -> None:
         self.size = min(most, os.fstat(file.fileno()).st_size - start)
@@ -175,7 +176,7 @@ class Slice(io.RawIOBase):
         self._advance = advance
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of any file."""
+        """Move to an offset; take back the progress of bytes to be read again."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         if self._at < self._read:
             self._advance(self._at - self._read)
@@ -183,11 +184,11 @@ class Slice(io.RawIOBase):
         return self._at
 
     def tell(self) -> int:
-        """As of any file."""
+        """Return the current offset."""
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """As of any file."""
+        """Read from the current offset and advance the progress."""
         left = self.size - self._at
         data = os.pread(self._file.fileno(), left if size < 0 else min(size, left),
                         self._start + self._at)  # fmt: skip
@@ -197,16 +198,16 @@ class Slice(io.RawIOBase):
         return data
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
-def _platform(home: Path | None) -> dict[str, Any]:
-    """The platform on the root, else the one that the environment names. Raises SetupError."""
+def _find_platform(home: Path | None) -> dict[str, Any]:
+    """Return the platform on the root, else the one in CRAY_AGENTS_URL. Raises SetupError."""
     root = load_config({"home": home}).root
     if (info := running(root)) is not None:
         return info
@@ -224,8 +225,8 @@ def _bars() -> Progress:
 
 
 @contextmanager
-def _answers(url: str) -> Iterator[None]:
-    """What the platform answers as our errors."""
+def _typed_errors(url: str) -> Iterator[None]:
+    """Raise the OpenAI client's errors as this package's."""
     import openai
 
     try:

@@ -1,7 +1,6 @@
 """Curves of training jobs, from their events: a panel per measure, a curve per job.
 
-The loss has that of the validation split in the same panel. For `jobs plot`. Read next:
-job_plots.py, which draws them.
+The panel of the loss also has the loss of the validation split. For `jobs plot`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +19,12 @@ from cray_agents.trainers.job.journal import measures
 Events = Sequence[dict[str, Any]]
 Point = tuple[int, float]  # step, value
 
-EVALUATION = "evaluation_"  # before the names of what is measured on the validation split
+EVALUATION = "evaluation_"  # prefix of measures on the validation split
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Finite values by step, in order."""
+    """Finite values of one measure by step, in order."""
 
     label: str
     points: list[Point]
@@ -33,17 +32,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """What was measured, and a curve for each job that did."""
+    """A measure, with a curve for each job that recorded it."""
 
     name: str
     curves: list[Curve]
 
 
-def panels(jobs: Mapping[str, Events], wanted: Sequence[str], *, join: bool) -> list[Panel]:
-    """What to draw of some jobs' events; all that their methods measure if nothing is `wanted`.
+def make_panels(jobs: Mapping[str, Events], wanted: Sequence[str], *, join: bool) -> list[Panel]:
+    """Return a panel for each wanted measure of some jobs' events.
 
-    With `join` each job goes on where the one before it ended: a loop's generations are one curve.
-    Raises BadInput for what none of them measured.
+    Without `wanted`: the loss and all that their methods measure. With `join` each job goes on
+    where the one before it ended, so that a loop's generations are one curve. Raises BadInput for
+    a measure that no job recorded.
     """
     known = {label: _series(events) for label, events in jobs.items()}
     names = list(dict.fromkeys(name for series in known.values() for name in series))
@@ -53,29 +53,29 @@ def panels(jobs: Mapping[str, Events], wanted: Sequence[str], *, join: bool) -> 
         raise BadInput(f"no {', '.join(unknown)}; there are {', '.join(names)}", param="what")
     chosen = wanted or [n for n in names if n == "loss" or _of_method(n)]
     if join:
-        known = {f"{len(jobs)} jobs": _joined(list(known.values()))}
+        known = {f"{len(jobs)} jobs": _join(list(known.values()))}
     return [Panel(name, list(_curves(known, name))) for name in chosen]
 
 
 def _series(events: Events) -> dict[str, list[Point]]:
-    """All that a job measured, by name; what was not finite is left out."""
-    found: dict[str, list[Point]] = {}
+    """Return all that a job measured, by name, without values that were not finite."""
+    series: dict[str, list[Point]] = {}
     for event in events:
         if event["event"] not in ("step", "evaluation"):
             continue
         before = EVALUATION if event["event"] == "evaluation" else ""
         for name, value in measures(event).items():
             if isinstance(value, int | float):
-                found.setdefault(before + name, []).append((event["step"], value))
-    return found
+                series.setdefault(before + name, []).append((event["step"], value))
+    return series
 
 
 def _of_method(name: str) -> bool:
     return name not in USUAL and not name.startswith(EVALUATION)
 
 
-def _joined(jobs: list[dict[str, list[Point]]]) -> dict[str, list[Point]]:
-    """One after the other, by the steps of all."""
+def _join(jobs: list[dict[str, list[Point]]]) -> dict[str, list[Point]]:
+    """Put jobs one after the other, with steps counted through."""
     whole: dict[str, list[Point]] = {}
     before = 0
     for series in jobs:
@@ -101,8 +101,8 @@ FEW = 40  # points of a curve that are each marked in a PNG
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a character
 
 
-def drawn(panel: Panel, width: int) -> Text:
-    """A panel for the terminal: its curves between the axes, and a line on each curve."""
+def draw_panel(panel: Panel, width: int) -> Text:
+    """Draw a panel for the terminal: curves between the axes, then a line of text per curve."""
     wide = max(10, width - LABEL - 2)
     low, high = _range([value for curve in panel.curves for _, value in curve.points])
     first, last = _range([step for curve in panel.curves for step, _ in curve.points])
@@ -117,7 +117,7 @@ def drawn(panel: Panel, width: int) -> Text:
     picture = Text(overflow="fold")
     picture.append(f"{panel.name}\n", style="bold")
     for row in range(HEIGHT):
-        picture.append(f"{_shown(numbers.get(row)):>{LABEL}} │")
+        picture.append(f"{_format_number(numbers.get(row)):>{LABEL}} │")
         line = [cells.get((row, column), (0, -1)) for column in range(wide)]
         for number, same in groupby(line, key=itemgetter(1)):
             text = "".join(chr(0x2800 + dots) if dots else " " for dots, _ in same)
@@ -125,7 +125,7 @@ def drawn(panel: Panel, width: int) -> Text:
         picture.append("\n")
     picture.append(f"{margin} └{'─' * wide}\n{margin}  {first:<{wide - len(str(last))}}{last}\n")
     for number, curve in enumerate(panel.curves):
-        picture.append(f"{margin}  {_told(curve)}\n", style=_color(number))
+        picture.append(f"{margin}  {_legend(curve)}\n", style=_color(number))
     return picture
 
 
@@ -134,12 +134,12 @@ def _range(numbers: list[Any]) -> tuple[Any, Any]:
 
 
 def _place(value: float, low: float, high: float, dots: int) -> int:
-    """Which dot of so many a value between the two is."""
+    """Return the index of a value's dot, of so many dots from low to high."""
     return round((value - low) / (high - low) * (dots - 1)) if high > low else dots // 2
 
 
 def _line(across: list[int], down: list[int]) -> Iterator[tuple[int, int]]:
-    """The dots from each point to the next."""
+    """Yield the dots of the line from each point to the next."""
     places = list(zip(across, down, strict=True))
     yield places[0]
     for (x, y), (to_x, to_y) in pairwise(places):
@@ -148,13 +148,13 @@ def _line(across: list[int], down: list[int]) -> Iterator[tuple[int, int]]:
             yield x + round((to_x - x) * part / far), y + round((to_y - y) * part / far)
 
 
-def _told(curve: Curve) -> str:
+def _legend(curve: Curve) -> str:
     step, lowest = min(curve.points, key=lambda point: point[1])
-    first, last = _shown(curve.points[0][1]), _shown(curve.points[-1][1])
-    return f"{curve.label}: {first} → {last}, lowest {_shown(lowest)} at step {step}"
+    first, last = _format_number(curve.points[0][1]), _format_number(curve.points[-1][1])
+    return f"{curve.label}: {first} → {last}, lowest {_format_number(lowest)} at step {step}"
 
 
-def _shown(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
@@ -162,14 +162,14 @@ def _color(number: int) -> str:
     return COLORS[number % len(COLORS)]
 
 
-def write_png(shown: Sequence[Panel], path: Path) -> None:
+def write_png(panels: Sequence[Panel], path: Path) -> None:
     """Write the panels below each other. Raises BadInput."""
     from matplotlib.figure import Figure
 
     if not path.parent.is_dir():
         raise BadInput(f"there is no directory {path.parent} to write {path.name} to", param="png")
-    picture = Figure(figsize=(WIDE, HIGH * len(shown)), layout="constrained")
-    for axes, panel in zip(picture.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True):
+    picture = Figure(figsize=(WIDE, HIGH * len(panels)), layout="constrained")
+    for axes, panel in zip(picture.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         for curve in panel.curves:
             few = len(curve.points) <= FEW
             axes.plot(*zip(*curve.points, strict=True), "o-" if few else "-", label=curve.label)

@@ -1,4 +1,4 @@
-"""`jobs show`: all that a job's folder says, gathered as JSON and told on a page. For jobs.py."""
+"""Job page of `jobs show`: gather a job's folder as JSON and print it as a page. For jobs.py."""
 
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -18,17 +18,17 @@ _DIMENSIONS = ("data", "tensor", "pipeline", "interleave", "context", "expert")
 
 
 def sentence(event: Event, steps: int) -> str:
-    """An event of a job of so many steps, on a line, with its time of day."""
+    """Return an event as one line with its time of day; `steps` is the job's number of steps."""
     at = datetime.fromtimestamp(event["time"], UTC).astimezone().strftime("%H:%M:%S")
-    tell = _TELLERS.get(event["event"])
+    describe = _DESCRIPTIONS.get(event["event"])
     if event["event"] == "step":
         return f"{at}  {step_line(event, steps)}"
-    return f"{at}  {tell(event) if tell is not None else _unknown(event)}"
+    return f"{at}  {describe(event) if describe is not None else _unknown(event)}"
 
 
 def step_line(event: Event, steps: int) -> str:
-    """A step's numbers: what is usual, then what its method measures."""
-    parts = [
+    """Return a step's numbers as one line, with the measures of its method in the middle."""
+    columns = [
         f"step {event['step']:>{len(str(steps))}}/{steps}",
         f"loss {_number(event, 'loss', '.4f')}",
         f"lr {_number(event, 'lr', '.2e')}",
@@ -37,14 +37,14 @@ def step_line(event: Event, steps: int) -> str:
         f"{_number(event, 'tokens_per_second', ',.0f')} tokens/s",
     ]
     if "mfu" in event:
-        parts.append(f"MFU {_number(event, 'mfu', '.1%')}")
+        columns.append(f"MFU {_number(event, 'mfu', '.1%')}")
     if "memory_gib" in event:
-        parts.append(f"{_number(event, 'memory_gib', '.1f')} GiB")
-    return "  ".join(parts)
+        columns.append(f"{_number(event, 'memory_gib', '.1f')} GiB")
+    return "  ".join(columns)
 
 
 def layout_text(layout: dict[str, Any]) -> str:
-    """A layout by the dimensions that split anything."""
+    """Describe a layout by its dimensions greater than one."""
     split = [f"{name} {layout[name]}" for name in _DIMENSIONS if layout.get(name, 1) > 1]
     if layout.get("sequence_parallel"):
         split.append("sequence parallel")
@@ -52,7 +52,7 @@ def layout_text(layout: dict[str, Any]) -> str:
 
 
 def _measures(event: Event) -> list[str]:
-    """What a method measures beyond what every step has, by name."""
+    """Return the measures of a method beyond the usual ones, each with its name."""
     names = [n for n, value in event.items() if n not in USUAL and _is_measure(event, n, value)]
     return [f"{name.replace('_', ' ')} {_number(event, name, '.4g')}" for name in names]
 
@@ -64,7 +64,7 @@ def _is_measure(event: Event, name: str, value: Any) -> bool:
 
 
 def _number(event: Event, name: str, form: str) -> str:
-    """A number of an event; one that was not finite by its word."""
+    """Format a number of an event; a number that was not finite is a word such as nan."""
     value = event.get(name)
     if value is None:
         return str(event.get("not_finite", {}).get(name, "-"))
@@ -91,12 +91,12 @@ def _evaluation(event: Event) -> str:
 
 
 def _agreement(event: Event) -> str:
-    where = f"; the most at token {event['place']} of {event['run_id']}" if "place" in event else ""
+    place = f"; the most at token {event['place']} of {event['run_id']}" if "place" in event else ""
     return (
         "the trainer's log-probabilities differ from the engine's by"
         f" {_number(event, 'max_difference', '.2g')} at most and"
         f" {_number(event, 'mean_difference', '.2g')} on average, over {event['tokens']:,} tokens"
-        f" (limit {_number(event, 'limit', 'g')}{where})"
+        f" (limit {_number(event, 'limit', 'g')}{place})"
     )
 
 
@@ -105,11 +105,11 @@ def _saved(event: Event) -> str:
 
 
 def _unknown(event: Event) -> str:
-    said = {name: value for name, value in event.items() if name not in ("event", "time")}
-    return f"{event['event']}: " + ", ".join(f"{name} {value}" for name, value in said.items())
+    fields = {name: value for name, value in event.items() if name not in ("event", "time")}
+    return f"{event['event']}: " + ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
-_TELLERS: dict[str, Callable[[Event], str]] = {
+_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "layout": _layout,
     "started": _started,
     "corrupt": lambda event: f"{event['message']}: set aside, the one before it is used",
@@ -123,14 +123,14 @@ _TELLERS: dict[str, Callable[[Event], str]] = {
 
 
 LABEL = 16  # columns of the labels
-RECENT = 20  # steps whose pace is taken for that of the rest
-LOG_LINES = 20  # shown of a failed job
+RECENT = 20  # newest steps, whose pace estimates the time left
+LOG_LINES = 20  # of the log of a failed job
 
 Json = dict[str, Any]
 
 
-def about(home: Home, job_id: str) -> Json:
-    """Everything known of a job. Raises NotFound."""
+def job_report(home: Home, job_id: str) -> Json:
+    """Return everything that a job's folder records. Raises NotFound."""
     journal = JobJournal(home, job_id)
     spec, status, events = journal.spec(), read_status(home, job_id), journal.events()
     failed = status.state == "failed"
@@ -153,7 +153,7 @@ def about(home: Home, job_id: str) -> Json:
 
 
 def _attempts(journal: JobJournal) -> list[Json]:
-    """Who worked on it, and since when."""
+    """Return the number, host and start time of each attempt."""
     numbers = range(1, journal.attempts + 1)
     return [
         {"number": number} | checksums.read_json(journal.folder / "attempts" / str(number))
@@ -162,7 +162,7 @@ def _attempts(journal: JobJournal) -> list[Json]:
 
 
 def _progress(events: list[Json], done: int, steps: int, state: str) -> Json:
-    """The pace of the newest steps, and how long the rest takes at it, in seconds."""
+    """Return the pace of the newest steps, and the seconds left at that pace."""
     newest = [e for e in events if e["event"] == "step"][-RECENT:]
     seconds, tokens = sum(e["seconds"] for e in newest), sum(e["tokens"] for e in newest)
     pace = seconds / len(newest) if newest else None
@@ -175,7 +175,7 @@ def _progress(events: list[Json], done: int, steps: int, state: str) -> Json:
 
 
 def _resume_points(journal: JobJournal) -> Iterator[Json]:
-    """Where it could go on from, newest first."""
+    """Yield the resume points of a job, newest first."""
     for path in journal.resume_points:
         try:
             size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
@@ -184,10 +184,10 @@ def _resume_points(journal: JobJournal) -> Iterator[Json]:
         yield {"step": int(path.name.removeprefix("step-")), "path": str(path), "bytes": size}
 
 
-def tell_page(job: Json) -> None:
-    """Print it for people."""
+def print_page(job: Json) -> None:
+    """Print the report of a job for people."""
     line(job["id"], style="bold")
-    for name, value in [*_asked(job), *_stands(job), *_made(job)]:
+    for name, value in [*_request_rows(job), *_progress_rows(job), *_output_rows(job)]:
         if value:
             line(f"{name:<{LABEL}}{value}", 2, hanging=LABEL)
     if job["status"]["error"]:
@@ -198,40 +198,42 @@ def tell_page(job: Json) -> None:
         line(job["log_tail"], 2, "dim")
 
 
-def _asked(job: Json) -> list[tuple[str, str]]:
-    """What was asked; of hyperparameters those that were chosen."""
-    asked = JobSpec.model_validate(job["spec"])
-    hyper = asked.hyperparameters.model_dump(exclude_defaults=True)
-    chosen = ", ".join(f"{name} {_shown(value)}" for name, value in hyper.items())
-    how = {
-        "save_every": f"a resume point every {asked.save_every} steps, the last {asked.keep} kept",
-        "evaluate_every": f"evaluated every {asked.evaluate_every} steps",
-        "recompute": f"{asked.recompute} recomputation of activations",
+def _request_rows(job: Json) -> list[tuple[str, str]]:
+    """Return the rows of the job's spec, with the hyperparameters that differ from the defaults."""
+    spec = JobSpec.model_validate(job["spec"])
+    hyper = spec.hyperparameters.model_dump(exclude_defaults=True)
+    chosen = ", ".join(f"{name} {_format_value(value)}" for name, value in hyper.items())
+    run_options = {
+        "save_every": f"a resume point every {spec.save_every} steps, the last {spec.keep} kept",
+        "evaluate_every": f"evaluated every {spec.evaluate_every} steps",
+        "recompute": f"{spec.recompute} recomputation of activations",
     }
-    given = {"save_every"} | asked.model_dump(exclude_defaults=True).keys()
+    given = {"save_every"} | spec.model_dump(exclude_defaults=True).keys()
     return [
-        ("method", asked.method),
-        ("dataset", asked.dataset),
-        ("parent", asked.parent),
-        ("reference", asked.reference or ""),
-        ("optimizer from", asked.optimizer_from or ""),
+        ("method", spec.method),
+        ("dataset", spec.dataset),
+        ("parent", spec.parent),
+        ("reference", spec.reference or ""),
+        ("optimizer from", spec.optimizer_from or ""),
         ("hyperparameters", f"{chosen} (the others as they are by default)"),
         ("layout", "\n".join([layout_text(job["spec"]["layout"]), *job["layout_reasons"]])),
-        ("run", "; ".join(text for name, text in how.items() if name in given)),
+        ("run", "; ".join(text for name, text in run_options.items() if name in given)),
     ]
 
 
-def _shown(value: Any) -> str:
-    """A hyperparameter; those of a method as name=value."""
+def _format_value(value: Any) -> str:
+    """Format a hyperparameter; the settings of a method become name=value."""
     if isinstance(value, dict):
-        return "(" + ", ".join(f"{name}={_shown(inner)}" for name, inner in value.items()) + ")"
+        return (
+            "(" + ", ".join(f"{name}={_format_value(inner)}" for name, inner in value.items()) + ")"
+        )
     return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _stands(job: Json) -> list[tuple[str, str]]:
-    """How far it is, and at what pace."""
+def _progress_rows(job: Json) -> list[tuple[str, str]]:
+    """Return the rows of the job's state, attempts, loss and pace."""
     status, progress = job["status"], job["progress"]
-    by = [f"{a['number']}: {when(a['time'])} on {a['host']}" for a in job["attempts"]]
+    attempts = [f"{a['number']}: {when(a['time'])} on {a['host']}" for a in job["attempts"]]
     pace, rate = progress["seconds_per_step"], progress["trained_tokens_per_second"]
     scheduler = f" ({status['scheduler_job_id']})" if status["scheduler_job_id"] else ""
     state = f"{status['state']}{scheduler} after step {status['step']} of {status['steps']}"
@@ -240,7 +242,7 @@ def _stands(job: Json) -> list[tuple[str, str]]:
     measures = {name: value for name, value in status["metrics"].items() if name not in USUAL}
     return [
         ("state", state),
-        ("attempts", "\n".join(by)),
+        ("attempts", "\n".join(attempts)),
         ("loss", _range(status["loss_first"], status["loss_last"])),
         ("trained", f"{status['trained_tokens']:,} tokens in {clock(status['seconds'])}"),
         ("pace", "" if pace is None else f"{pace:.3f} s a step, {rate or 0:,.0f} trained tokens/s"),
@@ -248,8 +250,8 @@ def _stands(job: Json) -> list[tuple[str, str]]:
     ]
 
 
-def _made(job: Json) -> list[tuple[str, str]]:
-    """What it left, and what was found of it."""
+def _output_rows(job: Json) -> list[tuple[str, str]]:
+    """Return the rows of the job's evaluations, resume points and checkpoint."""
     agreement = job["agreement"]
     points = [
         f"step {point['step']}: {point['bytes'] / 2**20:,.1f} MiB, {point['path']}"

@@ -1,7 +1,7 @@
-"""`jobs`: training jobs, read from the shared root: what they are, what they tell, their curves.
+"""`jobs`: list, show, follow, plot and control training jobs of the shared root.
 
 Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it, if there is one.
-Read next: job_submitting.py, job_following.py, job_page.py, job_curves.py.
+Read next: submit.py, event_stream.py, job_page.py, curves.py.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ def list_jobs(home: HomeOption = None, as_json: JsonOption = False) -> None:
 @jobs.command("show")
 def show_job(job_id: JobId, home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Show what a job was asked, how far it is and when it will be done, and what it left."""
-    from cray_agents.cli.jobs.job_page import about, tell_page
+    from cray_agents.cli.jobs.job_page import job_report, print_page
 
-    where = root(home)
-    found = about(where, named_job(where, job_id))
-    print(json.dumps(found, indent=2)) if as_json else tell_page(found)
+    root_home = root(home)
+    report = job_report(root_home, named_job(root_home, job_id))
+    print(json.dumps(report, indent=2)) if as_json else print_page(report)
 
 
 @jobs.command("logs")
@@ -66,22 +66,22 @@ def job_logs(
     as_json: Annotated[bool, typer.Option("--json", help="The events as JSON lines.")] = False,
 ) -> None:
     """Print what a job tells: its steps and other events, and (behind a bar) its log."""
-    from cray_agents.cli.jobs.event_stream import has_ended, told
+    from cray_agents.cli.jobs.event_stream import has_ended, stream_job
     from cray_agents.cli.jobs.job_page import sentence
     from cray_agents.trainers.job.journal import JobJournal
 
-    where = root(home)
-    journal = JobJournal(where, named_job(where, job_id))
+    root_home = root(home)
+    journal = JobJournal(root_home, named_job(root_home, job_id))
     spec = journal.spec()
     log = journal.log if rank is None else journal.folder / "logs" / f"rank-{rank}.txt"
     if rank is not None and as_json:
         raise BadInput("a rank's log has no events: leave out --rank or --json", param="rank")
     if rank is not None and rank >= spec.layout.world:
-        there = f"its ranks are 0 to {spec.layout.world - 1}"
-        raise BadInput(f"{journal.job_id} has no rank {rank}; {there}", param="rank")
-    if follow and not has_ended(journal) and not kept_going(where):
-        errors.print(f"no platform runs on {where.root}: a job that dies is not started again")
-    for item in told(journal, log, tail, events=rank is None, follow=follow):
+        ranks = f"its ranks are 0 to {spec.layout.world - 1}"
+        raise BadInput(f"{journal.job_id} has no rank {rank}; {ranks}", param="rank")
+    if follow and not has_ended(journal) and not restarts_jobs(root_home):
+        errors.print(f"no platform runs on {root_home.root}: a job that dies is not started again")
+    for item in stream_job(journal, log, tail, events=rank is None, follow=follow):
         if isinstance(item, str):
             if not as_json:
                 line(item if rank is not None else f"│ {item}", style="dim")
@@ -90,7 +90,7 @@ def job_logs(
         else:
             line(sentence(item, spec.hyperparameters.steps))
     if follow:
-        tell_end(where, journal.job_id)
+        report_end(root_home, journal.job_id)
 
 
 @jobs.command("plot")
@@ -111,57 +111,57 @@ def plot_jobs(
     home: HomeOption = None,
 ) -> None:
     """Draw a job's curves: loss, evaluation loss, learning rate, whatever its steps measure."""
-    from cray_agents.cli.jobs.curves import drawn, panels, write_png
+    from cray_agents.cli.jobs.curves import draw_panel, make_panels, write_png
     from cray_agents.trainers.job.journal import JobJournal
 
-    where = root(home)
-    named = [named_job(where, job_id) for job_id in job_ids]
+    root_home = root(home)
+    ids = [named_job(root_home, job_id) for job_id in job_ids]
     wanted = [name.strip() for name in what.split(",")] if what is not None else []
-    events = {name: JobJournal(where, name).events() for name in named}
-    found = panels(events, wanted, join=join)
+    events = {name: JobJournal(root_home, name).events() for name in ids}
+    panels = make_panels(events, wanted, join=join)
     if png is not None:
-        write_png(found, png)
+        write_png(panels, png)
         console.print(f"wrote {png}", soft_wrap=True)
         return
-    for panel in found:
-        console.print(drawn(panel, console.width), soft_wrap=True)
+    for panel in panels:
+        console.print(draw_panel(panel, console.width), soft_wrap=True)
 
 
 @jobs.command("pause")
 def pause_job(job_id: JobId, home: HomeOption = None) -> None:
     """Let a job save where it stands and end its processes; it stays so until `jobs resume`."""
-    tell_state(asyncio.run(ask(root(home), job_id, Platform.pause_job)))
+    print_state(asyncio.run(call_platform(root(home), job_id, Platform.pause_job)))
 
 
 @jobs.command("resume")
 def resume_job(job_id: JobId, home: HomeOption = None) -> None:
     """Let a paused job go on from where it was paused."""
-    tell_state(asyncio.run(ask(root(home), job_id, Platform.resume_job)))
+    print_state(asyncio.run(call_platform(root(home), job_id, Platform.resume_job)))
 
 
 @jobs.command("cancel")
 def cancel_job(job_id: JobId, home: HomeOption = None) -> None:
     """End a job for good; one that has ended stays what it is."""
-    tell_state(asyncio.run(ask(root(home), job_id, Platform.cancel_job)))
+    print_state(asyncio.run(call_platform(root(home), job_id, Platform.cancel_job)))
 
 
-async def ask(
-    home: Home, job_id: str, what: Callable[[Platform, str], Awaitable[JobStatus]]
+async def call_platform(
+    home: Home, job_id: str, method: Callable[[Platform, str], Awaitable[JobStatus]]
 ) -> JobStatus:
-    """Ask the platform of a root something of a job. Raises NotFound, BadInput, SetupError."""
-    named = named_job(home, job_id)
+    """Call a job method of a root's platform. Raises NotFound, BadInput, SetupError."""
+    full_id = named_job(home, job_id)
     info = running(home)
     if info is None:
-        raise SetupError(f"no platform runs on {home.root}: {_without_platform(home, named)}")
+        raise SetupError(f"no platform runs on {home.root}: {_without_platform(home, full_id)}")
     platform = client(info)
     try:
-        return await what(platform, named)
+        return await method(platform, full_id)
     finally:
         await platform.close()
 
 
 def _without_platform(home: Home, job_id: str) -> str:
-    """What a job does while no platform runs, and what works to pause, resume or end it."""
+    """Say how a job stands without a platform, and how to pause, resume or end it."""
     from cray_agents.runtime.scheduler.choose import site_cluster
     from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import read_handover, read_status
@@ -186,20 +186,20 @@ def _without_platform(home: Home, job_id: str) -> str:
     )
 
 
-def kept_going(home: Home) -> bool:
-    """Whether a platform starts again what dies; one that is out of reach is taken to."""
+def restarts_jobs(home: Home) -> bool:
+    """Tell whether a platform restarts jobs that die; an unreachable platform counts as one."""
     try:
         return owner(home) is not None
     except SetupError:
         return True
 
 
-def tell_state(job: JobStatus) -> None:
-    """A line for what was asked; pausing takes as long as the present step and a save."""
+def print_state(job: JobStatus) -> None:
+    """Print the state of a job; pausing takes as long as the present step and a save."""
     console.print(f"{job.id} is {job.state} at step {job.step} of {job.steps}")
 
 
-def tell_end(home: Home, job_id: str) -> None:
+def report_end(home: Home, job_id: str) -> None:
     """Say on stderr how a job ended. Raises JobError unless it succeeded."""
     from cray_agents.trainers.job.megatron_trainer import read_status
 
@@ -212,9 +212,9 @@ def tell_end(home: Home, job_id: str) -> None:
 
 
 def named_job(home: Home, given: str) -> str:
-    """The id of a job from its first letters, with or without `job-`, or from the scheduler's id.
+    """Find the id of a job by its first letters, with or without `job-`, or by the scheduler's id.
 
-    Raises NotFound, BadInput when several are meant.
+    Raises NotFound, and BadInput when several jobs match.
     """
     from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import read_handover
@@ -224,23 +224,23 @@ def named_job(home: Home, given: str) -> str:
         return given
     if same := [job for job in ids if read_handover(JobJournal(home, job)).id == given]:
         return same[-1]  # a scheduler may count from 1 again
-    found = [job for job in ids if given and job.startswith((given, f"job-{given}"))]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise BadInput(f"{given!r} is short for {', '.join(found)}: give more", param="job_id")
-    there = ", ".join(ids[-10:]) or "none yet"
-    raise NotFound(f"no job {given!r}; there is {there} (`cray-agents jobs list`)", param="job_id")
+    matches = [job for job in ids if given and job.startswith((given, f"job-{given}"))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise BadInput(f"{given!r} is short for {', '.join(matches)}: give more", param="job_id")
+    known = ", ".join(ids[-10:]) or "none yet"
+    raise NotFound(f"no job {given!r}; there is {known} (`cray-agents jobs list`)", param="job_id")
 
 
 def job_ids(home: Home) -> list[str]:
-    """The jobs of a root, oldest first."""
+    """Return the ids of a root's jobs, oldest first."""
     specs = [(path.stat().st_mtime, path.parent.name) for path in home.jobs.glob("*/spec.json")]
     return [name for _, name in sorted(specs)]
 
 
 def job_rows(home: Home) -> list[dict[str, Any]]:
-    """One row for each job: its status, what it is of, and when it was submitted."""
+    """Return a row for each job: its status, method, dataset, parent and submission time."""
     from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import read_status
 
@@ -248,12 +248,12 @@ def job_rows(home: Home) -> list[dict[str, Any]]:
     for name in job_ids(home):
         status, journal = read_status(home, name), JobJournal(home, name)
         spec = journal.spec()
-        known = {
+        details = {
             "method": spec.method,
             "dataset": spec.dataset,
             "parent": spec.parent,
             "done": f"{status.step}/{status.steps}",
             "when": when((journal.folder / "spec.json").stat().st_mtime),
         }
-        rows.append(status.model_dump() | known)
+        rows.append(status.model_dump() | details)
     return rows

@@ -1,6 +1,7 @@
-"""`plan`: what a training run would take, before it is asked for. Nothing is read but a config.
+"""`plan`: estimate memory, time and cost of a training run before it is submitted.
 
-No GPU, platform or weights are needed. Read next: trainers/planning/.
+Only a model's config is read: no GPU, platform or weights are needed. Read next:
+trainers/planning/.
 """
 
 import json
@@ -36,12 +37,13 @@ COLUMNS = [
 ]
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
-LENGTH = 4096  # tokens of a sequence, where nothing says otherwise
+LENGTH = 4096  # default tokens of a sequence
 RECOMPUTE = ("auto", "none", "selective", "full")
 
-HOW_MUCH = "How much (one of)"
-WHERE = "Where"
-HOW = "How"
+# panels of `plan --help`
+AMOUNT = "How much (one of)"
+CLUSTER = "Where"
+METHOD = "How"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -54,35 +56,39 @@ def plan(
         str,
         typer.Option(help="A directory with a config.json, name@N, or only a size such as 7B."),
     ],
-    dataset: Annotated[str | None, typer.Option(rich_help_panel=HOW_MUCH)] = None,
-    tokens: Annotated[float | None, typer.Option(min=1, rich_help_panel=HOW_MUCH)] = None,
-    samples: Annotated[int | None, typer.Option(min=1, rich_help_panel=HOW_MUCH)] = None,
+    dataset: Annotated[str | None, typer.Option(rich_help_panel=AMOUNT)] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, rich_help_panel=AMOUNT)] = None,
+    samples: Annotated[int | None, typer.Option(min=1, rich_help_panel=AMOUNT)] = None,
     size: Annotated[
-        float | None, typer.Option("--bytes", min=1, help="Of text.", rich_help_panel=HOW_MUCH)
+        float | None, typer.Option("--bytes", min=1, help="Of text.", rich_help_panel=AMOUNT)
     ] = None,
-    bytes_per_token: Annotated[float, typer.Option(min=0.1, rich_help_panel=HOW_MUCH)] = 4.0,
-    gpu: Annotated[str, typer.Option(help="H100, H200, A100, ...", rich_help_panel=WHERE)] = "H100",
-    gpus: Annotated[int | None, typer.Option(min=1, rich_help_panel=WHERE)] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, rich_help_panel=WHERE)] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, rich_help_panel=WHERE)] = 8,
+    bytes_per_token: Annotated[float, typer.Option(min=0.1, rich_help_panel=AMOUNT)] = 4.0,
+    gpu: Annotated[
+        str, typer.Option(help="H100, H200, A100, ...", rich_help_panel=CLUSTER)
+    ] = "H100",
+    gpus: Annotated[int | None, typer.Option(min=1, rich_help_panel=CLUSTER)] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, rich_help_panel=CLUSTER)] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, rich_help_panel=CLUSTER)] = 8,
     mfu: Annotated[
-        float, typer.Option(help="Of peak, of a GPU that never waits.", rich_help_panel=WHERE)
+        float, typer.Option(help="Of peak, of a GPU that never waits.", rich_help_panel=CLUSTER)
     ] = 0.4,
     price: Annotated[
         float | None,
-        typer.Option(min=0, help="Dollars per GPU and hour.", rich_help_panel=WHERE),
+        typer.Option(min=0, help="Dollars per GPU and hour.", rich_help_panel=CLUSTER),
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, rich_help_panel=HOW)] = None,
-    epochs: Annotated[float, typer.Option(rich_help_panel=HOW)] = 1.0,
-    method: Annotated[str, typer.Option(help="sft, dpo, kto, grpo.", rich_help_panel=HOW)] = "sft",
-    lora_rank: Annotated[int | None, typer.Option(min=1, rich_help_panel=HOW)] = None,
-    dtype: Annotated[str, typer.Option(rich_help_panel=HOW)] = "bfloat16",
+    sequence_length: Annotated[int | None, typer.Option(min=1, rich_help_panel=METHOD)] = None,
+    epochs: Annotated[float, typer.Option(rich_help_panel=METHOD)] = 1.0,
+    method: Annotated[
+        str, typer.Option(help="sft, dpo, kto, grpo.", rich_help_panel=METHOD)
+    ] = "sft",
+    lora_rank: Annotated[int | None, typer.Option(min=1, rich_help_panel=METHOD)] = None,
+    dtype: Annotated[str, typer.Option(rich_help_panel=METHOD)] = "bfloat16",
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences of a step.", rich_help_panel=HOW)
+        int, typer.Option(min=1, help="Sequences of a step.", rich_help_panel=METHOD)
     ] = 128,
-    microbatch_tokens: Annotated[int | None, typer.Option(min=1, rich_help_panel=HOW)] = None,
+    microbatch_tokens: Annotated[int | None, typer.Option(min=1, rich_help_panel=METHOD)] = None,
     recompute: Annotated[
-        str, typer.Option(help="auto, none, selective, full.", rich_help_panel=HOW)
+        str, typer.Option(help="auto, none, selective, full.", rich_help_panel=METHOD)
     ] = "auto",
     limit: Annotated[int, typer.Option(min=0, help="Layouts to list.")] = 12,
     home: HomeOption = None,
@@ -107,7 +113,7 @@ def plan(
     )
     cluster = _cluster(gpu, gpus, nodes, gpus_per_node, mfu, price)
     if isinstance(known, float):
-        made = plan_by_size(known, workload, cluster, lora=lora_rank is not None)
+        estimate = plan_by_size(known, workload, cluster, lora=lora_rank is not None)
     else:
         at_once = microbatch_tokens or max(length, LENGTH)
         _check_length(length, known, at_once)
@@ -118,15 +124,15 @@ def plan(
             dtype=dtype,
             lora=Lora(rank=lora_rank) if lora_rank else None,
         )
-        way: Any = None if recompute == "auto" else recompute
-        made = make_plan(known, workload, cluster, hyper, way)
+        policy: Any = None if recompute == "auto" else recompute
+        estimate = make_plan(known, workload, cluster, hyper, policy)
     if as_json:
-        print(json.dumps(made.data(), indent=2))
+        print(json.dumps(estimate.data(), indent=2))
     else:
-        _tell(made, limit)
+        _print_plan(estimate, limit)
 
 
-# ---- what was given
+# ---- reading the options
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise BadInput(f"--{name} {value!r}: choose one of {', '.join(allowed)}", param=name)
@@ -140,9 +146,9 @@ def _positive(name: str, value: float, most: float = sys.float_info.max) -> floa
 
 
 def _size(model: str) -> float | None:
-    """The parameters of "7B"; None: it names something."""
-    found = SIZE.fullmatch(model)
-    return float(found[1]) * UNITS[found[2].upper()] if found else None
+    """Return the parameters of a size such as "7B", or None for a model's name."""
+    match = SIZE.fullmatch(model)
+    return float(match[1]) * UNITS[match[2].upper()] if match else None
 
 
 def _architecture(root: Home, model: str) -> "Architecture":
@@ -154,21 +160,21 @@ def _architecture(root: Home, model: str) -> "Architecture":
 
 
 def _usual_length(root: Home, dataset: str | None, known: "Architecture | float") -> int:
-    """The dataset's mean, else what the model allows up to 4,096."""
+    """Return the dataset's mean length, else the model's limit up to 4,096 tokens."""
     if dataset is not None:
-        found = _counts(root, dataset)
-        return max(1, round(found["tokens"] / found["samples"]))
+        counts = _counts(root, dataset)
+        return max(1, round(counts["tokens"] / counts["samples"]))
     return LENGTH if isinstance(known, float) else min(LENGTH, known.max_tokens)
 
 
 def _counts(root: Home, dataset: str) -> dict[str, int]:
-    """Samples and tokens of a dataset's train split. Raises NotFound, Corrupt, BadInput."""
+    """Return samples and tokens of a dataset's train split. Raises NotFound, Corrupt, BadInput."""
     from cray_agents.runtime.datasets.reader import read_dataset
 
-    found: dict[str, int] = read_dataset(root, dataset).get("splits", {}).get("train", {})
-    if not found.get("samples"):
+    counts: dict[str, int] = read_dataset(root, dataset).get("splits", {}).get("train", {})
+    if not counts.get("samples"):
         raise BadInput(f"dataset {dataset} has no samples to train on", param="dataset")
-    return found
+    return counts
 
 
 def _tokens(
@@ -180,7 +186,7 @@ def _tokens(
     samples: int | None,
     size: float | None,
 ) -> float:
-    """Tokens of an epoch, by whichever measure was given. Raises BadInput."""
+    """Return the tokens of an epoch, from the one measure given. Raises BadInput."""
     given = [value for value in (dataset, tokens, samples, size) if value is not None]
     if len(given) != 1:
         raise BadInput(
@@ -229,69 +235,70 @@ def _check_length(length: int, model: "Architecture", at_once: int) -> None:
         )
 
 
-# ---- what is said
-def _tell(made: "Plan", limit: int) -> None:
-    """The plan for people."""
-    for name, text in _lines(made):
+# ---- printing
+def _print_plan(estimate: "Plan", limit: int) -> None:
+    """Print the plan for people."""
+    for name, text in _lines(estimate):
         console.print(f"[bold]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
-    if made.choice is None:
+    if estimate.choice is None:
         return
-    for reason in made.choice.reasons:
+    for reason in estimate.choice.reasons:
         console.print(f"{'':<8} {reason}", highlight=False, soft_wrap=True)
     if limit:
         console.print()
-        show(made.rows(made.choice.ranking[:limit]), COLUMNS, as_json=False)
+        show(estimate.rows(estimate.choice.ranking[:limit]), COLUMNS, as_json=False)
 
 
-def _lines(made: "Plan") -> list[tuple[str, str]]:
-    work, cluster = made.workload, made.cluster
-    cost = cluster.dollars(made.seconds)
-    slower = f", {made.slowdown:.2f} times that for the layout" if made.slowdown > 1 else ""
+def _lines(estimate: "Plan") -> list[tuple[str, str]]:
+    work, cluster = estimate.workload, estimate.cluster
+    cost = cluster.dollars(estimate.seconds)
+    slower = f", {estimate.slowdown:.2f} times that for the layout" if estimate.slowdown > 1 else ""
     lines = [
         (
             "model",
-            f"{made.parameters:,.0f} parameters, {made.weights_per_token:,.0f} used by a token",
+            f"{estimate.parameters:,.0f} parameters,"
+            f" {estimate.weights_per_token:,.0f} used by a token",
         ),
         (
             "work",
             f"{work.method} on {work.tokens:,.0f} tokens in sequences of {work.sequence_length:,},"
-            f" {work.epochs:g} times: {made.flops:.3g} operations",
+            f" {work.epochs:g} times: {estimate.flops:.3g} operations",
         ),
         (
             "time",
-            f"{_duration(made.seconds)} on {cluster.gpus} x {cluster.gpu.name}, at"
+            f"{_duration(estimate.seconds)} on {cluster.gpus} x {cluster.gpu.name}, at"
             f" {cluster.mfu:.0%} of {cluster.gpu.teraflops:g} TFLOP/s{slower}:"
-            f" {made.seconds * cluster.gpus / 3600:,.2f} GPU-hours",
+            f" {estimate.seconds * cluster.gpus / 3600:,.2f} GPU-hours",
         ),
         ("cost", "no price is known: give --price" if cost is None else f"${cost:,.2f}"),
-        *_fitting(made),
+        *_fitting(estimate),
     ]
     if work.size is not None:
         lines.insert(1, ("data", f"{work.size:,.0f} bytes, {work.sending:.3g} s at 1 Gb/s"))
     return lines
 
 
-def _fitting(made: "Plan") -> list[tuple[str, str]]:
-    """Memory and layout, as far as they are known."""
+def _fitting(estimate: "Plan") -> list[tuple[str, str]]:
+    """Return the rows of memory and layout, as far as they are known."""
     from cray_agents.trainers.planning.layouts import describe_layout
     from cray_agents.trainers.planning.memory import GIB
     from cray_agents.trainers.planning.plan import gib
 
-    choice, has = made.choice, f"of a GPU's {made.cluster.gpu.gib:g} GiB"
+    choice, has = estimate.choice, f"of a GPU's {estimate.cluster.gpu.gib:g} GiB"
     if choice is None:
-        least = f"{made.floor / GIB:,.1f} {has} at the least, before activations"
+        least = f"{estimate.floor / GIB:,.1f} {has} at the least, before activations"
         return [("memory", least), ("layout", "give a directory with a config.json to get one")]
-    parts = ", ".join(f"{name} {size:.1f}" for name, size in gib(choice.memory).items())
+    breakdown = ", ".join(f"{name} {size:.1f}" for name, size in gib(choice.memory).items())
     fits = "" if choice.fits else " [bold red]does not fit[/]"
     recompute = f", recompute {choice.recompute}" if choice.recompute != "none" else ""
     return [
-        ("memory", f"{choice.memory.gib:,.1f} {has}: {parts}{fits}"),
+        ("memory", f"{choice.memory.gib:,.1f} {has}: {breakdown}{fits}"),
         ("layout", describe_layout(choice.layout) + recompute),
     ]
 
 
 def _duration(seconds: float) -> str:
-    """Seconds, minutes, hours or days, whichever reads best."""
+    """Format a duration in seconds, minutes, hours or days."""
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:,.1f} days"
     if seconds >= 3600:

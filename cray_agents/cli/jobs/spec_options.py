@@ -1,7 +1,7 @@
-"""What `jobs submit` was asked, as a JobSpec: a file, options over it, and what both leave open.
+"""Spec options of `jobs submit`: make a JobSpec from a file, options and defaults.
 
-Keys are dotted as in the records: `learning_rate`, `policy.kl`, `layout.data`; the hyperparameters'
-need no prefix. Read next: cray_agents/training.py, what each key means; job_submitting.py.
+Keys are dotted as in the records: `learning_rate`, `policy.kl`, `layout.data`. Hyperparameters need
+no prefix. Read next: cray_agents/training_jobs.py for the meaning of each key; submit.py.
 """
 
 import difflib
@@ -21,11 +21,11 @@ HYPER = "hyperparameters"
 Fields = dict[str, Any]
 
 
-# ---- what was asked
-def asked(file: Path | None, options: Fields, settings: list[str]) -> Fields:
-    """A spec file's fields, the options (by dotted key; None: not given) and `key=value` over them.
+# ---- reading the file and the options
+def read_fields(file: Path | None, options: Fields, settings: list[str]) -> Fields:
+    """Return a spec file's fields, overridden by options and by `key=value` settings.
 
-    Raises BadInput.
+    Options have dotted keys; None means not given. Raises BadInput.
     """
     fields = _read(file) if file is not None else {}
     for key, value in options.items():
@@ -37,12 +37,12 @@ def asked(file: Path | None, options: Fields, settings: list[str]) -> Fields:
 
 
 def layout_of(text: str) -> Fields:
-    """A layout from `data=2,tensor=2`. Raises BadInput."""
+    """Read a layout such as `data=2,tensor=2`. Raises BadInput."""
     return dict(_setting(part, "layout") for part in text.split(","))
 
 
 def put(fields: Fields, key: str, value: Any) -> None:
-    """Set a dotted key; what is no field of the job is a hyperparameter."""
+    """Set a dotted key; a key that is no field of JobSpec is a hyperparameter."""
     names = key.split(".")
     if names[0] not in JobSpec.model_fields:
         names = [HYPER, *names]
@@ -74,11 +74,11 @@ def _setting(text: str, option: str) -> tuple[str, Any]:
         return key.strip(), value.strip()
 
 
-# ---- what it becomes
-def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
-    """The spec; unless it is said, the method is the dataset's, which is gone over once.
+# ---- making the spec
+def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
+    """Make the spec. Defaults are the dataset's method and one epoch.
 
-    A parent or reference that is a plain Hugging Face directory is taken in under the home. Raises
+    A parent or reference that is a plain Hugging Face directory is imported under the home. Raises
     BadInput, NotFound, Corrupt.
     """
     from cray_agents.runtime.datasets.reader import read_dataset
@@ -100,7 +100,7 @@ def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
         **fields,
         HYPER: {"steps": 1, **hyper},
     }
-    spec = _validated(fields)  # before anything is copied
+    spec = _validate(fields)  # before anything is copied
     if spec.method != dataset["method"]:
         raise BadInput(
             f"dataset {spec.dataset} is made for {dataset['method']}, not for {spec.method}: leave"
@@ -108,9 +108,8 @@ def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
             param="method",
         )
     if "steps" not in hyper:
-        found = gone_over(dataset, spec, 1.0 if epochs is None else epochs)
-        settled_hyper = spec.hyperparameters.model_copy(update=found)
-        spec = spec.model_copy(update={HYPER: settled_hyper})
+        steps = steps_of_epochs(dataset, spec, 1.0 if epochs is None else epochs)
+        spec = spec.model_copy(update={HYPER: spec.hyperparameters.model_copy(update=steps)})
     registry = Registry(home)
     init = spec.hyperparameters.init
     model = _trainable(_directory(registry, spec.parent), "parent", init)
@@ -124,27 +123,27 @@ def settled(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
     return spec.model_copy(update={**places, "code": code_version()})
 
 
-def gone_over(dataset: Fields, spec: JobSpec, epochs: float) -> dict[str, int]:
-    """The steps in which a dataset is gone over so many times; a batch is at most all of it.
+def steps_of_epochs(dataset: Fields, spec: JobSpec, epochs: float) -> dict[str, int]:
+    """Return the `steps` for so many epochs, and the `batch_size`, at most the whole dataset.
 
-    Raises BadInput if it is empty.
+    Raises BadInput if the dataset is empty.
     """
     samples: int = dataset["splits"].get("train", {}).get("samples", 0)
     if not samples:
         raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
-    units = ceil(samples / 2) if spec.method == "dpo" else samples  # both of a pair are counted
+    units = ceil(samples / 2) if spec.method == "dpo" else samples  # a pair counts as two samples
     batch = min(spec.hyperparameters.batch_size, units)
     return {"batch_size": batch, "steps": ceil(epochs * units / batch)}
 
 
-def _directory(registry: Any, named: str) -> Path:
-    folder = Path(named).expanduser().absolute()
-    found: Path = folder if folder.is_dir() else registry.directory(named)
-    return found
+def _directory(registry: Any, model: str) -> Path:
+    folder = Path(model).expanduser().absolute()
+    directory: Path = folder if folder.is_dir() else registry.directory(model)
+    return directory
 
 
 def _trainable(directory: Path, param: str, init: str) -> Any:
-    """The model in a directory, looked at before it is copied. Raises BadInput, NotFound."""
+    """Read the model in a directory, before its files are copied. Raises BadInput, NotFound."""
     from cray_agents.trainers.models.tensors import read_parent
 
     try:
@@ -153,47 +152,48 @@ def _trainable(directory: Path, param: str, init: str) -> Any:
         raise type(error)(str(error), param=param) from error
 
 
-def _checkpoint(registry: Any, spec: JobSpec, what: str, *, afresh: bool) -> dict[str, str]:
-    """A checkpoint's directory under the home and what names it; see JobSpec."""
+def _checkpoint(registry: Any, spec: JobSpec, role: str, *, afresh: bool) -> dict[str, str]:
+    """Return the fields of the parent or reference: its directory under the home and its hashes."""
     from cray_agents.runtime.registry import checkpoints
 
-    named = getattr(spec, what)
-    directory = _directory(registry, named)
+    model = getattr(spec, role)
+    directory = _directory(registry, model)
     if afresh:  # only its config and tokenizer are read
         sha256, files = checkpoints.config_sha256(directory), checkpoints.settings_in(directory)
     else:
         name, manifest = registry.import_checkpoint(directory)
         directory, sha256 = registry.home.checkpoint(name), manifest.weights_sha256
         files = manifest.files
-    found = {f"{what}_sha256": sha256}
-    if what == "parent":
-        found["parent_settings_sha256"] = checkpoints.settings_sha256(files)
-    for param, holds in found.items():
-        if (given := getattr(spec, param)) not in ("", None, holds):
+    hashes = {f"{role}_sha256": sha256}
+    if role == "parent":
+        hashes["parent_settings_sha256"] = checkpoints.settings_sha256(files)
+    for param, actual in hashes.items():
+        if (given := getattr(spec, param)) not in ("", None, actual):
             raise BadInput(
-                f"{param} is {given}, but what {named} holds is {holds}: leave it out, or name"
+                f"{param} is {given}, but what {model} holds is {actual}: leave it out, or name"
                 " another",
                 param=param,
             )
-    return {what: str(directory), **found}
+    return {role: str(directory), **hashes}
 
 
-# ---- what is wrong with it
-def _validated(fields: Fields) -> JobSpec:
+# ---- checking the fields
+def _validate(fields: Fields) -> JobSpec:
     try:
         return JobSpec.model_validate(fields)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
+        problems = error.errors(include_url=False)
+        first = next((e for e in problems if e["type"] == "extra_forbidden"), problems[0])
         key = ".".join(map(str, first["loc"])).removeprefix(f"{HYPER}.")
         if first["type"] == "extra_forbidden":
             raise BadInput(f"unknown key {key!r}: {_nearest(key)}", param=key) from error
-        said = first["msg"].removeprefix("Value error, ")
-        raise BadInput(f"{key} = {first['input']!r}: {said}" if key else said, param=key) from error
+        reason = first["msg"].removeprefix("Value error, ")
+        text = f"{key} = {first['input']!r}: {reason}" if key else reason
+        raise BadInput(text, param=key) from error
 
 
 def _nearest(key: str) -> str:
-    """The known key that was meant, or all of them."""
+    """Suggest the known keys closest to an unknown one, or list all keys."""
     known = [*_keys(Hyperparameters), *(k for k in _keys(JobSpec) if not k.startswith(HYPER))]
     last = key.rpartition(".")[2]
     near = [k for k in known if k.rpartition(".")[2] == last]
@@ -202,7 +202,7 @@ def _nearest(key: str) -> str:
 
 
 def _keys(record: type[StrictRecord]) -> list[str]:
-    """The dotted keys of a record and of those in it."""
+    """Return the dotted keys of a record and of its nested records."""
     keys = []
     for name, field in record.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))

@@ -1,9 +1,9 @@
 """`jobs submit`: start a training job, or find it, and follow it to its end.
 
-A platform that runs on the root trains it. Without one this command holds the scheduler and the
-trainer itself, as `up` would: it starts again what died, and ends the job's processes when it ends.
-The same command again is the same job; one that failed is tried again where it is to be run
-otherwise. Read next: job_spec.py, job_training.py.
+A platform that runs on the root trains the job. Without one this command runs the scheduler and
+the trainer itself, as `up` would. It restarts processes that died, and ends the job's processes
+when it ends. The same command again names the same job. A failed job is tried again if the new
+command runs it otherwise. Read next: spec_options.py, job_targets.py.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from cray_agents.cli.jobs.job_targets import say, train
-from cray_agents.cli.jobs.spec_options import asked, layout_of, settled
-from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.jobs.spec_options import build_spec, layout_of, read_fields
+from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.screen import HomeOption, console
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, JobError
@@ -27,7 +27,7 @@ STAYS = (
     " layout, recompute, save_every, keep, evaluate_every or logprob_limit; and what else is"
     " changed is another job"
 )
-WIDE = 1024  # of hidden states: models for which the usual learning rate is far too high
+WIDE = 1024  # hidden size from which the default learning rate is far too high
 
 
 def submit(
@@ -82,7 +82,7 @@ def submit(
 ) -> None:
     """Train a model: start a job, or find it, and follow it to its end. Ctrl-C saves and stops."""
     config = load_config({"home": home})
-    opened(config)
+    open_root(config)
     _check_name(name, detach=detach)
     options = {
         "parent": parent,
@@ -96,10 +96,10 @@ def submit(
         "reference": reference,
     }
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        wanted = settled(config.root, asked(spec, options, setting or []), epochs)
-        status = _done(config, wanted, detach=detach)
+        job = build_spec(config.root, read_fields(spec, options, setting or []), epochs)
+        status = _train_unless_ended(config, job, detach=detach)
         if status.state == "succeeded":
-            _tell_result(config.root, status, name)
+            _report_result(config.root, status, name)
     if as_json:
         print(status.model_dump_json(indent=2))
     if status.state in ("failed", "cancelled"):
@@ -108,8 +108,8 @@ def submit(
         raise typer.Exit(130)
 
 
-def _done(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
-    """What comes of it; a job that has ended stays what it is, unless `should_retry`."""
+def _train_unless_ended(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
+    """Train the job and return its status; an ended job is trained again only if `should_retry`."""
     from cray_agents.cli.jobs.event_stream import has_ended
     from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import read_status, should_retry
@@ -121,12 +121,12 @@ def _done(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
         if status.state == "failed":
             say(STAYS)
         return status
-    _tell_spec(spec)
+    _print_spec(spec)
     return train(config, spec, detach=detach)
 
 
-# ---- what is said
-def _tell_spec(spec: JobSpec) -> None:
+# ---- messages
+def _print_spec(spec: JobSpec) -> None:
     from cray_agents.trainers.models.architecture import read_architecture
 
     hyper = spec.hyperparameters
@@ -144,8 +144,8 @@ def _tell_spec(spec: JobSpec) -> None:
             " less for dpo, kto and grpo")  # fmt: skip
 
 
-def _tell_result(home: Home, status: JobStatus, name: str | None) -> None:
-    """Where the result is; registered under a name, but not promoted."""
+def _report_result(home: Home, status: JobStatus, name: str | None) -> None:
+    """Print the result's folder, and register the result under a name, without promoting it."""
     from cray_agents.runtime.registry.checkpoints import ADAPTER
     from cray_agents.runtime.registry.registry import Registry
 

@@ -1,1 +1,1 @@
-"""`demo` and `loop`."""
+"""Commands that train an agent: `demo` and `loop`."""

@@ -1,9 +1,8 @@
 """`demo`: the built-in self-improving loop, end to end on real parts, with a report at the end.
 
-The agent, its tasks and its reward are cookbook/02_calculator_loop.py; this command makes the seed
-model, starts a platform that lives as long as the demo, warms the model up, runs the loop, and
-tells what happened. Everything is on disk under the home: killed at any moment, the same command
-goes on.
+cookbook/02_calculator_loop.py defines the agent, its tasks and its reward. This command makes the
+seed model, starts a platform for as long as the demo, warms the model up, runs the loop, and prints
+the results. Everything is on disk under the home: after a kill, the same command goes on.
 """
 
 import asyncio
@@ -69,11 +68,11 @@ def demo(
     if not BOOK.exists():
         raise SetupError(f"the demo runs from a checkout: {BOOK} is not there")
     name = f"demo-{seed}" + ("-quick" if quick else "") + (f"-{control}" if control else "")
-    where = home or Path(".cray-agents") / name
-    config = load_config({"home": where, "scheduler": scheduler, "port": 0})
+    folder = home or Path(".cray-agents") / name
+    config = load_config({"home": folder, "scheduler": scheduler, "port": 0})
     make_private(config.root.root, config.group)
     claim(config.root.root / "demo.json", {"seed": seed, "control": control, "quick": quick})
-    begun = time.monotonic()
+    started = time.monotonic()
     book = load(BOOK)
     loop: Loop = book.make_loop(seed, quick)
     if control:
@@ -82,19 +81,22 @@ def demo(
     with LoopScreen(f"demo, seed {seed}", most) as screen:
         loop.on_progress = screen.progress
         done, info, examples = run_demo(config, book, loop, most, seed, quick, screen)
-    result = summary(seed, control, info, time.monotonic() - begun, done)
+    result = summary(seed, control, info, time.monotonic() - started, done)
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
-    tell(config, loop, result, done, examples)
+    print_results(config, loop, result, done, examples)
 
 
-def claim(path: Path, what: dict[str, Any]) -> None:
-    """Keep demos apart that would share a home. Raises BadInput."""
-    if path.exists() and (found := checksums.read_json(path)) != what:
-        raise BadInput(f"{path.parent} holds another demo ({found}): choose another --home")
+def claim(path: Path, settings: dict[str, Any]) -> None:
+    """Write this demo's settings to its home.
+
+    Raises BadInput for the home of another demo, StoreError if the home cannot be written.
+    """
+    if path.exists() and (known := checksums.read_json(path)) != settings:
+        raise BadInput(f"{path.parent} holds another demo ({known}): choose another --home")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(checksums.with_crc(json.dumps(what).encode()))
+        path.write_bytes(checksums.with_crc(json.dumps(settings).encode()))
     except OSError as error:
         raise StoreError(
             f"{path.parent} cannot be written ({error.strerror}): choose another --home"
@@ -110,7 +112,7 @@ def run_demo(
     quick: bool,
     screen: LoopScreen,
 ) -> tuple[list[Generation], dict[str, Any], list[tuple[str, Run]]]:
-    """Seed model, platform, warm-up, loop: what is done already is not done again."""
+    """Run seed model, platform, warm-up and loop; steps that are done are not repeated."""
     model = config.root.root / "seed-model"
     if not model.exists():
         screen.say("making the seed model")
@@ -119,21 +121,21 @@ def run_demo(
         book.make_model(draft, seed)
         draft.rename(model)
     screen.say("starting the platform (the vLLM server takes about half a minute)")
-    with serving(config, model=model, name=loop.agent.model, ready=False) as where:
-        loop.platform = client(where)
+    with serving(config, model=model, name=loop.agent.model, ready=False) as process:
+        loop.platform = client(process)
         book.warm_up(loop, quick)
         done = []
         for generation in loop.run(most):
             screen.generation(generation)
             done.append(generation)
-        info, examples = asyncio.run(told_at_the_end(client(where), loop, done))
+        info, examples = asyncio.run(report_facts(client(process), loop, done))
     return done, info, examples
 
 
-async def told_at_the_end(
+async def report_facts(
     platform: Platform, loop: Loop, done: list[Generation]
 ) -> tuple[dict[str, Any], list[tuple[str, Run]]]:
-    """What the platform is made of, and examples of what changed."""
+    """Return the platform's info and the examples of `before_and_after`; close the client."""
     try:
         return await platform.info(), await before_and_after(platform, loop, done)
     finally:
@@ -143,7 +145,7 @@ async def told_at_the_end(
 async def before_and_after(
     platform: Platform, loop: Loop, done: list[Generation], count: int = 4
 ) -> list[tuple[str, Run]]:
-    """The same test questions under the first and the last version, those that changed first."""
+    """Return runs of the same test questions, before and after; most improved first."""
     ends = []
     for version in (done[0].test_version, done[-1].test_version):
         runs = [run async for run in platform.runs(loop=loop.name, split="test", model=version)]
@@ -167,7 +169,7 @@ def summary(
     seconds: float,
     done: list[Generation],
 ) -> dict[str, Any]:
-    """What the table shows, as `--json` writes it. `seconds` are of this invocation."""
+    """Return the table's data as `--json` writes it. `seconds` are of this invocation."""
     return {
         "seed": seed,
         "control": control,
@@ -179,14 +181,14 @@ def summary(
     }
 
 
-def tell(
+def print_results(
     config: Config,
     loop: Loop,
     result: dict[str, Any],
     done: list[Generation],
     examples: list[tuple[str, Run]],
 ) -> None:
-    """The table, the report's path, and what to try next."""
+    """Print the table, the report's path, and commands to try next."""
     title = f"An agent trains itself: seed {result['seed']}"
     title += f", control {result['control']}" if result["control"] else ""
     facts = {

@@ -1,6 +1,6 @@
-"""What a running loop looks like: a table of generations, and a line that says what happens now.
+"""Loop screen: a table of generations, and a line about the current phase.
 
-On a terminal it is drawn in place; in a log each phase and each generation is a line of its own.
+On a terminal the table is drawn in place; in a log each phase and each generation gets a line.
 """
 
 import time
@@ -16,7 +16,7 @@ from rich.text import Text
 from cray_agents.cli.screen import clock, errors
 from cray_agents.generation import Generation, LoopProgress
 
-#: The columns of a generation, and what each means; the report shows all of them.
+#: The columns of a generation, each with its meaning; the report shows all of them.
 COLUMNS = {
     "gen": "The generation; 0 is the model before this training.",
     "method": "How it was trained.",
@@ -36,8 +36,10 @@ COLUMNS = {
     "job": "The training job, as the scheduler numbers it.",
     "outcome": "What became of the candidate.",
 }
-#: Those that say something to everybody; a terminal shows these.
-SHOWN = ("gen", "method", "held-out", "test", "runs", "kept", "seconds", "version", "outcome")
+#: The columns on a terminal, which need no knowledge of training.
+TERMINAL_COLUMNS = (
+    "gen", "method", "held-out", "test", "runs", "kept", "seconds", "version", "outcome",
+)  # fmt: skip
 LEGEND = (
     "held-out: mean reward on tasks that no training sees, which decides promotion; "
     "kept: the share of runs that were trained on"
@@ -45,7 +47,7 @@ LEGEND = (
 
 
 class LoopScreen:
-    """Shows Progress and Generations as they come. A context manager."""
+    """A live view of LoopProgress and Generations. A context manager."""
 
     def __init__(self, title: str = "", generations: int = 0, *, enabled: bool = True) -> None:
         self.title = title
@@ -53,14 +55,14 @@ class LoopScreen:
         self._enabled = enabled
         self._done: list[Generation] = []
         self._now = LoopProgress(0, "starting")
-        self._begun = self._phase_begun = time.monotonic()
+        self._started = self._phase_started = time.monotonic()
         self._live = Live(
             get_renderable=self.draw, console=errors, refresh_per_second=4, transient=True
         )
-        self._drawn = enabled and errors.is_terminal
+        self._in_place = enabled and errors.is_terminal
 
     def __enter__(self) -> "LoopScreen":
-        if self._drawn:
+        if self._in_place:
             self._live.start()
         return self
 
@@ -70,24 +72,24 @@ class LoopScreen:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._drawn:
+        if self._in_place:
             self._live.stop()
 
     @property
     def elapsed(self) -> float:
         """Seconds since this screen was made."""
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._started
 
-    def say(self, what: str) -> None:
-        """Something outside the loop goes on."""
-        self.progress(LoopProgress(0, what))
+    def say(self, phase: str) -> None:
+        """Show a phase outside the loop."""
+        self.progress(LoopProgress(0, phase))
 
     def progress(self, now: LoopProgress) -> None:
-        """Something moved."""
+        """Show the loop's progress."""
         before, self._now = self._now, now
         if (before.phase, before.generation) != (now.phase, now.generation):
-            self._phase_begun = time.monotonic()
-            if self._enabled and not self._drawn:
+            self._phase_started = time.monotonic()
+            if self._enabled and not self._in_place:
                 total = f" ({now.total})" if now.total else ""
                 note = f" {now.note}" if now.note else ""
                 errors.print(
@@ -97,31 +99,31 @@ class LoopScreen:
                 )
 
     def generation(self, generation: Generation) -> None:
-        """A generation ended."""
+        """Show a generation that ended."""
         self._done.append(generation)
-        if self._enabled and not self._drawn:
+        if self._enabled and not self._in_place:
             cells = row(generation)
-            said = [f"{name} {cells[name]}" for name in SHOWN[:-1] if cells[name] != "-"]
-            text = "  ".join([*said, cells["outcome"]])
+            columns = [name for name in TERMINAL_COLUMNS[:-1] if cells[name] != "-"]
+            text = "  ".join([*(f"{name} {cells[name]}" for name in columns), cells["outcome"]])
             errors.print(f"{clock(self.elapsed)} {text}", highlight=False, soft_wrap=True)
 
     def draw(self) -> RenderableType:
-        """The picture now."""
-        now, spent = self._now, time.monotonic() - self._phase_begun
+        """Return the table with the line about the current phase."""
+        now, spent = self._now, time.monotonic() - self._phase_started
         line = Table.grid(padding=(0, 1))
-        parts: list[RenderableType] = [
+        cells: list[RenderableType] = [
             Text(f"generation {now.generation}", style="bold"),
             Text(now.phase, style="cyan"),
         ]
         if now.total:
-            parts.append(ProgressBar(total=now.total, completed=now.done, width=30))
+            cells.append(ProgressBar(total=now.total, completed=now.done, width=30))
             left = spent / now.done * (now.total - now.done) if now.done else None
             rest = f", {clock(left)} left" if left is not None else ""
-            parts.append(Text(f"{now.done}/{now.total}, for {clock(spent)}{rest}"))
+            cells.append(Text(f"{now.done}/{now.total}, for {clock(spent)}{rest}"))
         else:
-            parts.append(Text(f"for {clock(spent)}"))
-        parts.append(Text(now.note, style="dim"))
-        line.add_row(*parts)
+            cells.append(Text(f"for {clock(spent)}"))
+        cells.append(Text(now.note, style="dim"))
+        line.add_row(*cells)
         most = f", at most {self.generations} generations" if self.generations else ""
         head = Text(f"{self.title}  {clock(self.elapsed)} elapsed{most}", style="dim")
         table = [generations_table(self._done)] if self._done else []
@@ -129,19 +131,19 @@ class LoopScreen:
 
 
 def generations_table(generations: Sequence[Generation]) -> Table:
-    """The table at the end: what each generation did and what came of it."""
+    """Return generations as a table: a row each, with its results and its outcome."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in SHOWN:
+    for heading in TERMINAL_COLUMNS:
         table.add_column(heading, justify="left" if heading in ("version", "outcome") else "right")
     for generation in generations:
         cells = row(generation)
         style = None if generation.promoted else "dim"
-        table.add_row(*(cells[name] for name in SHOWN), style=style)
+        table.add_row(*(cells[name] for name in TERMINAL_COLUMNS), style=style)
     return table
 
 
 def row(g: Generation) -> dict[str, str]:
-    """A generation as a cell for each of COLUMNS."""
+    """Return a generation as a cell for each of COLUMNS."""
     loss = (
         f"{g.loss_first:.3f}→{g.loss_last:.3f}" if g.loss_last is not None and g.loss_first else "-"
     )
@@ -164,14 +166,14 @@ def row(g: Generation) -> dict[str, str]:
 
 
 def outcome(g: Generation) -> str:
-    """What came of a generation, in a few words."""
-    what = "promoted" if g.promoted else "not promoted"
+    """Describe the outcome of a generation in a few words."""
+    text = "promoted" if g.promoted else "not promoted"
     if not g.generation:
-        what = "the start"
+        text = "the start"
     elif not g.promoted and not g.holdout_tasks:
-        what = g.note.partition(":")[0] or "passed on"  # not proven, no update
+        text = g.note.partition(":")[0] or "passed on"  # not proven, no update
     if g.zero_variance_groups:
-        what += f", {g.zero_variance_groups} groups without variance"
+        text += f", {g.zero_variance_groups} groups without variance"
     if g.carried:
-        what += f", {g.carried} runs of the one before"
-    return what
+        text += f", {g.carried} runs of the one before"
+    return text

@@ -1,6 +1,6 @@
 """`loop`: run the self-improving loop that a Python file defines. The same command goes on.
 
-With --watch the same file's loop trains on live traffic instead, without end: watching.py.
+With --watch the same file's loop trains on live traffic instead, without end.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from cray_agents.platform.client import Platform
 
 
 @dataclass(frozen=True)
-class Watching:
-    """The options as they were given."""
+class WatchOptions:
+    """The options of live traffic, as they were given."""
 
     watch: bool
     runs: int | None
@@ -42,39 +42,40 @@ class Watching:
     once: bool
 
 
-def watching(loop: Loop, given: Watching) -> Loop:
-    """The loop, watching if that was asked; the file's own Watch holds where nothing is said.
+def with_watch(loop: Loop, given: WatchOptions) -> Loop:
+    """Return the loop with its Watch changed by the options; without --watch, the loop itself.
 
-    It gets a name of its own, `<name>-live`, unless it watched already: what it did offline stays
-    another loop's. Raises BadInput.
+    A loop that had no Watch is renamed to `<name>-live`, so that its offline generations stay those
+    of another loop. Raises BadInput.
     """
     if not given.watch:
-        said = [name for name, value in asdict(given).items() if value]
-        if said:
-            option = said[0].replace("_", "-")
+        names = [name for name, value in asdict(given).items() if value]
+        if names:
+            option = names[0].replace("_", "-")
             raise BadInput(f"--{option} has no effect without --watch", param=option)
         return loop
     known = loop.watch.model_dump() if loop.watch is not None else {}
     name = loop.name if loop.watch is not None else f"{loop.name}-live"
     try:
-        watch = Watch(**{**known, **_changes(given, known)})
+        watch = Watch(**{**known, **_watch_changes(given, known)})
     except ValidationError as error:
-        told = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise BadInput(f"--watch: {told}", param="watch") from error
+        message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise BadInput(f"--watch: {message}", param="watch") from error
     return replace(loop, watch=watch, name=name)
 
 
 async def next_update(platform: Platform, loop: str) -> int:
-    """The number of the update that comes next; 0 is but the beginning."""
+    """Return the number of the next update: at least 1, since 0 is the model before training."""
     recorded = await platform.generations(loop)
     await platform.close()
     return max(1, len(recorded))
 
 
-def _changes(given: Watching, known: dict[str, Any]) -> dict[str, Any]:
+def _watch_changes(given: WatchOptions, known: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Watch that the options change."""
     changes: dict[str, Any] = {}
     if given.every is not None:
-        changes |= {"every": seconds(given.every, "every"), "runs": None}
+        changes |= {"every": parse_seconds(given.every, "every"), "runs": None}
     if given.runs is not None:
         changes["runs"] = given.runs
     if given.quiet is not None:
@@ -86,8 +87,8 @@ def _changes(given: Watching, known: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def seconds(given: str, option: str) -> float:
-    """A time such as 6h, 30m or 45s. Raises BadInput."""
+def parse_seconds(given: str, option: str) -> float:
+    """Parse a time such as 6h, 30m or 45s. Raises BadInput."""
     match = AGE.fullmatch(given.strip().lower())
     if match is None or float(match[1]) == 0:
         raise BadInput(f"--{option} must be a time such as 6h, 30m or 45s; not {given!r}",
@@ -155,20 +156,20 @@ def loop(
 ) -> None:
     """Run a self-improving loop; the same command goes on where it stopped."""
     module = load(file)
-    found = find(module, "loop", Loop, file)
-    found = watching(found, Watching(watch, runs, every, quiet, updates_per_day, giver, once))
+    options = WatchOptions(watch, runs, every, quiet, updates_per_day, giver, once)
+    chosen = with_watch(find(module, "loop", Loop, file), options)
     if accept_changes:
-        found.changed = "accept"
+        chosen.changed = "accept"
     if generations is None:
-        generations = sys.maxsize if found.watch is not None else 5
+        generations = sys.maxsize if chosen.watch is not None else 5
     done: list[Generation] = []
-    with platform_at(home, url, found.agent.model, model) as platform:
-        found.platform = platform
+    with platform_at(home, url, chosen.agent.model, model) as platform:
+        chosen.platform = platform
         with LoopScreen(enabled=not as_json) as screen:
-            found.on_progress = screen.progress
+            chosen.on_progress = screen.progress
             if once:
-                generations = asyncio.run(next_update(platform, found.name))
-            for generation in _until_interrupted(found, generations):
+                generations = asyncio.run(next_update(platform, chosen.name))
+            for generation in _until_interrupted(chosen, generations):
                 screen.generation(generation)
                 done.append(generation)
     if as_json:
@@ -180,39 +181,39 @@ def loop(
     console.print(LEGEND, style="dim")
     if done[-1].stopped:
         console.print(f"stopped: {done[-1].stopped}")
-    tell_next(found, done, _agent_of(module, found, file), home, url)
+    print_next_steps(chosen, done, _agent_target(module, chosen, file), home, url)
 
 
-def tell_next(
+def print_next_steps(
     loop: Loop, done: list[Generation], agent: str | None, home: Path | None, url: str | None
 ) -> None:
-    """Say what the name means now, and which commands people want next.
+    """Print the version that the model's name means now, and commands to try next.
 
-    agent: the agent's file, as `chat` takes it; None: it is in no file.
+    agent: the agent's file, as `chat` takes it; None: the agent is in no file.
     """
     served, last = promoted_version(done), done[-1]
-    there = f" --url {url}" if url else f" --home {home}" if home else ""
-    steps = {"talk with it": f"chat {agent}{there}"} if agent else {}
+    root_option = f" --url {url}" if url else f" --home {home}" if home else ""
+    steps = {"talk with it": f"chat {agent}{root_option}"} if agent else {}
     if url is None:
         root = load_config({"home": home}).root
         if running(root) is None:
-            steps["serve it"] = f"up --name {loop.agent.model}{there}"
-        steps["read its runs"] = f"runs list --loop {loop.name}{there}"
-        steps["take them elsewhere"] = f"export --loop {loop.name}{there} --output runs.jsonl"
+            steps["serve it"] = f"up --name {loop.agent.model}{root_option}"
+        steps["read its runs"] = f"runs list --loop {loop.name}{root_option}"
+        steps["take them elsewhere"] = f"export --loop {loop.name}{root_option} --output runs.jsonl"
         if last.version != served:
-            steps["promote it all the same"] = f"models promote {last.version}{there}"
+            steps["promote it all the same"] = f"models promote {last.version}{root_option}"
     before = done[0].version
     now = "as before" if served == before else f"{before} before"
     console.print(f"\n{loop.agent.model} means {served} now ({now}). Next:", highlight=False)
     width = max(map(len, steps), default=0)
-    for what, command in steps.items():
-        text = f"  {what:{width}}  cray-agents {command}"
+    for purpose, command in steps.items():
+        text = f"  {purpose:{width}}  cray-agents {command}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print("The same command goes on from here, with --generations N for more.")
 
 
-def _agent_of(module: ModuleType, loop: Loop, file: Path) -> str | None:
-    """The loop's agent as `chat` takes it: FILE, or FILE:NAME where the file has several."""
+def _agent_target(module: ModuleType, loop: Loop, file: Path) -> str | None:
+    """Return the loop's agent as `chat` takes it: FILE, or FILE:NAME where the file has several."""
     agents = {name: value for name, value in vars(module).items() if isinstance(value, Agent)}
     for name, value in agents.items():
         if value.name == loop.agent.name:
@@ -220,11 +221,11 @@ def _agent_of(module: ModuleType, loop: Loop, file: Path) -> str | None:
     return None
 
 
-def _until_interrupted(found: Loop, generations: int) -> Iterator[Generation]:
-    """The loop's generations; Ctrl-C is the end of one that watches, and loses nothing."""
+def _until_interrupted(loop: Loop, generations: int) -> Iterator[Generation]:
+    """Yield the loop's generations; Ctrl-C ends a loop that watches without losing anything."""
     try:
-        yield from found.run(generations)
+        yield from loop.run(generations)
     except KeyboardInterrupt:
-        if found.watch is None:
+        if loop.watch is None:
             raise
         errors.print("interrupted: the same command goes on from here", highlight=False)

@@ -1,7 +1,7 @@
 """A finished loop as pictures: a PNG plot and one self-contained HTML page.
 
-The page holds its plot as inline SVG and its style in itself: it can be mailed as it is.
-matplotlib is needed (extra `export`); it is imported when a report is written.
+The page contains its plot as inline SVG and its own style, so it can be mailed as it is.
+matplotlib (extra `export`) is imported only when a report is written.
 """
 
 import html
@@ -32,7 +32,7 @@ dt { font-weight: 600 } dd { margin: 0 0 .4rem 1.2rem } details { margin-top: .8
 
 
 def figure(generations: Sequence[Generation], title: str) -> Any:
-    """Held-out, test and training success by generation, and the loss of each job."""
+    """Plot held-out, test and training success by generation, and the loss of each job."""
     from matplotlib.figure import Figure
 
     numbers = [g.generation for g in generations]
@@ -49,8 +49,8 @@ def figure(generations: Sequence[Generation], title: str) -> Any:
         [g.generation for g in tested], [g.test_success for g in tested], "*", ms=14, label="test"
     )
     if rejected := [g for g in judged if not g.promoted]:
-        where = [g.generation for g in rejected]
-        left.plot(where, [g.holdout_success for g in rejected], "kx", ms=9, label="not promoted")
+        at = [g.generation for g in rejected]
+        left.plot(at, [g.holdout_success for g in rejected], "kx", ms=9, label="not promoted")
     left.set(title=title, xlabel="generation", ylabel="success", ylim=(0, 1.02), xticks=numbers)
     left.grid(alpha=0.3)
     left.legend(loc="lower right", fontsize=8)
@@ -70,7 +70,7 @@ def write_report(
     facts: dict[str, str],
     examples: Sequence[tuple[str, Run]],
 ) -> tuple[Path, Path]:
-    """Write `report.png` and `report.html`; returns their paths.
+    """Write `report.png` and `report.html`; return their paths.
 
     `facts` are shown as they are; `examples` are runs with a caption, two in a row.
     """
@@ -100,7 +100,7 @@ def _page(
         + "</tr>"
         for g in generations
     )
-    meant = "".join(
+    meanings = "".join(
         f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>"
         for name, text in COLUMNS.items()
     )
@@ -108,7 +108,7 @@ def _page(
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
         for name, value in facts.items()
     )
-    shown = "".join(
+    pairs = "".join(
         f"<div><b>{html.escape(caption)}</b><pre>{html.escape(transcript(run))}</pre></div>"
         for caption, run in examples
     )
@@ -121,15 +121,15 @@ def _page(
 <h1>{html.escape(title)}</h1>{ends}{note if ends else ""}
 {drawing}
 <h2>Generations</h2><table><tr>{head}</tr>{body}</table>
-<details><summary>What the columns mean</summary><dl>{meant}</dl></details>
-<h2>The same questions, before and after</h2><div class="runs">{shown}</div>
+<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>
+<h2>The same questions, before and after</h2><div class="runs">{pairs}</div>
 <h2>How it was made</h2><table>{about}</table>
 </body></html>
 """
 
 
 def transcript(run: Run) -> str:
-    """A run as people read it, with its reward."""
+    """Return a run as people read it, with its reward."""
     lines = []
     for message in run.trajectory.messages:
         calls = [

@@ -1,8 +1,9 @@
-"""`models`: versions, what happened to them, where they come from; and what changes that.
+"""`models`: list, promote, roll back, try out and prune model versions.
 
-What only looks reads the shared root, platform or not. Promote, rollback and reject ask the running
-platform, which swaps at once; where none runs they decide what the next one serves. A canary needs
-a platform. Read next: runtime/registry.py, runtime/canary.py.
+List, show, history and lineage only read the shared root, with or without a platform. Promote,
+rollback and reject call the running platform, which swaps at once. Without a platform they decide
+what the next one serves. A canary needs a platform. Read next: runtime/registry/registry.py,
+runtime/registry/canary.py.
 """
 
 import asyncio
@@ -49,49 +50,51 @@ def prune(
     from cray_agents.cli.screen import size
     from cray_agents.runtime.retention import prune
 
-    where = load_config({"home": home}).root
+    root_home = load_config({"home": home}).root
     with errors.status("looking for what nobody needs"):
-        found = prune.prune(where, name, keep=keep, in_use=lambda: held_on(where), dry_run=dry_run)
+        pruned = prune.prune(
+            root_home, name, keep=keep, in_use=lambda: loaded_versions(root_home), dry_run=dry_run
+        )
     if as_json:
-        print(json.dumps(asdict(found) | {"bytes": found.bytes, "dry_run": dry_run}, indent=2))
+        print(json.dumps(asdict(pruned) | {"bytes": pruned.bytes, "dry_run": dry_run}, indent=2))
         return
-    parts = {"weights": found.weights, "resume points": found.points, "left over": found.drafts}
+    kinds = {"weights": pruned.weights, "resume points": pruned.points, "left over": pruned.drafts}
     rows = [
-        {"what": what, "of": of, "size": size(count)}
-        for what, part in parts.items()
-        for of, count in part.items()
+        {"what": kind, "of": owner_name, "size": size(count)}
+        for kind, sizes in kinds.items()
+        for owner_name, count in sizes.items()
     ]
     if rows:
         show(rows, ["what", "of", "size"], as_json=False)
-    for version, why in found.kept.items():
+    for version, why in pruned.kept.items():
         console.print(f"{version} stays: {why}", highlight=False, markup=False)
-    console.print(f"{size(found.bytes)} {'would be ' if dry_run else ''}given back")
+    console.print(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
 
 
-def held_on(home: Home) -> set[str]:
-    """The versions that the replicas of a root's platform hold. Raises SetupError."""
+def loaded_versions(home: Home) -> set[str]:
+    """Return the versions that the replicas of a root's platform hold. Raises SetupError."""
     info = running(home)
     if info is None:
-        if (other := owner(home)) is None:
+        if (platform_owner := owner(home)) is None:
             return set()
         raise SetupError(
-            f"the platform on {home.root} (pid {other['pid']}) does not say what its replicas hold:"
-            " it is starting or ending; try again in a moment"
+            f"the platform on {home.root} (pid {platform_owner['pid']}) does not say what its"
+            " replicas hold: it is starting or ending; try again in a moment"
         )
 
-    async def ask() -> list[dict[str, object]]:
+    async def fetch_replicas() -> list[dict[str, object]]:
         platform = client(info)
         try:
             return await platform.pool(spares=True)
         finally:
             await platform.close()
 
-    found: set[str] = set()
-    for replica in asyncio.run(ask()):
+    loaded: set[str] = set()
+    for replica in asyncio.run(fetch_replicas()):
         versions = replica.get("versions")
-        named = [replica.get("version"), *(versions if isinstance(versions, list) else [])]
-        found.update(one for one in named if isinstance(one, str))
-    return found
+        ids = [replica.get("version"), *(versions if isinstance(versions, list) else [])]
+        loaded.update(version for version in ids if isinstance(version, str))
+    return loaded
 
 
 models = typer.Typer(
@@ -120,10 +123,10 @@ def list_models(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """
     from cray_agents.runtime.registry.registry import Registry
 
-    where = root(home)
-    registry, held = Registry(where), held_by(where)
+    root_home = root(home)
+    registry, counts = Registry(root_home), replica_counts(root_home)
     rows = [
-        row | {"replicas": None if held is None else held[row["id"]]}
+        row | {"replicas": None if counts is None else counts[row["id"]]}
         for name in registry.names()
         for row in version_rows(registry, name)
     ]
@@ -139,13 +142,13 @@ def show_model(
     from cray_agents.runtime.registry.checkpoints import manifest_of
     from cray_agents.runtime.registry.registry import Registry
 
-    where = root(home)
-    found = Registry(where).resolve(version)
-    directory = where.checkpoint(found.checkpoint)
+    root_home = root(home)
+    model = Registry(root_home).resolve(version)
+    directory = root_home.checkpoint(model.checkpoint)
     manifest = manifest_of(directory).model_dump(mode="json")
     probe = manifest.pop("probe")
-    known = {"id": found.id, "weights": directory.is_dir(), "probes": len(probe)}
-    record = found.model_dump() | known | {"manifest": manifest}
+    details = {"id": model.id, "weights": directory.is_dir(), "probes": len(probe)}
+    record = model.model_dump() | details | {"manifest": manifest}
     print(json.dumps(record, indent=2)) if as_json else console.print_json(data=record)
 
 
@@ -172,7 +175,7 @@ def lineage(name: NameOrVersion, home: HomeOption = None, as_json: JsonOption = 
     if as_json:
         print(json.dumps(kin, indent=2))
         return
-    for tree in trees(kin):
+    for tree in lineage_trees(kin):
         console.print(tree)
 
 
@@ -188,7 +191,7 @@ def promote(
     home: HomeOption = None,
 ) -> None:
     """Let the bare name mean a version, once all replicas hold it; no request is lost."""
-    name, number = named(version)
+    name, number = parse_version(version)
     wanted, by = _version(name, number), who or user()
     decide(
         home,
@@ -221,7 +224,7 @@ def rollback(
 @models.command("reject")
 def reject(version: Version, reason: Reason = "", who: Who = "", home: HomeOption = None) -> None:
     """Note in the history that a version was found not good enough."""
-    name, number = named(version)
+    name, number = parse_version(version)
     wanted, by = _version(name, number), who or user()
     decide(
         home,
@@ -252,18 +255,21 @@ def canary(
     """
     name, at, _ = version.partition("@")
     if stop:
-        tell(asked(home, lambda p: p.stop_canary(name, who=who or user(), reason=reason)))
+        print_event(
+            call_platform(home, lambda p: p.stop_canary(name, who=who or user(), reason=reason))
+        )
         return
     if not at:
-        console.print_json(data=asked(home, lambda p: p.canary_status(name)))
+        console.print_json(data=call_platform(home, lambda p: p.canary_status(name)))
         return
-    wanted = _version(*named(version))
+    wanted = _version(*parse_version(version))
     test = {"share": share, "promote_after": promote_after, "givers": giver or []}
-    tell(asked(home, lambda p: p.canary(wanted, who=who or user(), reason=reason, **test)))
+    by = who or user()
+    print_event(call_platform(home, lambda p: p.canary(wanted, who=by, reason=reason, **test)))
 
 
-def named(version: str) -> tuple[str, int]:
-    """Name and number of `name@N`. Raises BadInput."""
+def parse_version(version: str) -> tuple[str, int]:
+    """Return the name and number of `name@N`. Raises BadInput."""
     name, _, number = version.partition("@")
     if not number.isdecimal():
         raise BadInput(
@@ -277,110 +283,112 @@ def decide(
     online: Callable[[Platform], Awaitable[dict[str, Any]]],
     offline: "Callable[[Registry], ModelEvent]",
 ) -> None:
-    """Let the root's platform decide on a version, or the registry itself where none runs.
+    """Change a version through the root's platform, or in the registry if no platform runs.
 
-    Raises SetupError while a platform starts or ends: it would not notice.
+    Raises SetupError while a platform starts or ends, because it would not notice the change.
     """
     from cray_agents.runtime.registry.registry import Registry
 
-    where = root(home)
-    if running(where) is not None:
-        tell(asked(home, online))
+    root_home = root(home)
+    if running(root_home) is not None:
+        print_event(call_platform(home, online))
         return
-    if (other := owner(where)) is not None:
+    if (platform_owner := owner(root_home)) is not None:
         raise SetupError(
-            f"the platform on {where.root} (pid {other['pid']}) is starting or ending: try again in"
-            " a moment"
+            f"the platform on {root_home.root} (pid {platform_owner['pid']}) is starting or ending:"
+            " try again in a moment"
         )
-    tell(offline(Registry(where)).model_dump(mode="json"))
-    told = "no platform runs: `cray-agents up` serves what is promoted, once its probe has passed"
-    errors.print(told, highlight=False, soft_wrap=True)
+    print_event(offline(Registry(root_home)).model_dump(mode="json"))
+    notice = "no platform runs: `cray-agents up` serves what is promoted, once its probe has passed"
+    errors.print(notice, highlight=False, soft_wrap=True)
 
 
-def held_by(home: Home) -> Counter[str] | None:
-    """How many replicas hold each version; None: no platform runs, or none that can be asked."""
+def replica_counts(home: Home) -> Counter[str] | None:
+    """Count the replicas that hold each version. Return None if no platform can be reached."""
     try:
         info = running(home)
         if info is None:
             return None
         replicas = fetch(info, "/v1/pool")["data"]
-    except (SetupError, OSError):  # it is another's, or just ended
+    except (SetupError, OSError):  # the platform is another user's, or has just ended
         return None
     return Counter(version for replica in replicas for version in replica["versions"])
 
 
-def asked(
-    home: Path | None, what: Callable[[Platform], Awaitable[dict[str, Any]]]
+def call_platform(
+    home: Path | None, method: Callable[[Platform], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """What the platform of a root answers. Raises SetupError where none runs."""
-    where = root(home)
-    info = running(where)
+    """Call a method of a root's platform. Raises SetupError if none runs."""
+    root_home = root(home)
+    info = running(root_home)
     if info is None:
-        raise SetupError(f"no platform runs on {where.root}: start it with `cray-agents up`")
+        raise SetupError(f"no platform runs on {root_home.root}: start it with `cray-agents up`")
 
-    async def ask() -> dict[str, Any]:
+    async def call() -> dict[str, Any]:
         platform = client(info)
         try:
-            return await what(platform)
+            return await method(platform)
         finally:
             await platform.close()
 
-    return asyncio.run(ask())
+    return asyncio.run(call())
 
 
-def tell(event: dict[str, Any]) -> None:
-    """A line for what happened."""
+def print_event(event: dict[str, Any]) -> None:
+    """Print a line for an event of the registry."""
     why = f": {event['reason']}" if event["reason"] else ""
     kind = event["kind"].replace("_", " ")
-    said = f"{event['name']}@{event['version']} {kind} by {event['who']}{why}"
+    text = f"{event['name']}@{event['version']} {kind} by {event['who']}{why}"
     if event["kind"] == "rolled_back":
-        said = f"{event['name']} rolled back by {event['who']}{why}"
+        text = f"{event['name']} rolled back by {event['who']}{why}"
     if event["kind"] in ("promoted", "rolled_back"):
-        said += f"; {event['name']} means {event['name']}@{event['version']} now"
-    console.print(escape(said), soft_wrap=True)
+        text += f"; {event['name']} means {event['name']}@{event['version']} now"
+    console.print(escape(text), soft_wrap=True)
 
 
 def user() -> str:
-    """Who sits at this shell."""
+    """Return the name of this shell's user."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         return "somebody"
 
 
-def trees(kin: list[dict[str, Any]]) -> list[Tree]:
-    """The kin as trees, from those that have no parent among them."""
-    nodes = {one["id"]: Tree(label(one)) for one in kin}
-    for one in kin:
-        if one["parent"] in nodes:
-            nodes[one["parent"]].add(nodes[one["id"]])
-    return [nodes[one["id"]] for one in kin if one["parent"] not in nodes]
+def lineage_trees(kin: list[dict[str, Any]]) -> list[Tree]:
+    """Draw related versions as trees; a root has no parent among them."""
+    nodes = {version["id"]: Tree(label(version)) for version in kin}
+    for version in kin:
+        if version["parent"] in nodes:
+            nodes[version["parent"]].add(nodes[version["id"]])
+    return [nodes[version["id"]] for version in kin if version["parent"] not in nodes]
 
 
-def label(one: dict[str, Any]) -> str:
-    """A version in the tree: what happened to it last, and what it was trained on."""
-    last = one["events"][-1] if one["events"] else None
-    words = [f"[bold]{escape(one['id'])}[/]"]
-    if one["promoted"]:
+def label(version: dict[str, Any]) -> str:
+    """Describe a version in the tree: its last event and its training data."""
+    last = version["events"][-1] if version["events"] else None
+    words = [f"[bold]{escape(version['id'])}[/]"]
+    if version["promoted"]:
         words.append("[green]promoted[/]")
     elif last is not None:
         words.append(last["kind"].replace("_", " "))
-    if one["job"]:
-        about = one["about_dataset"]
+    if version["job"]:
+        about = version["about_dataset"]
         runs = f" of {about['accepted_runs']} runs" if about.get("accepted_runs") else ""
-        words.append(escape(f"{one['method'] or 'job'} {one['job']} on {one['dataset']}{runs}"))
+        words.append(
+            escape(f"{version['method'] or 'job'} {version['job']} on {version['dataset']}{runs}")
+        )
     if last is not None and last["reason"]:
         words.append(f"[dim]{escape(last['reason'])}[/]")
     return "  ".join(words)
 
 
 def version_rows(registry: Any, name: str) -> list[dict[str, Any]]:
-    """One row for each version of a name; `last`: what happened to it last."""
+    """Return a row for each version of a name; `last` is its last event."""
     try:
         promoted, versions = registry.promoted(name), registry.versions(name)
     except NotFound:  # a folder without a version
         return []
-    last = lasts(registry.history(name))
+    last = last_events(registry.history(name))
     return [
         version.model_dump()
         | {
@@ -394,8 +402,8 @@ def version_rows(registry: Any, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def lasts(events: "Iterable[ModelEvent]") -> dict[int, str]:
-    """What happened to each version last; a rollback happens to two."""
+def last_events(events: "Iterable[ModelEvent]") -> dict[int, str]:
+    """Return the kind of each version's last event; a rollback is an event of two versions."""
     last: dict[int, str] = {}
     meant: int | None = None
     for event in events:
@@ -410,5 +418,5 @@ def lasts(events: "Iterable[ModelEvent]") -> dict[int, str]:
 
 
 def _version(name: str, number: int) -> ModelVersion:
-    """A version as the platform's client wants it: it is known there by name and number."""
+    """Return a version for the platform's client, which uses only its name and number."""
     return ModelVersion(name=name, number=number, checkpoint="", weights_sha256="")

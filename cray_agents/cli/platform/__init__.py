@@ -1,1 +1,1 @@
-"""`up`, `down`, `status`, `keys`, `doctor`; and the platform process that they start."""
+"""Platform commands: `up`, `down`, `status`, `keys`, `doctor`; and the platform process."""

@@ -1,8 +1,8 @@
 """One platform process: gateway, pool, store, registry, scheduler and trainer, wired together.
 
-`up` calls `serve`. Nothing here decides anything: each part is made, handed to those that need it,
-and closed in the reverse order. The scheduler comes up first (a private Slurm takes half a second);
-the gateway answers as soon as it listens, while the replicas are still loading.
+`up` calls `serve`. This module only makes the parts, passes them to each other, and closes them in
+reverse order. The scheduler starts first (a private Slurm takes half a second). The gateway answers
+as soon as it listens, while the replicas are still loading.
 """
 
 import asyncio
@@ -53,9 +53,9 @@ from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_vers
 from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
 
-PATIENCE = 2.0  # seconds after which it is said what takes so long
-SWITCH = 0.0005  # seconds a busy event loop may keep the thread waiting that commits to the store
-GC = (10_000, 20, 100)  # rarely over everything: the store's index may hold millions of objects
+PATIENCE = 2.0  # seconds before a message explains a slow start
+SWITCH = 0.0005  # seconds that a busy event loop may delay the thread that commits to the store
+GC = (10_000, 20, 100)  # full collections are rare: the store's index may have millions of objects
 
 
 def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
@@ -63,7 +63,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
     home = config.root
     make_root(config)
     check_access(config)
-    resources_of(config)  # what is wrong with it is said before anything starts
+    resources_of(config)  # raises on a wrong configuration before anything starts
     with listen(config.host, config.port) as listener, contextlib.ExitStack() as ending:
         token = claim(home, listener, name)
         ending.callback(give_back, home, token)
@@ -75,7 +75,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
             resources = resources_of(config, here=scheduler.on_this_host)
             say(f"trainer: {resources}")
             trainer = MegatronTrainer(home, scheduler, resources)
-            platform = about(config, scheduler, resources)
+            platform = describe_platform(config, scheduler, resources)
             uvloop.run(run(config, registry, trainer, platform, version, replicas, listener, token))
 
 
@@ -89,7 +89,7 @@ async def run(
     listener: socket.socket,
     token: str,
 ) -> None:
-    """Everything that needs the event loop: replicas, gateway, the wait for the end."""
+    """Run the replicas and the gateway in the event loop until the platform ends."""
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
     home = config.root
@@ -130,9 +130,9 @@ async def run(
     await services.fine_tuning.start()
     try:
         say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
-        await stopped(serving, starting, server)
+        await wait_for_end(serving, starting, server)
     finally:
-        give_back(home, token)  # a command that looks now finds none
+        give_back(home, token)  # from now on no command uses this platform
         server.should_exit = True
         starting.cancel()
         batches.cancel()
@@ -145,7 +145,7 @@ async def run(
 
 
 async def open_store(config: Config) -> Store:
-    """The store; a host that never saw this root reads its segments' footers first."""
+    """Open the store; a host new to this root first indexes the footers of its segments."""
     opening = asyncio.create_task(
         asyncio.to_thread(Store, config.root, redactor=Redactor.of(config))
     )
@@ -156,7 +156,7 @@ async def open_store(config: Config) -> Store:
 
 
 def make_pool(config: Config, name: str, replicas: int) -> Pool:
-    """The replicas, none of them started. Raises SetupError where there are too few GPUs."""
+    """Make the pool; no replica is started yet. Raises SetupError if there are too few GPUs."""
     settings = EngineSettings(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -170,14 +170,17 @@ def make_pool(config: Config, name: str, replicas: int) -> Pool:
         load_timeout=config.load_timeout,
     )
     logs = config.root.logs
-    shown: Sequence[str | None] = [None] * (replicas + config.spare_replicas)
+    visible_gpus: Sequence[str | None] = [None] * (replicas + config.spare_replicas)
     if has_gpu_build():
-        there, args = len(nvidia_devices()), settings.engine_args
-        shown = assign_gpus(replicas, args, os.environ, there)
-        for count in range(1, config.spare_replicas + 1):  # as many as GPUs are left for
+        gpu_count, args = len(nvidia_devices()), settings.engine_args
+        visible_gpus = assign_gpus(replicas, args, os.environ, gpu_count)
+        for count in range(1, config.spare_replicas + 1):  # as many spares as the GPUs left allow
             with contextlib.suppress(SetupError):
-                shown = assign_gpus(replicas + count, args, os.environ, there)
-    hosts = [Replica(name, settings, logs / f"replica-{n}.log", its) for n, its in enumerate(shown)]
+                visible_gpus = assign_gpus(replicas + count, args, os.environ, gpu_count)
+    hosts = [
+        Replica(name, settings, logs / f"replica-{n}.log", gpus)
+        for n, gpus in enumerate(visible_gpus)
+    ]
     return Pool(
         hosts[:replicas],
         spares=hosts[replicas:],
@@ -189,7 +192,10 @@ def make_pool(config: Config, name: str, replicas: int) -> Pool:
 
 
 def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
-    """Lets in a few more than vLLM works on at once, so that it never waits for the next one."""
+    """Make the admission control; it admits a few more calls than vLLM runs at once.
+
+    So vLLM always has a next call.
+    """
     each = config.max_num_seqs + config.max_num_seqs // 8
     return Admission(
         lambda: pool.serving * each,
@@ -201,7 +207,7 @@ def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
 
 
 class Gateway(uvicorn.Server):
-    """Uvicorn without signal handlers of its own: `stopped` decides when the platform ends."""
+    """Uvicorn without signal handlers of its own: `wait_for_end` decides when the platform ends."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -213,15 +219,15 @@ async def start_pool(pool: Pool, home: Home, version: ModelVersion) -> None:
     """Start the replicas on a version and prove it."""
     directory = home.checkpoint(version.checkpoint)
     manifest = await asyncio.to_thread(read_manifest, directory)
-    begun = time.monotonic()
+    started = time.monotonic()
     await pool.start(directory, version.id, manifest.probe)
-    say(f"ready: {version.id} is served after {time.monotonic() - begun:.0f} s")
+    say(f"ready: {version.id} is served after {time.monotonic() - started:.0f} s")
 
 
-async def stopped(
+async def wait_for_end(
     serving: "asyncio.Task[None]", starting: "asyncio.Task[None]", server: uvicorn.Server
 ) -> None:
-    """Wait for a signal, or raise what ended the gateway or the replicas' start."""
+    """Wait for a signal; raise the error that ended the gateway or the replicas' start."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -230,14 +236,14 @@ async def stopped(
     waiting: set[asyncio.Task[Any]] = {end, serving, starting}
     while end not in (done := (await asyncio.wait(waiting, return_when="FIRST_COMPLETED"))[0]):
         for task in done:
-            task.result()  # raises what it raised
+            task.result()  # raises the error of the task
         waiting -= done
         if serving in done:
             return
 
 
 def make_root(config: Config) -> None:
-    """Make the shared root, private, and prove that it can be written. Raises StoreError."""
+    """Make the shared root, private; check that it can be written. Raises StoreError."""
     home = config.root
     if note := keep_private(config):
         say(note)
@@ -254,7 +260,7 @@ def make_root(config: Config) -> None:
 
 
 def check_access(config: Config) -> None:
-    """Raises ConfigError when others than this host's users could reach a gateway without keys."""
+    """Raise ConfigError if other hosts could reach the gateway without API keys."""
     if is_loopback(config.host):
         return
     if config.api_keys == "off":
@@ -272,10 +278,10 @@ def check_access(config: Config) -> None:
         )
 
 
-def about(
+def describe_platform(
     config: Config, scheduler: Slurm | LocalProcesses, resources: Resources
 ) -> dict[str, Any]:
-    """What `/v1/platform` says: which engine, trainer and scheduler, in which versions."""
+    """Return the answer of `/v1/platform`: engine, trainer and scheduler with versions."""
     megatron = distribution_version("megatron")
     return {
         "version": importlib.metadata.version("cray-agents"),
@@ -287,5 +293,5 @@ def about(
 
 
 def say(text: str) -> None:
-    """A line for people, in the platform's log."""
+    """Print a line into the platform's log."""
     errors.print(text, highlight=False, soft_wrap=True)

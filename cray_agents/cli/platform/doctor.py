@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, what it lacks, and how to get it."""
+"""`doctor` command: check this machine, and say how to install anything missing."""
 
 import importlib.metadata
 import importlib.util
@@ -38,20 +38,20 @@ def doctor(home: HomeOption = None, as_json: JsonOption = False) -> None:
         raise typer.Exit(2)
 
 
-def check(name: str, good: bool, found: str, mend: str, *, needed: bool = True) -> dict[str, Any]:
-    """One row; a lack that is not needed is only a note."""
-    state = "ok" if good else "missing" if needed else "absent"
-    return {"check": name, "state": state, "found": found, "to mend it": "" if good else mend}
+def check(name: str, good: bool, value: str, mend: str, *, required: bool = True) -> dict[str, Any]:
+    """Return a row; the state of a missing optional item is "absent"."""
+    state = "ok" if good else "missing" if required else "absent"
+    return {"check": name, "state": state, "found": value, "to mend it": "" if good else mend}
 
 
 def python() -> list[dict[str, Any]]:
-    """The interpreter."""
+    """Check the interpreter."""
     version = sys.version.split()[0]
     return [check("python >= 3.11", sys.version_info >= (3, 11), version, "install Python 3.11+")]
 
 
 def packages() -> list[dict[str, Any]]:
-    """What serves and trains, by the version installed."""
+    """Check the packages that serve and train; show their versions."""
     rows = []
     for name, mend in PACKAGES.items():
         present = importlib.util.find_spec(name) is not None
@@ -67,7 +67,7 @@ def packages() -> list[dict[str, Any]]:
 
 
 def distribution_version(name: str) -> str:
-    """The version of the distribution that brings a package; `-` when none says."""
+    """Return the version of the distribution of a package; `-` if it is not installed."""
     for distribution in DISTRIBUTIONS.get(name, (name,)):
         try:
             return importlib.metadata.version(distribution)
@@ -77,36 +77,36 @@ def distribution_version(name: str) -> str:
 
 
 def slurm() -> list[dict[str, Any]]:
-    """Slurm's programs; without them jobs are local processes."""
+    """Check Slurm's programs; without them jobs are local processes."""
     missing = [program for program in SLURM if shutil.which(program) is None]
-    found = "all programs" if not missing else f"no {', '.join(missing)}"
+    programs = "all programs" if not missing else f"no {', '.join(missing)}"
     mend = f"{SLURM_HINT} (without it, training jobs run as local processes)"
-    return [check("slurm", not missing, found, mend, needed=False), *loopback()]
+    return [check("slurm", not missing, programs, mend, required=False), *loopback()]
 
 
 def loopback() -> list[dict[str, Any]]:
-    """Whether a private cluster would listen on loopback; where it would not, it does not start."""
+    """Check that a private cluster would listen on loopback only; otherwise it does not start."""
     from cray_agents.runtime.scheduler.private_cluster import loopback_address, user_name
 
     try:
-        found = f"a private cluster listens on {loopback_address()} alone, as {user_name()}"
-        return [check("slurm, private", True, found, "", needed=False)]
+        listener = f"a private cluster listens on {loopback_address()} alone, as {user_name()}"
+        return [check("slurm, private", True, listener, "", required=False)]
     except SetupError as error:
-        return [check("slurm, private", False, "-", str(error), needed=False)]
+        return [check("slurm, private", False, "-", str(error), required=False)]
 
 
 def sandbox() -> list[dict[str, Any]]:
-    """Which layer confines the programs that agents and rewards run; without one they run none."""
+    """Check the layer that confines programs of agents and rewards; without one none run."""
     from cray_agents.tools.sandbox import Sandbox
 
     try:
-        return [check("sandbox", True, Sandbox().check(), "", needed=False)]
+        return [check("sandbox", True, Sandbox().check(), "", required=False)]
     except SetupError as error:
-        return [check("sandbox", False, "-", str(error), needed=False)]
+        return [check("sandbox", False, "-", str(error), required=False)]
 
 
 def training(config: Config) -> list[dict[str, Any]]:
-    """What a training job that names no layout is given."""
+    """Check the resources of a training job that names no layout."""
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
     try:
@@ -116,7 +116,7 @@ def training(config: Config) -> list[dict[str, Any]]:
 
 
 def machine(home: Path) -> list[dict[str, Any]]:
-    """Memory, disk, and whether the shared root can be written."""
+    """Check memory, disk and access to the shared root."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     place = next(p for p in (home, *home.parents) if p.exists())
     disk = shutil.disk_usage(place).free / 2**30

@@ -1,8 +1,8 @@
-"""What a platform serves at first: the version its name means already, else the model it is given.
+"""The first version of a platform: the promoted one of its name, else the model of `--model`.
 
-A model that was given and is none of the name's versions is an error: it would be ignored. It is
-compared by what manifests say, and by hash only where its files are as large as a version's.
-Called by compose.py. Read next: runtime/checkpoints.py, what a checkpoint is.
+A model that is none of the name's versions is an error, as it would be ignored. Manifests are
+compared first; files are hashed only if their sizes equal those of a version.
+Called by compose.py. Read next: runtime/registry/checkpoints.py.
 """
 
 import contextlib
@@ -25,7 +25,10 @@ from cray_agents.runtime.registry.registry import Registry
 
 
 def first_version(registry: Registry, model: Path | None, name: str) -> ModelVersion:
-    """What to serve at first. Raises BadInput when nothing is, or when `model` would not be."""
+    """Return the version to serve at first, importing `model` if its name has none.
+
+    Raises BadInput if there is neither version nor model, or if `model` would not be served.
+    """
     model = model.expanduser().absolute() if model is not None else None
     with contextlib.suppress(NotFound):
         promoted = registry.promoted(name)
@@ -55,12 +58,14 @@ def first_version(registry: Registry, model: Path | None, name: str) -> ModelVer
 
 
 def is_version(registry: Registry, name: str, model: Path) -> bool:
-    """Whether a checkpoint directory is one of a name's versions."""
+    """Tell whether a checkpoint directory is one of a name's versions."""
     if not model.is_dir():
         return False
-    told = read_manifest(model).files if (model / MANIFEST).is_file() else None
-    sizes = {path.name: path.stat().st_size for path in model.iterdir() if _counts(path)}
-    changed = _changed(model)
+    manifest_hashes = read_manifest(model).files if (model / MANIFEST).is_file() else None
+    sizes = {
+        path.name: path.stat().st_size for path in model.iterdir() if _is_checkpoint_file(path)
+    }
+    changed = _files_changed_by_import(model)
     sizes |= {name: len(content) for name, content in changed.items()}
 
     @cache
@@ -69,32 +74,34 @@ def is_version(registry: Registry, name: str, model: Path) -> bool:
             return durable.sha256(changed[file])
         return durable.sha256_file(model / file)
 
-    def same(version: ModelVersion) -> bool:
+    def is_same(version: ModelVersion) -> bool:
         kept = registry.home.checkpoint(version.checkpoint)
         if kept.resolve() == model.resolve():
             return True
         try:
             files = read_manifest(kept).files
             kept_sizes = {file: (kept / file).stat().st_size for file in files}
-        except (NotFound, FileNotFoundError):  # removed; what it weighed is still known
-            hashes = told or {file: sha256(file) for file in sizes if file.endswith(".safetensors")}
+        except (NotFound, FileNotFoundError):  # removed; the version still has the hash
+            hashes = manifest_hashes or {
+                file: sha256(file) for file in sizes if file.endswith(".safetensors")
+            }
             return weights_sha256(hashes) == version.weights_sha256
-        if told is not None:
-            return files == told | {file: sha256(file) for file in changed}
+        if manifest_hashes is not None:
+            return files == manifest_hashes | {file: sha256(file) for file in changed}
         smallest_first = sorted(sizes, key=sizes.__getitem__)
         return sizes == kept_sizes and all(sha256(file) == files[file] for file in smallest_first)
 
-    return any(same(version) for version in registry.versions(name))
+    return any(is_same(version) for version in registry.versions(name))
 
 
-def _changed(model: Path) -> dict[str, bytes]:
-    """What is taken in otherwise than it is; of what is no model nothing is."""
+def _files_changed_by_import(model: Path) -> dict[str, bytes]:
+    """Return the files that an import would change, with new content; none if it is no model."""
     with contextlib.suppress(BadInput, NotFound):
         config, weights = read_config(model), read_weights(model.resolve())
         return changes_of(model.resolve(), config, weights)
     return {}
 
 
-def _counts(path: Path) -> bool:
-    """Whether a file is taken in with a checkpoint that has no manifest."""
+def _is_checkpoint_file(path: Path) -> bool:
+    """Tell whether an import takes a file of a directory without a manifest."""
     return path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(".")

@@ -1,6 +1,7 @@
-"""`keys create`, `keys list`, `keys revoke`: who may use the gateway, and for what.
+"""`keys` command: create, list and revoke API keys of the gateway.
 
-They work on the shared root itself, platform or not; one that runs sees the change within a second.
+The commands work on the shared root and need no platform. A running platform sees a change within
+a second.
 """
 
 import json
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
 from cray_agents.config import load_config
 
@@ -33,7 +34,7 @@ def create(
     """Make a key. Its secret is shown now and never again."""
     from cray_agents.runtime.gateway.http.api_keys import Keys, role_named
 
-    record, secret = Keys(opened(load_config({"home": home}))).create(name, role_named(role))
+    record, secret = Keys(open_root(load_config({"home": home}))).create(name, role_named(role))
     if as_json:
         print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
         return
@@ -72,5 +73,5 @@ def revoke(
     """End a key, for good. It stops working within a second."""
     from cray_agents.runtime.gateway.http.api_keys import Keys
 
-    for record in Keys(opened(load_config({"home": home}))).revoke(key):
+    for record in Keys(open_root(load_config({"home": home}))).revoke(key):
         console.print(f"revoked {escape(record.name)} ({record.id})", soft_wrap=True)

@@ -1,7 +1,7 @@
-"""`up`, `down`, `status`: run a platform, end it, say how it is.
+"""`up`, `down`, `status` commands: run a platform, end it, show its state.
 
-`up` composes gateway, pool, store, scheduler and trainer in one process (compose.py); running.py
-finds, starts and ends that process.
+`up` composes gateway, pool, store, scheduler and trainer in one process (compose.py);
+platform_process.py finds, starts and ends that process.
 """
 
 import json
@@ -71,7 +71,7 @@ def up(
 
 
 def _only_name(home: Home, model: Path | None) -> str:
-    """The one name that a root promotes; "default" beside a model, and where there are others."""
+    """Return the only name in a root; "default" with a model, or if there are more or none."""
     from cray_agents.runtime.registry.registry import Registry
 
     names = Registry(home).names() if model is None else []
@@ -106,9 +106,9 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(info | {"replicas": replicas, "lease": lease}, indent=2))
         return
-    where = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
+    process = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
     console.print(
-        f"{info['url']}/v1  {where}  engine {info['engine']['name']} "
+        f"{info['url']}/v1  {process}  engine {info['engine']['name']} "
         f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
     )
     rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]

@@ -1,8 +1,8 @@
 """The platform of a shared root as a process: find it, start it, wait for it, end it.
 
-A command that needs a platform uses the one that runs on its root, or starts one that lives as long
-as the command does: `serving`, and `local_platform` for Python. One that another host runs is used
-where it can be reached; claiming.py writes down where that is. Used by all of cli/.
+A command that needs a platform uses the one on its root, or starts one that ends with the command:
+`serving`, and `local_platform` for Python. A platform of another host is used if it can be reached;
+root_claim.py records its URL. Used by all of cli/.
 """
 
 import importlib.util
@@ -37,16 +37,16 @@ STOP_SECONDS = 20.0
 
 
 def owner(home: Home) -> dict[str, Any] | None:
-    """The living platform that claimed this root: its url, host, pid, name and token.
+    """Return the living platform that claimed this root: its url, host, pid, name and token.
 
-    One of this host may be starting; one of another has answered, and its pid is None. Raises
-    SetupError when it is another user's, or another host's and cannot be reached from here.
+    A platform of this host may be starting. One of another host has answered; its pid is None.
+    Raises SetupError if it is another user's, or another host's and cannot be reached.
     """
     try:
         info: dict[str, Any] = checksums.read_json(home.platform)
     except FileNotFoundError:
         return None
-    except Corrupt as error:  # it may live: another one beside it would do harm
+    except Corrupt as error:  # it may live; a second platform would do harm
         raise SetupError(
             f"{error}. If no platform runs on {home.root}, remove that file"
         ) from error
@@ -56,13 +56,13 @@ def owner(home: Home) -> dict[str, Any] | None:
             " it with CRAY_AGENTS_URL and CRAY_AGENTS_API_KEY, or choose another root with --home"
         ) from error
     if info.get("host", socket.gethostname()) != socket.gethostname():
-        return _reached(home, info)
+        return _reach_other_host(home, info)
     rebooted = info.get("boot", boot_id()) != boot_id()
-    return info if not rebooted and _lives(info["pid"]) else None
+    return info if not rebooted and _is_our_process(info["pid"]) else None
 
 
-def _reached(home: Home, info: dict[str, Any]) -> dict[str, Any]:
-    """The platform of another host, if it answers. Raises SetupError, as it may well live."""
+def _reach_other_host(home: Home, info: dict[str, Any]) -> dict[str, Any]:
+    """Return the platform of another host. Raises SetupError if it does not answer."""
     host, url = info["host"], info["elsewhere"] or os.environ.get("CRAY_AGENTS_URL")
     gone = f"If that host is gone, or nothing of it runs there any more, remove {home.platform}"
     if url is None:
@@ -74,7 +74,7 @@ def _reached(home: Home, info: dict[str, Any]) -> dict[str, Any]:
         )
     info |= {"url": url.rstrip("/").removesuffix("/v1"), "pid": None}
     try:
-        fetch(info, "/v1/platform", secret=info["token"])  # nobody else's takes this key
+        fetch(info, "/v1/platform", secret=info["token"])  # only that platform accepts this key
     except OSError as error:
         raise SetupError(
             f"the platform on {home.root} is on host {host} and does not answer at {url} "
@@ -84,16 +84,16 @@ def _reached(home: Home, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def submitter(home: Home) -> int | None:
-    """The pid of a living `jobs submit` that trains on this root by itself."""
+    """Return the pid of a living `jobs submit` that trains on this root without a platform."""
     try:
         pid = int((home.slurm / SUBMITTER).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return pid if _lives(pid) else None
+    return pid if _is_our_process(pid) else None
 
 
-def _lives(pid: int) -> bool:
-    """Whether another process of ours has this pid, and not a program that got it later."""
+def _is_our_process(pid: int) -> bool:
+    """Tell whether another cray-agents process has this pid, not a program that reused it."""
     if not alive(pid) or pid == os.getpid():
         return False
     command = Path(f"/proc/{pid}/cmdline")
@@ -101,7 +101,7 @@ def _lives(pid: int) -> bool:
 
 
 def running(home: Home) -> dict[str, Any] | None:
-    """The platform on this root, if it answers."""
+    """Return the platform on this root, if it answers."""
     info = owner(home)
     if info is None:
         return None
@@ -113,19 +113,19 @@ def running(home: Home) -> dict[str, Any] | None:
 
 
 def key(info: dict[str, Any]) -> str | None:
-    """The API key for a platform of this user: $CRAY_AGENTS_API_KEY, else its own."""
+    """Return $CRAY_AGENTS_API_KEY, else the platform's own key."""
     return os.environ.get("CRAY_AGENTS_API_KEY") or info.get("token")
 
 
 def client(info: dict[str, Any]) -> Platform:
-    """The client of a platform that was found here."""
+    """Return a client of a platform, given its claim."""
     return Platform(info["url"], api_key=key(info))
 
 
 def fetch(
     info: dict[str, Any], path: str, timeout: float = 5.0, secret: str | None = None
 ) -> dict[str, Any]:
-    """GET some JSON from the platform; `secret`: by this key. Raises OSError."""
+    """GET JSON from the platform; `secret`: the API key to use. Raises OSError."""
     request = urllib.request.Request(info["url"] + path)
     if secret := secret or key(info):
         request.add_header("Authorization", f"Bearer {secret}")
@@ -137,7 +137,7 @@ def fetch(
 def start(
     config: Config, model: Path | None, name: str, replicas: int, *, with_parent: bool
 ) -> subprocess.Popen[bytes]:
-    """Start `up` as a child. With `with_parent` it dies when this process does."""
+    """Start `up` as a child. With `with_parent` the child dies with this process."""
     home = config.root
     umask = make_private(home.root, config.group).umask
     home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
@@ -153,7 +153,7 @@ def start(
 
 
 def wait_until_live(home: Home, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Wait until the child's gateway answers. Raises SetupError with its log's tail."""
+    """Wait until the child's gateway answers. Raises SetupError with the tail of its log."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         info = running(home)
@@ -176,7 +176,7 @@ def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, 
             try:
                 fetch(info, "/health/ready")
                 return info
-            except OSError:  # not yet, or it is ending
+            except OSError:  # not ready yet, or ending
                 time.sleep(0.3)
     return wait_until_live(home, process)
 
@@ -185,7 +185,7 @@ def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, 
 def serving(
     config: Config, *, model: Path | None = None, name: str = "default", ready: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """A platform on the configured root: the one that runs, or one that ends with this block."""
+    """Yield the platform on the configured root; if none runs, one that ends with the block."""
     info = running(config.root)
     if info is not None:
         yield info
@@ -200,19 +200,21 @@ def serving(
         process.wait()
 
 
-def check_vllm(what: str = "this install cannot run a platform", other: str = "") -> None:
-    """Raises SetupError where vLLM is not installed."""
+def check_vllm(problem: str = "this install cannot run a platform", remedy: str = "") -> None:
+    """Raise SetupError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise SetupError(
-            f"{what}, for vLLM is not installed: {other}pip install 'cray-agents[cpu]' or "
+            f"{problem}, for vLLM is not installed: {remedy}pip install 'cray-agents[cpu]' or "
             "'cray-agents[gpu]'; see `cray-agents doctor`"
         )
 
 
 def _check_startable(home: Home, model: Path | None, name: str) -> None:
-    """Raises SetupError where a platform would end at once: for want of vLLM, or of a model."""
-    other = "name a server with --url (or CRAY_AGENTS_URL)"
-    check_vllm(f"no platform runs on {home.root}, and none can be started here", f"{other}, or ")
+    """Raise SetupError if a platform would end at once, without vLLM or without a model."""
+    alternative = "name a server with --url (or CRAY_AGENTS_URL)"
+    check_vllm(
+        f"no platform runs on {home.root}, and none can be started here", f"{alternative}, or "
+    )
     if model is not None:
         return
     registry = Registry(home)
@@ -224,7 +226,7 @@ def _check_startable(home: Home, model: Path | None, name: str) -> None:
         known = ", ".join(registry.names()) or "none"
         raise SetupError(
             f"no platform runs on {home.root}, and no version of {name!r} is promoted there to "
-            f"start one with (names there: {known}): {other}, or start a platform with "
+            f"start one with (names there: {known}): {alternative}, or start a platform with "
             f"`cray-agents up --name {name} --model DIR`"
         )
 
@@ -233,7 +235,7 @@ def _check_startable(home: Home, model: Path | None, name: str) -> None:
 def local_platform(
     home: Path, *, model: Path | None = None, name: str = "default", ready: bool = True
 ) -> Iterator[Platform]:
-    """A platform on a shared root for as long as the block lasts, or the one that runs there.
+    """Yield the platform on a shared root; if none runs, start one that ends with the block.
 
     model: the checkpoint that `name` begins with, if the root promotes none yet. With `ready`,
     wait until its replicas serve; otherwise only until it answers. Raises SetupError.
@@ -243,7 +245,7 @@ def local_platform(
 
 
 def stop(pid: int | None) -> None:
-    """Ask a platform to end, then make it. Raises SetupError when it is another host's."""
+    """Send SIGTERM to a platform, then SIGKILL. Raises SetupError if it is another host's."""
     if pid is None:
         raise SetupError("this platform is another host's: end it there, with `cray-agents down`")
     for signum in (signal.SIGTERM, signal.SIGKILL):

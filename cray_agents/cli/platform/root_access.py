@@ -1,4 +1,4 @@
-"""The shared root of a command that may write there: private before anything stands in it."""
+"""Root access: make the shared root private before a command writes to it."""
 
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
@@ -6,8 +6,11 @@ from cray_agents.paths import Home
 from cray_agents.permissions import keep_private
 
 
-def opened(config: Config) -> Home:
-    """The root, private; what this process makes from now on is so, too. See access.py."""
+def open_root(config: Config) -> Home:
+    """Make the root private and return it; later files of this process are private, too.
+
+    Read next: cray_agents/permissions.py.
+    """
     if note := keep_private(config):
         errors.print(note, highlight=False, markup=False, soft_wrap=True)
     return config.root

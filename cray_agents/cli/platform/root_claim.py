@@ -1,7 +1,7 @@
-"""A platform's claim on its shared root: one at a time, by a file that says where it is.
+"""Root claim: one platform per shared root, by a file with its URL, host and key.
 
 `up` claims the root before it starts anything and gives it back when it ends (compose.py). Commands
-read the file, on this host and others: running.py.
+read the file, on this host and other hosts: platform_process.py.
 """
 
 import json
@@ -19,11 +19,11 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.scheduler.supervised import boot_id
 
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and how this host reaches what listens there
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address -> this host's own address
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises SetupError when the port is taken."""
+    """Return a listening socket. Raises SetupError if the port is taken."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -39,13 +39,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
-    """The gateway's URL, as this host reaches it."""
+    """Return the gateway's URL for clients on this host."""
     host, port = listener.getsockname()[:2]
     return _url(ANYWHERE.get(host, host), port)
 
 
 def address_elsewhere(listener: socket.socket) -> str | None:
-    """The gateway's URL, as other hosts reach it; None: they do not."""
+    """Return the gateway's URL for clients on other hosts; None if it is on loopback only."""
     host, port = listener.getsockname()[:2]
     if is_loopback(host):
         return None
@@ -57,42 +57,42 @@ def _url(host: str, port: int) -> str:
 
 
 def claim(home: Home, listener: socket.socket, name: str) -> str:
-    """Say in the root where its platform is. Raises SetupError when it has one.
+    """Write the platform's claim into the root. Raises SetupError if the root has a platform.
 
-    Returns the platform's own key. It stands in that file, which only its user can read, so that
-    this user's commands need no other.
+    Returns the platform's own key. Only its user can read the file, so the commands of this user
+    need no other key.
     """
-    with _alone(home):
+    with _lock_claims(home):
         return _claim(home, listener, name)
 
 
 @contextmanager
-def _alone(home: Home) -> Iterator[None]:
-    """Raises SetupError while another process of this host claims the root.
+def _lock_claims(home: Home) -> Iterator[None]:
+    """Lock out other claims of this host. Raises SetupError while another process claims the root.
 
-    Of two that find a killed one's claim, each would remove the other's in its place. Hosts need
-    no such lock between them: none removes another's claim. The socket is in no folder and ends
-    with its process.
+    Without the lock, two processes that see the claim of a killed platform would each remove the
+    other's new claim. Hosts need no lock, as no host removes another's claim. The socket is in no
+    folder and ends with its process.
     """
     root = home.root.stat()
     with socket.socket(socket.AF_UNIX) as lock:
         try:
             lock.bind(f"\0cray-agents-claim-{os.getuid()}-{root.st_dev}-{root.st_ino}")
         except OSError as error:
-            raise _just_started(home) from error
+            raise _claimed_error(home) from error
         yield
 
 
-def _just_started(home: Home) -> SetupError:
+def _claimed_error(home: Home) -> SetupError:
     return SetupError(f"another platform was just started on {home.root}: use it")
 
 
 def _claim(home: Home, listener: socket.socket, name: str) -> str:
     other = owner(home)
     if other is not None:
-        where = f"pid {other['pid']}" if other["pid"] else f"host {other['host']}"
+        place = f"pid {other['pid']}" if other["pid"] else f"host {other['host']}"
         raise SetupError(
-            f"a platform runs on {home.root} already ({where}, {other['url']}): "
+            f"a platform runs on {home.root} already ({place}, {other['url']}): "
             "use it, end it with `cray-agents down`, or choose another root with --home"
         )
     if (pid := submitter(home)) is not None:
@@ -111,13 +111,13 @@ def _claim(home: Home, listener: socket.socket, name: str) -> str:
         "started": time.time(),
         "token": token,
     }
-    home.platform.unlink(missing_ok=True)  # of one that was killed
+    home.platform.unlink(missing_ok=True)  # the claim of a killed platform
     draft = home.platform.with_name(f".platform.{token[-12:]}")
     durable.write_file(draft, checksums.with_crc(json.dumps(info).encode()), 0o600)
     try:
         os.link(draft, home.platform)
     except FileExistsError as error:
-        raise _just_started(home) from error
+        raise _claimed_error(home) from error
     finally:
         draft.unlink()
     durable.sync(home.root)
@@ -125,7 +125,7 @@ def _claim(home: Home, listener: socket.socket, name: str) -> str:
 
 
 def give_back(home: Home, token: str) -> None:
-    """End a claim, if it still is ours."""
-    with suppress(OSError):  # Corrupt is one
+    """Remove the claim, if it is still this platform's."""
+    with suppress(OSError):  # Corrupt is an OSError
         if checksums.read_json(home.platform)["token"] == token:
             home.platform.unlink()

@@ -1,1 +1,1 @@
-"""`runs`: list, show, compare, reward, check and prune what is stored."""
+"""Commands of `runs`: list, show, compare, reward, check and prune what is stored."""

@@ -1,4 +1,4 @@
-"""Which runs a command is about: the options that `export` and `runs` share, as a RunFilter.
+"""Filter options: the choice of runs that `export` and `runs` share, as a RunFilter.
 
 A command takes the Annotated types it wants as parameters and hands them to `filter_of`.
 """
@@ -18,67 +18,67 @@ from cray_agents.records import Split, StopReason
 
 AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-WHICH = "Which runs"  # the options' heading in --help
+PANEL = "Which runs"  # the options' heading in --help
 
 LoopOption = Annotated[
-    str | None, typer.Option("--loop", help="Of this loop.", rich_help_panel=WHICH)
+    str | None, typer.Option("--loop", help="Of this loop.", rich_help_panel=PANEL)
 ]
 GenerationOption = Annotated[
     list[int] | None,
     typer.Option("--generation", min=0, help="Of this generation; again: or of that.",
-                 rich_help_panel=WHICH),
+                 rich_help_panel=PANEL),
 ]  # fmt: skip
 AgentOption = Annotated[
-    str | None, typer.Option("--agent", help="Of this agent.", rich_help_panel=WHICH)
+    str | None, typer.Option("--agent", help="Of this agent.", rich_help_panel=PANEL)
 ]
 TaskOption = Annotated[
-    str | None, typer.Option("--task", help="On the task of this id.", rich_help_panel=WHICH)
+    str | None, typer.Option("--task", help="On the task of this id.", rich_help_panel=PANEL)
 ]
 SplitOption = Annotated[
     str | None,
     typer.Option("--split", help="On tasks of this split: train, holdout or test.",
-                 rich_help_panel=WHICH),
+                 rich_help_panel=PANEL),
 ]  # fmt: skip
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="Of a version `name@N`, or of all of `name`.",
-                 rich_help_panel=WHICH),
+                 rich_help_panel=PANEL),
 ]  # fmt: skip
 StopReasonOption = Annotated[
     str | None,
-    typer.Option("--stop-reason", help=f"{', '.join(StopReason)}.", rich_help_panel=WHICH),
+    typer.Option("--stop-reason", help=f"{', '.join(StopReason)}.", rich_help_panel=PANEL),
 ]
 MinRewardOption = Annotated[
     float | None,
-    typer.Option("--min-reward", help="With at least this reward.", rich_help_panel=WHICH),
+    typer.Option("--min-reward", help="With at least this reward.", rich_help_panel=PANEL),
 ]
 MaxRewardOption = Annotated[
     float | None,
-    typer.Option("--max-reward", help="With at most this reward.", rich_help_panel=WHICH),
+    typer.Option("--max-reward", help="With at most this reward.", rich_help_panel=PANEL),
 ]
 ErrorOption = Annotated[
     str | None,
     typer.Option("--error", help="With an error of this type; '*': with any.",
-                 rich_help_panel=WHICH),
+                 rich_help_panel=PANEL),
 ]  # fmt: skip
 SinceOption = Annotated[
     str | None,
     typer.Option("--since", help="Started then or later: a date, or an age (7d, 12h, 30m).",
-                 rich_help_panel=WHICH),
+                 rich_help_panel=PANEL),
 ]  # fmt: skip
 UntilOption = Annotated[
     str | None,
     typer.Option("--until", help="Started then or earlier; a day is its beginning.",
-                 rich_help_panel=WHICH),
+                 rich_help_panel=PANEL),
 ]  # fmt: skip
 TagOption = Annotated[
     list[str] | None,
-    typer.Option("--tag", help="With this tag; again: and that one.", rich_help_panel=WHICH),
+    typer.Option("--tag", help="With this tag; again: and that one.", rich_help_panel=PANEL),
 ]
 TextOption = Annotated[
     str | None,
     typer.Option("--text", help="With this text in input, output or messages.",
-                 rich_help_panel=WHICH),
+                 rich_help_panel=PANEL),
 ]  # fmt: skip
 
 
@@ -99,9 +99,9 @@ def filter_of(
     tag: Sequence[str] | None = None,
     text: str | None = None,
 ) -> RunFilter:
-    """The options as a filter. Raises BadInput on what can match nothing."""
-    _one_of("split", split, get_args(Split))
-    _one_of("stop-reason", stop_reason, tuple(StopReason))
+    """Return the options as a filter. Raises BadInput if nothing can match."""
+    _check_choice("split", split, get_args(Split))
+    _check_choice("stop-reason", stop_reason, tuple(StopReason))
     for name, reward in (("min-reward", min_reward), ("max-reward", max_reward)):
         if reward is not None and math.isnan(reward):
             raise BadInput(f"--{name} must be a number, not {reward}", param=name)
@@ -132,7 +132,7 @@ def filter_of(
 
 
 def moment(given: str, option: str, now: float) -> float:
-    """A time in unix seconds: `7d` is so long before `now`, a date without a zone local time.
+    """Parse a time to unix seconds: `7d` counts back from `now`, a date without a zone is local.
 
     Raises BadInput.
     """
@@ -140,7 +140,7 @@ def moment(given: str, option: str, now: float) -> float:
         return now - float(match[1]) * SECONDS[match[2]]
     try:
         return datetime.fromisoformat(given.strip()).timestamp()
-    except (ValueError, OverflowError, OSError) as error:  # the last two: years no clock has
+    except (ValueError, OverflowError, OSError) as error:  # the last two: years out of range
         raise BadInput(
             f"--{option} must be a date such as 2026-07-01 or 2026-07-01T12:30, or an age such as "
             f"7d, 12h or 30m; not {given!r}",
@@ -148,6 +148,6 @@ def moment(given: str, option: str, now: float) -> float:
         ) from error
 
 
-def _one_of(option: str, given: str | None, known: Sequence[str]) -> None:
+def _check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
     if given is not None and given not in known:
         raise BadInput(f"--{option} must be one of {', '.join(known)}; not {given!r}", param=option)

@@ -1,4 +1,4 @@
-"""`runs fsck`, `runs compact`, `runs prune`: looking after what is stored, platform or not."""
+"""`runs fsck`, `compact`, `prune`: care for stored data, with or without a platform."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cray_agents.cli.data.datasets import dataset
-from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.runs import filter_options
 from cray_agents.cli.runs.runs import runs
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, size
@@ -21,8 +21,8 @@ from cray_agents.queries import RunFilter, RunQuery
 if TYPE_CHECKING:
     from cray_agents.runtime.store import Store
 
-FOUND = ["path", "kind", "offset", "at", "lost", "repairable", "message"]
-SHOWN = 10  # of the runs that would go
+FINDING_COLUMNS = ["path", "kind", "offset", "at", "lost", "repairable", "message"]
+MAX_SAMPLE = 10  # run ids that `prune` names
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
@@ -57,7 +57,8 @@ def check(
         for finding in look(home_):
             done = mend(home_.segments, finding) if repair else None
             rows.append({**finding._asdict(), "done": done})
-    show(rows, [*FOUND, "done"] if repair else FOUND, as_json=as_json)
+    columns = [*FINDING_COLUMNS, "done"] if repair else FINDING_COLUMNS
+    show(rows, columns, as_json=as_json)
     if not rows:
         errors.print("everything is whole", style="green")
     elif not repair and any(row["repairable"] for row in rows):
@@ -75,7 +76,7 @@ def compact_segments(
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.compaction import compact, plan
 
-    store = Store(opened(load_config({"home": home})))
+    store = Store(open_root(load_config({"home": home})))
     if not dry_run:
         store.seal_orphans()
     groups = plan(store, thorough=True)
@@ -135,22 +136,23 @@ def prune(
         raise BadInput("say which runs to forget: without a filter it would be all of them")
     from cray_agents.runtime.store import Store
 
-    store = Store(opened(load_config({"home": home})))
-    told = about(store, wanted)
+    store = Store(open_root(load_config({"home": home})))
+    report = preview(store, wanted)
     if not as_json:
-        tell(told)
-    if not dry_run and told["runs"]:
+        print_preview(report)
+    if not dry_run and report["runs"]:
         if not yes:
-            typer.confirm(f"Forget {told['runs']} runs?", abort=True)
-        told["forgotten"] = asyncio.run(forget(store, wanted))
+            typer.confirm(f"Forget {report['runs']} runs?", abort=True)
+        report["forgotten"] = asyncio.run(forget(store, wanted))
     if as_json:
-        print(json.dumps(told, indent=2))
-    elif "forgotten" in told:
-        console.print(f"{told['forgotten']} runs forgotten; `cray-agents runs compact` frees space")
+        print(json.dumps(report, indent=2))
+    elif "forgotten" in report:
+        count = report["forgotten"]
+        console.print(f"{count} runs forgotten; `cray-agents runs compact` frees space")
 
 
 async def forget(store: "Store", wanted: RunFilter) -> int:
-    """Forget the runs; the store is closed at the end. Returns how many."""
+    """Forget the runs and close the store. Return their number."""
     query = RunQuery(**wanted.model_dump(), order="id")
     try:
         return await store.forget((row.run_id for row in store.facts(query)), "runs prune")
@@ -158,22 +160,22 @@ async def forget(store: "Store", wanted: RunFilter) -> int:
         await store.close()
 
 
-def about(store: "Store", wanted: RunFilter) -> dict[str, Any]:
-    """What would be forgotten: how many runs, of which loops, with how many tokens."""
+def preview(store: "Store", wanted: RunFilter) -> dict[str, Any]:
+    """Count the runs that match, their tokens and their loops, with the ids of the oldest."""
     query = RunQuery(**wanted.model_dump(), order="oldest")
     runs_, tokens, loops = 0, 0, Counter[str]()
     for row in store.facts(query):
         runs_ += 1
         tokens += row.prompt_tokens + row.sampled_tokens
         loops[row.loop or "(none)"] += 1
-    first = [row.run_id for row in islice(store.facts(query), SHOWN)]
+    first = [row.run_id for row in islice(store.facts(query), MAX_SAMPLE)]
     return {"runs": runs_, "tokens": tokens, "loops": dict(loops.most_common()), "first": first}
 
 
-def tell(told: dict[str, Any]) -> None:
-    """For people."""
-    console.print(f"{told['runs']} runs match, with {told['tokens']} tokens")
-    for loop, count in told["loops"].items():
+def print_preview(report: dict[str, Any]) -> None:
+    """Print the result of `preview` for people."""
+    console.print(f"{report['runs']} runs match, with {report['tokens']} tokens")
+    for loop, count in report["loops"].items():
         console.print(f"  {loop}: {count}", markup=False)
-    if told["first"]:
-        console.print(f"  the oldest: {', '.join(told['first'])}", markup=False)
+    if report["first"]:
+        console.print(f"  the oldest: {', '.join(report['first'])}", markup=False)

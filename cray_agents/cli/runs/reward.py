@@ -1,4 +1,4 @@
-"""`runs reward`: a reward that a person gives to a run that has ended, platform or not."""
+"""`runs reward`: a person's reward for an ended run, with or without a platform."""
 
 import asyncio
 import math
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cray_agents.cli.platform.root_access import opened
+from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.runs.runs import RunId, runs
 from cray_agents.cli.screen import HomeOption, JsonOption, console
 from cray_agents.config import load_config
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def add_to(app: typer.Typer) -> None:
     """Register the command, in the group `runs`."""
-    # else a negative value would be taken for an option
+    # otherwise typer takes a negative value for an option
     runs.command("reward", context_settings={"ignore_unknown_options": True})(reward)
 
 
@@ -49,8 +49,8 @@ def reward(
     if as_json:
         print(reward.model_dump_json(indent=2))
         return
-    where = "" if turn is None else f" for turn {turn}"
-    console.print(f"{run_id}: {name} = {value:g}{where}, by {who}", highlight=False, markup=False)
+    target = "" if turn is None else f" for turn {turn}"
+    console.print(f"{run_id}: {name} = {value:g}{target}, by {who}", highlight=False, markup=False)
 
 
 async def _give(config: "Config", run_id: str, given: "Feedback") -> "Reward":
@@ -60,7 +60,7 @@ async def _give(config: "Config", run_id: str, given: "Feedback") -> "Reward":
     from cray_agents.runtime.store.redaction import Redactor
 
     check_rewards([Reward(**given.model_dump())], config.reward_limit)
-    store = Store(opened(config), redactor=Redactor.of(config))
+    store = Store(open_root(config), redactor=Redactor.of(config))
     try:
         check_feedback(store, run_id, given)
         return await give_feedback(store, run_id, given)

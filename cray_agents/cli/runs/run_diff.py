@@ -1,7 +1,7 @@
-"""Where two runs differ: what is known of them, messages, rewards, tokens. For runs.py.
+"""Differences of two runs: their headers, messages, rewards and tokens. For runs.py.
 
-Messages are aligned as a whole first: what both say is the same wherever it stands, and what takes
-its place in the other run is compared line by line.
+Messages are aligned as a whole first, so that equal messages match at any position. Messages that
+take each other's place are compared line by line.
 """
 
 import difflib
@@ -9,24 +9,24 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from cray_agents.cli.runs.run_text import header, shown
+from cray_agents.cli.runs.run_text import header, value_text
 from cray_agents.cli.screen import console, line
 from cray_agents.records import Message, ModelCall, Run, canonical
 from cray_agents.runtime.exports.conversation import conversation_of
 from cray_agents.runtime.store.segments.facts import text_of
 
 COLORS = {"-": "red", "+": "green", "@": "cyan"}
-_TOLD_ELSEWHERE = {"input", "output"}  # in the messages
+_IN_MESSAGES = {"input", "output"}  # header fields that the messages repeat
 Json = dict[str, Any]
 
 
 def differences(one: Run, other: Run) -> Json:
-    """What differs, as JSON: empty lists where nothing does.
+    """Return the differences as JSON; a list is empty if nothing differs.
 
     fields: [{"name", "one", "other"}]; messages: [{"one", "other": place or None, "diff": lines}];
     rewards: [{"name", "source", "turn" (from 0, or None), "one", "other"}]; tokens: {"prompt",
     "sampled": [one, other], "first": {"turn", "list", "position", "one", "other"} or None}, or None
-    where they are unknown.
+    if they are unknown.
     """
     return {
         "fields": list(_fields(one, other)),
@@ -36,38 +36,40 @@ def differences(one: Run, other: Run) -> Json:
     }
 
 
-def tell_differences(one: str, other: str, found: Json) -> None:
-    """For people: - is the first run, + the second."""
+def print_differences(one: str, other: str, diff: Json) -> None:
+    """Print differences for people: - is the first run, + the second."""
     line(f"- {one}", style="red")
     line(f"+ {other}", style="green")
-    for each in found["fields"]:
+    for each in diff["fields"]:
         line("")
         line(each["name"], style="bold")
-        _tell_sides(each)
-    for each in found["messages"]:
+        _print_sides(each)
+    for each in diff["messages"]:
         line("")
         places = [each[side] for side in ("one", "other")]
-        told = ["-" if place is None else f"messages[{place}]" for place in places]
-        line(" | ".join(told), style="bold")
+        titles = ["-" if place is None else f"messages[{place}]" for place in places]
+        line(" | ".join(titles), style="bold")
         for text in each["diff"]:
             line(text, 2, COLORS.get(text[:1], ""))
-    for each in found["rewards"]:
+    for each in diff["rewards"]:
         line("")
         turn = "" if each["turn"] is None else f", turn {each['turn'] + 1}"
         line(f"reward {each['name']} ({each['source']}{turn})", style="bold")
-        _tell_sides(each)
-    _tell_tokens(found["tokens"])
-    if not (found["fields"] or found["messages"] or found["rewards"]):
-        console.print("\nno other difference" if _differ(found["tokens"]) else "\nno difference")
+        _print_sides(each)
+    _print_tokens(diff["tokens"])
+    if not (diff["fields"] or diff["messages"] or diff["rewards"]):
+        console.print(
+            "\nno other difference" if _tokens_differ(diff["tokens"]) else "\nno difference"
+        )
 
 
-def _tell_sides(each: Json) -> None:
+def _print_sides(each: Json) -> None:
     for mark, side in (("-", "one"), ("+", "other")):
         if each[side] is not None:
-            line(f"{mark} {shown(each[side])}", 2, COLORS[mark], hanging=2)
+            line(f"{mark} {value_text(each[side])}", 2, COLORS[mark], hanging=2)
 
 
-def _tell_tokens(tokens: Json | None) -> None:
+def _print_tokens(tokens: Json | None) -> None:
     if tokens is None:
         return
     line("")
@@ -78,33 +80,34 @@ def _tell_tokens(tokens: Json | None) -> None:
     if first is None:
         line("the exact tokens are the same", 2)
         return
-    where = f"turn {first['turn']}, {first['list']} token {first['position']}"
-    line(f"they differ first at {where}: {first['one']} | {first['other']}", 2)
+    position = f"turn {first['turn']}, {first['list']} token {first['position']}"
+    line(f"they differ first at {position}: {first['one']} | {first['other']}", 2)
 
 
-def _differ(tokens: Json | None) -> bool:
+def _tokens_differ(tokens: Json | None) -> bool:
     return tokens is not None and tokens["first"] is not None
 
 
 def _fields(one: Run, other: Run) -> Iterator[Json]:
-    sides = [_known(run) for run in (one, other)]
+    sides = [_header_fields(run) for run in (one, other)]
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         values = [side.get(name) for side in sides]
         if values[0] != values[1]:
             yield {"name": name.strip(), "one": values[0], "other": values[1]}
 
 
-def _known(run: Run) -> dict[str, str]:
+def _header_fields(run: Run) -> dict[str, str]:
+    """Return a run's header and error, without texts that its messages repeat."""
     known = dict(header(run))
     if run.error is not None:
         known["error"] = f"{run.error.type}: {run.error.message}"
     if run.trajectory.messages or run.calls:
-        known = {name: value for name, value in known.items() if name not in _TOLD_ELSEWHERE}
+        known = {name: value for name, value in known.items() if name not in _IN_MESSAGES}
     return known
 
 
 def _messages(one: Run, other: Run) -> Iterator[Json]:
-    sides = [_numbered(conversation_of(run).messages) for run in (one, other)]
+    sides = [_with_numbered_calls(conversation_of(run).messages) for run in (one, other)]
     keys = [[canonical(message) for message in messages] for messages in sides]
     matcher = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False)
     for kind, start, end, begin, stop in matcher.get_opcodes():
@@ -116,12 +119,12 @@ def _messages(one: Run, other: Run) -> Iterator[Json]:
             diff = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
             # the same text, but another field of the message
             if not diff and place is not None and at is not None:
-                diff = [f"-{shown(sides[0][place])}", f"+{shown(sides[1][at])}"]
+                diff = [f"-{value_text(sides[0][place])}", f"+{value_text(sides[1][at])}"]
             yield {"one": place, "other": at, "diff": diff}
 
 
-def _numbered(messages: Sequence[Message]) -> list[Message]:
-    """The messages with numbers for the ids of tool calls, which no two runs have in common."""
+def _with_numbered_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with tool calls numbered: their ids differ in any two runs."""
     numbers: dict[Any, str] = {}
 
     def number(call_id: Any) -> str:
@@ -139,19 +142,19 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
 
 
 def _lines(messages: Sequence[Message], place: int | None) -> list[str]:
-    """A message as lines: who says it, the text, the tool calls."""
+    """Return a message as lines: its role, its text, its tool calls."""
     if place is None:
         return []
     message = messages[place]
-    said = [f"[{message.get('role')}]"]
+    lines = [f"[{message.get('role')}]"]
     if thought := message.get("reasoning") or message.get("reasoning_content"):
-        said += [f"(reasoning) {part}" for part in str(thought).split("\n")]
+        lines += [f"(reasoning) {part}" for part in str(thought).split("\n")]
     if text := text_of(message):
-        said += text.split("\n")
-    for asked in message.get("tool_calls") or ():
-        function = asked.get("function") or {}
-        said.append(f"calls {function.get('name')}({function.get('arguments') or ''})")
-    return said
+        lines += text.split("\n")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        lines.append(f"calls {function.get('name')}({function.get('arguments') or ''})")
+    return lines
 
 
 def _rewards(one: Run, other: Run) -> Iterator[Json]:
@@ -159,8 +162,8 @@ def _rewards(one: Run, other: Run) -> Iterator[Json]:
     for key in sorted({*sides[0], *sides[1]}, key=str):
         values = [side.get(key) for side in sides]
         if values[0] != values[1]:
-            about = dict(zip(("name", "source", "turn"), key, strict=True))
-            yield {**about, "one": values[0], "other": values[1]}
+            key_fields = dict(zip(("name", "source", "turn"), key, strict=True))
+            yield {**key_fields, "one": values[0], "other": values[1]}
 
 
 def _tokens(one: Sequence[ModelCall], other: Sequence[ModelCall]) -> Json | None:
@@ -169,17 +172,17 @@ def _tokens(one: Sequence[ModelCall], other: Sequence[ModelCall]) -> Json | None
     return {
         "prompt": [sum(len(c.prompt_token_ids) for c in calls) for calls in (one, other)],
         "sampled": [sum(len(c.token_ids) for c in calls) for calls in (one, other)],
-        "first": _first(one, other),
+        "first": _first_difference(one, other),
     }
 
 
-def _first(one: Sequence[ModelCall], other: Sequence[ModelCall]) -> Json | None:
-    """The first token in which the calls differ; turns count from 1, positions from 0."""
+def _first_difference(one: Sequence[ModelCall], other: Sequence[ModelCall]) -> Json | None:
+    """Return the first token in which the calls differ; turns count from 1, positions from 0."""
     for turn, pair in enumerate(zip_longest(one, other), 1):
         for name, field in (("prompt", "prompt_token_ids"), ("sampled", "token_ids")):
             sides = [getattr(call, field) if call is not None else [] for call in pair]
             for position, (token, another) in enumerate(zip_longest(*sides)):
                 if token != another:
-                    told = {"turn": turn, "list": name, "position": position}
-                    return {**told, "one": token, "other": another}
+                    entry = {"turn": turn, "list": name, "position": position}
+                    return {**entry, "one": token, "other": another}
     return None

@@ -1,6 +1,6 @@
-"""A run for people: its header, then turn by turn what was asked, said and done. For runs.py.
+"""Text of a run for people: its header, then its messages and tool calls by turn. For runs.py.
 
-What comes from models and tools is shown as it is; see screen.line for what it must not do.
+Texts of models and tools are printed through screen.line, which disarms control characters.
 """
 
 import json
@@ -16,23 +16,23 @@ LABEL = 12  # columns of a header's labels
 STYLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green"}
 
 
-def tell_run(run: Run, *, tokens: bool = False) -> None:
-    """Print a run, with the exact tokens of its calls if asked."""
+def print_run(run: Run, *, tokens: bool = False) -> None:
+    """Print a run; with `tokens`, also the exact tokens of its calls."""
     line(run.id, style="bold")
     for name, value in header(run):
         line(f"{name:<{LABEL}}{value}", 2, hanging=LABEL)
-    told = conversation_of(run)
-    _tell_conversation(told, tokens=tokens)
-    if told.other_turns:
+    conversation = conversation_of(run)
+    _print_conversation(conversation, tokens=tokens)
+    if conversation.other_turns:
         line("")
         line("Calls that the conversation does not tell of", style="bold")
-        for turn in told.other_turns:
-            _tell_turn(turn, None, tokens=tokens)
-    _tell_end(run)
+        for turn in conversation.other_turns:
+            _print_turn(turn, None, tokens=tokens)
+    _print_end(run)
 
 
 def header(run: Run) -> list[tuple[str, str]]:
-    """What is known of a run but for what was said in it, as (name, value)."""
+    """Return the known facts of a run, without its messages, as (name, value)."""
     known: list[tuple[str, Any]] = [
         ("agent", run.agent),
         ("model", run.model),
@@ -47,60 +47,60 @@ def header(run: Run) -> list[tuple[str, str]]:
     ]
     if run.task is not None:
         known.append(("task", f"{run.task.id} ({run.task.split})"))
-        known.append(("target", None if run.task.target is None else shown(run.task.target)))
-        known += [(f"  {name}", shown(value)) for name, value in run.task.metadata.items()]
+        known.append(("target", None if run.task.target is None else value_text(run.task.target)))
+        known += [(f"  {name}", value_text(value)) for name, value in run.task.metadata.items()]
     known.append(("input", run.input))
-    known.append(("output", None if run.output is None else shown(run.output)))
+    known.append(("output", None if run.output is None else value_text(run.output)))
     return [(name, str(value)) for name, value in known if value not in (None, "")]
 
 
-def _tell_conversation(told: Conversation, *, tokens: bool) -> None:
-    done = {call.id for turn in told.turns_by_message.values() for call in turn.tool_calls}
+def _print_conversation(conversation: Conversation, *, tokens: bool) -> None:
+    done = {call.id for turn in conversation.turns_by_message.values() for call in turn.tool_calls}
     number = 0
-    for place, message in enumerate(told.messages):
+    for place, message in enumerate(conversation.messages):
         role = str(message.get("role"))
-        turn = told.turns_by_message.get(place)
+        turn = conversation.turns_by_message.get(place)
         if role == "tool" and message.get("tool_call_id") in done:
-            continue  # told with its call
-        if role == "assistant" and (turn is not None or place >= told.own_start):
+            continue  # printed with its call
+        if role == "assistant" and (turn is not None or place >= conversation.own_start):
             number += 1
             line("")
-            line(f"Turn {number}{_of_call(turn)}", style="bold")
-            _tell_turn(turn, message, tokens=tokens)
+            line(f"Turn {number}{_call_facts(turn)}", style="bold")
+            _print_turn(turn, message, tokens=tokens)
         else:
-            _tell_message(message)
+            _print_message(message)
 
 
-def _of_call(turn: Turn | None) -> str:
-    """A turn's model version, counts of tokens, time and ending, as far as they are known."""
+def _call_facts(turn: Turn | None) -> str:
+    """Describe a turn's model version, counts of tokens, time and ending, as far as known."""
     if turn is None:
         return ""
     call = turn.call
     if call is None:
         return f"  call {turn.call_id}, which is not recorded"
-    parts = [call.model, f"{len(call.prompt_token_ids)} + {len(call.token_ids)} tokens"]
-    parts += [f"{call.seconds:.2f} s", call.finish_reason or "no end"]
-    return "  " + "  ".join(parts)
+    facts = [call.model, f"{len(call.prompt_token_ids)} + {len(call.token_ids)} tokens"]
+    facts += [f"{call.seconds:.2f} s", call.finish_reason or "no end"]
+    return "  " + "  ".join(facts)
 
 
-def _tell_turn(turn: Turn | None, message: Message | None, *, tokens: bool) -> None:
-    """What the assistant said in a turn, what its tools made of it, and its exact tokens."""
+def _print_turn(turn: Turn | None, message: Message | None, *, tokens: bool) -> None:
+    """Print a turn: the assistant's message, the results of its tools, and its exact tokens."""
     call = turn.call if turn is not None else None
     if message is None and call is None:
         line(f"call {turn.call_id if turn else ''}, which is not recorded", 2)
         return
     if message is None and call is not None:
-        line(_of_call(turn).strip(), 2)
+        line(_call_facts(turn).strip(), 2)
         message = call.message
-    _tell_message(message or {}, turn.tool_calls if turn is not None else ())
+    _print_message(message or {}, turn.tool_calls if turn is not None else ())
     if call is not None:
-        for found in call.redacted:
-            line(f"{found.count} of the kind {found.kind} were redacted", 4, "yellow")
+        for redaction in call.redacted:
+            line(f"{redaction.count} of the kind {redaction.kind} were redacted", 4, "yellow")
         if tokens:
-            _tell_tokens(call)
+            _print_tokens(call)
 
 
-def _tell_message(message: Message, done: Sequence[ToolCall] = ()) -> None:
+def _print_message(message: Message, done: Sequence[ToolCall] = ()) -> None:
     role = str(message.get("role"))
     style = STYLES.get(role, "")
     weight = "  (weight 0: not trained on)" if message.get("weight") == 0 else ""
@@ -113,12 +113,12 @@ def _tell_message(message: Message, done: Sequence[ToolCall] = ()) -> None:
         line(f"{role}{weight}", 2, style)
         line(text if text else "(nothing)", 4, "" if text else "dim")
     finished = {call.id: call for call in done}
-    for asked in message.get("tool_calls") or ():
-        _tell_tool_call(asked, finished.get(asked.get("id")))
+    for call in message.get("tool_calls") or ():
+        _print_tool_call(call, finished.get(call.get("id")))
 
 
-def _tell_tool_call(asked: dict[str, Any], done: ToolCall | None) -> None:
-    function = asked.get("function") or {}
+def _print_tool_call(call: dict[str, Any], done: ToolCall | None) -> None:
+    function = call.get("function") or {}
     seconds = f"  {done.seconds:.3f} s" if done is not None else ""
     line(f"calls {function.get('name')}({function.get('arguments') or ''}){seconds}", 2, "blue")
     if done is None:
@@ -126,10 +126,10 @@ def _tell_tool_call(asked: dict[str, Any], done: ToolCall | None) -> None:
     if done.error is not None:
         line(f"error: {done.error}", 4, "red")
     else:
-        line(shown(done.result), 4)
+        line(value_text(done.result), 4)
 
 
-def _tell_tokens(call: ModelCall) -> None:
+def _print_tokens(call: ModelCall) -> None:
     line("prompt tokens", 4, "dim")
     line(" ".join(map(str, call.prompt_token_ids)) or "(none)", 6, "dim")
     line("sampled tokens, with logprobs", 4, "dim")
@@ -137,24 +137,24 @@ def _tell_tokens(call: ModelCall) -> None:
     line(" ".join(f"{token}({logprob:.3f})" for token, logprob in pairs) or "(none)", 6, "dim")
 
 
-def _tell_end(run: Run) -> None:
+def _print_end(run: Run) -> None:
     line("")
     for reward in run.rewards:
         of = reward.source if reward.turn is None else f"{reward.source}, turn {reward.turn + 1}"
-        said = "" if reward.comment is None else f": {reward.comment}"
-        line(f"reward  {reward.name} = {reward.value:g}  ({of}){said}", 0, "green", hanging=8)
+        comment = "" if reward.comment is None else f": {reward.comment}"
+        line(f"reward  {reward.name} = {reward.value:g}  ({of}){comment}", 0, "green", hanging=8)
     if run.reward is not None and len(run.rewards) > 1:
         line(f"reward  {run.reward:g} in all", 0, "green")
     if run.error is not None:
         kind = ", the infrastructure's" if run.error.infrastructure else ""
         line(f"error   {run.error.type}{kind}: {run.error.message}", 0, "red", hanging=8)
-    for found in run.redacted:
-        line(f"redacted  {found.count} of the kind {found.kind}", 0, "yellow")
+    for redaction in run.redacted:
+        line(f"redacted  {redaction.count} of the kind {redaction.kind}", 0, "yellow")
     usage = run.usage
     counts = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"
     line(f"{usage.calls} calls, {counts}, {run.seconds:.2f} s", 0, "dim")
 
 
-def shown(value: Any) -> str:
-    """A value as people read it: a text as it is, anything else as JSON."""
+def value_text(value: Any) -> str:
+    """Return a text as it is, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

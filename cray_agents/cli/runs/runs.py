@@ -1,7 +1,7 @@
-"""`runs list`, `show`, `diff`, `stats`: what is stored of agents' runs, platform or not.
+"""`runs list`, `show`, `diff`, `stats`: stored runs of agents, with or without a platform.
 
-What one run looks like is in run_text.py, how two differ in run_diff.py; the commands that look
-after the segments join this group from upkeep.py.
+run_text.py prints one run, run_diff.py compares two. maintenance.py and reward.py add their
+commands to this group.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cray_agents.cli.platform.root_access import opened as opened_root
+from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.runs import filter_options
 from cray_agents.cli.screen import HomeOption, JsonOption, cell, console, errors, one_line, show
 from cray_agents.config import load_config
@@ -37,7 +37,7 @@ COLUMNS = (
 )  # fmt: skip
 NUMBERS = {"reward", "turns", "tokens", "age"}
 LONG = ("input", "output")  # columns that give way where the screen is narrow
-HEAD, LEAST = 40, 10  # characters of these, at most and at least
+MOST_TEXT, LEAST_TEXT = 40, 10  # characters of LONG columns
 GAP = 2  # between columns
 AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (120, 60, "m"), (0, 1, "s"))
 
@@ -53,13 +53,13 @@ def add_to(app: typer.Typer) -> None:
 
 
 @contextmanager
-def opened(home: Path | None) -> "Iterator[Store]":
-    """The store of a root, for looking and appending; closed at the end."""
+def open_store(home: Path | None) -> "Iterator[Store]":
+    """Yield the store of a root, to read and append; close it at the end."""
     from cray_agents.runtime.store import Store
 
-    where = opened_root(load_config({"home": home}))
+    checked_root = open_root(load_config({"home": home}))
     with errors.status("looking at what is stored"):
-        store = Store(where)
+        store = Store(checked_root)
     try:
         yield store
     finally:
@@ -99,16 +99,17 @@ def list_runs(
         since=since, until=until, tag=tag, text=text,
     )  # fmt: skip
     given: dict[str, Any] = wanted.model_dump()
-    with opened(home) as store:
+    with open_store(home) as store:
         query = RunQuery(**given, order=order, after=after, limit=limit + 1)
-        found = list(islice(store.facts(query), limit + 1))
-    rows = [row(facts) for facts in found[:limit]]
+        matches = list(islice(store.facts(query), limit + 1))
+    rows = [row(facts) for facts in matches[:limit]]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     console.print(table(rows, console.width))
-    if len(found) > limit:
-        errors.print(f"there are more: --after {escape(found[limit - 1].run_id)}", highlight=False)
+    if len(matches) > limit:
+        last = escape(matches[limit - 1].run_id)
+        errors.print(f"there are more: --after {last}", highlight=False)
 
 
 @runs.command("show")
@@ -121,14 +122,14 @@ def show_run(
     as_json: JsonOption = False,
 ) -> None:
     """Show one run: what was said, which tools were called, its rewards, tokens and versions."""
-    from cray_agents.cli.runs.run_text import tell_run
+    from cray_agents.cli.runs.run_text import print_run
 
-    with opened(home) as store:
+    with open_store(home) as store:
         run = store.run(run_id)
     if as_json:
         print(run.model_dump_json(indent=2))
     else:
-        tell_run(run, tokens=tokens)
+        print_run(run, tokens=tokens)
 
 
 @runs.command("diff")
@@ -139,14 +140,14 @@ def diff_runs(
     as_json: JsonOption = False,
 ) -> None:
     """Show where two runs differ: what is known of them, what was said, rewards, tokens."""
-    from cray_agents.cli.runs.run_diff import differences, tell_differences
+    from cray_agents.cli.runs.run_diff import differences, print_differences
 
-    with opened(home) as store:
-        found = differences(store.run(one), store.run(other))
+    with open_store(home) as store:
+        diff = differences(store.run(one), store.run(other))
     if as_json:
-        print(json.dumps(found, indent=2, default=str))
+        print(json.dumps(diff, indent=2, default=str))
     else:
-        tell_differences(one, other, found)
+        print_differences(one, other, diff)
 
 
 @runs.command("stats")
@@ -181,7 +182,7 @@ def stats(
         since=since, until=until, tag=tag,
     )  # fmt: skip
     groups = [name.strip() for name in by.split(",") if name.strip()]
-    with opened(home) as store:
+    with open_store(home) as store:
         rows = store.stats(wanted, groups)
     columns = [*groups, "runs", "rewarded", "mean_reward", "calls", "prompt_tokens"]
     columns += ["sampled_tokens", "errors", "p50_seconds", "p95_seconds"]
@@ -189,7 +190,7 @@ def stats(
 
 
 def row(facts: "RunFacts") -> dict[str, Any]:
-    """A run as a row: all that the index knows of it."""
+    """Return a run's facts in the index as a row."""
     known = facts._asdict()
     return {
         "id": known.pop("run_id"),
@@ -199,30 +200,30 @@ def row(facts: "RunFacts") -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], width: int) -> Table:
-    """Rows for people, on so many columns: ids are never cut, for they are to be copied."""
+    """Return rows as a table of `width` characters; ids are never cut: people copy them."""
     now = time.time()
-    told = [{**row, "age": age(now - row["started"]) if row["started"] else None} for row in rows]
-    cells = {name: [one_line(cell(row.get(name))) for row in told] for name in COLUMNS}
+    aged = [{**row, "age": age(now - row["started"]) if row["started"] else None} for row in rows]
+    cells = {name: [one_line(cell(row.get(name))) for row in aged] for name in COLUMNS}
     widths = {name: max(map(cell_len, [name, *cells[name]])) for name in COLUMNS}
     left = width - sum(widths[name] + GAP for name in COLUMNS if name not in LONG)
-    made = Table(box=None, header_style="bold", pad_edge=False)
-    shown = [name for name in COLUMNS if name not in LONG or left >= len(LONG) * (LEAST + GAP)]
-    for name in shown:
-        most = min(HEAD, left // len(LONG) - GAP) if name in LONG else None
-        made.add_column(
+    result = Table(box=None, header_style="bold", pad_edge=False)
+    names = [name for name in COLUMNS if name not in LONG or left >= len(LONG) * (LEAST_TEXT + GAP)]
+    for name in names:
+        most = min(MOST_TEXT, left // len(LONG) - GAP) if name in LONG else None
+        result.add_column(
             name,
             justify="right" if name in NUMBERS else "left",
             no_wrap=True,
             min_width=widths[name] if name == "id" else None,
             max_width=most,
         )
-    for each in zip(*(cells[name] for name in shown), strict=True):
-        made.add_row(*map(Text, each))
-    return made
+    for each in zip(*(cells[name] for name in names), strict=True):
+        result.add_row(*map(Text, each))
+    return result
 
 
 def age(seconds: float) -> str:
-    """How long ago, in one unit."""
+    """Return an age in one unit, such as 3h."""
     for least, unit, name in AGES:
         if seconds >= least:
             return f"{int(seconds // unit)}{name}"
