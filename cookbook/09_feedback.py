@@ -173,8 +173,9 @@ def main() -> None:
     model = make_tiny_model(home / "seed-model", watching.demonstrations, seed=given.seed)
     held_out = {task.input for task in watching.tasks}
     asked = [question for question in QUESTIONS if question not in held_out]
-    with local_platform(home, model=model, name=agent.model) as watching.platform:
-        users = Users(watching.where.url, asked, given.quick)
+    with local_platform(home, model=model, name=agent.model) as platform:
+        watching.platform = platform
+        users = Users(platform.url, asked, given.quick)
         for done in watching.run(size.updates):
             print(done.generation, done.version, f"{done.holdout_success:.3f}", done.note)
             if done.generation < size.updates and not done.stopped:

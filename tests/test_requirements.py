@@ -1,4 +1,4 @@
-"""The pins: each with its hashes, from no named place; which licences bind is in the README."""
+"""The pins: each with its hashes, from no named place; which licences bind is in the docs."""
 
 import re
 import subprocess
@@ -38,6 +38,6 @@ def test_licences_that_bind_are_named() -> None:
     assert done.returncode == 0, done.stdout[:2000] + done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert len(rows) > 150
-    named = (ROOT / "README.md").read_text().partition("requirements/licences.py")[2][:1000]
+    named = (ROOT / "docs" / "operations.md").read_text().partition("requirements/licences.py")[2][:1000]
     for kind, package, *_ in rows:
         assert kind == "permissive" or package in named, package
