@@ -38,6 +38,7 @@ def test_licences_that_bind_are_named() -> None:
     assert done.returncode == 0, done.stdout[:2000] + done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert len(rows) > 150
-    named = (ROOT / "docs" / "operations.md").read_text().partition("requirements/licences.py")[2][:1000]
+    page = (ROOT / "docs" / "operations.md").read_text()
+    named = page.partition("requirements/licences.py")[2][:1000]
     for kind, package, *_ in rows:
         assert kind == "permissive" or package in named, package
