@@ -194,7 +194,7 @@ class Agent(Generic[Output]):
         made = agent_tool(
             ask, name or tool_name(self.name), description or self.description, self.name
         )
-        made.function.__dict__["agent"] = self  # for the record of a loop's settings
+        made.function.__dict__["__agent__"] = self  # read by loop/settings_record.py
         return made
 
     @property

@@ -116,7 +116,7 @@ def _agent(agent: Agent) -> dict[str, Any]:
     that an older record has are compared.
     """
     agents = {
-        tool.name: getattr(tool.function, "agent", None)
+        tool.name: getattr(tool.function, "__agent__", None)
         for tool in agent.tools
         if isinstance(tool, Tool)
     }

@@ -9,7 +9,6 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
@@ -25,28 +24,11 @@ from cray_agents.trainers.planning.cluster_resources import (
 from cray_agents.trainers.planning.layout_limits import check_layout_fits
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.runtime.tuning_site import Site
+from tests.support.waiting_scheduler import WaitingScheduler
 from tests.trainers.known_models import LLAMA_2_70B
 
 LAPTOP = HostResources(cores=2, gib=64)
 H100 = Gpus("H100", 79, 8)
-
-
-class Queue:
-    """A scheduler in which commands wait for ever."""
-
-    name = "queue"
-
-    def __init__(self) -> None:
-        self.commands: list[Command] = []
-
-    def submit(self, command: Command) -> str:
-        self.commands.append(command)
-        return str(len(self.commands))
-
-    def status(self, name: str) -> CommandStatus:
-        return CommandStatus(state="queued", id=str(len(self.commands)))
-
-    def cancel(self, name: str) -> None: ...
 
 
 @pytest.fixture
@@ -156,7 +138,7 @@ def test_http_fine_tuning_and_loops_are_held_too(tmp_path: Path) -> None:
     """A loop asks as any client does, by POST /v1/jobs; so does Platform.submit_job."""
     model = tmp_path / "model"
     make_seed_model(model, seed=0, corpus=["What is 1 + 1?"])
-    site, queue = Site(tmp_path / "root", model), Queue()
+    site, queue = Site(tmp_path / "root", model), WaitingScheduler()
     trainer = MegatronTrainer(site.home, queue, Resources(ranks=4, host=LAPTOP))
     with site.served(trainer=trainer):
         job = site.until(site.create().id, "failed")

@@ -10,7 +10,6 @@ from cray_agents.cli.agent.agents import load
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
-from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
 from cray_agents.trainers.job.journal import JobJournal
@@ -24,29 +23,12 @@ from cray_agents.trainers.planning.cluster_resources import (
 )
 from cray_agents.trainers.planning.default_layout import LOUD, usual_length
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
+from tests.support.waiting_scheduler import WaitingScheduler
 from tests.trainers.known_models import LLAMA_2_70B
 
 H100 = {"train_gpu": "h100"}
 CONFIG = LLAMA_2_70B | {"vocab_size": 128256}
 RECIPE = Path(__file__).parents[2] / "cookbook/10_cluster.py"  # it writes weights of holes
-
-
-class Recording:
-    """A scheduler in whose queue commands wait for ever."""
-
-    name = "recording"
-
-    def __init__(self) -> None:
-        self.commands: list[Command] = []
-
-    def submit(self, command: Command) -> str:
-        self.commands.append(command)
-        return str(len(self.commands))
-
-    def status(self, name: str) -> CommandStatus:
-        return CommandStatus(state="queued", id=str(len(self.commands)))
-
-    def cancel(self, name: str) -> None: ...
 
 
 def resources(tmp_path: Path, **config: Any) -> Resources:
@@ -169,7 +151,7 @@ SRUN = (
 def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_path: Path) -> None:
     config = {"train_nodes": 2, "train_gpus_per_node": 8, "train_cpus_per_rank": 6}
     given = resources(tmp_path, **H100, **config, train_minutes=240)
-    scheduler = Recording()
+    scheduler = WaitingScheduler()
     trainer = MegatronTrainer(home, scheduler, given)
     asked = open_spec(llama70, hyper={"lora": Lora()})
     assert trainer.submit(asked).id == asked.id
@@ -195,7 +177,7 @@ def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_p
 
 
 def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path) -> None:
-    scheduler = Recording()
+    scheduler = WaitingScheduler()
     trainer = MegatronTrainer(home, scheduler, Resources(16, 2, Gpus("H100", 79, 8)))
     asked = open_spec(llama70)
     trainer.submit(asked)
@@ -218,7 +200,7 @@ def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path)
 
 
 def test_ranks_without_gpus_share_the_batch(home: Home, tmp_path: Path) -> None:
-    scheduler = Recording()
+    scheduler = WaitingScheduler()
     trainer = MegatronTrainer(home, scheduler, Resources(ranks=4))
     model = tmp_path / "model"
     make_seed_model(model, seed=0, corpus=["What is 1 + 1?"])
@@ -235,7 +217,7 @@ def test_ranks_without_gpus_share_the_batch(home: Home, tmp_path: Path) -> None:
 
 
 def test_nothing_is_started_that_no_layout_can_be_chosen_for(home: Home, llama70: Path) -> None:
-    scheduler = Recording()
+    scheduler = WaitingScheduler()
     trainer = MegatronTrainer(home, scheduler, Resources(8, 1, Gpus("H100", 79, 8)))
     (llama70 / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(BadInput, match="cannot train a 'gpt2' model"):
