@@ -72,6 +72,13 @@ def asks(**changes: Any) -> Agent:
     return Agent(name="a", model="m", **given | changes)
 
 
+def test_a_field_that_is_changed_after_construction_counts() -> None:
+    loop = site_loop()
+    loop.concurrency = 0
+    with pytest.raises(BadInput, match="concurrency=0 is too small"):
+        next(iter(loop.run(1)))
+
+
 def test_a_tool_with_an_attribute_of_that_name_is_no_agent() -> None:
     class Lookup:
         """Look something up."""

@@ -155,13 +155,13 @@ class Loop:
         default = Stage("rft", None, self.hyperparameters, attempts,
                         self.tasks_per_generation, self.evaluate_every)  # fmt: skip
         self.stages = planned(self.method, default)
-        self.settings = self._grouped()
-        check(self.settings)
+        self._group()
         self._timer = PhaseTimer(lambda progress: self.on_progress(progress))
         self._components: LoopComponents | None = None
 
-    def _grouped(self) -> LoopSettings:
-        return LoopSettings(
+    def _group(self) -> None:
+        """Group and check the fields, again at each start: they may have been changed since."""
+        self.settings = LoopSettings(
             self.name,
             self.agent,
             self.tasks,
@@ -178,6 +178,7 @@ class Loop:
             None if self.warm_up is None else self.warm_up.settings(),
             self.changed == "accept",
         )  # fmt: skip
+        check(self.settings)
 
     def run(self, generations: int = 5) -> Generator[Generation, None, None]:
         """Go on until `generations` are done or the loop stops itself; yield each as it ends.
@@ -201,6 +202,7 @@ class Loop:
 
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
+        self._group()
         await self._warm_first()
         settings = settings_record(self.settings)
         await record_settings(self._client, self.name, settings, self.settings.accept_changes)
@@ -465,6 +467,7 @@ def warm_up(loop: Loop, plan: WarmUp | None = None) -> ModelVersion:
     version is taken, and a warning says so. Raises JobError when success stays below the band, and
     BadInput when the loop has begun without this warm-up.
     """
+    loop._group()
     plan = plan or loop.warm_up
     if plan is None:
         raise BadInput("say how to warm up: WarmUp(Hyperparameters(steps=100))", param="plan")
