@@ -1,4 +1,4 @@
-"""What every test needs: an index cache of its own, which the processes it starts use too."""
+"""An index cache of its own for every test, used by the processes it starts too."""
 
 import os
 import signal

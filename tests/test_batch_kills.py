@@ -24,8 +24,8 @@ from cray_agents.paths import Home
 from cray_agents.runtime.batches.batch_records import Batch
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.files.files import Files
-from tests.scripted_gateway import first_version
-from tests.stored_lines import events_of
+from tests.support.gateway_process import first_version
+from tests.support.store.plain_reader import events_of
 
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "12"))
 LINES = int(os.environ.get("CRAY_TEST_LINES", "2000"))
@@ -49,7 +49,7 @@ class Crowd:
 
     def start(self, name: str) -> None:
         module, *words = (
-            ["tests.scripted_gateway", str(self.home.root), str(self.port), "--hold", "0.02"]
+            ["tests.support.gateway_process", str(self.home.root), str(self.port), "--hold", "0.02"]
             if name == "gateway"
             else [
                 "cray_agents.runtime.batches.worker",

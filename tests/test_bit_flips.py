@@ -18,7 +18,7 @@ import pytest
 from cray_agents.errors import CrayError
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
-from tests.flipped_root import Reader, Told, make, readers
+from tests.support.flipped_root import Reader, Told, make, readers
 
 FLIPS = int(os.environ.get("CRAY_TEST_FLIPS", "60"))
 SEED = int(os.environ.get("CRAY_TEST_SEEDS", "1").split(",")[0])

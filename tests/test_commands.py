@@ -10,7 +10,7 @@ from cray_agents import ScriptedEngine
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 AGENT = """
 from cray_agents import Agent, Loop, Hyperparameters, Task, TaskSet, reward, tool

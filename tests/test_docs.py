@@ -13,7 +13,7 @@ import pytest
 
 from cray_agents import ScriptedEngine
 from cray_agents.cli import app
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

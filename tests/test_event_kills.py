@@ -18,8 +18,8 @@ import orjson
 
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
-from tests.scripted_gateway import first_version, gateway
-from tests.stored_lines import events_of
+from tests.support.gateway_process import first_version, gateway
+from tests.support.store.plain_reader import events_of
 
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "5"))
 SENDERS = 6

@@ -22,9 +22,9 @@ from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
-from tests.hostile_models import CASES, SECRET, Case, whole_model, with_manifest
-from tests.runtime.gateways import Gateway, served
-from tests.scripted_platform import platform
+from tests.support.hostile_models import CASES, SECRET, Case, whole_model, with_manifest
+from tests.support.scripted_gateway import Gateway, served
+from tests.support.scripted_platform import platform
 
 DATASET = {"id": "ds-1", "method": "sft", "splits": {"train": {"samples": 8, "tokens": 80}}}
 

@@ -21,7 +21,7 @@ from cray_agents.paths import Home
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import JobSpec, JobStatus, Layout, Policy
-from tests.scripted_platform import bare_model, platform
+from tests.support.scripted_platform import bare_model, platform
 
 HIDE_MATPLOTLIB = """
 import sys

@@ -27,7 +27,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 SAMPLES = 24
 CHATS = [

@@ -30,7 +30,7 @@ from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.training_jobs import Hyperparameters, Policy
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 SKILL = {"m@1": 3, "m@2": 6, "m@3": 5, "m@4": 9}  # of 10 tasks, how many a version solves
 

@@ -20,9 +20,9 @@ from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.store import Store
-from tests.loop_site import echo, shape, signed, site_loop, some_tasks
-from tests.scripted_platform import platform
-from tests.timed_trainer import TimedTrainer
+from tests.support.killable_loop import echo, shape, signed, site_loop, some_tasks
+from tests.support.scripted_platform import platform
+from tests.support.timed_trainer import TimedTrainer
 
 ASYNC: dict[str, Any] = {"method": "grpo", "attempts": 3, "tasks_per_generation": 8}
 

@@ -23,7 +23,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from tests.loop_site import KINDS
+from tests.support.killable_loop import KINDS
 
 ROOT = Path(__file__).parents[1]
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
@@ -59,7 +59,7 @@ class Site:
         }[name]
         with (self.root / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "tests.loop_site", *words],
+                [sys.executable, "-m", "tests.support.killable_loop", *words],
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,

@@ -1,4 +1,4 @@
-"""What each method trains on and how: recipes, jobs, stages, what is drawn and drawn again."""
+"""Methods in a loop: recipes, jobs, stages, and the runs each generation draws."""
 
 import asyncio
 from collections import defaultdict
@@ -19,8 +19,8 @@ from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora, Policy
-from tests.loop_site import echo, site_loop
-from tests.scripted_platform import platform
+from tests.support.killable_loop import echo, site_loop
+from tests.support.scripted_platform import platform
 
 
 def specs(root: Path, done: list[Generation]) -> list[JobSpec]:

@@ -1,4 +1,4 @@
-"""What a loop was asked stays what it is; and when it ends by itself."""
+"""Settings of a loop on restart: compared with the recorded ones; and the stopping rules."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ from cray_agents.loop.stop_rules import why_stopped
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.training_jobs import Hyperparameters
-from tests.loop_site import echo, site_loop, some_tasks
-from tests.scripted_platform import platform
+from tests.support.killable_loop import echo, site_loop, some_tasks
+from tests.support.scripted_platform import platform
 
 
 @reward

@@ -102,3 +102,9 @@ def test_docstrings_name_their_subject(name: str) -> None:
             if text and re.split(r"\W", text)[0] in RIDDLES:
                 riddles.append(f"{getattr(node, 'name', 'module')}: {text.splitlines()[0]}")
     assert riddles == []
+
+
+def test_heads_of_tests_name_their_subject() -> None:
+    heads = {place(file): ast.get_docstring(ast.parse(file.read_text())) or ""
+             for file in (ROOT / "tests").glob("**/*.py")}  # fmt: skip
+    assert {name: head for name, head in heads.items() if re.split(r"\W", head)[0] in RIDDLES} == {}

@@ -21,9 +21,9 @@ from cray_agents.queries import RunQuery
 from cray_agents.records import ModelVersion, Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.store import Store
-from tests.loop_site import shape, site_loop, some_tasks
-from tests.runtime.pools import Mortal
-from tests.scripted_platform import platform
+from tests.support.killable_loop import shape, site_loop, some_tasks
+from tests.support.scripted_platform import platform
+from tests.support.scripted_pool import Mortal
 
 TARGET = "yes"
 HERMES = '<tool_call>\n{"name": "ask", "arguments": {"input": "?"}}\n</tool_call>'

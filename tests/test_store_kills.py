@@ -21,8 +21,8 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs, list_datasets
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.salvage import check
-from tests.hosts import Host, namespaces
-from tests.stored_lines import events_of
+from tests.support.host_namespaces import Host, namespaces
+from tests.support.store.plain_reader import events_of
 
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "16"))
 SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
@@ -43,7 +43,7 @@ class Writer:
     def start(self) -> None:
         self._lives += 1
         name = f"{self._name}x{self._lives}"
-        argv = ("-m", "tests.store_writer", "{root}", name)
+        argv = ("-m", "tests.support.store.writer_process", "{root}", name)
         self.process = self._host.start(*argv, stdout=subprocess.PIPE)
         self._reading = threading.Thread(target=self._read)
         self._reading.start()
@@ -113,7 +113,7 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
         str(out),
     ]
     keepers = [
-        Command(hosts[0], "sealer", [["-m", "tests.store_keeper", "{root}"]]),
+        Command(hosts[0], "sealer", [["-m", "tests.support.store.maintainer_process", "{root}"]]),
         Command(hosts[1], "builder", builds),
     ]
     everybody: list[Writer | Command] = [*writers, *keepers]

@@ -33,7 +33,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 ROOT = Path(__file__).parents[1]
 STEPS = Hyperparameters(steps=40)

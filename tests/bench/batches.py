@@ -16,7 +16,7 @@ from openai.types import Batch
 from cray_agents.paths import Home
 from cray_agents.runtime.files.files import Files
 from tests.bench.rounds import row
-from tests.scripted_gateway import gateway
+from tests.support.gateway_process import gateway
 
 LINE = (
     '{"custom_id":"line-%d","method":"POST","url":"/v1/chat/completions","body":{"model":"m",'

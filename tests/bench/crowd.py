@@ -1,4 +1,4 @@
-"""What a model call costs the caller's processor when many are in flight at once.
+"""Processor time that a model call costs its caller when many are in flight at once.
 
 Our engine against one openai client, which it is made of, on a server that answers at once from a
 process of its own. Processor time: noisy neighbours hardly touch it.

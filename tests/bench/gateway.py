@@ -18,8 +18,8 @@ from cray_agents.cli.agent.agents import load
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.bench.litellm import litellm_proxy
 from tests.bench.rounds import Measure, row, side_by_side
-from tests.runtime.vllm_pool import secret_of
-from tests.scripted_gateway import gateway as scripted_gateway
+from tests.support.gateway_process import gateway as scripted_gateway
+from tests.support.vllm_pool import secret_of
 
 ROOT = Path(__file__).parents[2]
 BOOK = ROOT / "cookbook" / "02_calculator_loop.py"

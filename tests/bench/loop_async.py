@@ -19,9 +19,9 @@ from cray_agents.engines.scripted import tool_call
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from tests.bench.rounds import row
-from tests.loop_site import echo, signed, site_loop, some_tasks
-from tests.scripted_platform import platform
-from tests.timed_trainer import TimedTrainer
+from tests.support.killable_loop import echo, signed, site_loop, some_tasks
+from tests.support.scripted_platform import platform
+from tests.support.timed_trainer import TimedTrainer
 
 MEDIAN = 0.3  # seconds that a tool takes
 SPREAD = math.log(30) / 2.3263  # of the logarithm: the 99th percentile is 30 times the median

@@ -1,4 +1,4 @@
-"""How often the test of promotion promotes what: `python -m tests.bench.promotion [TRIES]`.
+"""Error rates of the promotion test in simulation: `python -m tests.bench.promotion [TRIES]`.
 
 Simulated evaluations on 204 held-out tasks, looked at after each batch, hidden probes and guards of
 four tags included; tests/cray_agents/test_promotion.py holds a small part of this. `kinship`: on

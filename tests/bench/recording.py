@@ -1,4 +1,4 @@
-"""What recording a finished run costs loop and platform together, when many end at once.
+"""Cost of recording finished runs, to loop and platform together, when many end at once.
 
 Runs that share requests (cray_agents/recording.py) against a request for each. Client and gateway
 are one process here, so that its processor time is that of both sides.
@@ -16,7 +16,7 @@ from cray_agents.engines.openai_engine import run_event
 from cray_agents.engines.scripted import tool_call
 from cray_agents.tools.calculator import calculator
 from tests.bench.rounds import side_by_side
-from tests.runtime.gateways import served
+from tests.support.scripted_gateway import served
 
 RUNS = 2048
 Record = Callable[[Run], Awaitable[object]]

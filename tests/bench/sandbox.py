@@ -1,4 +1,4 @@
-"""What a sandbox adds to the start and end of a program, in each layer that works here."""
+"""Time that a sandbox adds to the start and end of a program, in each layer that works here."""
 
 import asyncio
 import statistics

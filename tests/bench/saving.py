@@ -1,4 +1,4 @@
-"""How long a resume point keeps training waiting, against one that is waited for."""
+"""Training time lost to a resume point, written in the background and waited for."""
 
 import json
 import statistics

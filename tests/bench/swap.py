@@ -24,7 +24,7 @@ from cray_agents.runtime.pool.pool import Pool, SwapMode
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from tests.bench.rounds import ROUNDS, row
 from tests.runtime.conftest import make_tiny_model
-from tests.runtime.vllm_pool import CHAT, adapted, golden_probe, manifest_of
+from tests.support.vllm_pool import CHAT, adapted, golden_probe, manifest_of
 
 STREAMS = 32
 TOKENS = 128

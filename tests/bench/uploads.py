@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tests.bench.rounds import row, side_by_side
-from tests.scripted_gateway import gateway
+from tests.support.gateway_process import gateway
 
 SIZE = 1 << 30
 BLOCK = 16 << 20

@@ -19,7 +19,7 @@ from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.records import ModelCall, Run
 from cray_agents.runtime.store import Store
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ["openai_agents", "pydantic_ai", "smolagents"]

@@ -11,7 +11,7 @@ import pytest
 
 from cray_agents import Hyperparameters, PromotionTest, Run, ScriptedEngine, Task
 from cray_agents.cli.agent.agents import load
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 FILE = Path(__file__).parents[2] / "cookbook" / "07_code_writer.py"
 book = load(FILE)

@@ -17,7 +17,7 @@ from cray_agents.runtime.datasets import dataset_runs, list_datasets
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.models.seed_model import make_seed_model
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 ROOT = Path(__file__).parents[2]
 recipe = load(ROOT / "cookbook" / "08_foreign_agent.py")

@@ -1,4 +1,4 @@
-"""A real HTTP server with OpenAI's API, which misbehaves as told."""
+"""A real HTTP server with OpenAI's API that misbehaves on demand."""
 
 import socket
 import threading

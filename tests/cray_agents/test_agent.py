@@ -25,7 +25,7 @@ from cray_agents.agent.stream_events import (
 from cray_agents.errors import BadInput, EngineError, EngineUnavailable, StoreError, ToolError
 from cray_agents.records import canonical
 from cray_agents.tools.calculator import calculator
-from tests.cray_agents.scripts import SUM, agent, asks, script
+from tests.support.model_scripts import SUM, agent, asks, script
 
 
 @tool

@@ -10,7 +10,7 @@ from cray_agents.agent.sessions import MemorySession
 from cray_agents.agent.stream_events import ModelFinished
 from cray_agents.engines.no_real_models import no_real_models
 from cray_agents.errors import RealModelCall
-from tests.cray_agents.scripts import SUM, agent, asks, script
+from tests.support.model_scripts import SUM, agent, asks, script
 
 
 class Recorder:

@@ -11,7 +11,7 @@ from cray_agents.agent.stream_events import Handoff
 from cray_agents.errors import BadInput, EngineUnavailable, StoreError
 from cray_agents.records import ToolCall
 from cray_agents.tools.calculator import calculator
-from tests.cray_agents.scripts import SUM, agent, asks, script
+from tests.support.model_scripts import SUM, agent, asks, script
 
 
 class Sum(BaseModel):

@@ -8,7 +8,7 @@ import pytest
 from cray_agents import Hooks, Run, RunContext, tool
 from cray_agents.records import ModelCall, ToolCall
 from cray_agents.tools.calculator import calculator
-from tests.cray_agents.scripts import SUM, agent, asks, script
+from tests.support.model_scripts import SUM, agent, asks, script
 
 
 async def test_all_moments_in_order():

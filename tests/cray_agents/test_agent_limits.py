@@ -10,7 +10,7 @@ from cray_agents import RunContext, StopReason
 from cray_agents.agent.stream_events import LimitReached, RunEnded, TextDelta
 from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.tools.calculator import calculator
-from tests.cray_agents.scripts import SUM, agent, asks, script
+from tests.support.model_scripts import SUM, agent, asks, script
 
 
 class Place(BaseModel):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cray_agents.tools.sandbox import Sandbox, backends
-from tests.bare_models import bare_model
-from tests.cray_agents.command_line import cli
+from tests.support.bare_models import bare_model
+from tests.support.command_line import cli
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:

@@ -16,7 +16,7 @@ from cray_agents.cli import app
 from cray_agents.cli.agent.agents import load_agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 AGENT = """
 from words import GREETING

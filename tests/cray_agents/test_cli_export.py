@@ -18,7 +18,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.exports.exporter import formats
-from tests.runtime.exports.stored_runs import filled, name_of
+from tests.support.exports.small_runs import filled, name_of
 
 RUNS = 24
 PAIRS = {"openai-preference", "trl-preference"}

@@ -15,7 +15,7 @@ from cray_agents.errors import ConfigError, SetupError
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from tests.cray_agents.command_line import cli
+from tests.support.command_line import cli
 
 
 def config(home: Path, **values: Any) -> Config:

@@ -1,4 +1,4 @@
-"""Which tasks a generation draws."""
+"""The curriculum: the tasks that a generation draws."""
 
 from collections import Counter
 

@@ -9,7 +9,7 @@ import pytest
 from cray_agents import Environment, Run, RunContext, Task, tool
 from cray_agents.errors import BadInput
 from cray_agents.tools.calculator import calculator
-from tests.cray_agents.scripts import SUM, agent, asks, script
+from tests.support.model_scripts import SUM, agent, asks, script
 
 
 class Number(Environment):

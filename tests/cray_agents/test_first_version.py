@@ -1,4 +1,4 @@
-"""What `up --model` serves where the name has versions already."""
+"""`up --model` on a name that has versions already: the version it serves."""
 
 import shutil
 from pathlib import Path
@@ -10,8 +10,8 @@ from cray_agents.cli.platform.platform import _only_name
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.registry import Registry
-from tests.cray_agents.command_line import cli
-from tests.runtime.gateways import checkpoint
+from tests.support.command_line import cli
+from tests.support.scripted_gateway import checkpoint
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a Loop refuses when it is made, and what it takes in more than one form."""
+"""Arguments of a Loop: refused at construction, or taken in more than one form."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.platform import transport
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
-from tests.runtime.gateways import Gateway, checkpoint, echo, served, until
+from tests.support.scripted_gateway import Gateway, checkpoint, echo, served, until
 
 
 def tagged(name: str, *tags: str) -> Run:

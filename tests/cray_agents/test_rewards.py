@@ -12,7 +12,7 @@ from cray_agents import Agent, Run, ScriptedEngine, reward
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Redaction, Reward, RunError, Trajectory, Turn
 from cray_agents.rewards.reward import Verdict, needs_scoring, prepare_rescoring, score, score_run
-from tests.scripted_platform import platform
+from tests.support.scripted_platform import platform
 
 RUN = Run(
     id="r",

@@ -10,8 +10,8 @@ import pytest
 from cray_agents import Agent, FileSession, MemorySession, PlatformSession, ScriptedEngine
 from cray_agents.errors import BadInput, Corrupt, EngineError, StoreError
 from cray_agents.tools.calculator import calculator
-from tests.cray_agents.scripts import SUM, agent, asks, script
-from tests.scripted_platform import platform
+from tests.support.model_scripts import SUM, agent, asks, script
+from tests.support.scripted_platform import platform
 
 
 def spoken(request: dict[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What is in two splits: found, named, or left out; by the same rule as decontamination's."""
+"""Leaks between splits: named, or left out, by the rule of decontamination."""
 
 import random
 

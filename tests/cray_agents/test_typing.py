@@ -1,4 +1,4 @@
-"""What type checkers are told of agents, runs and rewards: `make lint` has mypy read this.
+"""Types of agents, runs and rewards as type checkers see them: `make lint` has mypy read this.
 
 An ignored error that is none any more is an error there, too (pyproject.toml).
 """

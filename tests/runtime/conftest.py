@@ -9,9 +9,9 @@ import pytest
 
 from cray_agents import ScriptedEngine
 from cray_agents.paths import Home
-from tests.runtime.gateways import Gateway, served
-from tests.runtime.tuning_site import Site
-from tests.scripted_platform import platform
+from tests.support.fine_tuning_site import Site
+from tests.support.scripted_gateway import Gateway, served
+from tests.support.scripted_platform import platform
 
 TinyModel = Callable[..., Path]
 

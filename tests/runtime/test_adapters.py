@@ -23,8 +23,8 @@ from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.peft_adapter import WEIGHTS
-from tests.runtime.pools import until
-from tests.runtime.vllm_pool import (
+from tests.support.scripted_pool import until
+from tests.support.vllm_pool import (
     CHAT,
     Serving,
     adapted,

@@ -8,8 +8,8 @@ from typing import Any
 import anthropic
 import pytest_asyncio
 
-from tests.gateway_site import Site, site_at
-from tests.runtime.gateways import Paced, served
+from tests.support.gateway_with_keys import Site, site_at
+from tests.support.scripted_gateway import Paced, served
 
 ASK: Any = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
 

@@ -27,8 +27,8 @@ from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.worker_supervisor import keep
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Keys
-from tests.runtime.gateways import served
-from tests.scripted_platform import platform
+from tests.support.scripted_gateway import served
+from tests.support.scripted_platform import platform
 
 ENDPOINT: Any = "/v1/chat/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}

@@ -15,7 +15,7 @@ from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.registry.canary import Canary, Side
 from cray_agents.runtime.registry.registry import ModelEvent
-from tests.runtime.gateways import Gateway, Reply, checkpoint, served, until
+from tests.support.scripted_gateway import Gateway, Reply, checkpoint, served, until
 
 CANARY = "/v1/models/calc/canary"
 WIDTH = 32  # requests at a time

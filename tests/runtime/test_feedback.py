@@ -14,8 +14,8 @@ from cray_agents.cli import app
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.queries import DatasetRecipe
-from tests.runtime.gateways import Gateway
-from tests.scripted_platform import platform
+from tests.support.scripted_gateway import Gateway
+from tests.support.scripted_platform import platform
 
 
 @tool

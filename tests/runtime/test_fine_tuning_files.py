@@ -18,8 +18,8 @@ from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.cluster_resources import Resources
-from tests.runtime.tuning_site import LINES, Site, as_jsonl, says
-from tests.scripted_platform import bare_model
+from tests.support.fine_tuning_site import LINES, Site, as_jsonl, says
+from tests.support.scripted_platform import bare_model
 
 TOOLS = [
     {

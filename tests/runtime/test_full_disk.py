@@ -21,7 +21,8 @@ from cray_agents.paths import Home
 ROOT = Path(__file__).parents[2]
 SIZE = 2 * 2**20  # bytes of the disk
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-MOUNTED = 'mount -t tmpfs -o size=$1 tmpfs "$2" && exec "$0" -m tests.scripted_gateway "$2" 0'
+GATEWAY = 'tests.support.gateway_process "$2" 0'
+MOUNTED = 'mount -t tmpfs -o size=$1 tmpfs "$2" && exec "$0" -m ' + GATEWAY
 
 
 @contextmanager

@@ -29,12 +29,12 @@ from cray_agents.runtime.gateway.app import declarations
 from cray_agents.runtime.gateway.http.openapi import document
 from cray_agents.runtime.gateway.model_calls.apis import chat, completions, messages, responses
 from cray_agents.runtime.store import Store
-from tests.runtime.fuzz.bodies import BODIES, CHAT, FORMS, SAYS
-from tests.runtime.fuzz.cases import IN_RUNS, case, request
-from tests.runtime.fuzz.gateway import fuzzed
-from tests.runtime.fuzz.shapes import SHAPES
-from tests.runtime.fuzz.wire import LONGEST_WAIT, Hang, Reply, Wire
-from tests.stored_lines import events_of
+from tests.support.fuzz.bodies import BODIES, CHAT, FORMS, SAYS
+from tests.support.fuzz.cases import IN_RUNS, case, request
+from tests.support.fuzz.gateway import fuzzed
+from tests.support.fuzz.shapes import SHAPES
+from tests.support.fuzz.wire import LONGEST_WAIT, Hang, Reply, Wire
+from tests.support.store.plain_reader import events_of
 
 pytestmark = pytest.mark.slow
 

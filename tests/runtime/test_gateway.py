@@ -10,7 +10,7 @@ from typing import Any
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.records import ProbePrompt
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
-from tests.runtime.gateways import CHAT, TOOL, Gateway, checkpoint, says, served
+from tests.support.scripted_gateway import CHAT, TOOL, Gateway, checkpoint, says, served
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
 

@@ -15,7 +15,7 @@ from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import canonical
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from tests.runtime.gateways import (
+from tests.support.scripted_gateway import (
     CHAT,
     TOOL,
     Gateway,

@@ -16,7 +16,7 @@ from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from tests.runtime.gateways import (
+from tests.support.scripted_gateway import (
     CHAT,
     TOOL,
     Gateway,

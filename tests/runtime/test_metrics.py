@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from cray_agents.runtime.gateway.http.metrics import GONE, MOST_CODES, OTHER, Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from tests.gateway_site import TOKEN, Site, site_at
+from tests.support.gateway_with_keys import TOKEN, Site, site_at
 
 
 async def broken(request: Request) -> Response:

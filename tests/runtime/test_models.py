@@ -16,8 +16,8 @@ from cray_agents.cli import main
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
-from tests.runtime.gateways import Gateway, checkpoint, served
-from tests.scripted_platform import PROBE
+from tests.support.scripted_gateway import Gateway, checkpoint, served
+from tests.support.scripted_platform import PROBE
 
 
 class Done(NamedTuple):

@@ -13,7 +13,7 @@ from cray_agents.runtime.gateway.app import create_app, declarations
 from cray_agents.runtime.gateway.http.bodies import ID
 from cray_agents.runtime.gateway.http.openapi import TAGS, document
 from cray_agents.training_jobs import JobSpec
-from tests.runtime.gateways import served
+from tests.support.scripted_gateway import served
 
 
 @pytest.fixture(scope="module")

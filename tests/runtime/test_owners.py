@@ -17,7 +17,7 @@ from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
 from cray_agents.runtime.pool import vllm_engine
-from tests.runtime.gateways import CHAT, Gateway, says, served
+from tests.support.scripted_gateway import CHAT, Gateway, says, served
 
 RUN: Any = {"agent": "a", "model": "calc@1", "input": "2+2?", "stop_reason": "completed"}
 REWARD: Any = {"kind": "reward", "body": {"name": "good", "value": 1.0}}

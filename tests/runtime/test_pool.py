@@ -14,7 +14,7 @@ from cray_agents.errors import EngineError, EngineUnavailable, SwapError
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.pool.engine_host import InProcessEngine
-from tests.runtime.pools import (
+from tests.support.scripted_pool import (
     Mortal,
     ask,
     checkpoint,

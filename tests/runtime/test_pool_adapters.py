@@ -1,4 +1,4 @@
-"""Which adapters a pool holds, for how long, and what it does without them; scripted engines."""
+"""Adapters in a pool of scripted engines: loaded, evicted, and merged where there is no room."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from cray_agents.errors import SwapError
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
-from tests.runtime.pools import Mortal, ask, checkpoint, probe, says_version, serving, until
+from tests.support.scripted_pool import Mortal, ask, checkpoint, probe, says_version, serving, until
 
 
 def adapter(folder: Path, number: int, *, parent: int = 1, rank: int = 4) -> Path:

@@ -17,8 +17,8 @@ from cray_agents.records import ProbePrompt
 from cray_agents.runtime.pool import replica_slot
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool, SwapMode
-from tests.runtime.gateways import Paced, echo, served
-from tests.runtime.pools import (
+from tests.support.scripted_gateway import Paced, echo, served
+from tests.support.scripted_pool import (
     Mortal,
     ask,
     checkpoint,

@@ -1,4 +1,4 @@
-"""Who may use a private cluster: its user, and root. Nobody else, and nothing from another host."""
+"""A private Slurm cluster serves its user and root, nobody else, and no other host."""
 
 import os
 import pwd

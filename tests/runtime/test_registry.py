@@ -10,7 +10,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
-from tests.bare_models import bare_model
+from tests.support.bare_models import bare_model
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.app import create_app, declarations
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from tests.runtime.gateways import CHAT, Gateway, says, served
+from tests.support.scripted_gateway import CHAT, Gateway, says, served
 
 MATRIX = """
 POST    /v1/chat/completions                            use     own
@@ -187,7 +187,7 @@ async def test_every_route_has_a_row(site: Site) -> None:
 
 
 async def test_each_role_gets_what_its_row_says(site: Site) -> None:
-    """That who may is let in, test_edge.py tries, for all roles."""
+    """That who may is let in, test_middleware.py tries, for all roles."""
     roles = [role.name for role in Role]
     declared = {(str(d.method), path): d.role for d in declarations() for path in d.paths}
     for (method, template), (need, _) in ROWS.items():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cray_agents.runtime.gateway.http.server_paths import without_paths
-from tests.runtime.gateways import CHAT, Gateway, block, says
+from tests.support.scripted_gateway import CHAT, Gateway, block, says
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What only Slurm does: the batch script, several nodes, GPUs, a controller that dies."""
+"""The Slurm scheduler: the batch script, several nodes, GPUs, a controller that dies."""
 
 import os
 import shutil

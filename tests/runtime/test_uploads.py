@@ -22,7 +22,7 @@ from cray_agents.runtime.files.blobs import Blobs
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.garbage import sweep
 from cray_agents.runtime.files.uploads import PART_BYTES, UploadEnd, UploadRequest, Uploads
-from tests.scripted_gateway import gateway
+from tests.support.gateway_process import gateway
 
 ABC = [b"aaaa", b"bb", b"cccccc"]
 WHOLE = b"".join(ABC)

@@ -20,7 +20,7 @@ from cray_agents.records import new_id
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.vllm_plugins.lock import HEADER
-from tests.runtime.vllm_pool import (
+from tests.support.vllm_pool import (
     CHAT,
     PROMPTS,
     Serving,

@@ -1,4 +1,4 @@
-"""What vLLM itself has to judge: whatever it is asked, the client gets a 4xx in the envelope."""
+"""Sampling parameters that only vLLM can check: the client gets a 4xx in OpenAI's envelope."""
 
 import json
 from collections import Counter
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
-from tests.runtime.fuzz.cases import request
-from tests.runtime.fuzz.sampling import PLAIN, sampling_body
-from tests.runtime.fuzz.wire import Reply, Wire
-from tests.runtime.gateways import CHAT, served
+from tests.support.fuzz.cases import request
+from tests.support.fuzz.sampling import PLAIN, sampling_body
+from tests.support.fuzz.wire import Reply, Wire
+from tests.support.scripted_gateway import CHAT, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

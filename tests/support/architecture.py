@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "<!-- tree -->", "<!-- /tree -->"
-FOLDERS = ("cray_agents", "tools", "runtime", "trainers", "cookbook")
+FOLDERS = ("cray_agents", "tools", "runtime", "trainers", "cookbook", "tests/support")
 WIDTH = 28  # columns of a name
 
 

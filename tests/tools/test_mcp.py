@@ -24,7 +24,7 @@ from cray_agents.records import Run, ToolCall
 from cray_agents.tools.from_schema import tool_from_schema
 from cray_agents.tools.mcp_client import McpTools
 
-SITE = str(Path(__file__).with_name("mcp_site.py"))
+SITE = str(Path(__file__).parents[1] / "support/tools/mcp_server.py")
 COMMAND = [sys.executable, SITE]
 
 AGENT = """
@@ -246,7 +246,7 @@ def test_schemas_are_held_and_never_followed_out() -> None:
     assert "which is not in it" in asyncio.run(call).error
 
 
-HOSTILE = str(Path(__file__).with_name("mcp_hostile.py"))
+HOSTILE = str(Path(__file__).parents[1] / "support/tools/hostile_mcp_server.py")
 TAKES_LONG = {"a": "a" * 50 + "!"}
 
 

@@ -1,4 +1,4 @@
-"""What the sandbox promises (tools/sandbox/__init__.py), attacked, in each layer that works here.
+"""Promises of the sandbox (tools/sandbox/__init__.py), attacked, in each layer that works here.
 
 The whole file is run as root and, by its last test, as an ordinary user.
 """
@@ -26,9 +26,9 @@ from cray_agents.processes import alive
 from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.tools.sandbox.folders import remove
 from cray_agents.tools.sandbox.usage_monitor import process_tree
-from tests.tools.sandbox_shared import Shared
+from tests.support.tools.shared_resources import Shared
 
-ATTACKS = Path(__file__).with_name("sandbox_attacks.py")
+ATTACKS = Path(__file__).parents[1] / "support/tools/sandbox_attacks.py"
 ROOT = Path(__file__).parents[2]
 LAYERS = [layer for layer in backends.CONFINING if backends.layer_problem(layer) is None]
 PYTHON = sys.executable

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from cray_agents.tools.sandbox import backends
-from tests.tools.test_sandbox import PYTHON, ordinary_user
-from tests.tools.verifier_attacks import ATTACKS
-from tests.tools.verifier_campaign import (
+from tests.support.tools.verifier_attacks import ATTACKS
+from tests.support.tools.verifier_campaign import (
     CHECKERS,
     DEFAULT,
     HONEST,
@@ -23,6 +22,7 @@ from tests.tools.verifier_campaign import (
     of,
     run_of,
 )
+from tests.tools.test_sandbox import PYTHON, ordinary_user
 
 ALL = os.environ.get("CRAY_TEST_ATTACKS") == "all"
 # what a checker does not promise is left to the campaign; each in one layer, to be quick
@@ -58,7 +58,7 @@ if os.getuid() == 0 and "bubblewrap" in LAYERS:
         """As an ordinary user, only the sandbox stands between the code and the judge's memory."""
         with tempfile.TemporaryDirectory() as home:
             Path(home).chmod(0o777)
-            campaign = [PYTHON, "-m", "tests.tools.verifier_campaign", "parents' memory"]
+            campaign = [PYTHON, "-m", "tests.support.tools.verifier_campaign", "parents' memory"]
             done = subprocess.run(
                 ordinary_user(campaign, Path(home)),
                 text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Which samples a step sees, and how they are packed: pure functions, no Megatron."""
+"""Samples of a step and their packing: pure functions, no Megatron."""
 
 import json
 from array import array

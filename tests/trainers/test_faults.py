@@ -1,4 +1,4 @@
-"""What happens to ranks and nodes: all end at once, the cause is named, and the job goes on."""
+"""Ranks and nodes that fail: all end at once, the cause is named, and the job goes on."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Which layouts fit a model, what is proposed instead of one that does not, which is chosen."""
+"""Layouts: which fit a model, which is proposed instead, which is chosen."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.layout_choice import Choice, choose_layout, slowdown
 from cray_agents.trainers.planning.layouts import check_layout, possible_layouts, why_unfit
 from cray_agents.training_jobs import Layout, Lora
-from tests.trainers.known_models import (
+from tests.support.trainers.model_configs import (
     LLAMA_2_70B,
     LLAMA_31_8B,
     QWEN3_30B_A3B,

@@ -13,7 +13,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.training_jobs import JobSpec, Layout, Lora
-from tests.trainers.peft_training import Expected, by_peft, tensors_in
+from tests.support.trainers.peft_training import Expected, by_peft, tensors_in
 
 pytestmark = pytest.mark.megatron
 

@@ -1,4 +1,4 @@
-"""What a config says, how positions are rotated, and what becomes of the logits."""
+"""Model configs, rotary positions, and logits."""
 
 import json
 from collections.abc import Callable

@@ -25,7 +25,7 @@ from cray_agents.trainers.planning.arithmetic import (
 from cray_agents.trainers.planning.hardware import find_gpu, identify, peak_flops
 from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan, plan_by_size
 from cray_agents.training_jobs import Lora
-from tests.trainers.known_models import (
+from tests.support.trainers.model_configs import (
     LLAMA_2_7B,
     LLAMA_2_70B,
     LLAMA_31_8B,

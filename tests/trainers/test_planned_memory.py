@@ -20,7 +20,7 @@ from cray_agents.trainers.planning.memory import (
     weight_share,
 )
 from cray_agents.training_jobs import JobSpec, Layout, Lora
-from tests.trainers.known_models import LLAMA_2_7B, LLAMA_31_8B, SMALL, hyper, written
+from tests.support.trainers.model_configs import LLAMA_2_7B, LLAMA_31_8B, SMALL, hyper, written
 
 
 def test_a_layer_keeps_what_the_paper_says(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What ranks do around the steps: look back, evaluate, stop, notice nonsense, give up a job."""
+"""A rank around its steps: baselines, evaluation, stopping, and giving up a job."""
 
 import hashlib
 import json

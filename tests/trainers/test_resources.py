@@ -1,4 +1,4 @@
-"""What the configuration gives the trainer, and the layout of jobs that name none."""
+"""Resources of a job from the configuration, and the layout of jobs that name none."""
 
 import json
 from pathlib import Path
@@ -23,8 +23,8 @@ from cray_agents.trainers.planning.cluster_resources import (
 )
 from cray_agents.trainers.planning.default_layout import LOUD, usual_length
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
+from tests.support.trainers.model_configs import LLAMA_2_70B
 from tests.support.waiting_scheduler import WaitingScheduler
-from tests.trainers.known_models import LLAMA_2_70B
 
 H100 = {"train_gpu": "h100"}
 CONFIG = LLAMA_2_70B | {"vocab_size": 128256}

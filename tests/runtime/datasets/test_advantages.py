@@ -11,7 +11,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Event
 from cray_agents.runtime.datasets.advantages import Steps, outcome_advantages, step_advantages
-from tests.runtime.datasets.made import (
+from tests.support.datasets.dataset_runs import (
     build,
     call,
     details,

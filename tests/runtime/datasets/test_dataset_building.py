@@ -19,7 +19,7 @@ from cray_agents.records import Event
 from cray_agents.runtime.datasets import build_dataset, list_datasets, plan_dataset, read_dataset
 from cray_agents.runtime.disk.durable import sha256_file
 from cray_agents.runtime.store import Store
-from tests.runtime.datasets.made import (
+from tests.support.datasets.dataset_runs import (
     build,
     call,
     details,

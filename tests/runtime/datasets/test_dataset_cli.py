@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from cray_agents.cli import app
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from tests.runtime.datasets.made import run_events, several, stored, task
+from tests.support.datasets.dataset_runs import run_events, several, stored, task
 
 
 def cli(*words: object, cwd: Path) -> Result:

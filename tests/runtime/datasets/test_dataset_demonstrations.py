@@ -17,7 +17,7 @@ from cray_agents.runtime.exports.dataset_source import DatasetRuns
 from cray_agents.runtime.exports.openai_lines import OPENAI_PREFERENCE
 from cray_agents.runtime.imports import import_file
 from cray_agents.runtime.store import Store
-from tests.runtime.datasets.made import (
+from tests.support.datasets.dataset_runs import (
     build,
     details,
     made,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cray_agents.processes import alive
-from tests.runtime.datasets.made import run_events, several, task
-from tests.runtime.gateways import Gateway, served
+from tests.support.datasets.dataset_runs import run_events, several, task
+from tests.support.scripted_gateway import Gateway, served
 
 PATH = "/v1/datasets"
 

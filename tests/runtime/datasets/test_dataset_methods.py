@@ -1,4 +1,4 @@
-"""What each method takes of a task's runs: the best few, groups with advantages, pairs."""
+"""Samples that each method takes of a task's runs: the best few, groups with advantages, pairs."""
 
 import math
 import zlib
@@ -9,7 +9,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from tests.runtime.datasets.made import (
+from tests.support.datasets.dataset_runs import (
     build,
     call,
     details,

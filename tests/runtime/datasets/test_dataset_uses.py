@@ -17,8 +17,8 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset, dataset_runs
 from cray_agents.runtime.store import Store
-from tests.runtime.datasets.killed import build_until
-from tests.runtime.datasets.made import made, reasons, run_events, several, stored, task
+from tests.support.datasets.dataset_runs import made, reasons, run_events, several, stored, task
+from tests.support.datasets.killed_builder import build_until
 
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "10"))
 MOST_TOUCHES = 60  # of a build, about
@@ -111,7 +111,7 @@ async def test_a_set_that_was_removed_is_not_built_anew(tmp_path: Path) -> None:
 def test_kills_at_any_moment_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
     """Runs come in all the time; each step is built until it is done, then the next."""
     forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(["tests.runtime.datasets.killed"])
+    forking.set_forkserver_preload(["tests.support.datasets.killed_builder"])
     chance = random.Random(int(os.environ.get("CRAY_TEST_SEED", "1")))
     home, count, step, killed = Home(tmp_path), 0, 1, 0
     done: dict[int, str] = {}

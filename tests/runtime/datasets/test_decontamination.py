@@ -1,4 +1,4 @@
-"""What must not be trained on is recognised: equal, nearly equal, or whole in another text."""
+"""Held-out texts are recognised in training data: equal, nearly equal, or whole in another text."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from cray_agents.runtime.datasets.decontamination import (
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.store import Store
 from cray_agents.text_words import words_of
-from tests.runtime.datasets.made import details, made, reasons, run_events, stored, task
+from tests.support.datasets.dataset_runs import details, made, reasons, run_events, stored, task
 
 LONG = (
     "A farmer keeps chickens and rabbits in one yard and counts thirty heads and "

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents.records import Run
-from tests.runtime.exports.example_runs import nasty, recorded
+from tests.support.exports.example_runs import nasty, recorded
 
 
 @pytest.fixture(scope="session")

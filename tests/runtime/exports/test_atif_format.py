@@ -9,7 +9,7 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
 from cray_agents.runtime.exports.line_formats import FORMATS, line_of
-from tests.runtime.exports.example_runs import called, chat, made, of_calls
+from tests.support.exports.example_runs import called, chat, made, of_calls
 
 ATIF = FORMATS["atif"].write_run
 

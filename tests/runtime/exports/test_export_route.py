@@ -15,8 +15,8 @@ from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from tests.runtime.exports.stored_runs import events_of, name_of
-from tests.runtime.gateways import Gateway, served, until
+from tests.support.exports.small_runs import events_of, name_of
+from tests.support.scripted_gateway import Gateway, served, until
 
 RUNS = 24
 LARGE = 300  # runs of about 100 KB: more than is made before anything is sent

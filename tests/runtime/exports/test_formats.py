@@ -20,7 +20,7 @@ from cray_agents.runtime.exports.line_formats import (
     line_of,
     run_of_demonstration,
 )
-from tests.runtime.exports.example_runs import called, chat, made
+from tests.support.exports.example_runs import called, chat, made
 
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=3),

@@ -16,8 +16,8 @@ from cray_agents.runtime.exports.line_formats import FORMATS, Written
 from cray_agents.runtime.exports.verl import rows_of as verl_rows
 from cray_agents.runtime.store import Store
 from cray_agents.tools.calculator import calculator
-from tests.runtime.exports.example_runs import called, of_calls
-from tests.scripted_platform import platform
+from tests.support.exports.example_runs import called, of_calls
+from tests.support.scripted_platform import platform
 
 SORT, BILL = "You sort.", "You bill."
 

@@ -15,7 +15,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Run, Trajectory, Turn
 from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, line_of
 from cray_agents.runtime.fine_tuning.examples import Example, read_examples
-from tests.runtime.exports.example_runs import HISTORY, called, chat, made
+from tests.support.exports.example_runs import HISTORY, called, chat, made
 
 OPENAI = FORMATS["openai"].write_run
 PREFERENCE = FORMATS["openai-preference"].write_pair

@@ -17,7 +17,7 @@ from opentelemetry.semconv.schemas import Schemas
 from cray_agents.errors import BadInput
 from cray_agents.records import Reward, Run
 from cray_agents.runtime.exports.line_formats import FORMATS, line_of
-from tests.runtime.exports.example_runs import chat, made
+from tests.support.exports.example_runs import chat, made
 
 OTEL = FORMATS["otel"].write_run
 IDS = ("traceId", "spanId", "parentSpanId")

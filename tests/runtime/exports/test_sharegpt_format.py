@@ -10,7 +10,7 @@ from trl.data_utils import is_conversational_from_value, maybe_convert_to_chatml
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
 from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, line_of
-from tests.runtime.exports.example_runs import chat, made
+from tests.support.exports.example_runs import chat, made
 
 SHAREGPT = FORMATS["sharegpt"].write_run
 

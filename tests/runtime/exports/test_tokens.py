@@ -24,8 +24,8 @@ from cray_agents.runtime.exports.exporter import (
     open_runs,
 )
 from cray_agents.runtime.exports.tokens import IGNORED, rewrite_batch, rows_of, schema
-from tests.runtime.exports.example_runs import called, of_calls
-from tests.runtime.exports.stored_runs import filled
+from tests.support.exports.example_runs import called, of_calls
+from tests.support.exports.small_runs import filled
 
 TOKENS = format_named("tokens")
 

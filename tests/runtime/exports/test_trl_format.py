@@ -15,7 +15,7 @@ from cray_agents.runtime.datasets.demonstrations import Renderer
 from cray_agents.runtime.exports.conversation import conversation_of
 from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, Written, line_of
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
-from tests.runtime.exports.example_runs import chat, made
+from tests.support.exports.example_runs import chat, made
 
 TRL = FORMATS["trl"].write_run
 COMPLETION = FORMATS["trl-prompt-completion"].write_run

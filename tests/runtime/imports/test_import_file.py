@@ -14,7 +14,7 @@ from cray_agents.runtime.exports.atif import ATIF
 from cray_agents.runtime.imports import Imported, Importing, import_file
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.redaction import Redactor
-from tests.runtime.exports.example_runs import called, made, nasty, of_calls
+from tests.support.exports.example_runs import called, made, nasty, of_calls
 
 
 def chats(path: Path, numbers: range) -> Path:

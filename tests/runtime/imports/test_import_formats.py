@@ -1,4 +1,4 @@
-"""What people have, as runs: each format's records, and what is said of bad ones."""
+"""Import formats: records of each become runs, and bad records are named."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Which run a request goes on with: that of its conversation, as the frameworks send them back."""
+"""Requests continue the run of their conversation, in the shapes that frameworks send back."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import Mode
 from cray_agents.runtime.store.conversations import Conversations, chain
-from tests.runtime.gateways import CHAT, TOOL, Gateway, Reply, says, served
+from tests.support.scripted_gateway import CHAT, TOOL, Gateway, Reply, says, served
 
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Use the tool."}
 OPENING = [SYSTEM, *says("What is 47 + 385?")]

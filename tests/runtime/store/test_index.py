@@ -12,7 +12,7 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import LinePlace
-from tests.runtime.store.telling import call, described, forget, placed, reward, told
+from tests.support.store.made_up_facts import call, described, forget, placed, reward, told
 
 ORDERS = ("id", "newest", "oldest", "task")
 

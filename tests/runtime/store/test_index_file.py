@@ -16,13 +16,13 @@ from cray_agents.paths import CACHE, Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import Index, cache_of, identity_of, sweep_caches
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
-from tests.runtime.store.telling import call, described, placed, reward
+from tests.support.store.made_up_facts import call, described, placed, reward
 
 WRITER = """
 import sys
 from pathlib import Path
 from cray_agents.runtime.store.index import Index
-from tests.runtime.store.telling import call, described, placed
+from tests.support.store.made_up_facts import call, described, placed
 
 path, name, count, bulk = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "bulk"
 index = Index(path)

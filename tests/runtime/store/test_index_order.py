@@ -12,7 +12,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import Placed
-from tests.runtime.store.telling import call, described, forget, live, placed, told
+from tests.support.store.made_up_facts import call, described, forget, live, placed, told
 
 RUNS = ("run_a", "run_b", "run_c")
 TIMES = st.integers(0, 5).map(float)

@@ -1,4 +1,4 @@
-"""What must not be stored is nowhere in what is stored, and what was taken out is told."""
+"""Redacted text is nowhere in the store, and each record names the rules that took it out."""
 
 import json
 import random

@@ -19,7 +19,7 @@ from cray_agents.runtime.store.segments.orphans import remove_replaced, seal_orp
 from cray_agents.runtime.store.segments.reader import Moved, Segments
 from cray_agents.runtime.store.segments.salvage import check, repair
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
-from tests.runtime.store.some_lines import line, placed, read_all, write_open
+from tests.support.store.segment_lines import line, placed, read_all, write_open
 
 
 def nobody(_: str) -> bool:
@@ -79,7 +79,7 @@ WRITER = """
 import asyncio, sys
 from pathlib import Path
 from cray_agents.runtime.store.segments.writer import SegmentWriter
-from tests.runtime.store.some_lines import fact, line
+from tests.support.store.segment_lines import fact, line
 
 async def one(writer, lane):
     for number in range(lane, 100_000_000, 8):

@@ -14,7 +14,7 @@ from cray_agents.runtime.store.segments.line_format import Placed
 from cray_agents.runtime.store.segments.reader import SegmentLine, Segments
 from cray_agents.runtime.store.segments.salvage import Finding, check, repair
 from cray_agents.runtime.store.segments.sealed import seal
-from tests.runtime.store.some_lines import fact, line, placed, read_all, write_open
+from tests.support.store.segment_lines import fact, line, placed, read_all, write_open
 
 COUNT = 40
 

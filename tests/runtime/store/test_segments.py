@@ -1,4 +1,4 @@
-"""What is in a segment is read from it, open or sealed: by place, in order, and what it tells."""
+"""Segments, open or sealed: read by place and in order, with the facts they carry."""
 
 import io
 import os
@@ -20,7 +20,7 @@ from cray_agents.runtime.store.segments.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments.line_format import LinePlace, event_in, line_of
 from cray_agents.runtime.store.segments.reader import Moved, SegmentLine, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
-from tests.runtime.store.some_lines import event, fact, line, placed, read_all, write_open
+from tests.support.store.segment_lines import event, fact, line, placed, read_all, write_open
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),

@@ -21,7 +21,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import compact, plan, tidy
 from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.store.redaction import Redactor
-from tests.stored_lines import events_of, lines_of
+from tests.support.store.plain_reader import events_of, lines_of
 
 
 def call(run_id: str, call_id: str, started: float = 1.0, **more: Any) -> Event:

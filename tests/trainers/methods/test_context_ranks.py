@@ -12,7 +12,7 @@ import torch
 from cray_agents.trainers.job.launch import RankPlacement, run_ranks
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.loss import TrainedTokens
-from tests.trainers.methods.batches import VARIANTS, answers, gradient, marked
+from tests.support.trainers.method_batches import VARIANTS, answers, gradient, marked
 
 RANKS = 2
 LENGTHS = [5, 4, 1, 7, 2, 6]

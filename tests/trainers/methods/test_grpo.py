@@ -10,7 +10,7 @@ import pytest
 
 from cray_agents.trainers.methods import METHODS
 from cray_agents.training_jobs import Policy
-from tests.trainers.methods.batches import Answer, Numbers, answers, gradient, hyper, marked
+from tests.support.trainers.method_batches import Answer, Numbers, answers, gradient, hyper, marked
 
 LENGTHS = [3, 5, 1, 6, 2, 4]
 

@@ -10,7 +10,7 @@ import pytest
 
 from cray_agents.trainers.methods import METHODS
 from cray_agents.training_jobs import Preference
-from tests.trainers.methods.batches import (
+from tests.support.trainers.method_batches import (
     DRIFT,
     VARIANTS,
     Answer,

@@ -1,4 +1,4 @@
-"""What holds of every method, whatever the batch."""
+"""Properties of every method, for any batch."""
 
 from dataclasses import replace
 from random import Random
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cray_agents.trainers.methods import METHODS
-from tests.trainers.methods.batches import (
+from tests.support.trainers.method_batches import (
     VARIANTS,
     Answer,
     Numbers,

@@ -16,7 +16,7 @@ import torch
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.loss import Loss
 from cray_agents.training_jobs import Policy, Preference
-from tests.trainers.methods.batches import (
+from tests.support.trainers.method_batches import (
     DRIFT,
     Answer,
     Numbers,

@@ -1,0 +1,392 @@
+"""The driver of exports: interrupted anywhere, by whatever, it ends with the same bytes."""
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import zstandard
+
+from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.queries import DatasetRecipe, RunFilter
+from cray_agents.runtime.datasets.run_samples import Span, TokenSample
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.exports import exporter, jsonl_files, parquet_files
+from cray_agents.runtime.exports.counts import ExportProgress
+from cray_agents.runtime.exports.exporter import (
+    ExportOptions,
+    LossRules,
+    export,
+    format_named,
+    open_dataset,
+    open_runs,
+)
+from cray_agents.runtime.exports.line_formats import LineFormat
+from cray_agents.runtime.exports.resume_journal import ResumeJournal
+from cray_agents.runtime.exports.store_source import StoredRuns
+from tests.support.exports.small_runs import filled, name_of
+
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
+RUNS = 600
+LARGE = int(os.environ.get("CRAY_TEST_EXPORTED", "1500"))
+TARGETS = {
+    "jsonl": "out.jsonl",
+    "openai": "out.jsonl.zst",
+    "atif": "out.atif",
+    "tokens": "tokens",
+    "verl": "verl.parquet",
+    "huggingface": "folder",
+}
+
+
+class Interrupted(Exception):
+    """What a test throws into an export."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    home = Home(tmp_path_factory.mktemp("exports") / "home")
+    filled(home, RUNS, words=200)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal after every block of a few runs."""
+    monkeypatch.setattr(jsonl_files, "ITEMS", 50)
+    monkeypatch.setattr(jsonl_files, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(parquet_files, "ROWS", 10)
+
+
+def bytes_of(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def throwing(chance: random.Random, often: float) -> Callable[[ExportProgress], None]:
+    def on_progress(progress: ExportProgress) -> None:
+        if chance.random() < often:
+            raise Interrupted
+
+    return on_progress
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_interrupted_anywhere_it_ends_with_the_same_bytes(
+    home: Home, tmp_path: Path, name: str
+) -> None:
+    source, form = open_runs(home, RunFilter(), {}, False), format_named(name)
+    options = ExportOptions(shard_size=70)
+    whole = export(source, form, tmp_path / "whole" / TARGETS[name], options=options)
+    target = tmp_path / "broken" / TARGETS[name]
+    chance, breaks = random.Random(name), 0
+    often = 0.4 if isinstance(form, LineFormat) else 0.1
+    while True:
+        try:
+            done = export(
+                source, form, target, options=options, on_progress=throwing(chance, often)
+            )
+            break
+        except Interrupted:
+            breaks += 1
+            assert not target.exists(), "half an export under its name"
+    assert breaks > 1 and done.resumed
+    assert bytes_of(target) == bytes_of(tmp_path / "whole" / TARGETS[name])
+    assert left_in(target.parent) == [target.name]
+    assert (done.records, done.runs, done.losses, done.files, done.bytes) == (
+        whole.records, whole.runs, whole.losses, whole.files, whole.bytes,
+    )  # fmt: skip
+    assert done.bytes == sum(map(len, bytes_of(target).values()))
+    assert done.runs == RUNS
+
+
+@pytest.mark.parametrize("name", ["jsonl", "huggingface", "verl"])
+def test_cut_short_while_it_is_published(
+    home: Home, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the last journal, the rename and the removal of the journal."""
+    source, form = open_runs(home, RunFilter(), {}, False), format_named(name)
+    target = tmp_path / TARGETS[name]
+    for step, names in (("replace", (".part", "joined.parquet")), ("unlink", ".export.json")):
+        with monkeypatch.context() as patch:
+            true = getattr(Path, step)
+
+            def cut(
+                self: Path, *args: Any, true: Any = true, names: Any = names, **more: Any
+            ) -> Any:
+                if self.name.endswith(names):
+                    raise Interrupted
+                return true(self, *args, **more)
+
+            patch.setattr(Path, step, cut)
+            with pytest.raises(Interrupted):
+                export(source, form, target)
+        done = export(source, form, target)
+        assert done.resumed and left_in(tmp_path) == [target.name]
+        if target.is_dir():
+            target.rename(tmp_path.parent / f"{tmp_path.name}-{step}")
+        else:
+            target.unlink()
+
+
+def test_lines_are_what_the_store_holds(home: Home, tmp_path: Path) -> None:
+    source = open_runs(home, RunFilter(min_reward=1), {}, False)
+    done = export(source, format_named("jsonl"), tmp_path / "out.jsonl.zst")
+    data = zstandard.ZstdDecompressor().stream_reader(
+        (tmp_path / "out.jsonl.zst").open("rb"), read_across_frames=True
+    ).read()  # fmt: skip
+    rows = [orjson.loads(line) for line in data.splitlines()]
+    assert [row["id"] for row in rows] == [name_of(n) for n in range(1, RUNS, 2)]
+    assert rows[0]["trajectory"]["turns"][1]["call"]["token_ids"] == [13, 14]
+    assert (done.records, done.files, done.losses) == (RUNS // 2, 1, {})
+
+
+def test_another_export_is_not_touched(home: Home, tmp_path: Path) -> None:
+    source, target = open_runs(home, RunFilter(), {}, False), tmp_path / "out"
+
+    def stop(progress: ExportProgress) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        export(source, format_named("jsonl"), target, on_progress=stop)
+    before = bytes_of(tmp_path)
+    other = open_runs(home, RunFilter(loop="l"), {}, False)
+    for asked, form in ((source, "openai"), (other, "jsonl")):
+        with pytest.raises(BadInput, match=r"half of another export.*--restart") as caught:
+            export(asked, format_named(form), target)
+        assert caught.value.code == "other_export"
+        assert bytes_of(tmp_path) == before
+    done = export(other, format_named("jsonl"), target, options=ExportOptions(restart=True))
+    assert not done.resumed and left_in(tmp_path) == ["out"]
+
+
+def test_a_part_that_somebody_removed(home: Home, tmp_path: Path) -> None:
+    source, target = open_runs(home, RunFilter(), {}, False), tmp_path / "out"
+    with pytest.raises(Interrupted):
+        export(source, format_named("jsonl"), target, on_progress=throwing(random.Random(1), 1.0))
+    (tmp_path / ".out.part").unlink()
+    assert not export(source, format_named("jsonl"), target).resumed
+    assert target.read_bytes().count(b"\n") == RUNS
+
+
+def test_two_at_once(home: Home, tmp_path: Path) -> None:
+    """The journal names a process that lives: this test's parent stands in for another export."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    started = stat.rpartition(")")[2].split()[19]
+    writer = {"host": os.uname().nodename, "pid": os.getppid(), "started": started}
+    journal = ResumeJournal("x", "y", {}, writer=writer)
+    (tmp_path / ".out.export.json").write_bytes(orjson.dumps(vars(journal)))
+    (tmp_path / ".out.part").write_bytes(b"")
+    source = open_runs(home, RunFilter(), {}, False)
+    for restart in (False, True):
+        with pytest.raises(BadInput, match=f"process {os.getppid()}") as caught:
+            export(
+                source,
+                format_named("jsonl"),
+                tmp_path / "out",
+                options=ExportOptions(restart=restart),
+            )
+        assert caught.value.code == "export_running"
+
+
+def test_a_folder_that_exists(home: Home, tmp_path: Path) -> None:
+    source = open_runs(home, RunFilter(), {}, False)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").touch()
+    for name in ("tokens", "huggingface"):
+        with pytest.raises(BadInput, match="exists already"):
+            export(source, format_named(name), tmp_path / "there")
+    with pytest.raises(BadInput, match="is a folder"):
+        export(source, format_named("huggingface"), tmp_path / "x.parquet")
+    assert left_in(tmp_path) == ["there"]
+
+
+def test_a_target_that_is_no_file(home: Home, tmp_path: Path) -> None:
+    source = open_runs(home, RunFilter(), {}, False)
+    os.mkfifo(tmp_path / "pipe")
+    for target, what in ((tmp_path, "a directory"), (tmp_path / "pipe", "no file")):
+        with pytest.raises(BadInput, match=what):
+            export(source, format_named("jsonl"), target)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "out")
+    export(source, format_named("jsonl"), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "out").is_file()
+
+
+def test_a_dataset_in_its_order_with_demonstrations(home: Home, tmp_path: Path) -> None:
+    """Two rows of a run are one run; a demonstration is the conversation in the recipe."""
+    shown = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    names = ["demonstration/1", name_of(7), name_of(7), name_of(3), "demonstration/0"]
+    sample = TokenSample(array("i", [1, 2]), array("f", [0, 0]), [Span(1, 0), Span(1, 1)])
+    folder = home.dataset("ds-hand")
+    folder.mkdir(parents=True)
+    writer = ShardWriter(folder, "train")
+    writer.add([SampleRow(sample, name, "", 1.0) for name in names])
+    rows_of = writer.finish()
+    recipe = DatasetRecipe(demonstrations=[shown, [*shown, *shown]])
+    (folder / "recipe.json").write_text(recipe.model_dump_json())
+    files: dict[str, Any] = {
+        name: {"sha256": durable.sha256_file(folder / name)} for name in [*rows_of, "recipe.json"]
+    }
+    (folder / "manifest.json").write_bytes(orjson.dumps({"id": "ds-hand", "files": files}))
+    form = format_named("openai")
+    source = open_dataset(home, "ds-hand", form, "train", False)
+    done = export(source, form, tmp_path / "out")
+    rows = [orjson.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
+    assert [len(row["messages"]) for row in rows] == [4, 4, 4, 2]
+    assert rows[3]["messages"] == shown and done.runs == source.count() == 4
+    cursors = [item.cursor for item in source.items()]
+    for place, cursor in enumerate(cursors):
+        rest = [item.cursor for item in source.items(cursor)]
+        assert rest == cursors[place + 1 :]
+    with pytest.raises(BadInput, match="no split 'validation'"):
+        open_dataset(home, "ds-hand", form, "validation", False)
+
+
+def test_an_age_means_what_it_meant_at_first(home: Home, tmp_path: Path) -> None:
+    form, target = format_named("jsonl"), tmp_path / "out"
+    began = open_runs(home, RunFilter(since=1_700_000_100.0), {"since": "7d"}, False)
+    with pytest.raises(Interrupted):
+        export(began, form, target, on_progress=throwing(random.Random(1), 1.0))
+    later = open_runs(home, RunFilter(since=1_700_000_400.0), {"since": "7d"}, False)
+    done = export(later, form, target)
+    assert done.resumed and done.runs == RUNS - 100
+
+
+def test_strict_and_what_it_allows(home: Home, tmp_path: Path) -> None:
+    source, form = open_runs(home, RunFilter(), {}, False), format_named("openai")
+    with pytest.raises(BadInput, match=f"{name_of(0)}: .*conversation_only") as caught:
+        export(source, form, tmp_path / "out", options=ExportOptions(LossRules(strict=True)))
+    assert caught.value.code == "export_loss"
+    allowed = LossRules(strict=True, allow=frozenset({"conversation_only"}))
+    done = export(source, form, tmp_path / "out", options=ExportOptions(allowed))
+    assert done.losses["conversation_only"].count == RUNS
+
+
+def test_formats_have_names() -> None:
+    with pytest.raises(BadInput, match="'sharegtp' is not known, perhaps 'sharegpt' is meant"):
+        format_named("sharegtp")
+    for name, form in exporter.formats().items():
+        assert form.name == name and form.title and form.about
+
+
+def test_damage_is_an_error_unless_it_is_skipped(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    filled(home, 6)
+    [segment] = home.segments.glob("*.jsonl*")
+    assert segment.suffix == ".zst"
+    store = open_runs(home, RunFilter(), {}, False)
+    assert isinstance(store, StoredRuns)
+    known = sum(1 for _ in store.items())
+    assert known == 6
+    data = bytearray(segment.read_bytes())
+    data[200] ^= 0xFF
+    segment.write_bytes(data)
+    with pytest.raises(OSError, match="fsck"):
+        export(open_runs(home, RunFilter(), {}, False), format_named("jsonl"), tmp_path / "out")
+    skipping = open_runs(home, RunFilter(), {}, True)
+    done = export(skipping, format_named("jsonl"), tmp_path / "skipped")
+    assert done.losses["missing_runs"].count + done.records == 6
+
+
+# ---- a process that is killed --------------------------------------------------------------------
+
+
+def command(home: Home, form: str, target: Path, *more: object) -> list[str]:
+    words = ["export", "--home", home.root, "--format", form, "-o", target, "--json", *more]
+    return [sys.executable, "-m", "cray_agents", *map(str, words)]
+
+
+@pytest.mark.parametrize(("form", "name"), [("jsonl", "out.jsonl.zst"), ("huggingface", "folder")])
+def test_killed_it_goes_on(
+    large: Home, tmp_path: Path, form: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the processes know nothing of small steps, nor does what they are held to
+    target, chance = tmp_path / name, random.Random(form)
+    source = open_runs(large, RunFilter(), {}, False)
+    export(
+        source, format_named(form), tmp_path / "whole" / name, options=ExportOptions(shard_size=300)
+    )
+    argv = command(large, form, target, "--shard-size", 300)
+    whole, kills, ends = bytes_of(tmp_path / "whole" / name), 0, 0
+    while kills < KILLS:
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(tmp_path / f".{name}.export.json", process)
+        time.sleep(chance.uniform(0, 0.5))
+        process.kill()
+        kills += process.wait() < 0
+        if target.exists():  # it was done, or as good as
+            ends += 1
+            ended(argv)
+            assert bytes_of(target) == whole
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+    ended(argv)
+    assert bytes_of(target) == whole
+    assert left_in(tmp_path) == sorted([name, "whole"])
+    print(f"\n{form}: {kills} kills, {ends + 1} exports, lost = doubled = 0")
+
+
+def ended(argv: list[str]) -> None:
+    """Let the export end; a folder that is whole is refused."""
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 or "exists already" in done.stderr, done.stderr
+
+
+def wait_for(journal: Path, process: "subprocess.Popen[bytes]") -> None:
+    """Until this process has taken the export over, or ended it."""
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            if orjson.loads(journal.read_bytes())["writer"]["pid"] == process.pid:
+                return
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    home = Home(tmp_path_factory.mktemp("large") / "home")
+    filled(home, LARGE)
+    return home
+
+
+PEAK = """
+import atexit, re, sys
+from pathlib import Path
+from cray_agents.cli import main
+status = Path("/proc/self/status")
+atexit.register(lambda: print(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1]))
+sys.argv = ["cray-agents", *sys.argv[1:]]
+main()
+"""
+
+
+def peak_of(argv: list[str]) -> int:
+    """KiB of memory at most, of a command that succeeds."""
+    words = [sys.executable, "-c", PEAK, *argv[3:], "--quiet"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+def test_memory_is_flat(large: Home, tmp_path: Path) -> None:
+    many = Home(tmp_path / "home")
+    filled(many, 4 * LARGE)
+    for form in ("jsonl", "tokens"):
+        few = peak_of(command(large, form, tmp_path / f"few.{form}"))
+        more = peak_of(command(many, form, tmp_path / f"many.{form}"))
+        print(f"\n{form}: {few >> 10} MiB for {LARGE:,} runs, {more >> 10} MiB for {4 * LARGE:,}")
+        assert more < 1.3 * few

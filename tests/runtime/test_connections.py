@@ -1,0 +1,108 @@
+"""Connections: a time limit for the head of a request, and no compressed bodies."""
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from cray_agents.runtime.gateway.http.protocol import protocol
+from tests.support.gateway_with_keys import Site, site_at
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@asynccontextmanager
+async def hurried(site: Site, seconds: float) -> AsyncIterator[int]:
+    """The same application behind a server that waits so long for a head; its port."""
+    config = uvicorn.Config(
+        site.app,
+        port=0,
+        http=protocol(seconds),
+        log_config=None,
+        log_level="critical",
+        lifespan="off",
+        timeout_keep_alive=60,
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
+        await asyncio.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def said(port: int, sent: bytes) -> bytes:
+    """All that comes back until the server ends the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    async with asyncio.timeout(30):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"P", HEAD, HEAD + b"x: " + b"y" * 3000])
+async def test_half_a_head_is_not_waited_for(tmp_path: Path, sent: bytes) -> None:
+    async with site_at(tmp_path) as site, hurried(site, 0.2) as port:
+        answer = await said(port, sent)
+        if not sent:
+            assert answer == b""
+            return
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+
+
+async def test_half_a_head_after_a_request(tmp_path: Path) -> None:
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with site_at(tmp_path) as site, hurried(site, 0.2) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(30):
+            for _ in range(3):  # a connection between requests may rest for longer than that
+                writer.write(request)
+                assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+                await reader.readuntil(b"}")
+                await asyncio.sleep(0.4)
+            writer.write(request[:20])
+            assert b" 408 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+async def test_a_body_may_take_longer_than_a_head(tmp_path: Path) -> None:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    async with site_at(tmp_path) as site, hurried(site, 0.2) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body[:5])
+        await asyncio.sleep(0.5)
+        writer.write(body[5:])
+        async with asyncio.timeout(30):
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "br", "GZIP", "x-unheard-of"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/files", "/v1/trajectories/events", "/v1/messages"]
+)
+async def test_a_compressed_body_is_refused(tmp_path: Path, path: str, encoding: str) -> None:
+    body = gzip.compress(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
+    async with site_at(tmp_path) as site:
+        asked = site.http.post(site.url + path, data=body, headers={"content-encoding": encoding})
+        async with asked as response:
+            error = (await response.json())["error"]
+            assert response.status == 415
+            assert encoding in error["message"]
+            if path != "/v1/messages":
+                assert error["code"] == "unsupported_content_encoding"
+                assert error["param"] == "Content-Encoding"
+        plain = {"content-encoding": "identity", "content-type": "application/json"}
+        async with site.http.post(site.url + path, data=b"{}", headers=plain) as response:
+            assert response.status == 400

@@ -1,0 +1,165 @@
+"""Damaged files are named with their place, and rebuilt where their content is elsewhere too."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cray_agents.errors import Corrupt, SetupError, SwapError
+from cray_agents.paths import Home
+from cray_agents.queries import DatasetRecipe
+from cray_agents.records import Record
+from cray_agents.runtime import fsck
+from cray_agents.runtime.batches import chunks, result_files, validation
+from cray_agents.runtime.batches.folder import BatchFolder
+from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.training_jobs import Hyperparameters, JobSpec
+from tests.support import flipped_root
+from tests.support.scripted_platform import bare_model
+
+
+class Note(Record):
+    text: str
+    number: int
+
+
+def flip(path: Path, at: int, bit: int = 1) -> None:
+    """A new file in its place, so that no hard link to it changes."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_no_flipped_bit_of_a_record_is_read(tmp_path: Path) -> None:
+    path, note = tmp_path / "note.json", Note(text='say "crc"', number=7)
+    for indent in (None, 1):
+        whole = checksums.with_crc(note.model_dump_json(indent=indent).encode()) + b"\n"
+        path.write_bytes(whole)
+        assert checksums.read_record(Note, path) == note
+        assert checksums.read_json(path) == note.model_dump()
+        for at in range(len(whole)):
+            for bit in range(8):
+                path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+                with pytest.raises(Corrupt, match=r"note\.json"):
+                    checksums.read_json(path)
+        for end in range(len(whole) - 1):
+            path.write_bytes(whole[:end])
+            with pytest.raises(Corrupt, match=r"note\.json"):
+                checksums.read_json(path)
+
+
+def test_records_from_before_there_were_checksums_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    for text in (b'{"text":"x","number":7}', b'{"text":"x","number":7}\n'):
+        path.write_bytes(text)
+        assert checksums.read_record(Note, path) == Note(text="x", number=7)
+    path.write_bytes(b'{"text":"x"}')
+    with pytest.raises(Corrupt, match=r"note\.json cannot be read: number"):
+        checksums.read_record(Note, path)
+    assert checksums.with_crc(b"{}") == b"{}" and checksums.with_crc(b"[1]") == b"[1]"
+
+
+def test_the_line_of_a_journal_that_is_damaged_is_named(tmp_path: Path) -> None:
+    spec = JobSpec(
+        dataset="d", parent="p", parent_sha256="0" * 64, hyperparameters=Hyperparameters(steps=3)
+    )
+    journal = JobJournal(Home(tmp_path), spec.id)
+    journal.write_spec(spec)
+    for step in (1, 2, 3):
+        journal.event("step", step=step, loss=1.0)
+    journal.close()
+    first, second, third = journal.events_file.read_bytes().splitlines(keepends=True)
+    journal.events_file.write_bytes(first + second.replace(b"1.0", b"3.0") + third)
+    with pytest.raises(Corrupt, match=r"events\.jsonl: line 2 is damaged"):
+        journal.events()
+    [finding] = fsck.check(Home(tmp_path))
+    assert finding.path == str(journal.events_file) and "line 2" in finding.message
+    journal.rewind(3)  # a job goes on: the line is dropped, and that is told
+    assert [e.get("step") for e in journal.events()] == [1, 3, None]
+    assert "line 2 is damaged" in journal.events()[-1]["message"]
+
+
+def test_a_damaged_dataset_is_not_read_and_is_made_anew(tmp_path: Path) -> None:
+    home, recipe = Home(tmp_path), DatasetRecipe(loop="faults")
+    asyncio.run(flipped_root._runs(home))
+    store = Store(home)
+    name = build_dataset(store, home, recipe)["id"]
+    [shard] = shards(home, name)
+    whole, runs = shard.read_bytes(), home.dataset(name) / "runs.parquet"
+    flip(shard, len(whole) // 2)
+    with pytest.raises(Corrupt, match=f"{shard} is damaged"):
+        shards(home, name)
+    flip(runs, 1000)
+    with pytest.raises(Corrupt, match=f"{runs} is damaged"):
+        next(dataset_runs(home, name))
+    assert build_dataset(store, home, recipe)["id"] == name
+    assert [path.read_bytes() for path in shards(home, name)] == [whole]
+    assert list(home.datasets.glob(f".{name}.damaged_*")), "the damaged one is kept"
+    assert not list(fsck.check(home))
+    asyncio.run(store.close())
+
+
+def test_a_damaged_seal_is_set_aside_and_its_lines_are_asked_again(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    flipped_root._files_and_batches(home)
+    [folder] = [f for f in map(BatchFolder, home.batches.glob("batch_*")) if f.accepted()]
+    accepted = folder.accepted()
+    assert accepted is not None and accepted.chunks == 3
+    rows = validation.read_index(folder.index, accepted.index_sha256)
+    asyncio.run(flipped_root._answer(folder, 2, chunks.requests(folder, rows[2])))
+    for chunk in (1, 2):
+        found = chunks.results_so_far(folder, chunk)
+        assert chunks.seal(folder, chunk, chunks.requests(folder, rows[chunk]), found, None)
+    damaged = chunks.seal_path(folder, 1)
+    flip(damaged, damaged.stat().st_size // 2)
+    assert result_files.finish(folder, folder.request(), accepted, Files(home)) == [1]
+    assert folder.end() is None and not damaged.exists()
+    results = next(folder.results.glob("00000001.*"))
+    flip(results, 200)
+    found = chunks.results_so_far(folder, 1)
+    assert len(found) == 9, "one result is damaged, and has to be asked again"
+    flip(results, 200)
+    chunks.seal(folder, 1, chunks.requests(folder, rows[1]), chunks.results_so_far(folder, 1), None)
+    assert result_files.finish(folder, folder.request(), accepted, Files(home)) == []
+    end = folder.end()
+    assert end is not None and end.output_file_id and end.counts.completed == 30
+    assert len(Files(home).path(end.output_file_id).read_bytes().splitlines()) == 30
+
+
+def test_a_damaged_input_is_not_asked(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    flipped_root._files_and_batches(home)
+    [folder] = [f for f in map(BatchFolder, home.batches.glob("batch_*")) if f.accepted()]
+    row = validation.read_index(folder.index)[1]
+    flip(folder.input, row[0] + 20)
+    with pytest.raises(Corrupt, match=r"input\.jsonl is damaged: bytes"):
+        chunks.requests(folder, row)
+    with pytest.raises(Corrupt, match=r"input\.jsonl is damaged"):
+        validation.validate(folder, folder.request())
+
+
+async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    from cray_agents.runtime.registry.registry import Registry
+
+    home = Home(tmp_path)
+    name, _ = Registry(home).import_checkpoint(bare_model(tmp_path / "model"))
+    weights = home.checkpoint(name) / "model.safetensors"
+    flip(weights, 0)
+    with pytest.raises(SwapError, match=r"m@1 was not loaded: .*model\.safetensors is damaged"):
+        await LoadedVersion.verify_and_create(home.checkpoint(name), "m@1", [])
+
+
+def test_a_damaged_claim_on_the_root_lets_no_second_platform_in(tmp_path: Path) -> None:
+    from cray_agents.cli.platform import platform_process
+
+    home = Home(tmp_path)
+    home.platform.write_bytes(checksums.with_crc(b'{"url":"http://127.0.0.1:1","pid":1}'))
+    flip(home.platform, 10)
+    with pytest.raises(SetupError, match=r"platform\.json is damaged.*remove that file"):
+        platform_process.owner(home)

@@ -1,0 +1,629 @@
+"""Each API over a real vLLM, through the gateway: what is answered, and that what is recorded is
+exactly what vLLM itself says it sampled, where its answer can be made to say it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+import pytest_asyncio
+from pydantic import BaseModel
+
+from cray_agents import Agent, ConstrainedEngine, OpenAIEngine, tool
+from cray_agents.agent.tool import as_tool, perform
+from cray_agents.engines.chat_completions import Assembly, tidy
+from cray_agents.records import ModelCall
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.vllm_plugins.lock import HEADER
+from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
+from tests.support.scripted_gateway import CHAT, Gateway, Reply, served, until
+from tests.support.vllm_pool import secret_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+ASK: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+USER: Any = ASK[1:]
+DONE = b"data: [DONE]\n\n"
+# more than 64 tokens: their logprobs leave the engine core in pieces of so many
+LONG = {"max_tokens": 150, "ignore_eos": True, "seed": 11}
+# a random model would fill all its JSON with blanks
+COMPACT = (
+    "--structured-outputs-config",
+    '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)
+LOOPS_IF_TOLD = (
+    "{% if messages[-1].content == 'loop' %}{% for a in range(99999) %}"
+    "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+)
+SAY_ALL: dict[str, Any] = {"return_token_ids": True, "logprobs": True}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def door(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
+) -> AsyncIterator[Gateway]:
+    folder = tmp_path_factory.mktemp("doors")
+    model = tiny_model(folder / "model", tie=False, seed=1, teach=True)
+    template = model / "chat_template.jinja"
+    template.write_text(LOOPS_IF_TOLD + template.read_text())
+    host = Replica("calc", EngineSettings(engine_args=COMPACT), folder / "replica.log")
+    async with served(folder, host=host, model=model) as gateway:
+        yield gateway
+
+
+async def test_a_template_that_loops_fails_its_own_request(
+    door: Gateway, client: openai.AsyncOpenAI
+) -> None:
+    """And leaves nothing behind that goes on looping."""
+    ask: Any = [{"role": "user", "content": "loop"}]
+    with pytest.raises(openai.BadRequestError, match="the chat template took more than 5 s"):
+        await client.chat.completions.create(model="calc", messages=ask)
+    await client.chat.completions.create(model="calc", messages=USER, max_tokens=2)
+    tasks = Path(f"/proc/{door.pool.status()[0]['pid']}/task")
+    await until(lambda: not any(") R " in (each / "stat").read_text() for each in tasks.iterdir()))
+
+
+@pytest.fixture
+def client(door: Gateway) -> openai.AsyncOpenAI:
+    return door.client()
+
+
+def data(reply: Reply) -> list[Any]:
+    """The objects of a stream's events."""
+    lines = reply.body.split(b"\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+def logprobs(choice: Any) -> list[float]:
+    return [at["logprob"] for at in choice["logprobs"]["content"]]
+
+
+def check(call: ModelCall, prompt: list[int], tokens: list[int], logprobs: list[float]) -> None:
+    assert call.model == "calc@1"
+    assert call.prompt_token_ids == prompt and len(prompt) > 0
+    assert call.token_ids == tokens and len(tokens) > 0
+    assert call.logprobs == logprobs
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        LONG,
+        {"stop": ["385"], "max_tokens": 150, "seed": 4},
+        LONG | {"stop": ["never said"]},
+        LONG | {"n": 2},
+        {"n": 2, "max_tokens": 80, "temperature": 1.5},
+        {"tools": [TOOL], "temperature": 0},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 2, "max_tokens": 90},
+    ],
+    ids=["long", "stop", "stop-unmet", "n", "n-unseeded", "tools", "top"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_is_recorded_as_vllm_says_it_was(
+    door: Gateway, fields: dict[str, Any], stream: bool
+) -> None:
+    reply = await door.ask(ASK, stream=stream, **SAY_ALL, **fields)
+    assert reply.status == 200
+    parts = data(reply) if stream else [reply.json]
+    assert {part["model"] for part in parts} == {"calc@1"} and len({p["id"] for p in parts}) == 1
+    calls = door.calls(reply.run_id)
+    assert len(calls) == fields.get("n", 1)
+    for index, call in enumerate(sorted(calls, key=lambda call: call.id)):
+        choices = [c for part in parts for c in part["choices"] if c["index"] == index]
+        prompt = next(part["prompt_token_ids"] for part in parts if part.get("prompt_token_ids"))
+        tokens = [token for choice in choices for token in choice.get("token_ids") or []]
+        given = [v for choice in choices if choice.get("logprobs") for v in logprobs(choice)]
+        check(call, prompt, tokens, given)
+        assert call.finish_reason == choices[-1]["finish_reason"]
+        assert call.id == parts[0]["id"] + (f"-{index}" if index else "")
+    # the same, when nobody asks vLLM to say it: another way through it
+    plain = await door.ask(ASK, stream=stream, **fields)
+    assert b'token_ids":[' not in plain.body
+    for call, again in zip(calls, door.calls(plain.run_id), strict=True):
+        assert again.prompt_token_ids == call.prompt_token_ids
+        assert len(again.logprobs) == len(again.token_ids) > 0
+        if "seed" in fields or fields.get("temperature") == 0:
+            assert again.token_ids == call.token_ids
+            assert again.logprobs == pytest.approx(call.logprobs, abs=1e-4)
+            assert again.finish_reason == call.finish_reason
+
+
+async def test_samples_come_with_the_answer_to_who_asks(door: Gateway) -> None:
+    for path, asked in ((CHAT, USER), ("/v1/messages", USER)):
+        reply = await door.ask(asked, path=path, max_tokens=70, return_samples=True)
+        (call,) = door.calls(reply.run_id)
+        (sample,) = reply.json["samples"]
+        check(call, sample["prompt_token_ids"], sample["token_ids"], sample["logprobs"])
+
+
+async def test_many_at_once_are_not_mixed_up(door: Gateway) -> None:
+    async def one(number: int) -> tuple[Reply, dict[str, Any]]:
+        fields: dict[str, Any] = {"max_tokens": 60 + number, "seed": number, "ignore_eos": True}
+        fields |= SAY_ALL if number % 3 == 0 else {}
+        return await door.ask(f"{number} + 1?", stream=number % 2 == 0, **fields), fields
+
+    for reply, fields in await asyncio.gather(*(one(number) for number in range(24))):
+        (call,) = door.calls(reply.run_id)
+        assert len(call.token_ids) == len(call.logprobs) == fields["max_tokens"]
+        assert max(call.logprobs) <= 0
+        alone = await door.ask(call.messages, **fields)
+        (again,) = door.calls(alone.run_id)
+        assert again.prompt_token_ids == call.prompt_token_ids
+        assert again.token_ids == call.token_ids
+        assert again.logprobs == pytest.approx(call.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completions_of_several_prompts(door: Gateway, stream: bool) -> None:
+    raw = await door.client().completions.with_raw_response.create(
+        model="calc",
+        prompt=["one", "and two"],
+        n=2,
+        max_tokens=80,
+        seed=3,
+        logprobs=0,
+        stream=stream,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    parsed: Any = raw.parse()
+    parts = [c.model_dump() async for c in parsed] if stream else [parsed.model_dump()]
+    assert {part["model"] for part in parts} == {"calc@1"}
+    calls = door.calls(raw.headers["x-run-id"])
+    assert [call.id.removeprefix(parts[0]["id"]) for call in calls] == ["", "-1", "-2", "-3"]
+    for index, call in enumerate(calls):
+        choices = [c for part in parts for c in part["choices"] if c["index"] == index]
+        prompt = next(c["prompt_token_ids"] for c in choices if c.get("prompt_token_ids"))
+        tokens = [token for choice in choices for token in choice["token_ids"]]
+        given = [v for choice in choices for v in choice["logprobs"]["token_logprobs"]]
+        check(call, prompt, tokens, given)
+        text = "".join(choice["text"] for choice in choices)
+        assert call.message == {"role": "assistant", "content": text}
+        assert call.messages == [{"role": "user", "content": ["one", "and two"]}]
+    assert calls[0].prompt_token_ids == calls[1].prompt_token_ids != calls[2].prompt_token_ids
+
+
+async def test_completions_of_token_ids(client: openai.AsyncOpenAI, door: Gateway) -> None:
+    raw = await client.completions.with_raw_response.create(
+        model="calc@1", prompt=[5, 6, 7], max_tokens=4
+    )
+    assert raw.parse().model == "calc@1"
+    assert door.calls(raw.headers["x-run-id"])[0].prompt_token_ids == [5, 6, 7]
+
+
+RESPONSE_TOOL: Any = {"type": "function", "strict": False, **TOOL["function"]}
+
+
+async def test_responses(client: openai.AsyncOpenAI, door: Gateway) -> None:
+    asked: dict[str, Any] = {
+        "model": "calc",
+        "instructions": SYSTEM,
+        "input": QUESTION,
+        "tools": [RESPONSE_TOOL],
+        "temperature": 0,
+        "max_output_tokens": 80,
+    }
+    chat = await door.ask(ASK, tools=[TOOL], temperature=0)
+    (same,) = door.calls(chat.run_id)
+    raw = await client.responses.with_raw_response.create(**asked)
+    answer = raw.parse()
+    (item,) = [item for item in answer.output if item.type == "function_call"]
+    assert json.loads(item.arguments) == {"expression": "47 + 385"}
+    assert answer.model == "calc@1" and answer.usage is not None
+    (call,) = door.calls(raw.headers["x-run-id"])
+    assert (call.id, call.api, call.messages) == (answer.id, "/v1/responses", ASK)
+    assert call.prompt_token_ids == same.prompt_token_ids and call.token_ids == same.token_ids
+    assert call.logprobs == pytest.approx(same.logprobs, abs=1e-4)
+    assert len(call.token_ids) == answer.usage.output_tokens
+    (said,) = call.message["tool_calls"]
+    assert (said["id"], said["function"]["name"]) == (item.call_id, "calculator")
+
+    events = [event async for event in await client.responses.create(**asked, stream=True)]
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert events[-1].response.model == events[0].response.model == "calc@1"
+    (streamed,) = [
+        c for run in door.store.runs() for c in run.calls if c.id == events[0].response.id
+    ]
+    assert streamed.token_ids == call.token_ids
+    assert streamed.message["tool_calls"][0]["function"] == said["function"]
+
+    named = await client.responses.create(**asked, metadata={"model": "calc", "n": "1"})
+    assert named.metadata == {"model": "calc", "n": "1"}, "a client's own words stay as they are"
+
+    result = {"type": "function_call_output", "call_id": item.call_id, "output": "432"}
+    again = asked | {"input": [*USER, item.model_dump(exclude_none=True), result]}
+    raw = await client.responses.with_raw_response.create(**again)
+    first, second = door.calls(raw.headers["x-run-id"])  # it goes on with the conversation
+    assert first.id == answer.id and second.messages[-1]["content"] == "432"
+
+
+async def test_anthropics_messages(door: Gateway) -> None:
+    tool = {"name": "calculator", "input_schema": TOOL["function"]["parameters"]}
+    asked = {"max_tokens": 80, "system": SYSTEM, "tools": [tool], "temperature": 0}
+    chat = await door.ask(ASK, tools=[TOOL], temperature=0)
+    (same,) = door.calls(chat.run_id)
+    reply = await door.ask(USER, path="/v1/messages", **asked)
+    answer = reply.json
+    assert (answer["type"], answer["model"], answer["stop_reason"]) == (
+        "message", "calc@1", "tool_use"
+    )  # fmt: skip
+    (use,) = [block for block in answer["content"] if block["type"] == "tool_use"]
+    assert (use["name"], use["input"]) == ("calculator", {"expression": "47 + 385"})
+    (call,) = door.calls(reply.run_id)
+    assert (call.id, call.messages) == (answer["id"], ASK)
+    assert call.token_ids == same.token_ids
+    assert len(call.token_ids) == len(call.logprobs) == answer["usage"]["output_tokens"]
+    assert call.finish_reason == "tool_calls"
+    (said,) = call.message["tool_calls"]
+    assert (said["id"], json.loads(said["function"]["arguments"])) == (use["id"], use["input"])
+
+    stream = await door.ask(USER, path="/v1/messages", stream=True, **asked)
+    events = data(stream)
+    assert events[0]["message"]["model"] == "calc@1"
+    assert events[-1]["type"] == "message_stop"
+    (streamed,) = door.calls(stream.run_id)
+    assert streamed.token_ids == call.token_ids
+    function = streamed.message["tool_calls"][0]["function"]
+    assert json.loads(function["arguments"]) == use["input"]
+
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "432"}
+    turns = [
+        *USER,
+        {"role": "assistant", "content": answer["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    again = await door.ask(turns, path="/v1/messages", **asked)
+    assert again.run_id == reply.run_id  # it goes on with the conversation
+    counted = await door.ask(USER, path="/v1/messages/count_tokens", system=SYSTEM, tools=[tool])
+    assert counted.json["input_tokens"] == len(call.prompt_token_ids)
+
+
+async def test_tools_as_the_official_client_asks_for_them(
+    client: openai.AsyncOpenAI, door: Gateway
+) -> None:
+    raw = await client.chat.completions.with_raw_response.create(
+        model="calc",
+        messages=ASK,
+        tools=[TOOL],  # type: ignore[list-item]
+        tool_choice={"type": "function", "function": {"name": "calculator"}},
+        parallel_tool_calls=False,
+        max_tokens=60,
+        seed=1,
+    )
+    answer = raw.parse().choices[0]
+    call: Any = (answer.message.tool_calls or [])[0]
+    assert call.function.name == "calculator" and json.loads(call.function.arguments)
+    (recorded,) = door.calls(raw.headers["x-run-id"])
+    assert recorded.message["tool_calls"][0]["id"] == call.id
+    assert recorded.sampling["parallel_tool_calls"] is False
+    assert recorded.sampling["tool_choice"]["function"] == {"name": "calculator"}
+    assert recorded.tools == [TOOL] and recorded.finish_reason == "tool_calls"
+    none = await door.ask(ASK, tools=[TOOL], tool_choice="none", temperature=0)
+    assert not none.json["choices"][0]["message"].get("tool_calls")
+
+
+async def test_a_json_schema_is_kept_to(client: openai.AsyncOpenAI, door: Gateway) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "boolean"}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    raw = await client.chat.completions.with_raw_response.create(
+        model="calc",
+        messages=USER,
+        seed=1,
+        max_tokens=200,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": schema, "strict": True},
+        },
+    )
+    content = raw.parse().choices[0].message.content or ""
+    (call,) = door.calls(raw.headers["x-run-id"])
+    assert len(call.logprobs) == len(call.token_ids) and call.message["content"] == content
+    if call.finish_reason == "stop":  # a random model may never close the object
+        assert isinstance(json.loads(content)["sum"], bool)
+    else:
+        assert content.lstrip().startswith("{")
+
+
+class Leg(BaseModel):
+    direction: Literal["left", "right"]
+    far: bool = False
+
+
+@tool
+def go(first: Leg, then: Leg | None = None) -> str:
+    """Go somewhere."""
+    return f"went {first.direction}, then {then and then.direction}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_that_knows_no_tools_calls_them_under_a_schema(
+    door: Gateway, stream: bool
+) -> None:
+    engine = ConstrainedEngine(OpenAIEngine(door.url))
+    forced = {"tools": [as_tool(go).schema], "tool_choice": "required", "model": "calc"}
+    sampling = {"temperature": 0, "max_tokens": 300}
+    request = {"messages": USER, **forced, **sampling, "extra_headers": {"X-Run-Id": f"r{stream}"}}
+    if stream:
+        assembly = Assembly()
+        async for chunk in engine.stream(request):
+            assembly.add(chunk)
+        answer = assembly.completion()
+    else:
+        answer = await engine.chat(request)
+    message = answer["choices"][0]["message"]
+    (asked,) = message["tool_calls"]
+    call = await perform({"go": as_tool(go)}, asked)
+    assert call.error is None and str(call.result).startswith("went ")
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    (recorded,) = door.calls(f"r{stream}")
+    assert recorded.message["content"] == message["written"] and recorded.tools == []
+    assert engine.unreadable == 0
+    # what it wrote, word for word, is what it goes on from
+    told = {"role": "tool", "tool_call_id": asked["id"], "content": call.result}
+    again = {**request, "messages": [*USER, tidy(message), told]}
+    await engine.chat({**again, "extra_headers": {"X-Run-Id": f"again{stream}"}})
+    (later,) = door.calls(f"again{stream}")
+    prompt, wrote, result = len(recorded.messages), recorded.message["content"], later.messages[-1]
+    assert later.messages[:prompt] == recorded.messages
+    assert later.messages[prompt] == {"role": "assistant", "content": wrote}
+    assert result == {"role": "user", "content": f"Result of go: {call.result}"}
+
+
+async def test_what_the_official_client_may_ask_besides(
+    client: openai.AsyncOpenAI, door: Gateway
+) -> None:
+    raw = await client.chat.completions.with_raw_response.create(
+        model="calc",
+        messages=USER,
+        logprobs=True,
+        top_logprobs=3,
+        seed=9,
+        stop=["\n\n\n\n"],
+        max_completion_tokens=5,
+        user="ann",
+        metadata={"a": "b"},
+        extra_body={"min_p": 0.01, "unheard_of": 1},
+    )
+    choice = raw.parse().choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert all(len(at.top_logprobs) >= 3 for at in choice.logprobs.content)
+    (call,) = door.calls(raw.headers["x-run-id"])
+    assert [at.logprob for at in choice.logprobs.content] == call.logprobs
+    assert call.sampling["min_p"] == 0.01 and call.sampling["unheard_of"] == 1
+
+    stream = await client.chat.completions.create(
+        model="calc",
+        messages=USER,
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    usage = chunks[-1].usage
+    assert usage is not None and 0 < usage.completion_tokens <= 5
+    assert {chunk.model for chunk in chunks} == {"calc@1"}
+
+
+async def running(door: Gateway) -> float:
+    """How many requests vLLM itself says it runs."""
+    replica = door.pool.status()[0]
+    url, secret = f"http://127.0.0.1:{replica['port']}/metrics", secret_of(replica["pid"])
+    async with door.http.get(url, headers={HEADER: secret}) as response:
+        lines = (await response.text()).splitlines()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(door: Gateway, path: str) -> None:
+    run_id = f"run_left{path.replace('/', '-')}"
+    body = {"model": "calc", "stream": True, "ignore_eos": True, "seed": 8, "max_tokens": 900}
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    elif path == "/v1/messages":
+        del body["ignore_eos"], body["seed"]
+        body |= {"max_tokens": 900, "messages": [{"role": "user", "content": "one?"}]}
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+    content: Any = USER if field == "messages" else QUESTION
+    seen = b""
+    async with door.http.post(
+        f"{door.url}/runs/{run_id}{path}", json=body | {field: content}
+    ) as response:
+        assert response.status == 200
+        async for piece in response.content.iter_any():
+            seen += piece
+            if seen.count(b"\n\n") > 8:
+                break
+        response.close()
+    await until(lambda: door.pool.status()[0]["in_flight"] == 0)
+    await until(lambda: any(run.id == run_id for run in door.store.runs()))
+    (call,) = door.calls(run_id)
+    if path == "/v1/messages" and call.finish_reason in ("stop", "tool_calls"):
+        return  # it cannot be told to go on, and was quicker
+    assert call.finish_reason == "cancelled" and door.store.run(run_id).stop_reason == "cancelled"
+    assert call.prompt_token_ids and 3 < len(call.token_ids) < 900
+    assert len(call.logprobs) <= len(call.token_ids) < len(call.logprobs) + 64
+    async with asyncio.timeout(20):
+        while await running(door):  # noqa: ASYNC110 - vLLM tells nobody
+            await asyncio.sleep(0.05)
+    if path == CHAT:  # what was told of is what came
+        fields: Any = {k: v for k, v in body.items() if k not in ("model", "stream")}
+        whole = await door.ask(USER, **fields)
+        (rest,) = door.calls(whole.run_id)
+        assert rest.token_ids[: len(call.token_ids)] == call.token_ids
+        kept = rest.logprobs[: len(call.logprobs)]
+        assert call.logprobs == pytest.approx(kept, abs=1e-3)
+        assert whole.text.startswith(call.message["content"]) and call.message["content"]
+
+
+async def test_an_answer_that_is_left_ends_in_vllm(door: Gateway) -> None:
+    path = f"/runs/run_left{CHAT}"
+    asking = asyncio.create_task(door.ask(USER, path=path, ignore_eos=True, seed=8, max_tokens=900))
+    async with asyncio.timeout(20):
+        while not await running(door):  # noqa: ASYNC110 - vLLM tells nobody
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        while await running(door):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await until(lambda: door.pool.status()[0]["in_flight"] == 0)
+    assert not [run for run in door.store.runs() if run.id == "run_left"]  # nobody saw any of it
+
+
+async def test_a_repeat_under_a_key_is_the_same_answer(door: Gateway) -> None:
+    for number, (path, fields) in enumerate(
+        (
+            (CHAT, {"messages": USER, "max_tokens": 10}),
+            (CHAT, {"messages": USER, "max_tokens": 10, "stream": True}),
+            ("/v1/completions", {"prompt": "one", "max_tokens": 10, "n": 2}),
+            ("/v1/responses", {"input": QUESTION, "max_output_tokens": 10}),
+            ("/v1/responses", {"input": QUESTION, "max_output_tokens": 10, "stream": True}),
+            ("/v1/messages", {"messages": USER, "max_tokens": 10, "stream": True}),
+        )
+    ):
+        headers = {"Idempotency-Key": f"key {number}"}
+        body = {"model": "calc", **fields}
+        bodies, runs = [], []
+        for _ in range(2):
+            async with door.http.post(door.url + path, json=body, headers=headers) as response:
+                bodies.append((response.status, await response.read()))
+                runs.append(response.headers["x-run-id"])
+        assert bodies[0] == bodies[1] and bodies[0][0] == 200, (path, fields)
+        assert runs[0] == runs[1] and len(door.calls(runs[0])) == body.get("n", 1)
+
+
+async def test_too_long_a_context_is_told_as_openai_tells_it(
+    client: openai.AsyncOpenAI, door: Gateway
+) -> None:
+    long = "1" * 2000
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 1024") as told:
+            await client.chat.completions.create(
+                model="calc", messages=[{"role": "user", "content": long}], stream=stream
+            )
+        assert told.value.code == "context_length_exceeded"
+        assert told.value.type == "invalid_request_error"
+        assert not str(told.value.body["message"]).startswith("{")  # type: ignore[index]
+    for path, fields in (
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/responses", {"input": long}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": long}], "max_tokens": 5}),
+    ):
+        status, answer = await door.call("POST", path, json={"model": "calc", **fields})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), path
+
+
+async def test_what_is_refused_by_vllm_names_the_parameter(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature") as told:
+        await client.chat.completions.create(model="calc", messages=USER, temperature=-1)
+    assert told.value.param == "temperature"
+
+
+async def test_what_samples_nothing_is_passed_on(client: openai.AsyncOpenAI, door: Gateway) -> None:
+    runs = len(door.store.runs())
+    with pytest.raises(openai.BadRequestError, match="cannot do this") as told:
+        await client.embeddings.create(model="calc", input="x")
+    assert (told.value.code, told.value.param) == ("unsupported_model", "model")
+    body: dict[str, Any] = {"model": "calc", "prompt": "47 + 385"}
+    status, tokens = await door.call("POST", "/v1/tokenize", json=body)
+    assert status == 200 and len(tokens["tokens"]) == tokens["count"] > 0
+    body = {"model": "calc@1", "tokens": tokens["tokens"]}
+    _, back = await door.call("POST", "/runs/run_t/v1/detokenize", json=body)
+    assert back["prompt"] == "47 + 385"
+    _, chat = await door.call("POST", "/v1/tokenize", json={"model": "calc", "messages": ASK})
+    (call,) = door.calls((await door.ask(ASK, max_tokens=1)).run_id)
+    assert chat["tokens"] == call.prompt_token_ids
+    for path in ("/v1/tokenize", "/v1/embeddings"):
+        status, answer = await door.call("POST", path, json={"model": "gpt-9", "prompt": "a"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert len(door.store.runs()) == runs + 1
+
+
+async def test_an_agents_output_type_is_kept_to(door: Gateway) -> None:
+    ask = Agent(name="a", model="calc", engine=OpenAIEngine(door.url), output_type=Leg,
+                max_tokens=200, temperature=0.0, output_retries=0)  # fmt: skip
+    run = await ask.run("Where?")
+    assert isinstance(run.output, Leg) and run.calls[0].sampling["response_format"]
+    run = await ask.override(tools=[go], output_retries=1).run("Where?")
+    first, second = run.calls
+    assert "response_format" not in first.sampling and isinstance(run.output, Leg)
+    assert second.sampling["tool_choice"] == "none"
+    limited = ask.override(max_total_tokens=1, on_limit="answer", tools=[go], output_retries=1)
+    ended = [event async for event in limited.stream("Where?")][-1].run
+    assert (ended.stop_reason, type(ended.output)) == ("max_tokens", Leg)
+
+
+LOOPS: Any = [
+    {"$ref": "#"},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_schema_that_no_text_fits_is_the_requests_fault(
+    door: Gateway, stream: bool
+) -> None:
+    asked: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": loop}}}
+        for loop in LOOPS
+    ]
+    asked += [
+        {"structured_outputs": {"json": LOOPS[0]}},
+        {"structured_outputs": {"grammar": "root ::= root"}},
+    ]
+    for fields in asked:
+        reply = await door.ask(USER, stream=stream, max_tokens=8, **fields)
+        assert (reply.status, reply.code) == (400, "invalid_value"), fields
+        assert "schema or grammar" in reply.json["error"]["message"]
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}}}  # one that text does fit
+    fits = {"type": "json_schema", "json_schema": {"name": "x", "schema": node}}
+    reply = await door.ask(USER, stream=stream, max_tokens=8, response_format=fits)
+    assert reply.status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_that_the_last_token_completes(door: Gateway, stream: bool) -> None:
+    """The request is at its limit and at its stop string at once: the client is told "stop"."""
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
+    first = await door.ask(USER, max_tokens=24, **fields)
+    said = first.text
+    met = 0
+    for length in range(4, 24):
+        until = await door.ask(USER, max_tokens=length, **fields)
+        stop = until.text[-1:]
+        if not stop.isascii() or stop in until.text[:-1] or not said.startswith(until.text):
+            continue
+        reply = await door.ask(USER, max_tokens=length, stop=[stop], stream=stream, **fields)
+        choices = [c for part in (data(reply) if stream else [reply.json]) for c in part["choices"]]
+        (call,) = door.calls(reply.run_id)
+        assert call.finish_reason == choices[-1]["finish_reason"] == "stop"
+        assert len(call.token_ids) == length
+        met += 1
+    assert met
+
+
+async def test_refusals_are_in_the_clients_words(door: Gateway) -> None:
+    """Neither pydantic's dumps nor the names that replicas call their models by."""
+    image = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/y.png"}}]
+    asked: list[tuple[dict[str, Any], str | None]] = [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": image}]}, None),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
+    ]
+    for fields, param in asked:
+        reply = await door.ask(USER, **fields) if "messages" not in fields else None
+        if reply is None:
+            reply = await door.ask(fields["messages"])
+        error = reply.json["error"]
+        assert (reply.status, error["param"]) == (400, param), fields
+        for raw in ("validation error", "'loc'", "Param.", "(parameter=", "calc-"):
+            assert raw not in error["message"], error

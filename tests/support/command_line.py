@@ -1,0 +1,31 @@
+"""The `cray-agents` command, run in the tests' own process."""
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from cray_agents.cli import main
+
+
+def cli(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What the command says and ends with; in this process, as to start one takes a second."""
+    argv = ["cray-agents", *map(str, words)]
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        for name in [name for name in os.environ if name.startswith("CRAY_AGENTS_")]:
+            if name != "CRAY_AGENTS_CACHE":
+                patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", argv)
+        patch.chdir(cwd)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    code = ended.value.code
+    assert code is None or isinstance(code, int)
+    return subprocess.CompletedProcess(argv, code or 0, out.getvalue(), err.getvalue())

@@ -1,0 +1,91 @@
+"""A platform for tests of loops: all real but for a scripted engine and trainer."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from cray_agents import Platform, ScriptedEngine
+from cray_agents.paths import Home
+from cray_agents.ports import Trainer
+from cray_agents.records import ProbePrompt
+from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool.engine_host import InProcessEngine
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from tests.support.bare_models import bare_model as bare_model
+
+PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
+
+
+@contextmanager
+def platform(
+    root: Path,
+    engine: ScriptedEngine | InProcessEngine,
+    *,
+    model: Path | None = None,
+    name: str = "m",
+    trainer: Trainer | None = None,
+    others: Sequence[ScriptedEngine] = (),
+    spares: Sequence[ScriptedEngine] = (),
+    **scripted: Any,
+) -> Iterator[Platform]:
+    """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts.
+
+    `engine` may come with a host of its own. `trainer`: another one than a ScriptedTrainer, which
+    `scripted` is for. `others`: of further replicas; `spares`: of those started on demand.
+    """
+    home = Home(root)
+    host = engine if isinstance(engine, InProcessEngine) else InProcessEngine(engine)
+    registry = Registry(home)
+    if not registry.names():
+        checkpoint, manifest = registry.import_checkpoint(model or bare_model(root / "first"))
+        registry.promote(name, registry.register(name, checkpoint, manifest).number)
+    ready, stop = threading.Event(), threading.Event()
+    url: list[str] = []
+
+    async def serve() -> None:
+        pool = Pool([host, *map(InProcessEngine, others)], spares=[*map(InProcessEngine, spares)])
+        services = Services(
+            home=home,
+            store=Store(home),
+            registry=registry,
+            trainer=trainer or ScriptedTrainer(home, probe=PROBE, **scripted),
+            pool=pool,
+        )
+        version = registry.resolve(name)
+        folder = home.checkpoint(version.checkpoint)
+        await pool.start(folder, version.id, read_manifest(folder).probe)
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            create_app(services), log_config=None, log_level="error", lifespan="off"
+        )
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        url.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        ready.set()
+        await asyncio.to_thread(stop.wait)
+        server.should_exit = True
+        await task
+        await services.close()
+        await pool.stop()
+        await services.store.close()
+
+    thread = threading.Thread(target=uvloop.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield Platform(url[0])
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,201 @@
+"""The trainer's log-probabilities of sampled tokens against the engine's, for the same weights."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cray_agents.errors import JobError
+from cray_agents.paths import Home
+from cray_agents.records import Manifest, ModelCall
+from cray_agents.runtime.datasets.run_samples import merge_turns, turn_of
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
+from cray_agents.trainers.data.samples import Floats, Samples
+from cray_agents.trainers.job.engine_agreement import (
+    compare,
+    difference_limit,
+    select_sampled_by_parent,
+)
+
+VERSION = "m@1"
+DRAWN = 24  # tokens of each request
+
+
+def floats(*numbers: float) -> Floats:
+    return np.array(numbers, np.float32)
+
+
+def register(home: Home, name: str, weights: str) -> None:
+    Registry(home).register(name, f"hf-{weights[:8]}", Manifest(files={}, weights_sha256=weights))
+
+
+def sampled(count: int, **changes: Any) -> Samples:
+    """Sequences [0, 1, 2, 3, 4] whose last three tokens versions 0, 1 and 0 sampled."""
+    samples = Samples.of([[0, 1, 2, 3, 4]] * count, [floats(0, 0, 1, 1, 1)] * count)
+    about: dict[str, Any] = {
+        "sampled": [floats(0, 0, -1, -2, -3)] * count,
+        "sampled_by": [np.array([-1, -1, 0, 1, 0], np.int16)] * count,
+        "versions": [VERSION, "m@2", "elsewhere@3"],
+        "temperatures": np.ones(count),
+        "run_ids": [f"run-{i}" for i in range(count)],
+    }
+    return replace(samples, **about | changes)
+
+
+def test_what_the_parent_sampled_is_compared(home: Home) -> None:
+    register(home, "m", "parent")
+    register(home, "m", "another")
+    found = select_sampled_by_parent(sampled(3), home, "parent")
+    assert [mask.tolist() for mask in found.masks] == [[0, 0, 1, 0, 1]] * 3
+    other = select_sampled_by_parent(sampled(3), home, "another")
+    assert [mask.tolist() for mask in other.masks] == [[0, 0, 0, 1, 0]] * 3
+    assert len(select_sampled_by_parent(sampled(3), home, "nobody")) == 0
+    assert len(select_sampled_by_parent(Samples.of([[1, 2]]), home, "parent")) == 0
+
+
+def test_only_tokens_of_the_plain_distribution_are_compared(home: Home) -> None:
+    register(home, "m", "parent")
+    at = np.array([1.0, 0.7, 0.0, np.nan, 1.0])
+    samples = sampled(5, temperatures=at, shaped=np.array([False] * 4 + [True]))
+    assert select_sampled_by_parent(samples, home, "parent").run_ids == ["run-0", "run-2"]
+    assert select_sampled_by_parent(samples, home, "parent", 0.7).run_ids == ["run-1"]
+
+
+def test_of_many_samples_some_are_compared_evenly(home: Home) -> None:
+    register(home, "m", "parent")
+    found = select_sampled_by_parent(sampled(1000), home, "parent", most=5)
+    assert found.run_ids == [f"run-{i}" for i in (0, 249, 499, 749, 999)]
+
+
+def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
+    samples = sampled(2)
+    found = compare(samples, [floats(-1, -2, -3), floats(-1.25, -2, -2.5)])
+    assert found is not None
+    assert (found.tokens, found.max_difference, found.mean_difference) == (6, 0.5, 0.125)
+    assert (found.run_id, found.place, found.ours, found.theirs) == ("run-1", 4, -2.5, -3)
+    found.refuse(0.5)
+    with pytest.raises(JobError, match=r"for token 4 of run-1 .* -2.5000, .* -3.0000; the limit"):
+        found.refuse(0.49)
+    broken = compare(samples, [floats(-1, np.nan, -3), floats(-1, -2, -3)])
+    assert broken is not None
+    with pytest.raises(JobError, match=r"for token 3 of run-0 the trainer computes .* nan"):
+        broken.refuse(1e9)
+    assert compare(Samples.of([]), []) is None
+
+
+def test_limits(lab: Any, tmp_path: Path) -> None:
+    def limit(**changes: Any) -> float:
+        return difference_limit(lab.spec(tmp_path, parent_sha256="0" * 64, **changes))
+
+    assert limit() == 0.01
+    assert limit(hyper={"dtype": "bfloat16"}) == 0.5
+    assert limit(hyper={"dtype": "bfloat16"}, logprob_limit=0.2) == 0.2
+
+
+# ---- with vLLM
+
+REQUESTS: list[dict[str, Any]] = [
+    *({"temperature": 1.0} for _ in range(8)),
+    *({"temperature": 0.5} for _ in range(4)),
+    *({"temperature": 0.0} for _ in range(2)),
+    *({"temperature": 1.0, "top_p": 0.5} for _ in range(2)),
+]
+
+
+@pytest.fixture(scope="module")
+def calls(
+    models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[ModelCall]:
+    """What vLLM sampled from a model, as calls."""
+    out = tmp_path_factory.mktemp("vllm") / "answers.jsonl"
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 300, 4 + n).tolist() for n in range(len(REQUESTS))]
+    asked = [{"prompt": p, **request} for p, request in zip(prompts, REQUESTS, strict=True)]
+    script = Path(__file__).parents[1] / "support/trainers/vllm_sampler.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(models("llama")), str(out)],
+        input="\n".join(map(json.dumps, asked)),
+        env=os.environ
+        | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    return [
+        ModelCall(
+            id=f"call-{n}",
+            run_id=f"run-{n}",
+            model=VERSION,
+            messages=[],
+            message={},
+            prompt_token_ids=prompts[n],
+            sampling=REQUESTS[n],
+            **answer,
+        )
+        for n, answer in enumerate(answers)
+    ]
+
+
+def publish(lab: Any, method: str, calls: Sequence[ModelCall]) -> None:
+    """A dataset of the calls by the builder's own writer; the parent is what sampled them."""
+    folder = lab.home.dataset("ds")
+    folder.mkdir(parents=True)
+    writer = ShardWriter(folder, "train")
+    for n, call in enumerate(calls):
+        [sample] = merge_turns([turn_of(call)])
+        writer.add([SampleRow(sample, call.run_id, "t", 1.0, advantage=1.0 - 2 * (n % 2))])
+    files = {name: {"sha256": durable.sha256_file(folder / name)} for name in writer.finish()}
+    (folder / "manifest.json").write_text(json.dumps({"method": method, "files": files}))
+    register(lab.home, "m", weights_sha256(lab.models("llama")))
+
+
+def reported(job: Any) -> dict[str, Any]:
+    [event] = [event for event in job.journal.events() if event["event"] == "agreement"]
+    return dict(event)
+
+
+@pytest.mark.vllm
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_a_job_finds_the_engines_numbers(lab: Any, calls: list[ModelCall]) -> None:
+    publish(lab, "sft", calls)
+    found = reported(lab.run(lab.spec("llama", hyper={"steps": 1})))
+    assert found["tokens"] == (8 + 2) * DRAWN
+    assert found["max_difference"] < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_a_job_finds_the_engines_numbers_at_the_policys_temperature(
+    lab: Any, calls: list[ModelCall]
+) -> None:
+    publish(lab, "grpo", [call for call in calls if call.sampling["temperature"] == 0.5])
+    spec = lab.spec("llama", method="grpo", hyper={"steps": 1, "policy": {"temperature": 0.5}})
+    found = reported(lab.run(spec))
+    assert found["tokens"] == 4 * DRAWN
+    assert found["max_difference"] < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_a_job_refuses_what_another_distribution_gave(lab: Any, calls: list[ModelCall]) -> None:
+    """Recorded as sampled plainly, but it was not."""
+    wrong = [call.model_copy(update={"sampling": {}}) for call in calls]
+    publish(lab, "sft", wrong)
+    said = lab.fail(lab.spec("llama", hyper={"steps": 1}))
+    assert "trainer and engine do not agree on the parent's weights" in said
