@@ -1,6 +1,7 @@
 """Training sessions: jobs trained one after the other in memory end as jobs trained alone."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.megatron
 class RunningSession:
     """A session's process, forked from this one: Megatron is loaded already."""
 
-    def __init__(self, home: Home, layout: Layout, idle_seconds: float = 60.0) -> None:
+    def __init__(self, home: Home, layout: Layout, idle_seconds: float = 600.0) -> None:
         from cray_agents.trainers.models.cpu_megatron import load_megatron
         from cray_agents.trainers.session import resident, session_process  # noqa: F401
 
@@ -44,7 +45,7 @@ class RunningSession:
     def train(self, spec: JobSpec) -> JobJournal:
         """Hand a job over, and wait for its end."""
         job = self.start(spec)
-        while not job.ended:
+        while not job.ended or self.journal.current == spec.id:
             self.check()
             time.sleep(0.01)
         return job
@@ -58,7 +59,8 @@ class RunningSession:
     def check(self) -> None:
         """Fail if the session has ended."""
         ended, _ = os.waitpid(self.pid, os.WNOHANG)
-        assert not ended, self.log
+        current = JobJournal(self.journal.home, self.journal.current or "none")
+        assert not ended, f"{self.log}\n{current.log_tail()}\n{current.status()}"
 
     def end(self) -> int:
         self.journal.ask_to_end()
@@ -121,3 +123,97 @@ def test_jobs_in_memory_end_as_jobs_of_their_own(
     assert session.end() == 0, session.log
     alone = type(lab)(Home(tmp_path / "alone"), lab.models)
     assert chain(alone, layout, hyper, lambda spec: alone.run(spec).journal) == in_session
+
+
+def test_a_session_takes_jobs_of_other_kinds_too(lab: Any, tmp_path: Path) -> None:
+    """Another method, another model, another dtype: built anew, with the same results as alone."""
+
+    def jobs(lab: Any, train: Any) -> list[Any]:
+        lab.dataset()
+        lab.dataset("pairs", method="dpo")
+        lab.dataset("policy", method="grpo")
+        specs = [
+            lab.spec("qwen3", hyper={"steps": 2}),
+            lab.spec("qwen3", dataset="policy", method="grpo", hyper={"steps": 2}),
+            lab.spec("llama-tied", hyper={"steps": 2}),
+            lab.spec("qwen3", dataset="pairs", method="dpo", hyper={"steps": 2}),
+            lab.spec("qwen3", hyper={"steps": 2, "dtype": "bfloat16", "lora": {"rank": 2}}),
+        ]
+        return [outcome(lab.home, train(spec)) for spec in specs]
+
+    session = RunningSession(lab.home, Layout())
+    in_session = jobs(lab, session.train)
+    assert session.end() == 0, session.log
+    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
+    assert jobs(alone, lambda spec: alone.run(spec).journal) == in_session
+
+
+def test_a_bad_job_fails_and_the_next_is_trained(lab: Any) -> None:
+    lab.dataset()
+    lab.dataset("empty", ids=[[1, 2, 3]], masks=[[0, 0, 0]])
+    session = RunningSession(lab.home, Layout(data=2))
+    lost = session.train(lab.spec("qwen3", dataset="gone", layout={"data": 2}))
+    assert lost.status().state == "failed" and "gone" in lost.status().error
+    wild = lab.spec("qwen3", layout={"data": 2}, hyper={"learning_rate": 1e30, "warmup_steps": 0})
+    exploded = session.train(wild)
+    assert exploded.status().state == "failed" and "lower the learning rate" in (
+        exploded.status().error
+    )
+    whole = session.train(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2}))
+    assert whole.status().state == "succeeded", session.log
+    assert session.end() == 0, session.log
+
+
+def test_a_job_is_paused_and_cancelled_without_its_session(lab: Any) -> None:
+    lab.dataset()
+    session = RunningSession(lab.home, Layout())
+    long = session.start(lab.spec("qwen3", hyper={"steps": 5000}))
+    while long.step < 5:
+        session.check()
+        time.sleep(0.005)
+    long.pause()
+    while session.journal.current is not None:
+        session.check()
+        time.sleep(0.005)
+    assert long.status() is None and session.journal.queue() == []
+    short = session.train(lab.spec("qwen3", hyper={"steps": 2}))
+    assert short.status().state == "succeeded"
+    paused_at = long.step
+    long.resume()
+    session.journal.hand_over(long.job_id)
+    while long.step < paused_at + 5:
+        session.check()
+        time.sleep(0.005)
+    long.cancel()
+    while long.job_id in session.journal.queue():
+        session.check()
+        time.sleep(0.005)
+    assert [e["from_step"] for e in long.events() if e["event"] == "started"] == [0, paused_at]
+    assert session.end() == 0, session.log
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked"])
+def test_a_session_that_ended_in_a_job_goes_on_with_it(
+    lab: Any, undisturbed: Any, how: signal.Signals
+) -> None:
+    calm, whole = undisturbed
+    lab.dataset()
+    first = RunningSession(lab.home, Layout())
+    job = first.start(lab.spec("qwen3"))
+    while job.step < 4:
+        first.check()
+        time.sleep(0.002)
+    os.kill(first.pid, how)
+    assert first.wait() == (-how if how == signal.SIGKILL else 75), first.log
+    assert job.status() is None and first.journal.queue() == [job.job_id]
+    second = RunningSession(lab.home, Layout())
+    while not job.ended:
+        second.check()
+        time.sleep(0.01)
+    assert second.end() == 0
+    assert outcome(lab.home, job) == outcome(calm.home, whole.journal)
+    assert second.journal.attempts == 2 and job.attempts == 2
+
+
+def test_an_idle_session_ends(lab: Any) -> None:
+    assert RunningSession(lab.home, Layout(), idle_seconds=0.2).wait() == 0
