@@ -340,6 +340,7 @@ class Loop:
                 parent=parent.id,
                 hyperparameters=hyperparameters,
                 optimizer_from="parent",
+                session=None if self.settings.live else self.name,  # live updates are hours apart
             )
             return await self._client.wait_for(job, report)
 

@@ -135,6 +135,7 @@ class Platform:
         layout: Layout | None = None,
         evaluate_every: int | None = None,
         logprob_limit: float | None = None,
+        session: str | None = None,
         oversubscribe: bool | None = None,
     ) -> JobStatus:
         """Start a training job, or find it; see JobSpec. The platform chooses what is None.
@@ -152,6 +153,7 @@ class Platform:
             "layout": layout.model_dump() if layout is not None else None,
             "evaluate_every": evaluate_every,
             "logprob_limit": logprob_limit,
+            "session": session,
             "oversubscribe": oversubscribe,
         }
         given = {name: value for name, value in body.items() if value is not None}
