@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Generic, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import to_json
 from typing_extensions import TypeVar
 
 Message = dict[str, Any]  # one chat message in OpenAI's shape
@@ -28,6 +29,36 @@ def canonical(value: Any) -> bytes:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
+
+
+DEEPEST = 64  # lists and objects within each other, in JSON that a model or a client wrote
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that a model or a client wrote. Raises ValueError, also for `bounded`."""
+    try:
+        return bounded(json.loads(text))
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def bounded(value: Any) -> Any:
+    """Return parsed JSON that is at most DEEPEST deep. Raises ValueError for deeper JSON.
+
+    Whatever reads or writes it later recurses: Python at most 1,000 deep, protobuf 100.
+    """
+    level, depth = [value], 0
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(f"the JSON is nested more than {DEEPEST} deep")
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return value
 
 
 def digest(value: Any, length: int = 16) -> str:
@@ -101,7 +132,10 @@ class Task(StrictRecord):
     @classmethod
     def _set_default_id(cls, data: Any) -> Any:
         if isinstance(data, dict) and not data.get("id") and "input" in data:
-            return {**data, "id": task_id(data)}
+            try:
+                return {**data, "id": task_id(data)}
+            except TypeError as error:
+                raise ValueError(f"JSON cannot hold it: {error}") from None
         return data
 
     @model_validator(mode="after")
@@ -110,6 +144,15 @@ class Task(StrictRecord):
             have = ", ".join(map(repr, self.metadata)) or "none"
             raise ValueError(f"identity: {missing[0]!r} is no key of the metadata; there is {have}")
         return self
+
+    @field_validator("target", "metadata")
+    @classmethod
+    def _check_json(cls, value: Any) -> Any:
+        try:
+            to_json(value)
+        except ValueError as error:  # a task goes to disk and over HTTP
+            raise ValueError(f"JSON cannot hold it: {error}") from None
+        return value
 
     @property
     def world(self) -> str | None:

@@ -25,7 +25,7 @@ from cray_agents.runtime.disk.durable import keep_newest
 from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.engine_agreement import select_sampled_by_parent
+from cray_agents.trainers.job.engine_agreement import places_of_parent
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.journal import JobJournal
@@ -108,9 +108,7 @@ def prepare(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
         )
     reference = _reference(spec, home, parent, model)
     samples, validation = _samples(spec, home, parent, model)
-    comparable = select_sampled_by_parent(
-        samples, home, spec.parent_sha256, hyper.policy.temperature
-    )
+    places = places_of_parent(samples, home, spec.parent_sha256)
     return JobInputs(
         journal,
         spec,
@@ -118,7 +116,7 @@ def prepare(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
         parent,
         model,
         samples,
-        comparable,
+        places,
         validation,
         reference,
     )

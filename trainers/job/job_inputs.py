@@ -19,7 +19,7 @@ class JobInputs:
     parent: Path
     model: Architecture
     samples: Samples
-    comparable: Samples  # the samples that the parent sampled: engine_agreement.py
+    parent_places: list[int]  # of the versions with the parent's weights: engine_agreement.py
     validation: Samples | None = None
     reference: Path | None = None  # None: the parent
     resume_from: Path | None = None  # a point of this job: continue exactly

@@ -10,6 +10,7 @@ import resource as limits
 import time
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,7 +99,9 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu)
-    attempt, *points = broadcast_from_rank0((work.attempt, work.resume_from, work.optimizer_from))
+    attempt, *points = broadcast_from_rank0(
+        (work.attempt, *(p and str(p) for p in (work.resume_from, work.optimizer_from)))
+    )
 
     def asked_to_stop() -> bool:
         return stop.set or (
@@ -117,7 +120,7 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
     )
     try:
         baseline, validation = score_baselines(training, work)
-        totals = restore(training, *points)
+        totals = restore(training, *(point and Path(point) for point in points))
         finished = train(training, work, baseline, validation, attempt, totals)
         if finished and may_publish(work, attempt):
             training.finish()
@@ -140,7 +143,10 @@ def score_baselines(
     training: Training, work: JobInputs
 ) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
     """Score the samples under the weights before training; prove that the engine agrees."""
-    comparable = broadcast_from_rank0(work.comparable)  # nodes read the registry at their own time
+    # nodes read the registry at their own time
+    parents = broadcast_from_rank0(work.parent_places)
+    temperature = work.spec.hyperparameters.policy.temperature
+    comparable = engine_agreement.select_sampled(work.samples, parents, temperature)
     agreement = engine_agreement.compare(comparable, training.score(comparable))
     if agreement is not None:
         limit = engine_agreement.difference_limit(work.spec)
@@ -154,7 +160,7 @@ def score_baselines(
     return baseline, baselines.of_validation(work.validation)
 
 
-def restore(training: Training, point: Any, optimizer_from: Any) -> JobTotals:
+def restore(training: Training, point: Path | None, optimizer_from: Path | None) -> JobTotals:
     """Continue from a resume point of this job, or take another job's optimizer, or start anew."""
     if point is not None:
         return JobTotals(**resume.load(training, point))
