@@ -12,10 +12,18 @@ import json
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, Generic, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import to_json
 from typing_extensions import TypeVar
 
@@ -132,10 +140,8 @@ class Task(StrictRecord):
     @classmethod
     def _set_default_id(cls, data: Any) -> Any:
         if isinstance(data, dict) and not data.get("id") and "input" in data:
-            try:
+            with suppress(TypeError):  # the checks of the fields say what JSON cannot hold
                 return {**data, "id": task_id(data)}
-            except TypeError as error:
-                raise ValueError(f"JSON cannot hold it: {error}") from None
         return data
 
     @model_validator(mode="after")
@@ -143,14 +149,16 @@ class Task(StrictRecord):
         if missing := [key for key in self.identity if key not in self.metadata]:
             have = ", ".join(map(repr, self.metadata)) or "none"
             raise ValueError(f"identity: {missing[0]!r} is no key of the metadata; there is {have}")
+        if not self.id:
+            raise ValueError(f"identity: JSON cannot hold the values of {self.identity}")
         return self
 
     @field_validator("target", "metadata")
     @classmethod
-    def _check_json(cls, value: Any) -> Any:
-        try:
-            to_json(value)
-        except ValueError as error:  # a task goes to disk and over HTTP
+    def _check_json(cls, value: Any, field: ValidationInfo) -> Any:
+        try:  # a task goes to disk and over HTTP, and its id may be a hash of the target
+            canonical(value) if field.field_name == "target" else to_json(value)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"JSON cannot hold it: {error}") from None
         return value
 

@@ -244,8 +244,8 @@ async def test_text_of_a_thousand_brackets_is_text(text: str, tool_calls: Any) -
 @pytest.mark.parametrize("depth", [100, 600, 3000])
 async def test_arguments_of_a_thousand_brackets_are_the_models_mistake(depth: int) -> None:
     arguments = '{"expression":' * depth + "1" + "}" * depth
-    call = {"id": "c", "type": "function", "function": {"name": "calculator"}}
-    call["function"]["arguments"] = arguments
+    function = {"name": "calculator", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function}
     deep = {"role": "assistant", "content": None, "tool_calls": [call]}
     agent = Agent("a", engine=ScriptedEngine([deep, "done"]), tools=[calculator])
     run = await agent.run("hi")

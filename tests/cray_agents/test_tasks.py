@@ -111,7 +111,7 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("tasks", [["x"], "x", [{"input": "x"}], [None]])
 def test_only_tasks_make_a_set(tasks: Any) -> None:
-    with pytest.raises(BadInput, match="TaskSet.from_list"):
+    with pytest.raises(BadInput, match=r"TaskSet\.from_list"):
         TaskSet(tasks)
 
 

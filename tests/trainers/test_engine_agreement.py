@@ -53,7 +53,7 @@ def sampled(count: int, **changes: Any) -> Samples:
     return replace(samples, **about | changes)
 
 
-def select_from(samples: Samples, home: Home, sha256: str, *rest: float, **more: int) -> Samples:
+def select_from(samples, home, sha256, *rest, **more):
     return select_sampled(samples, places_of_parent(samples, home, sha256), *rest, **more)
 
 
