@@ -7,8 +7,7 @@ With no model at all, its part read from a script:    python cookbook/01_hello_a
 
 import sys
 
-from cray_agents import Agent, ScriptedEngine
-from cray_agents.engines.scripted import tool_call
+from cray_agents import Agent, ScriptedEngine, tool_call
 from cray_agents.tools.calculator import calculator
 
 agent = Agent(

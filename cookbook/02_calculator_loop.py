@@ -2,9 +2,10 @@
 
 A tiny model, made here and never downloaded, sees a few demonstrations until it succeeds now and
 then. From there on it learns only from its own successful runs: run, score, keep what was right,
-train, prove, evaluate, promote if better. `cray-agents demo` is this file with a report at the end;
-`python cookbook/02_calculator_loop.py` is it without; with `--quick` both do little of everything,
-to see that it runs. Two ways to learn from runs stand side by side:
+train, prove, evaluate, promote if better. 00_the_loop_by_hand.py spells a loop out. `cray-agents
+demo` is this file with a report at the end; `python cookbook/02_calculator_loop.py` is it without.
+With `--quick` both do little of everything, to see that it runs. Two ways to learn from runs stand
+side by side:
 
     --method rft     imitate the runs that were right (rejection sampling): the default
     --method grpo    eight runs at each task; the likelihood of those that were better than the
@@ -13,7 +14,8 @@ to see that it runs. Two ways to learn from runs stand side by side:
 and `--control shuffled-rewards` permutes the rewards among a generation's runs: nothing else
 changes. `--seed N` is another model, other tasks, other data.
 GRPO takes small steps and many generations, and begins where the model already succeeds now and
-then at every kind of question: it is shown more demonstrations first. README.md has what was seen.
+then at every kind of question: it is shown more demonstrations first. docs/cookbook.md has what was
+seen.
 
 The task: two-number arithmetic, "What is 47 + 385?". The agent must call the calculator with the
 right expression and then answer with the result and nothing else. Both operands of a level-L
@@ -37,28 +39,30 @@ from cray_agents import (
     Curriculum,
     Hyperparameters,
     Loop,
+    Message,
+    Policy,
     Run,
+    Split,
     Stage,
     Task,
     TaskSet,
     WarmUp,
+    local_platform,
     make_tiny_model,
     reward,
 )
 from cray_agents import warm_up as run_warm_up
-from cray_agents.records import Message, Split
 from cray_agents.tools.calculator import calculator
-from cray_agents.training_jobs import Policy
 
 LEVELS, OPERATORS = (1, 2, 3, 4), "+-*"
 KINDS = list(itertools.product(LEVELS, OPERATORS))
-SHOWN = [level * (2 if operator == "*" else 1) for level, operator in KINDS]  # in demonstrations
+HARDNESS = [level * (2 if operator == "*" else 1) for level, operator in KINDS]
 RESULT = {"+": add, "-": sub, "*": mul}
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything. `target`: the held-out success at which the loop stops."""
+    """Sizes of a run. `target`: the held-out success at which the loop stops."""
 
     train: int
     evaluated: int  # held-out tasks, and as many test tasks
@@ -97,19 +101,19 @@ def exact(run: Run) -> float:
 
 
 def reserved(operand: int) -> bool:
-    """Whether an operand is kept for evaluation: one in five, spread over every last digit."""
+    """Tell if an operand is kept for evaluation: one in five, spread over every last digit."""
     return (operand + operand // 10) % 5 == 2
 
 
 def split_of(left: int, operator: str, right: int) -> Split:
-    """Where a question belongs: it follows from the question alone, whatever the seed."""
+    """Return a question's split. It follows from the question alone, whatever the seed."""
     if not (reserved(left) or reserved(right)):
         return "train"
     return "holdout" if (left + right + OPERATORS.index(operator)) % 2 else "test"
 
 
 def question(draw: random.Random, level: int, operator: str) -> Task:
-    """One question of a kind, in whatever split it belongs to."""
+    """Draw a question of a kind, in whatever split it belongs to."""
     low = 10 ** (level - 1) if level > 1 else 0
     left, right = draw.randrange(low, 10**level), draw.randrange(low, 10**level)
     return Task(
@@ -123,38 +127,38 @@ def question(draw: random.Random, level: int, operator: str) -> Task:
 def questions(
     seed: int, split: Split, count: int, weights: Sequence[int] | None = None
 ) -> list[Task]:
-    """`count` distinct questions of a split; the kinds come in turn, or by weight.
+    """Draw `count` distinct questions of a split; the kinds come in turn, or by weight.
 
     There are few one-digit questions: when a kind has no more, the others go on.
     """
     draw = random.Random(f"{seed} {split} {weights}")
-    found: dict[str, Task] = {}
+    drawn: dict[str, Task] = {}
     exhausted = set[tuple[int, str]]()
     for turn in itertools.count():
         kind = draw.choices(KINDS, weights)[0] if weights else KINDS[turn % len(KINDS)]
         if kind in exhausted:
             continue
         tries = (question(draw, *kind) for _ in range(2000))
-        task = next((t for t in tries if t.split == split and t.input not in found), None)
+        task = next((t for t in tries if t.split == split and t.input not in drawn), None)
         if task is None:
             exhausted.add(kind)
         else:
-            found[task.input] = task
-        if len(found) == count or len(exhausted) == len(KINDS):
+            drawn[task.input] = task
+        if len(drawn) == count or len(exhausted) == len(KINDS):
             break
-    return list(found.values())
+    return list(drawn.values())
 
 
 def demonstrated(seed: int, count: int) -> list[Task]:
-    """The questions to demonstrate: two of each kind, and then more of the harder kinds."""
+    """Draw the questions to demonstrate: two of each kind, then more of the harder kinds."""
     each = questions(seed, "train", 2 * len(KINDS))
     first = {task.input: task for task in each}
-    more = [t for t in questions(seed, "train", count, SHOWN) if t.input not in first]
+    more = [t for t in questions(seed, "train", count, HARDNESS) if t.input not in first]
     return [*each, *more][:count]
 
 
 def demonstration(task: Task) -> list[Message]:
-    """A scripted run of a perfect agent."""
+    """Return the conversation of a perfect agent."""
     arguments = json.dumps({"expression": task.metadata["expression"]})
     call = {
         "id": "call_0",
@@ -174,28 +178,29 @@ def demonstration(task: Task) -> list[Message]:
 
 
 def size_of(method: Method, quick: bool) -> Size:
-    """How much of everything a method wants."""
+    """Return the sizes that a method wants."""
     if method == "rft":
         return QUICK if quick else FULL
     return QUICK_GRPO if quick else FULL_GRPO
 
 
 def make_loop(seed: int = 0, quick: bool = False, method: Method = "rft") -> Loop:
-    """The loop for a seed: its tasks, its demonstrations, how it trains."""
+    """Make the loop of a seed: its tasks, its demonstrations, its method."""
     size = size_of(method, quick)
     tasks = [
         *questions(seed, "train", size.train),
         *questions(seed, "holdout", size.evaluated),
         *questions(seed, "test", size.evaluated),
     ]
-    shown = demonstrated(seed, size.demonstrations)
     return Loop(
         agent,
         TaskSet(tasks),
         rewards=[exact],
         name=f"calculator-{seed}" if method == "rft" else f"calculator-{seed}-{method}",
         tasks_per_generation=size.per_generation,
-        demonstrations=[(demonstration(task), task.metadata) for task in shown],
+        demonstrations=[
+            (demonstration(task), task.metadata) for task in demonstrated(seed, size.demonstrations)
+        ],
         balance_by="kind",
         balance_power=0.3,
         target=size.target,
@@ -248,7 +253,7 @@ def comparison(seed: int, steps: int) -> dict[str, Any]:
 
 
 def imitating(seed: int, steps: int) -> Hyperparameters:
-    """How demonstrations, and runs that were right, are imitated."""
+    """Return the settings by which demonstrations, and runs that were right, are imitated."""
     return Hyperparameters(
         steps=steps,
         batch_size=16,
@@ -283,8 +288,6 @@ def make_model(directory: Path, seed: int = 0) -> None:
 
 def main() -> None:
     """Make the model, warm it up, run the loop; the same command goes on where it stopped."""
-    from cray_agents import local_platform
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--method", choices=["rft", "grpo"], default="rft")
     parser.add_argument("--control", choices=["shuffled-rewards"])

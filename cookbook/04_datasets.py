@@ -14,17 +14,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents import make_tiny_model
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 ASK = "Please tell me in one short sentence whether I will need an umbrella in {} tomorrow"
 BENCHMARK = ASK.format("Lima")
 
 
-def chat(city: str, answer: str) -> dict[str, object]:
-    """A line of the file."""
-    said = [("system", "Answer briefly."), ("user", ASK.format(city)), ("assistant", answer)]
-    return {"messages": [{"role": role, "content": text} for role, text in said]}
+def chat(city: str, answer: str) -> list[dict[str, str]]:
+    """The messages of a conversation."""
+    turns = [("system", "Answer briefly."), ("user", ASK.format(city)), ("assistant", answer)]
+    return [{"role": role, "content": text} for role, text in turns]
 
 
 def cray_agents(*words: object) -> None:
@@ -38,11 +38,11 @@ def main(folder: Path) -> None:
     """Bring in, look, build, take out."""
     folder.mkdir(parents=True, exist_ok=True)
     home, chats, held_out = folder / "root", folder / "chats.jsonl", folder / "benchmark.txt"
-    lines = [chat(city, f"No, {city} stays dry.") for city in CITIES]
-    chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    conversations = [chat(city, f"No, {city} stays dry.") for city in CITIES]
+    chats.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations))
     held_out.write_text(BENCHMARK + "\n")
-    tokenizer = folder / "model"  # any Hugging Face checkpoint of yours; here a tiny random one
-    make_seed_model(tokenizer, seed=0, corpus=[chats.read_text()])
+    # any Hugging Face checkpoint of yours; here a tiny random one
+    tokenizer = make_tiny_model(folder / "model", [(one, {}) for one in conversations])
 
     where = ("--home", home)
     cray_agents("import", chats, "--format", "openai", "--loop", "weather", "--reward", 1, *where)

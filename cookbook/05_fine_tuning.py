@@ -19,13 +19,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from cray_agents.paths import Home
-from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.store import Store
-from cray_agents.trainers.models.seed_model import make_seed_model, render
+from cray_agents import make_tiny_model
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 MONTHS = ["January", "February", "March", "April", "May", "June"]
@@ -114,18 +110,13 @@ class Shop:
     model: Path
     seed: int = 0
 
-    def dataset(self, loop: str, method: Literal["sft", "dpo", "kto"]) -> str:
-        """A training set of what was imported, a quarter of the questions kept apart; its id.
-
-        `cray-agents dataset build`, as in 04_datasets.py, without starting a process for it.
-        """
-        recipe = DatasetRecipe(
-            loop=loop, method=method, validation=0.25, render=True, tokenizer=str(self.model)
-        )
-        home = Home(self.root)
-        made = build_dataset(Store(home), home, recipe)
+    def dataset(self, loop: str, method: str) -> str:
+        """A training set of what was imported, a quarter of the questions kept apart; its id."""
+        what = ("--loop", loop, "--method", method, "--validation", 0.25)
+        how = ("--render", "--tokenizer", self.model, "--home", self.root)
+        made = cray_agents("dataset", "build", *what, *how, "--json", answers=True)
         counts = {split: count["samples"] for split, count in made["splits"].items()}
-        print(f"\n{loop}: {made['id']} for {method}, samples: {counts}", flush=True)
+        print(f"{loop}: {made['id']} for {method}, samples: {counts}", flush=True)
         return str(made["id"])
 
     def train(self, parent: object, dataset: str, *more: object) -> "Trained":
@@ -158,14 +149,9 @@ def main(folder: Path, seed: int = 0) -> None:
 
     # Any Hugging Face directory of a Llama, Mistral, Mixtral, Qwen2 or Qwen3 will do. This one has
     # random weights: as `--init random` gives them to any config.json, to train from scratch.
-    if not (model / "model.safetensors").exists():
-        styles = (polite, spanish, rude)
-        texts = [
-            render(chat(q, style(*of))["messages"], [])
-            for q, of in asked(MONTHS).items()
-            for style in styles
-        ]
-        make_seed_model(model, seed=seed, corpus=texts)
+    styles = (polite, spanish, rude)
+    words = [chat(q, style(*of)) for q, of in asked(MONTHS).items() for style in styles]
+    make_tiny_model(model, [(each["messages"], {}) for each in words], seed=seed)
     shop = Shop(root, model, seed)
 
     # SFT: conversations to imitate, all of them worth a reward of 1. The result becomes bot@1

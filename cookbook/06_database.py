@@ -32,20 +32,21 @@ from cray_agents import (
     Environment,
     Hyperparameters,
     Loop,
+    Message,
+    Policy,
     PromotionTest,
     Run,
     RunContext,
     Task,
     TaskSet,
+    ToolError,
     WarmUp,
+    local_platform,
     make_tiny_model,
     reward,
     tool,
 )
-from cray_agents.errors import ToolError
-from cray_agents.records import Message
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.training_jobs import Policy
 
 GOODS = ["tea", "milk", "rice", "salt", "soap", "wine", "corn", "figs"]
 SEEN = "Table items(name, stock)."
@@ -227,8 +228,6 @@ loop = make_loop()  # for `cray-agents loop`
 
 def main() -> None:
     """Make the model, and run the loop; the same command goes on where it stopped."""
-    from cray_agents import local_platform
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")

@@ -23,13 +23,21 @@ recipes make here cannot learn to program.
 import asyncio
 import sys
 
-from cray_agents import Agent, Hyperparameters, Loop, ScriptedEngine, Task, TaskSet
-from cray_agents.engines.scripted import tool_call
-from cray_agents.records import Split
+from cray_agents import (
+    Agent,
+    Hyperparameters,
+    Loop,
+    Lora,
+    Policy,
+    ScriptedEngine,
+    Split,
+    Task,
+    TaskSet,
+    tool_call,
+)
 from cray_agents.tools.python import python_tool
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.verifier import verifier
-from cray_agents.training_jobs import Lora, Policy
 
 agent = Agent(
     name="coder",

@@ -10,7 +10,7 @@ nothing but a base URL. What happens to it, you do here by hand, with the calls 
     reward       the runs that are found by their questions get a number each
     train        the runs that were right become a training set, that a job, that a new version
     compare      the same agent answers held-out questions under that version's name
-    decide       the test by which a Loop promotes (cray_agents/promotion.py): promoted or rejected
+    decide       the test by which a Loop promotes: promoted or rejected
 
 Model, questions and warm-up are those of 02_calculator_loop.py: a tiny model that its few
 demonstrations made right now and then. With a model of yours all of `main` stays, but for the
@@ -26,14 +26,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cray_agents import Hyperparameters, Loop, Platform, PromotionTest, Task
-from cray_agents.cli.agent.agents import load
-from cray_agents.promotion.sequential_test import Decision, Pair, decide, plan
-from cray_agents.queries import DatasetRecipe, RunFilter
-from cray_agents.records import ModelVersion
+from cray_agents import (
+    DatasetRecipe,
+    Hyperparameters,
+    Loop,
+    ModelVersion,
+    Pair,
+    Platform,
+    PromotionTest,
+    RunFilter,
+    Task,
+    decide,
+    local_platform,
+)
 
 COOKBOOK = Path(__file__).resolve().parent
 PYTHON = COOKBOOK.parent / ".venv-foreign" / "bin" / "python"
@@ -61,7 +70,7 @@ async def main(model, questions):
 print(json.dumps(asyncio.run(main(**json.load(sys.stdin)))))
 """
 
-book = load(COOKBOOK / "02_calculator_loop.py")
+book = import_module("02_calculator_loop")  # the file beside this one
 
 
 async def ask(platform: Platform, model: str, tasks: Sequence[Task]) -> list[str | None]:
@@ -117,18 +126,6 @@ async def trained(
     return await platform.register(NAME, done.checkpoint or done.id)
 
 
-def compared(
-    tasks: Sequence[Task], incumbent: Sequence[str | None], candidate: Sequence[str | None]
-) -> Decision:
-    """Whether the candidate is better, on the same questions."""
-    pairs = [
-        Pair(task=task.id, incumbent=before == task.target, candidate=after == task.target)
-        for task, before, after in zip(tasks, incumbent, candidate, strict=True)
-    ]
-    test = PromotionTest(hidden=0)
-    return decide(pairs, test, planned=plan(tasks, test), exhausted=True)
-
-
 async def main(platform: Platform, warmed: Loop, size: Any, generations: int) -> None:
     """Generation by generation: ask, reward, train, compare, decide.
 
@@ -147,7 +144,12 @@ async def main(platform: Platform, warmed: Loop, size: Any, generations: int) ->
         candidate = await trained(platform, warmed, incumbent, job, begun)
         async with platform.staged(candidate, holder="cookbook"):
             after = await ask(platform, candidate.id, held_out)
-            decision = compared(held_out, before, after)
+            pairs = [
+                Pair(task=task.id, incumbent=old == task.target, candidate=new == task.target)
+                for task, old, new in zip(held_out, before, after, strict=True)
+            ]
+            planned = {None: len(pairs)}  # no kind of question is guarded by itself
+            decision = decide(pairs, PromotionTest(hidden=0), planned=planned, exhausted=True)
             why, numbers = decision.reason, decision.model_dump(mode="json")
             if decision.verdict == "promote":
                 await platform.promote(candidate, who="cookbook", reason=why, numbers=numbers)
@@ -169,8 +171,6 @@ async def promoted(platform: Platform) -> ModelVersion:
 
 
 if __name__ == "__main__":
-    from cray_agents import local_platform
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")

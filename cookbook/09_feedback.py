@@ -31,17 +31,18 @@ from cray_agents import (
     Agent,
     Hyperparameters,
     Loop,
+    Message,
+    Preference,
     PromotionTest,
     Run,
     Task,
     TaskSet,
     WarmUp,
     Watch,
+    local_platform,
     make_tiny_model,
     reward,
 )
-from cray_agents.records import Message
-from cray_agents.training_jobs import Preference
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August"]
@@ -160,8 +161,6 @@ class Users:
 
 def main() -> None:
     """Serve the agent, let people judge it, and watch."""
-    from cray_agents import local_platform
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")

@@ -3,8 +3,8 @@
     python cookbook/10_cluster.py [FOLDER]    FOLDER: where it all goes; default: ./cluster-demo
 
 It runs without a GPU, in seconds: it shows the estimates, and the very batch script that Slurm
-would get for a LoRA job on 2 nodes of 8 H100. NOT RUN by us: the rest, on GPUs. What follows is
-what the code is written for.
+would get for a LoRA job on 2 nodes of 8 H100, from stand-ins for Slurm's programs. NOT RUN by us:
+the rest, on GPUs. What follows is what the code is written for.
 
 1. A folder that all nodes see under one path, and an environment with the CUDA builds on it:
 
@@ -52,19 +52,11 @@ import os
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from cray_agents.cli.agent.agents import load
-from cray_agents.config import load_config
-from cray_agents.ports import Command, CommandStatus
-from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.scheduler.batch_script import batch_script
-from cray_agents.runtime.store import Store
-from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.trainers.planning.cluster_resources import resources_of
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora
+from cray_agents import make_tiny_model
 
 CONFIG = """\
 home = "{home}"  # the shared root: all nodes see it
@@ -82,75 +74,57 @@ dtype = "bfloat16"
 engine_args = ["--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.85"]
 """
 
-HYPERPARAMETERS = Hyperparameters(
-    steps=200,
-    batch_size=64,
-    learning_rate=1e-4,  # LoRA: about ten times that of full weights
-    warmup_steps=10,
-    schedule="cosine",
-    dtype="bfloat16",
-    max_tokens_per_microbatch=16384,
-    lora=Lora(rank=32, alpha=64),
-)
+JOB = {
+    "steps": 200,
+    "batch_size": 64,
+    "learning_rate": 1e-4,  # LoRA: about ten times that of full weights
+    "warmup_steps": 10,
+    "schedule": "cosine",
+    "dtype": "bfloat16",
+    "max_tokens_per_microbatch": 16384,
+    "lora.alpha": 64,
+}
+
+# Slurm's programs, as far as a submission asks them. They queue nothing, and keep the script.
+STAND_INS = {
+    "sinfo": "echo gpu",
+    "scontrol": "echo ClusterName = dry-run",
+    "sbatch": 'cat > "$0.script"; echo 1',
+    "squeue": """[ ! -f "${0%/*}/sbatch.script" ] ||
+        sed -n 's/^#SBATCH --job-name=/1\x1fPENDING\x1fResources\x1f/p' "${0%/*}/sbatch.script" """,
+}
 
 
-class Shown:
-    """A scheduler that prints the batch script and queues nothing."""
-
-    name = "shown"
-
-    def __init__(self, ledger: Path) -> None:
-        self.ledger = ledger
-
-    def submit(self, command: Command) -> str:
-        """Print what sbatch would read."""
-        print(batch_script(command, self.ledger))
-        return "none"
-
-    def status(self, name: str) -> CommandStatus:
-        """As if it waited."""
-        return CommandStatus(state="queued", id="none")
-
-    def cancel(self, name: str) -> None:
-        """Nothing runs."""
-
-
-def cray_agents(*words: object) -> None:
-    """Show a command, and run it."""
+def cray_agents(*words: object, answers: bool = False) -> Any:
+    """Show a command and run it; with `answers`, what it prints as JSON."""
     argv = [str(word) for word in words]
     print(f"\n$ cray-agents {shlex.join(argv)}", flush=True)
-    subprocess.run([sys.executable, "-m", "cray_agents", *argv], check=True)
+    command = [sys.executable, "-m", "cray_agents", *argv]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE if answers else None).stdout
+    return json.loads(out) if answers else None
 
 
-def hollow_weights(model: Path) -> None:
-    """The weights that a config implies, their header real and their numbers a hole in the file.
-
-    A job is refused where its parent has none; 16 GB of nothing take no room on the disk.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        tensors = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).state_dict()
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        place = [end, end := end + 2 * tensor.numel()]
-        header[name] = {"dtype": "BF16", "shape": [*tensor.shape], "data_offsets": place}
-    text = json.dumps(header).encode()
-    with (model / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+def pretend_slurm(folder: Path) -> Path:
+    """Put the stand-ins before a Slurm that is here; where they keep the script."""
+    folder.mkdir(exist_ok=True)
+    for name, text in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    script = folder / "sbatch.script"
+    script.unlink(missing_ok=True)
+    return script
 
 
 def some_dataset(folder: Path) -> str:
     """A few conversations as a training set; its id. Yours are made by a loop, or as in 04."""
     chats = [[{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": f"{n}"}]
              for n in range(64)]  # fmt: skip
-    tokenizer = folder / "tokenizer"
-    make_seed_model(tokenizer, seed=0, corpus=[str(chats)])
-    recipe = DatasetRecipe(demonstrations=chats, tokenizer=str(tokenizer))
-    home = load_config().root
-    return str(build_dataset(Store(home), home, recipe)["id"])
+    tokenizer = make_tiny_model(folder / "tokenizer", [(chat, {}) for chat in chats])
+    recipe = folder / "recipe.json"
+    recipe.write_text(json.dumps({"demonstrations": chats, "tokenizer": str(tokenizer)}))
+    made = cray_agents("dataset", "build", "--recipe", recipe, "--json", answers=True)
+    return str(made["id"])
 
 
 def main(folder: Path) -> None:
@@ -162,28 +136,21 @@ def main(folder: Path) -> None:
     text = CONFIG.format(home=folder / "root")
     Path("cray-agents.toml").write_text(text)
     print(f"cray-agents.toml\n{text}")
-    config = load(Path(__file__).with_name("05_fine_tuning.py")).EIGHT_BILLION
+    config = import_module("05_fine_tuning").EIGHT_BILLION  # of the file beside this one
     (model / "config.json").write_text(json.dumps(config))
 
     work = ("--model", model, "--tokens", 2e7, "--microbatch-tokens", 16384)
     cray_agents("plan", *work, "--nodes", 2, "--limit", 3, "--lora-rank", 32)
     cray_agents("plan", *work, "--nodes", 2, "--limit", 3)  # of all weights
 
-    hollow_weights(model)
-    settings = load_config()
-    trainer = MegatronTrainer(
-        settings.root, Shown(settings.root.slurm), resources := resources_of(settings)
-    )
-    print(f"\nA job would take {resources}. Slurm would get:\n", flush=True)
-    job = trainer.submit(
-        JobSpec(
-            dataset=some_dataset(folder),
-            parent=str(model),
-            parent_sha256="",
-            hyperparameters=HYPERPARAMETERS,
-        )
-    )
-    print((settings.root.jobs / job.id / "log.txt").read_text())
+    dataset = some_dataset(folder)
+    script = pretend_slurm(folder / "slurm")
+    what = ("--parent", model, "--dataset", dataset, "--lora-rank", 32)
+    what += tuple(word for key, value in JOB.items() for word in ("--set", f"{key}={value}"))
+    what += ("--init", "random")  # only here, where there are no weights to begin with
+    job = cray_agents("jobs", "submit", *what, "--detach", "--json", answers=True)
+    print(f"\nSlurm would get:\n\n{script.read_text()}", flush=True)
+    cray_agents("jobs", "logs", job["id"])
 
 
 if __name__ == "__main__":

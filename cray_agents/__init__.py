@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from cray_agents.loop.stop_rules import Budget as Budget
     from cray_agents.loop.warmup import WarmUp as WarmUp
     from cray_agents.platform.client import Platform as Platform
+    from cray_agents.promotion.sequential_test import Pair as Pair
     from cray_agents.promotion.sequential_test import PromotionTest as PromotionTest
+    from cray_agents.promotion.sequential_test import decide as decide
     from cray_agents.queries import DatasetRecipe as DatasetRecipe
     from cray_agents.queries import RunFilter as RunFilter
     from cray_agents.records import Message as Message
@@ -60,6 +62,7 @@ _MODULES = {
     "Budget": "loop.stop_rules",
     "ConstrainedEngine": "engines.json_tool_calls",
     "Curriculum": "loop.curriculum",
+    "decide": "promotion.sequential_test",
     "DatasetRecipe": "queries",
     "Environment": "agent.environment",
     "FileSession": "agent.sessions",
@@ -76,6 +79,7 @@ _MODULES = {
     "ModelVersion": "records",
     "no_real_models": "engines.no_real_models",
     "OpenAIEngine": "engines.openai_engine",
+    "Pair": "promotion.sequential_test",
     "Platform": "platform.client",
     "PlatformSession": "agent.sessions",
     "Policy": "training_jobs",

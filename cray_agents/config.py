@@ -219,14 +219,14 @@ def _parse_variable(key: str, value: str) -> Any:
 
 def _check_keys(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     """Return `table`. Raises ConfigError for a key that is no setting, naming the nearest one."""
+
+    def spelled(key: str) -> str:
+        return prefix + key.upper() if prefix else key
+
     for key in table:
         if key not in Config.model_fields:
             near = difflib.get_close_matches(key, Config.model_fields, 1)
-            name = prefix + (key.upper() if prefix else key)
-            hint = (
-                f"did you mean {prefix + (near[0].upper() if prefix else near[0])}?"
-                if near
-                else (f"valid keys: {', '.join(Config.model_fields)}")
-            )
-            raise ConfigError(f"{source}: unknown key {name!r}; {hint}", param=key)
+            known = ", ".join(Config.model_fields)
+            hint = f"did you mean {spelled(near[0])}?" if near else f"valid keys: {known}"
+            raise ConfigError(f"{source}: unknown key {spelled(key)!r}; {hint}", param=key)
     return table

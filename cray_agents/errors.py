@@ -43,22 +43,25 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a user's share of 
 
 
 class CrayError(Exception):
-    """The base class of all errors that this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose.
 
-    #: Machine-readable name, used as `code` in OpenAI's error envelope.
+    `code` is a name for programs, and `param` the field that is wrong, if one is. Both go into
+    OpenAI's error envelope.
+    """
+
     code = "internal_error"
 
-
-class BadInput(CrayError, ValueError):
-    """A value cannot be used. `param` names it, as OpenAI's error envelope does."""
-
-    code = "invalid_value"
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, *args: object, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(*args)
         self.param = param
         if code:
             self.code = code
+
+
+class BadInput(CrayError, ValueError):
+    """A value cannot be used. `param` names it."""
+
+    code = "invalid_value"
 
 
 class ConfigError(BadInput):
@@ -72,12 +75,6 @@ class NotFound(CrayError, LookupError):
 
     code = "not_found"
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        if code:
-            self.code = code
-
 
 class AccessDenied(CrayError, PermissionError):
     """The gateway refuses the caller altogether (`status` 401) or for this request (403)."""
@@ -85,18 +82,10 @@ class AccessDenied(CrayError, PermissionError):
     code = "invalid_api_key"
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 401,
-        code: str | None = None,
-        param: str | None = None,
+        self, message: str, *, status: int = 401, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, param=param, code=code)
         self.status = status
-        self.param = param
-        if code:
-            self.code = code
 
 
 class TooManyRequests(CrayError, RuntimeError):
@@ -121,18 +110,10 @@ class EngineError(CrayError, RuntimeError):
     code = "engine_error"
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 0,
-        param: str | None = None,
-        code: str | None = None,
+        self, message: str, *, status: int = 0, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, param=param, code=code)
         self.status = status
-        self.param = param
-        if code:
-            self.code = code
 
 
 class EngineTimeout(EngineError, TimeoutError):

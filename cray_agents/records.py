@@ -12,10 +12,19 @@ import json
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, Generic, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import to_json
 from typing_extensions import TypeVar
 
 Message = dict[str, Any]  # one chat message in OpenAI's shape
@@ -28,6 +37,36 @@ def canonical(value: Any) -> bytes:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
+
+
+DEEPEST = 64  # lists and objects within each other, in JSON that a model or a client wrote
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that a model or a client wrote. Raises ValueError, also for `bounded`."""
+    try:
+        return bounded(json.loads(text))
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def bounded(value: Any) -> Any:
+    """Return parsed JSON that is at most DEEPEST deep. Raises ValueError for deeper JSON.
+
+    Whatever reads or writes it later recurses: Python at most 1,000 deep, protobuf 100.
+    """
+    level, depth = [value], 0
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(f"the JSON is nested more than {DEEPEST} deep")
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return value
 
 
 def digest(value: Any, length: int = 16) -> str:
@@ -101,7 +140,8 @@ class Task(StrictRecord):
     @classmethod
     def _set_default_id(cls, data: Any) -> Any:
         if isinstance(data, dict) and not data.get("id") and "input" in data:
-            return {**data, "id": task_id(data)}
+            with suppress(TypeError):  # the checks of the fields say what JSON cannot hold
+                return {**data, "id": task_id(data)}
         return data
 
     @model_validator(mode="after")
@@ -109,7 +149,18 @@ class Task(StrictRecord):
         if missing := [key for key in self.identity if key not in self.metadata]:
             have = ", ".join(map(repr, self.metadata)) or "none"
             raise ValueError(f"identity: {missing[0]!r} is no key of the metadata; there is {have}")
+        if not self.id:
+            raise ValueError(f"identity: JSON cannot hold the values of {self.identity}")
         return self
+
+    @field_validator("target", "metadata")
+    @classmethod
+    def _check_json(cls, value: Any, field: ValidationInfo) -> Any:
+        try:  # a task goes to disk and over HTTP, and its id may be a hash of the target
+            canonical(value) if field.field_name == "target" else to_json(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"JSON cannot hold it: {error}") from None
+        return value
 
     @property
     def world(self) -> str | None:

@@ -6,8 +6,7 @@
 Numbers and operators are not punctuation: `2+3`, `23`, `-5` and `5` are four texts. Some signs may
 be either (- / * . ! and brackets). They count beside numbers or single letters, as in a formula.
 Texts that `is_long` accepts are also compared by the similarity of their sets of 5-grams.
-This module alone defines equal inputs. tasks/leakage.py uses it to keep a TaskSet's splits apart,
-runtime/datasets/decontamination.py to keep training sets clean.
+This module alone defines equal inputs. Read next: tasks/text_index.py, which finds them.
 """
 
 import re

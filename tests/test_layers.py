@@ -160,3 +160,15 @@ def test_import_is_light() -> None:
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_ranks_exchange_no_pickles() -> None:
+    """A process of another user that reached the ranks' rendezvous would run code with one."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in sorted((ROOT / "trainers").glob("**/*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr.endswith(("_object", "_object_list")))
+        or (isinstance(node, ast.Import) and any(one.name == "pickle" for one in node.names))
+    ]
+    assert wrong == []

@@ -75,7 +75,7 @@ def asks(**changes: Any) -> Agent:
 def test_a_field_that_is_changed_after_construction_counts() -> None:
     loop = site_loop()
     loop.concurrency = 0
-    with pytest.raises(BadInput, match="concurrency=0 is too small"):
+    with pytest.raises(BadInput, match="concurrency=0: give a whole number of at least 1"):
         next(iter(loop.run(1)))
 
 

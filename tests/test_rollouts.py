@@ -72,7 +72,7 @@ def slow_at(word: str) -> Callable[[dict[str, Any]], Awaitable[str]]:
 
     async def says(request: dict[str, Any]) -> str:
         if said_to(request) == word:
-            await asyncio.sleep(2)
+            await asyncio.sleep(30)
         return TARGET
 
     return says
@@ -87,7 +87,7 @@ def stored(root: Path, **query: Any) -> list[Run]:
 
 async def test_a_run_that_is_too_slow_by_itself_has_its_reward(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(slow_at("slowly"))) as where:
-        agent = Agent("a", model="m", timeout=0.5)
+        agent = Agent("a", model="m", timeout=3)
         slow, quick = await carried_out(where, agent, "slowly", "at once")
     assert (slow.stop_reason, slow.error, slow.reward) == ("timeout", None, 0.0)
     assert (quick.stop_reason, quick.reward) == ("completed", 1.0)
@@ -106,7 +106,7 @@ class Slow(Mortal):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "why"), [(0.7, "no replica serves m@1"), (0.0, "m@1 was restarted")]
+    ("seconds", "why"), [(4.0, "no replica serves m@1"), (0.0, "m@1 was restarted")]
 )
 async def test_a_replica_that_restarts_is_not_the_agents_fault(
     tmp_path: Path, seconds: float, why: str
@@ -116,14 +116,14 @@ async def test_a_replica_that_restarts_is_not_the_agents_fault(
             host.die()
             return EngineUnavailable("it died")
         if host.starts == 2 and len(engine.requests) == 2 and not seconds:
-            await asyncio.sleep(2)
+            await asyncio.sleep(30)
         return TARGET
 
     engine = ScriptedEngine(says)
     host = Slow(engine)
     host.seconds = seconds
     with platform(tmp_path, host) as where:
-        (run,) = await carried_out(where, Agent("a", model="m", timeout=0.8), "go")
+        (run,) = await carried_out(where, Agent("a", model="m", timeout=3), "go")
     assert run.reward == 1.0
     failed = [each for each in stored(tmp_path, loop="loop") if each.reward is None]
     assert failed
@@ -137,7 +137,7 @@ async def test_a_sub_agent_that_is_held_back_is_not_at_fault(tmp_path: Path) -> 
         async with opened(where) as (gate, version):
             gate._only = "m@2"  # as while a candidate is evaluated
             passing = GatedEngine(where.engine(), gate, version)
-            child = Agent("child", model=version.id, timeout=0.2)
+            child = Agent("child", model=version.id, timeout=2)
             held = await child.through(passing).run("go")
             gate._only = None
             assert (await child.through(passing).run("go")).output == TARGET

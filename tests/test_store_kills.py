@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -42,6 +43,7 @@ class Writer:
 
     def start(self) -> None:
         self._lives += 1
+        self._written_before = len(self.acknowledged)
         name = f"{self._name}x{self._lives}"
         argv = ("-m", "tests.support.store.writer_process", "{root}", name)
         self.process = self._host.start(*argv, stdout=subprocess.PIPE)
@@ -53,9 +55,17 @@ class Writer:
         self.process.wait()
         self._reading.join()
 
+    @property
+    def has_written(self) -> bool:
+        """Whether a write of its present life was acknowledged."""
+        assert self.process.poll() is None, f"{self._name} ended by itself"
+        return len(self.acknowledged) > self._written_before
+
     def _read(self) -> None:
         assert self.process.stdout is not None
-        self.acknowledged += [line.strip() for line in self.process.stdout if line.endswith("\n")]
+        for line in self.process.stdout:
+            if line.endswith("\n"):
+                self.acknowledged.append(line.strip())
 
 
 class Command:
@@ -112,10 +122,9 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
         "-o",
         str(out),
     ]
-    keepers = [
-        Command(hosts[0], "sealer", [["-m", "tests.support.store.maintainer_process", "{root}"]]),
-        Command(hosts[1], "builder", builds),
-    ]
+    sealer = ["-m", "tests.support.store.maintainer_process", "{root}"]
+    builder = Command(hosts[1], "builder", builds)
+    keepers = [Command(hosts[0], "sealer", [sealer]), builder]
     everybody: list[Writer | Command] = [*writers, *keepers]
     kills = Counter[str]()
     try:
@@ -124,9 +133,16 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
             for keeper in keepers:
                 keeper.look()
             victim = chance.choice(everybody)
+            if isinstance(victim, Writer):  # another one, if this one has not written yet
+                until(lambda: any(writer.has_written for writer in writers))
+                victim = chance.choice([writer for writer in writers if writer.has_written])
             victim.kill()
             kills[victim.role] += 1
             victim.start()
+        while len(builder.finished) < STEPS:  # from runs that are written meanwhile
+            builder.look()
+            time.sleep(0.01)
+        until(lambda: sum(len(writer.acknowledged) for writer in writers) > 10 * KILLS)
     finally:
         for one in everybody:
             one.kill()
@@ -177,6 +193,11 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
     for keeper in keepers:
         assert not [text for text in keeper.failed if "Traceback" in text], keeper.failed
     assert len(acknowledged) > 10 * KILLS
+
+
+def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.01)
 
 
 def _export_with_kills(host: Host, argv: list[str], chance: random.Random, kills: int) -> int:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +31,9 @@ errors = Console(stderr=True, width=_width)
 
 HomeOption = Annotated[
     Path | None, typer.Option("--home", help="The shared root \\[default: .cray-agents].")
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="A platform's URL \\[default: the one on this root].")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -63,9 +67,14 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+def disarm(text: str) -> str:
+    """Return a text with its control characters, but for tabs and line breaks, as pictures."""
+    return text.translate(_PICTURES)
+
+
 def one_line(text: str) -> str:
     """Return a text without line breaks and control characters."""
-    return " ".join(text.split()).translate(_PICTURES)
+    return disarm(" ".join(text.split()))
 
 
 def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
@@ -75,7 +84,7 @@ def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
     """
     for number, source in enumerate(text.split("\n")):
         margin = indent + (hanging if number else 0)
-        whole = Text(source.expandtabs(4).translate(_PICTURES), style)
+        whole = Text(disarm(source.expandtabs(4)), style)
         if not console.is_terminal:
             console.print(Text(" " * margin) + whole, soft_wrap=True, highlight=False)
             continue
@@ -100,6 +109,12 @@ def size(count: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def progress_bar(*counts: str | ProgressColumn) -> Progress:
+    """Return a bar on stderr that goes when it is done; the counts stand between bar and time."""
+    start = (TextColumn("{task.description}"), BarColumn())
+    return Progress(*start, *counts, TimeRemainingColumn(), console=errors, transient=True)
 
 
 def root(home: Path | None) -> Home:

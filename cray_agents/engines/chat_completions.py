@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cray_agents.errors import EngineError
-from cray_agents.records import Message, ModelCall
+from cray_agents.records import Message, ModelCall, parse_json
 
 #: Keys of a message that stay when empty. Other empty ones would confuse a chat template.
 _ALWAYS_KEPT = ("role", "content")
@@ -114,7 +114,7 @@ def sendable(message: Message) -> Message:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(parse_json(text), dict)
     except ValueError:
         return False
 

@@ -18,7 +18,6 @@ Called by missed_tool_calls.py, which detects servers that need this: read it ne
 """
 
 import json
-import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +26,9 @@ from pydantic_core import from_json
 from cray_agents.engines.chat_completions import first_choice
 from cray_agents.errors import EngineError
 from cray_agents.ports import ChatEngine
-from cray_agents.records import Message, digest
+from cray_agents.records import Message, bounded, digest
 
-_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL)
+_FENCE = "```"
 _JSON = json.JSONDecoder()  # raw_decode ignores text after the JSON: models may go on writing
 _CHUNK_KEYS = ("id", "object", "created", "model")
 _TOOL_KEYS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -158,14 +157,25 @@ def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _without_fence(text: str) -> str:
+    """Return the inside of a Markdown code block, if the text is one; else the text.
+
+    Not by a regular expression: models may write blanks without end.
+    """
+    inside = text.strip()
+    if len(inside) < 2 * len(_FENCE) or not (inside.startswith(_FENCE) and inside.endswith(_FENCE)):
+        return text
+    kind, line, inside = inside[len(_FENCE) : -len(_FENCE)].partition("\n")
+    return inside if line and kind.strip() in ("", "json") else text
+
+
 def parse_reply(text: str, request: Mapping[str, Any]) -> Message:
     """Parse a model's text into fields of a message: `tool_calls` or `content`, and `written`.
 
     An answer that was cut off stays incomplete. Text that is neither call nor answer is `content`.
     """
-    fenced = _FENCE.fullmatch(text)
     try:
-        value, _ = _JSON.raw_decode((fenced[1] if fenced else text).lstrip())
+        value = bounded(_JSON.raw_decode(_without_fence(text).lstrip())[0])
     except (ValueError, RecursionError):
         partial = _answer_so_far(text)
         return {"content": partial, "written": text} if partial else {"content": text}

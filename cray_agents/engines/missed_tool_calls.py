@@ -17,7 +17,7 @@ from cray_agents.engines.chat_completions import Assembly, first_choice, tidy
 from cray_agents.engines.json_tool_calls import ConstrainedEngine
 from cray_agents.errors import EngineError
 from cray_agents.ports import ChatEngine
-from cray_agents.records import Message, ModelCall
+from cray_agents.records import Message, ModelCall, bounded, parse_json
 
 ToolCalls = Literal["auto", "native", "constrained"]
 
@@ -64,8 +64,8 @@ def _is_whole_call(opened: str) -> bool:
     opened = opened.strip()
     if ahead := _JSON_AHEAD.match(opened):
         try:
-            json.JSONDecoder().raw_decode(opened, ahead.end())
-        except ValueError:
+            bounded(json.JSONDecoder().raw_decode(opened, ahead.end())[0])
+        except (ValueError, RecursionError):
             return False
     return True
 
@@ -90,7 +90,7 @@ def _called_names(text: str) -> set[str]:
 
 def _parse_json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 

@@ -1,19 +1,60 @@
 """Checks of a loop's arguments: nonsense is an error before anything runs. Called by loop.py."""
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from cray_agents.agent.agent import Agent
 from cray_agents.errors import BadInput
+from cray_agents.loop.curriculum import Curriculum
+from cray_agents.loop.live.schedule import Watch
 from cray_agents.loop.settings import LoopSettings
+from cray_agents.loop.stop_rules import Budget
+from cray_agents.loop.warmup import WarmUp
 from cray_agents.loop.warmup import check as check_warm_up
+from cray_agents.platform.client import Platform
+from cray_agents.promotion.sequential_test import PromotionTest
 from cray_agents.tasks.task_set import TaskSet
 from cray_agents.training_jobs import Policy
 
+#: Whole numbers of a Loop with their least values, and numbers with their least and largest ones.
+COUNTS = {
+    "attempts": 1,
+    "tasks_per_generation": 1,
+    "evaluate_every": 1,
+    "history": 1,
+    "max_uses": 1,
+    "patience": 1,
+    "staleness": 0,
+    "concurrency": 1,
+    "seed": 0,
+}
+NUMBERS = {
+    "min_reward": (-math.inf, math.inf),
+    "balance_power": (0.0, math.inf),
+    "discount": (0.0, 1.0),
+    "resample": (0.0, 10.0),
+    "close_at": (0.0, 1.0),
+    "target": (-math.inf, math.inf),
+    "temperature": (0.0, math.inf),
+}
+KINDS: dict[str, type] = {
+    "name": str,
+    "balance_by": str,
+    "curriculum": Curriculum,
+    "promotion": PromotionTest,
+    "budget": Budget,
+    "watch": Watch,
+    "platform": Platform,
+    "warm_up": WarmUp,
+    "seeded": bool,
+}
+OPTIONAL = {"history", "max_uses", "patience", "min_reward", "target", "balance_by", "watch"}
+OPTIONAL |= {"platform", "warm_up"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def check_types(agent: Any, tasks: Any, rewards: Sequence[Any], demonstrations: Any) -> None:
+def check_types(agent: Any, tasks: Any, rewards: Any, demonstrations: Any) -> None:
     """Check the kinds of a loop's first arguments. Raises BadInput."""
     if not isinstance(agent, Agent):
         raise BadInput(f"agent={agent!r}: give an Agent", param="agent")
@@ -30,13 +71,52 @@ def check_types(agent: Any, tasks: Any, rewards: Sequence[Any], demonstrations: 
             "TaskSet.from_list(tasks, holdout=0.2)",
             param="tasks",
         )
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str):
+        raise BadInput(f"rewards={rewards!r}: give a function or a list", param="rewards")
     for place, function in enumerate(rewards):
         if not callable(function):
             raise BadInput(f"rewards[{place}] is {function!r}: give a function", param="rewards")
     _check_demonstrations(demonstrations)
 
 
+def check_kinds(loop: Any) -> None:
+    """Check the kinds of all other fields of a Loop, and the bounds of its numbers.
+
+    Raises BadInput.
+    """
+    for name, least in COUNTS.items():
+        value = getattr(loop, name)
+        if value is None and name in OPTIONAL:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise BadInput(
+                f"{name}={value!r}: give a whole number of at least {least}"
+                f"{' or None' if name in OPTIONAL else ''}",
+                param=name,
+            )
+    for name, (low, high) in NUMBERS.items():
+        value = getattr(loop, name)
+        if value is None and name in OPTIONAL:
+            continue
+        number = isinstance(value, int | float) and math.isfinite(value)
+        if not number or not low <= value <= high:
+            start = "" if low == -math.inf else f" from {low:g}"
+            end = "" if high == math.inf else f" to {high:g}"
+            raise BadInput(f"{name}={value!r}: give a number{start}{end}", param=name)
+    if loop.changed not in ("refuse", "accept"):
+        raise BadInput(f"changed={loop.changed!r}: give 'refuse' or 'accept'", param="changed")
+    if not callable(loop.on_progress):
+        message = f"on_progress={loop.on_progress!r}: give a function"
+        raise BadInput(message, param="on_progress")
+    for name, kind in KINDS.items():
+        value = getattr(loop, name)
+        if not isinstance(value, kind) and not (value is None and name in OPTIONAL):
+            raise BadInput(f"{name}={value!r}: give a {kind.__name__}", param=name)
+
+
 def _check_demonstrations(given: Any) -> None:
+    if not isinstance(given, Sequence):
+        raise BadInput(f"demonstrations={given!r}: give a list", param="demonstrations")
     for place, one in enumerate(given):
         name = f"demonstrations[{place}]"
         if not (isinstance(one, tuple | list) and len(one) == 2):
@@ -100,21 +180,9 @@ def check(loop: LoopSettings) -> None:
             f"{most:g}; PromotionTest(high=...) says if they go further",
             param="target",
         )
-    if not loop.sampling.temperature >= 0:
-        message = f"temperature={loop.sampling.temperature!r}: must not be negative"
-        raise BadInput(message, param="temperature")
-    for name, value, low, high in (
-        ("close_at", loop.asynchrony.close_at, 0.0, 1.0),
-        ("resample", loop.sampling.resample, 0.0, 10.0),
-    ):
-        if not low <= value <= high or (name == "close_at" and value == 0):
-            raise BadInput(f"{name}={value!r}: must be from {low:g} to {high:g}", param=name)
-    for name, count, least in (
-        ("staleness", loop.asynchrony.staleness, 0),
-        ("concurrency", loop.sampling.concurrency, 1),
-    ):
-        if count < least:
-            raise BadInput(f"{name}={count!r} is too small", param=name)
+    if loop.asynchrony.close_at == 0:
+        message = "close_at=0: a generation of no runs has nothing to learn from"
+        raise BadInput(message, param="close_at")
     if loop.sampling.resample and not methods & {"grpo", "dpo"}:
         raise BadInput("resample has no effect without a grpo or dpo stage", param="resample")
     if loop.data.history is not None and not methods & {"rft", "dpo", "kto"}:

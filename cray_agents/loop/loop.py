@@ -22,7 +22,7 @@ from cray_agents.generation import (
     promoted_holdout_success,
     promoted_version,
 )
-from cray_agents.loop.argument_checks import check, check_types
+from cray_agents.loop.argument_checks import check, check_kinds, check_types
 from cray_agents.loop.components import LoopComponents
 from cray_agents.loop.curriculum import Curriculum
 from cray_agents.loop.dataset_recipes import (
@@ -146,8 +146,10 @@ class Loop:
     warm_up: WarmUp | None = None
 
     def __post_init__(self) -> None:
-        self.rewards = (self.rewards,) if callable(self.rewards) else tuple(self.rewards)
+        self.rewards = (self.rewards,) if callable(self.rewards) else self.rewards
         check_types(self.agent, self.tasks, self.rewards, self.demonstrations)
+        check_kinds(self)
+        self.rewards = tuple(self.rewards)
         self.hyperparameters = as_hyperparameters(self.hyperparameters)
         self.name = self.name or f"{self.agent.name}-{self.agent.model}"
         # on live traffic others decide how many runs a task has
@@ -202,6 +204,7 @@ class Loop:
 
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
+        check_kinds(self)
         self._group()
         await self._warm_first()
         settings = settings_record(self.settings)

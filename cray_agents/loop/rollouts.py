@@ -24,6 +24,7 @@ from cray_agents.errors import EngineUnavailable
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion, Run, Split, Task, digest
+from cray_agents.rewards.llm_judge import bind_engine
 from cray_agents.rewards.reward import RewardFunction, needs_scoring, prepare_rescoring, score_run
 
 RETRIES = 2  # of a run that the infrastructure failed, or of a reward that failed
@@ -279,8 +280,9 @@ class Rollouts:
 
         `again`: the run is on record already, without its rewards.
         """
+        rewards = bind_engine(self.rewards, self.platform.engine())
         for _ in range(1 + RETRIES):
-            done = await score_run(run, self.rewards, engine=self.platform.engine())
+            done = await score_run(run, rewards)
             if not needs_scoring(done):
                 break
         if not (again and needs_scoring(done)):

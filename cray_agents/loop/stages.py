@@ -89,9 +89,11 @@ class Planned:
 
 def planned(method: Method | Sequence[Stage], default: Stage) -> list[Planned]:
     """Fill the stages from `default`, in their order. Raises BadInput."""
+    if not isinstance(method, str | Sequence):
+        raise BadInput(f"method={method!r}: give a name or a list of Stages", param="method")
     stages = [Stage(method)] if isinstance(method, str) else list(method)
-    if not stages:
-        raise BadInput("a schedule needs at least one stage", param="method")
+    if not stages or not all(isinstance(stage, Stage) for stage in stages):
+        raise BadInput(f"method={method!r}: a schedule needs Stages", param="method")
     filled_in: list[Planned] = []
     first = 1
     for place, stage in enumerate(stages):
@@ -124,8 +126,9 @@ def ended(stages: Sequence[Planned], number: int) -> str | None:
 def _filled(stage: Stage, default: Stage, label: str) -> Stage:
     for name in ("generations", "attempts", "tasks_per_generation", "evaluate_every"):
         value = getattr(stage, name)
-        if value is not None and value < 1:
-            raise BadInput(f"{label}: {name}={value!r}: must be at least 1", param=name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            message = f"{label}: {name}={value!r}: give a whole number of at least 1"
+            raise BadInput(message, param=name)
     open_names = [f.name for f in fields(stage) if getattr(stage, f.name) is None]
     left = {name: getattr(default, name) for name in open_names if name != "generations"}
     return replace(stage, **left)

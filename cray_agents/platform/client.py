@@ -17,7 +17,7 @@ from cray_agents.errors import BadInput, CrayError, JobError, NotFound
 from cray_agents.platform.transport import Recording, Transport
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
-from cray_agents.training_jobs import Hyperparameters, JobStatus, Layout, MethodName
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout, MethodName
 
 URL = "http://127.0.0.1:8000"
 POLL = 0.25  # seconds between looks at a running job
@@ -158,6 +158,11 @@ class Platform:
         }
         given = {name: value for name, value in body.items() if value is not None}
         return JobStatus.model_validate(await self._http.post("/jobs", given))
+
+    async def submit_spec(self, spec: JobSpec) -> JobStatus:
+        """Start a spec's job, or find it. The platform fills unset fields and the code version."""
+        body = spec.model_dump(mode="json", exclude={"code"}, exclude_unset=True)
+        return JobStatus.model_validate(await self._http.post("/jobs", body))
 
     async def job(self, job_id: str) -> JobStatus:
         """Return a job's status."""

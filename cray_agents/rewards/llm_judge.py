@@ -12,7 +12,7 @@ any reward.
 import asyncio
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from cray_agents.engines.openai_engine import engine_at
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Message, Run, digest
-from cray_agents.rewards.reward import RewardOptions
+from cray_agents.rewards.reward import RewardFunction, RewardOptions
 
 Rubric = str | Callable[[Run], str]
 
@@ -66,10 +66,6 @@ class LLMJudge:
         """Return the mean of the votes on a run. Raises RewardError if a vote fails."""
         votes = [self._vote(run, number) for number in range(self.votes)]
         return math.fsum(await asyncio.gather(*votes)) / self.votes
-
-    def with_engine(self, engine: ChatEngine) -> "LLMJudge":
-        """Return this judge with `engine`, unless it has its own."""
-        return self if self.engine is not None else replace(self, engine=engine)
 
     async def _vote(self, run: Run, number: int) -> float:
         engine = self.engine or engine_at(
@@ -161,6 +157,16 @@ def judge(
     return LLMJudge(
         rubric, model, scale, votes, engine, transcript, temperature, max_tokens, options
     )
+
+
+def bind_engine(rewards: Iterable[RewardFunction], engine: ChatEngine) -> list[RewardFunction]:
+    """Return the rewards; judges without an engine of their own get this one."""
+    return [
+        replace(reward, engine=engine)
+        if isinstance(reward, LLMJudge) and reward.engine is None
+        else reward
+        for reward in rewards
+    ]
 
 
 def judged_sections(run: Run, *, transcript: bool) -> dict[str, str]:

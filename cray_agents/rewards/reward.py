@@ -2,7 +2,7 @@
 
 A reward that fails is a RewardError on the run, never a 0. The run then has no reward until it is
 scored again. Called by agent authors and the loop. Read next: llm_judge.py, rewards that a model
-gives; runtime/datasets/advantages.py, the effect of a turn's reward on its tokens.
+gives; runtime/datasets/selection/advantages.py, the effect of a turn's reward on its tokens.
 """
 
 import contextlib
@@ -11,13 +11,12 @@ import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar, overload, runtime_checkable
+from typing import Any, Self, TypeVar, overload
 
 from pydantic import TypeAdapter, ValidationError
 
 from cray_agents.agent import user_code
 from cray_agents.errors import BadInput, RewardError
-from cray_agents.ports import ChatEngine
 from cray_agents.records import UNSCORED, Reward, Run, RunError
 
 #: A number (or bool) for the run; a list with a number or None for each turn; or numbers by turn.
@@ -44,15 +43,6 @@ class Verdict(float):
         made.comment = f"{SUSPECT}: {comment}" if suspect else comment
         made.suspect = suspect
         return made
-
-
-@runtime_checkable
-class AsksModel(Protocol):
-    """A reward function that asks a model, such as LLMJudge."""
-
-    def with_engine(self, engine: ChatEngine) -> RewardFunction:
-        """Return this function with `engine`, unless it has its own."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -100,8 +90,10 @@ def reward(
         name: name of the reward; default: the function's name.
         timeout: seconds that a call may take; None: no limit.
 
-    Raises BadInput for a weight that is no number or a timeout that is not above 0.
+    Raises BadInput for a weight that is no number, a timeout that is not above 0, an empty name.
     """
+    if name is not None and not (isinstance(name, str) and name.strip()):
+        raise BadInput(f"name={name!r}: give the reward a name, or leave it out", param="name")
     options = RewardOptions(weight, name, timeout)
 
     def mark(function: R) -> R:
@@ -111,31 +103,29 @@ def reward(
     return mark(function) if function is not None else mark
 
 
-async def score_run(
-    run: Run, rewards: Sequence[RewardFunction], *, engine: ChatEngine | None = None
-) -> Run:
+async def score_run(run: Run, rewards: Sequence[RewardFunction]) -> Run:
     """Return the run with its rewards and error (see `score`), and with or without `suspect`."""
-    all_rewards, error, suspect = await _score(run, rewards, engine)
+    all_rewards, error, suspect = await _score(run, rewards)
     tags = [tag for tag in run.tags if tag != SUSPECT] + [SUSPECT] * suspect
     return run.model_copy(update={"rewards": all_rewards, "error": error, "tags": tags})
 
 
 async def score(
-    run: Run, rewards: Sequence[RewardFunction], *, engine: ChatEngine | None = None
+    run: Run, rewards: Sequence[RewardFunction]
 ) -> tuple[list[Reward], RunError | None]:
     """Return a run's present rewards and those of the functions, and its error, if any.
 
-    Functions that ask a model use `engine` unless they have their own. If a reward fails, the error
-    is a RewardError, in the place of the run's own. A run recorded with it has no reward
-    (`Run.reward` is None, no dataset uses it), and can be scored again (`prepare_rescoring`). A run
-    that the infrastructure failed is not scored: it has no rewards and keeps its own error.
+    If a reward fails, the error is a RewardError, in the place of the run's own. A run recorded
+    with it has no reward (`Run.reward` is None, no dataset uses it), and can be scored again
+    (`prepare_rescoring`). A run that the infrastructure failed is not scored: it has no rewards and
+    keeps its own error.
     """
-    all_rewards, error, _ = await _score(run, rewards, engine)
+    all_rewards, error, _ = await _score(run, rewards)
     return all_rewards, error
 
 
 async def _score(
-    run: Run, rewards: Sequence[RewardFunction], engine: ChatEngine | None
+    run: Run, rewards: Sequence[RewardFunction]
 ) -> tuple[list[Reward], RunError | None, bool]:
     """Return rewards, error, and True if one of the functions suspects the run."""
     own = run.error if run.error is not None and run.error.type != UNSCORED else None
@@ -149,11 +139,8 @@ async def _score(
     given: list[Reward] = []
     suspect = False
     for function in rewards:
-        bound = function
-        if engine is not None and isinstance(function, AsksModel):
-            bound = function.with_engine(engine)
         try:
-            rewarded, suspicious = await _call_reward(run, bound)
+            rewarded, suspicious = await _call_reward(run, function)
             given += rewarded
             suspect |= suspicious
         except RewardError as error:

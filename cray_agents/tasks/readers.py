@@ -166,12 +166,6 @@ def make_task(value: TaskLike, location: str, columns: Columns | None = None) ->
             f"{location}: {place}: {problem['msg']} (fields: {', '.join(Task.model_fields)}{hint})",
             param=place,
         ) from error
-    except TypeError as error:  # raised by the canonical JSON that the id is a hash of
-        raise BadInput(
-            f"{location}: target: {error}: a task is kept as JSON; give a function such as "
-            'target=lambda row: str(row["answer"])',
-            param="target",
-        ) from error
 
 
 def _map_columns(row: Mapping[str, Any], columns: Columns, location: str) -> dict[str, Any]:

@@ -61,6 +61,13 @@ class TaskSet(Sequence[Task]):
 
     def __init__(self, tasks: Iterable[Task], *, on_leak: OnLeak = "error") -> None:
         whole = tuple(tasks)
+        for number, task in enumerate(whole):
+            if not isinstance(task, Task):
+                raise BadInput(
+                    f"task {number} is {task!r}: give Tasks; TaskSet.from_list also takes inputs "
+                    "and dicts",
+                    param="tasks",
+                )
         keys = [task_key(task) for task in whole]
         places = [f"task {number}" for number in range(len(whole))]
         self._tasks, self.dropped = separate_splits(whole, keys, places, drop=_drops(on_leak))

@@ -1,8 +1,8 @@
 """Dataset build: one pass over the runs a recipe considers, in constant memory, then one rename.
 
-The store's index lists the runs in the order of their tasks. selection.py and methods.py accept or
-refuse them, group by group. Samples go into shards (token_shards.py), and every run into
-runs.parquet (considered_runs.py). All files go into a hidden draft (draft.py), which is renamed to
+The store's index lists the runs in the order of their tasks. selection/ accepts or refuses them,
+group by group. Samples go into shards (samples/token_shards.py), and every run into runs.parquet
+(selection/considered_runs.py). All files go into a hidden draft (draft.py), which is renamed to
 the dataset when it is complete. A step of a loop is built once (uses.py). Called by
 build_process.py, fine_tuning and the command line.
 """
@@ -18,7 +18,7 @@ from cray_agents.errors import BadInput, Corrupt, CrayError, StoreError
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import new_id
-from cray_agents.runtime.datasets.counts import BuildCounts
+from cray_agents.runtime.datasets.description.counts import BuildCounts
 from cray_agents.runtime.datasets.draft import BuildPass, OnLine, OnProgress
 from cray_agents.runtime.datasets.reader import MANIFEST, read_dataset, verify
 from cray_agents.runtime.datasets.recipe_checks import check

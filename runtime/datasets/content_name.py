@@ -10,7 +10,7 @@ from typing import Any
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import canonical, digest
 from cray_agents.runtime.datasets.recipe_checks import DEMONSTRATIONS
-from cray_agents.runtime.datasets.token_shards import SampleRow
+from cray_agents.runtime.datasets.samples.token_shards import SampleRow
 
 LARGE = (*DEMONSTRATIONS, "rewards")
 

@@ -15,24 +15,26 @@ import orjson
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import canonical
-from cray_agents.runtime.datasets.considered_runs import ConsideredRun, LineWriter
 from cray_agents.runtime.datasets.content_name import Naming
-from cray_agents.runtime.datasets.counts import BuildCounts
-from cray_agents.runtime.datasets.decontamination import (
+from cray_agents.runtime.datasets.description.card import write_card
+from cray_agents.runtime.datasets.description.counts import BuildCounts
+from cray_agents.runtime.datasets.description.histogram import PAGE
+from cray_agents.runtime.datasets.exclusion.decontamination import (
     BlockedTexts,
     Match,
     input_of_messages,
     inputs_of_messages,
 )
-from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
-from cray_agents.runtime.datasets.methods import settle_groups
-from cray_agents.runtime.datasets.near_duplicates import KeptSamples, Repeat
+from cray_agents.runtime.datasets.exclusion.near_duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.reader import MANIFEST, RECIPE
 from cray_agents.runtime.datasets.recipe_checks import query_of
-from cray_agents.runtime.datasets.run_samples import TokenSample
-from cray_agents.runtime.datasets.sample_weights import Balance
-from cray_agents.runtime.datasets.selection import CandidateRun, Selection, is_too_long
-from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
+from cray_agents.runtime.datasets.samples.demonstrations import Renderer, renderer_of
+from cray_agents.runtime.datasets.samples.run_samples import TokenSample
+from cray_agents.runtime.datasets.samples.sample_weights import Balance
+from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
+from cray_agents.runtime.datasets.selection.considered_runs import ConsideredRun, LineWriter
+from cray_agents.runtime.datasets.selection.methods import settle_groups
+from cray_agents.runtime.datasets.selection.selection import CandidateRun, Selection, is_too_long
 from cray_agents.runtime.datasets.uses import Uses
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry.checkpoints import verify_settings
@@ -101,7 +103,8 @@ class BuildPass:
         recipe = self.recipe.model_dump(mode="json")
         durable.write_file(self.draft / RECIPE, canonical(recipe))
         files = {file: self._file_entry(file, rows) for file in sorted([*rows, RECIPE])}
-        self.counts.write_papers(self.draft, name, files)
+        self.counts.histograms.write(self.draft / PAGE, title=name)
+        write_card(self.draft, name, self.counts, files)
         for path in self.draft.iterdir():
             if path.name not in files:
                 durable.sync(path)

@@ -1,8 +1,8 @@
 """LineFormat: turn a run, or a pair of runs, into JSON records and codes of losses.
 
-A format's module defines a LineFormat and knows nothing of files; line_formats.py lists all. A run
-that a format cannot carry is the error `unsupported_export`. Anything else left out is a loss,
-named by a code that LOSSES explains in a sentence.
+A format's module defines a LineFormat and knows nothing of files; formats/catalog.py lists all. A
+run that a format cannot carry is the error `unsupported_export`. Anything else left out is a loss,
+named by a code that LOSSES explains in a sentence. Used by all formats.
 """
 
 from collections.abc import Callable
@@ -42,6 +42,7 @@ class LineFormat:
     suffix: str = ".jsonl"
 
 
+MISSING, UNSUPPORTED = "missing_runs", "unsupported_runs"
 LOSSES = MappingProxyType(
     {
         "conversation_only": "the conversation alone is carried: no rewards, ending, tags, times, "
@@ -69,6 +70,23 @@ LOSSES = MappingProxyType(
         "earlier_turns": "only the last answer is to be learned; earlier ones are its context",
         "exact_tokens": "exact token ids and logprobs are left out",
         "missing_calls": "model calls that are not in the store have no record of their own",
+        MISSING: "runs that are no longer in the store are left out",
+        UNSUPPORTED: "runs that the format cannot carry are left out",
+        "no_tokens": "runs without exact tokens, or whose logprobs do not go with them, are left "
+        "out",
+        "no_advantages": "advantages are computed for a dataset; they are null here",
+        "no_task": "runs without a task are left out: their prompt has nothing to be judged by",
+        "no_target": "tasks without a target have no ground truth: it is null",
+        "json_target": "targets that are no text stand as JSON",
+        "other_attempts": "further runs on a task are left out: a row is a task",
+        "answers": "what the model answered is left out: a row is a task, to be answered anew",
+        "tools": "definitions of tools are left out",
+        "no_conversation": "the conversation is left out: tokens, masks and numbers are carried",
+        "unpaired": "which of two runs on a task was the better is left out",
+        "unlabelled": "whether a run is desirable is left out",
+        "content_parts": "contents in several parts stand as JSON",
+        "call_details": "how and when each model call was made, and how long each tool took, is "
+        "left out",
     }
 )
 

@@ -28,10 +28,10 @@ from cray_agents.processes import die_with_parent
 from cray_agents.queries import RunFilter
 from cray_agents.records import StrictRecord, new_id
 from cray_agents.runtime.exports import exporter
-from cray_agents.runtime.exports.counts import ExportProgress
-from cray_agents.runtime.exports.line_formats import LineFormat
-from cray_agents.runtime.exports.parquet_files import TableFormat
-from cray_agents.runtime.exports.sources import ExportSource
+from cray_agents.runtime.exports.export_format import LineFormat
+from cray_agents.runtime.exports.sources.export_source import ExportSource
+from cray_agents.runtime.exports.writers.counts import ExportProgress
+from cray_agents.runtime.exports.writers.parquet_files import TableFormat
 
 NICE = 10  # the gateway goes first
 FAILED = 3  # the exit code

@@ -1,9 +1,9 @@
 """Exporter: write runs or a dataset in a format of other tools, to a file or a folder.
 
 `export` survives kills: started again, it resumes and ends with the same bytes. `stream` yields
-lines for a client. Called by the command line and export_process.py. Read next: sources.py for the
-items, jsonl_files.py and parquet_files.py for the writing, line_formats.py, tokens.py, verl.py and
-huggingface.py for the formats.
+lines for a client. Called by the command line and export_process.py. Read next:
+sources/export_source.py for the items, writers/jsonl_files.py and writers/parquet_files.py for the
+writing, formats/catalog.py for the formats.
 """
 
 import difflib
@@ -18,7 +18,12 @@ from cray_agents.queries import RunFilter
 from cray_agents.records import digest
 from cray_agents.runtime.datasets import read_dataset, shards
 from cray_agents.runtime.datasets.reader import SplitName
-from cray_agents.runtime.exports.counts import (
+from cray_agents.runtime.exports.export_format import LineFormat
+from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.exports.sources.dataset_source import DatasetRuns
+from cray_agents.runtime.exports.sources.export_source import ExportSource
+from cray_agents.runtime.exports.sources.store_source import StoredRuns
+from cray_agents.runtime.exports.writers.counts import (
     ExportCounts,
     ExportProgress,
     LossRules,
@@ -26,21 +31,14 @@ from cray_agents.runtime.exports.counts import (
     Summary,
     describe_losses,
 )
-from cray_agents.runtime.exports.dataset_source import DatasetRuns
-from cray_agents.runtime.exports.huggingface import HUGGINGFACE
-from cray_agents.runtime.exports.jsonl_files import blocks, write_lines, writer_of
-from cray_agents.runtime.exports.line_formats import FORMATS, LineFormat
-from cray_agents.runtime.exports.parquet_files import (
+from cray_agents.runtime.exports.writers.jsonl_files import blocks, write_lines, writer_of
+from cray_agents.runtime.exports.writers.parquet_files import (
+    TableExport,
     TableFormat,
     check_target,
     reads_shards,
-    write_tables,
 )
-from cray_agents.runtime.exports.resume_journal import ExportDraft, ResumeJournal
-from cray_agents.runtime.exports.sources import ExportSource
-from cray_agents.runtime.exports.store_source import StoredRuns
-from cray_agents.runtime.exports.tokens import TOKENS
-from cray_agents.runtime.exports.verl import VERL
+from cray_agents.runtime.exports.writers.resume_journal import ExportDraft, ResumeJournal
 from cray_agents.runtime.store import Store
 
 __all__ = [
@@ -53,7 +51,6 @@ __all__ = [
     "describe_losses",
     "export",
     "format_named",
-    "formats",
     "has_validation",
     "open_dataset",
     "open_runs",
@@ -78,20 +75,14 @@ class ExportOptions:
     restart: bool = False
 
 
-def formats() -> dict[str, Format]:
-    """Return all formats by name, those of lines first."""
-    return {**FORMATS, **{each.name: each for each in (TOKENS, VERL, HUGGINGFACE)}}
-
-
 def format_named(name: str) -> Format:
     """Return the format of this name. Raises BadInput naming the nearest one."""
-    known = formats()
-    if name in known:
-        return known[name]
-    near = difflib.get_close_matches(name, known, 1, 0.5)
+    if name in FORMATS:
+        return FORMATS[name]
+    near = difflib.get_close_matches(name, FORMATS, 1, 0.5)
     hint = f", perhaps {near[0]!r} is meant" if near else ""
     raise BadInput(
-        f"format {name!r} is not known{hint}; valid: {', '.join(known)}",
+        f"format {name!r} is not known{hint}; valid: {', '.join(FORMATS)}",
         param="format",
         code="unknown_format",
     )
@@ -166,9 +157,8 @@ def export(
     if isinstance(form, LineFormat):
         journal = write_lines(source, form, draft, journal, options.rules, on_progress)
     else:
-        journal = write_tables(
-            source, form, draft, journal, options.rules, on_progress, options.shard_size
-        )
+        tables = TableExport(source, form, draft, options.rules, on_progress, options.shard_size)
+        journal = tables.write(journal)
     losses = describe_losses(journal.losses)
     files = journal.files or 1
     return Summary(journal.records, journal.runs, files, journal.bytes, losses, resumed)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import orjson
 
 from cray_agents.errors import BadInput
-from cray_agents.records import Message
+from cray_agents.records import Message, bounded
 
 Kind = Literal["supervised", "dpo"]
 
@@ -222,8 +222,8 @@ def _check_call(field: str, call: Any) -> None:
     if not isinstance(call.get("id"), str) or not isinstance(function.get("name"), str):
         raise BadInput(f"{field} needs an id and function.name")
     try:
-        arguments = orjson.loads(function.get("arguments") or "")
-    except (orjson.JSONDecodeError, TypeError):
+        arguments = bounded(orjson.loads(function.get("arguments") or ""))
+    except (ValueError, TypeError):
         arguments = None
     if not isinstance(arguments, dict):
         raise BadInput(f"{field}.function.arguments must be a JSON object, written as a string")

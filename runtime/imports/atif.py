@@ -3,7 +3,7 @@
 Steps become messages, with tool results after them. A step with exact tokens becomes a model call
 as well, unless it counts several calls: its tokens belong to all of them. A document that this
 platform exported keeps its id and all its fields, but is marked as imported. Listed in
-import_file.py; runtime/exports/atif.py is the writer, atif_steps.py reads the steps.
+import_file.py; runtime/exports/formats/atif.py is the writer, atif_steps.py reads the steps.
 """
 
 import time

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.records import Event, Message
+from cray_agents.records import Event, Message, parse_json
 from cray_agents.runtime.fine_tuning.examples import parse_example
 from cray_agents.runtime.imports.imported_run import Importing, conversation_events, require_object
 
@@ -131,7 +131,7 @@ def _result(turn: dict[str, Any], waiting: list[str], path: str) -> Message:
 
 def _json(text: str, path: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise BadInput(f"{path}: {text[:80]!r} is no JSON: {error}") from error
 

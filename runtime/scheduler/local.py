@@ -9,7 +9,6 @@ end and without a supervisor died with its platform. Read next: supervisor.py.
 import re
 import threading
 from pathlib import Path
-from types import TracebackType
 
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import Command, CommandStatus
@@ -43,12 +42,7 @@ class LocalProcesses:
     def __enter__(self) -> "LocalProcesses":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

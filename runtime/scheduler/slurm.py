@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandState, CommandStatus
@@ -103,12 +102,7 @@ class Slurm:
     def __enter__(self) -> "Slurm":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -273,7 +267,8 @@ class Slurm:
         if process.returncode == 0:
             return stdout
         message = f"{argv[0]} ended with {process.returncode}: {stderr.strip()}"
-        if any(sign in message.lower() for sign in UNREACHABLE):
+        killed = process.returncode < 0  # by a signal: Slurm has refused nothing
+        if killed or any(sign in message.lower() for sign in UNREACHABLE):
             raise Unreachable(message)
         raise SchedulerError(message)
 
@@ -291,7 +286,7 @@ class Slurm:
 
 
 class Unreachable(SchedulerError):
-    """No controller answered: it is starting, restarting or gone."""
+    """Slurm gave no answer: its controller is away, or the client was killed by a signal."""
 
 
 def has_ended(job: Job) -> bool:

@@ -2,16 +2,15 @@
 
 A client that drops a stream and repeats its request makes two calls of one turn. A request for `n`
 choices makes n calls. All calls stay on record, but only turns enter the Run. Called by
-assembly.py, and by runtime/datasets/selection.py to group choices that stayed ambiguous.
+assembly.py, and by runtime/datasets/selection/selection.py to group choices that stayed ambiguous.
 """
 
 import contextlib
-import json
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from cray_agents.records import Message, ModelCall, canonical
+from cray_agents.records import Message, ModelCall, canonical, parse_json
 from cray_agents.runtime.store.segments.facts import text_of
 
 CUT = ("cancelled", "error")  # finish reasons of calls that were cut off
@@ -101,5 +100,5 @@ def _comparable_call(call: dict[str, Any]) -> tuple[Any, ...]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
     return call.get("id"), function.get("name"), arguments

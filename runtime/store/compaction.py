@@ -23,7 +23,7 @@ from cray_agents.runtime.store.store import Store
 
 SMALL = 8 * 2**20  # bytes: smaller sealed files are worth merging
 LARGE = 64 * 2**20  # bytes of sealed files merged into one, at most
-FEW = 8  # fewer small segments are left alone
+MIN_MERGED = 8  # fewer small segments are left alone
 FORGOTTEN_SHARE = 0.2  # of its events: a segment with more is rewritten, however large
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def plan(store: Store, *, thorough: bool = False) -> list[list[Segment]]:
         and (thorough or dead > FORGOTTEN_SHARE * (store.segments.lines(segment.stem) or dead))
     }
     small = [segment for segment in sealed if segment.size < SMALL]
-    if len(small) < (2 if thorough else FEW):
+    if len(small) < (2 if thorough else MIN_MERGED):
         small = []
     groups: list[list[Segment]] = []
     for segment in sealed:

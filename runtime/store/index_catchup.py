@@ -1,7 +1,7 @@
 """Index catch-up: read new events from the segments into the index. Called by store.py.
 
 The facts of a sealed segment are read from its footer, those of an open one from its lines. Damage
-is noted with its place, and reading goes on behind it. A missing segment was compacted; its events
+is noted with its place, and reading goes on after it. A missing segment was compacted; its events
 are read from the segment that replaced it.
 """
 

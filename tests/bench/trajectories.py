@@ -17,7 +17,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.runtime.datasets import build_dataset, shards
 from cray_agents.runtime.exports.exporter import export, open_dataset
-from cray_agents.runtime.exports.tokens import TOKENS
+from cray_agents.runtime.exports.formats.tokens import TOKENS
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import cache_of
 from tests.bench.corpus import START, write_corpus

@@ -21,13 +21,13 @@ COMMANDS = [line.strip() for line in TEXT.splitlines() if line.startswith("    c
 
 def test_dry_run(tmp_path: Path) -> None:
     argv = [sys.executable, str(FILE), str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     config = load_config(directory=tmp_path)
     assert (config.scheduler, config.train_gpu, config.train_nodes) == ("slurm", "H100", 2)
     assert config.slurm_options == ["--partition=gpu", "--account=me"]
     assert "LoRA of rank 32" in done.stdout and "all weights of a qwen3 model" in done.stdout
-    assert "A job would take 16 ranks on 2 nodes of 8 x H100 (79 GiB)" in done.stdout
+    assert "trainer: 16 ranks on 2 nodes of 8 x H100 (79 GiB)" in done.stderr
     [folder] = config.root.jobs.iterdir()
     spec = JobJournal(config.root, folder.name).spec()
     assert spec.hyperparameters.lora is not None and spec.hyperparameters.dtype == "bfloat16"

@@ -17,7 +17,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.exports.exporter import formats
+from cray_agents.runtime.exports.formats.catalog import FORMATS
 from tests.support.exports.small_runs import filled, name_of
 
 RUNS = 24
@@ -56,14 +56,14 @@ def refused(done: Result, *words: str) -> None:
 
 
 def test_help_lists_every_format() -> None:
-    assert list(command.FORMATS) == list(formats())
+    assert list(command.FORMATS) == list(FORMATS)
     done = subprocess.run([sys.executable, "-m", "cray_agents", "export", "--help"],
                           capture_output=True, text=True, timeout=60, check=True)  # fmt: skip
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name in formats() if not any(line[:1] == [name] for line in lines)] == []
+    assert [name for name in FORMATS if not any(line[:1] == [name] for line in lines)] == []
 
 
-@pytest.mark.parametrize("name", [*formats()])
+@pytest.mark.parametrize("name", [*FORMATS])
 def test_every_format(home: Path, pairs: str, tmp_path: Path, name: str) -> None:
     target = tmp_path / "out"
     of = ["--dataset", pairs] if name in PAIRS else []

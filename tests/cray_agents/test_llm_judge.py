@@ -11,7 +11,7 @@ import pytest
 from cray_agents import Agent, Run, ScriptedEngine, Task, tool
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, EngineUnavailable
-from cray_agents.rewards.llm_judge import judge, judged_sections
+from cray_agents.rewards.llm_judge import bind_engine, judge, judged_sections
 from cray_agents.rewards.reward import score
 from tests.support.scripted_platform import platform
 
@@ -33,10 +33,8 @@ def verdict(score: Any, **more: Any) -> str:
 
 async def test_a_verdict_is_the_reward() -> None:
     engine = ScriptedEngine([verdict(3)])
-    rewards, error = await score(
-        RUN, [judge("Is it right?", model="judge@2", name="right", scale=(1, 5), weight=0.5)],
-        engine=engine,
-    )  # fmt: skip
+    right = judge("Is it right?", model="judge@2", name="right", scale=(1, 5), weight=0.5)
+    rewards, error = await score(RUN, bind_engine([right], engine))
     assert error is None
     assert [(r.name, r.value, r.source) for r in rewards] == [("right", 1.5, "judge")]
     [request] = engine.requests
@@ -126,13 +124,13 @@ def test_a_judgement_is_a_run_of_its_own(tmp_path: Path) -> None:
     async def go(site: Any) -> None:
         kind = judge("Good?", model="m", name="good")
         for _ in range(2):  # judged again, nothing is asked, and nothing is recorded, twice
-            rewards, error = await score(RUN, [kind], engine=site.engine())
+            rewards, error = await score(RUN, bind_engine([kind], site.engine()))
             assert error is None and rewards[0].value == 1.0
         [run] = [run async for run in site.runs(tag=f"judged:{RUN.id}")]
         assert run.tags == ["judge", "judged:run_judged"] and run.agent == "good"
         assert run.output == {"reason": "because", "score": 1.0} and run.model == "m@1"
         assert run.reward is None and run.task is None
-        _, error = await score(RUN, [judge("Bad?", model="m")], engine=site.engine())
+        _, error = await score(RUN, bind_engine([judge("Bad?", model="m")], site.engine()))
         assert error is not None
         runs = [run async for run in site.runs(tag="judge", error="OutputError")]
         assert len(runs) == 1 and runs[0].id in error.message

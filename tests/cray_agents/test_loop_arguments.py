@@ -1,5 +1,6 @@
 """Arguments of a Loop: refused at construction, or taken in more than one form."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_forms_that_mean_the_same() -> None:
         ({"demonstrations": [([{"content": "2"}], {})]}, "demonstrations", "message 0.*`role`"),
         ({"demonstrations": [(SAID[:1], {})]}, "demonstrations", "no assistant message"),
         ({"target": 5}, "target", "PromotionTest"),
-        ({"temperature": -0.5}, "temperature", "negative"),
+        ({"temperature": -0.5}, "temperature", "from 0"),
         ({"balance_by": "levels"}, "balance_by", "there is 'level'"),
         ({"curriculum": Curriculum("kind")}, "curriculum", "curriculum.key='kind'"),
         ({"promotion": PromotionTest(guard="kind")}, "promotion", "promotion.guard='kind'"),
@@ -71,3 +72,29 @@ def test_what_cannot_be_meant_is_told_when_it_is_made(
     with pytest.raises(BadInput, match=told) as error:
         made(**changes)
     assert error.value.param == param
+
+
+WRONG = (0, -1, 1.5, float("nan"), float("inf"), "x", [], {}, object())
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Loop)])
+def test_no_argument_of_a_wrong_kind_gets_through(name: str) -> None:
+    """Each is refused by name, or means what it says; nothing else is raised."""
+    for value in WRONG:
+        try:
+            made(**{name: value})
+        except BadInput as error:
+            assert error.param is not None
+        else:
+            assert (name, value) in RIGHT, f"{name}={value!r}"
+
+
+#: Wrong for most arguments, and right for these.
+RIGHT = [
+    *((name, 0) for name in ("staleness", "seed", "temperature", "resample", "min_reward")),
+    *((name, 0) for name in ("balance_power", "discount", "target")),
+    *((name, 1.5) for name in ("temperature", "resample", "min_reward", "balance_power")),
+    ("min_reward", -1),
+    ("name", "x"),
+    ("demonstrations", []),
+]

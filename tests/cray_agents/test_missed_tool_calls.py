@@ -224,3 +224,29 @@ def test_the_modes():
     assert with_tool_calls(engine, "native") is engine
     assert isinstance(with_tool_calls(engine, "constrained"), ConstrainedEngine)
     assert isinstance(with_tool_calls(engine, "auto"), AutoEngine)
+
+
+DEEP = ("[" * 3000, "[" * 3000 + "]" * 3000, "<tool_call>" + '{"a":' * 3000, "```\n" + "[" * 1200)
+
+
+@pytest.mark.parametrize("text", DEEP, ids=range(len(DEEP)))
+@pytest.mark.parametrize("tool_calls", ["auto", "constrained"])
+async def test_text_of_a_thousand_brackets_is_text(text: str, tool_calls: Any) -> None:
+    agent = Agent(
+        "a", engine=ScriptedEngine(lambda *_: text), tools=[calculator], tool_calls=tool_calls
+    )
+    run = await agent.run("hi")
+    assert (run.stop_reason, run.output) == ("completed", text)
+    ended = [event async for event in agent.stream("hi")][-1]
+    assert ended.run.output == text
+
+
+@pytest.mark.parametrize("depth", [100, 600, 3000])
+async def test_arguments_of_a_thousand_brackets_are_the_models_mistake(depth: int) -> None:
+    arguments = '{"expression":' * depth + "1" + "}" * depth
+    function = {"name": "calculator", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function}
+    deep = {"role": "assistant", "content": None, "tool_calls": [call]}
+    agent = Agent("a", engine=ScriptedEngine([deep, "done"]), tools=[calculator])
+    run = await agent.run("hi")
+    assert (run.stop_reason, run.output) == ("completed", "done")

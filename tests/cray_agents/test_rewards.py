@@ -215,3 +215,9 @@ def test_bad_arguments():
         reward(weight=float("nan"))
     with pytest.raises(BadInput, match="timeout=0"):
         reward(timeout=0)
+
+
+@pytest.mark.parametrize("name", ["", " ", 5])
+def test_a_reward_has_a_name(name: Any) -> None:
+    with pytest.raises(BadInput, match="give the reward a name"):
+        reward(name=name)

@@ -1,8 +1,10 @@
 """TaskSet: files, splits that hold still, leaks refused."""
 
 import json
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cray_agents import Task, TaskSet
 from cray_agents.errors import BadInput
@@ -105,3 +107,15 @@ def test_bad_arguments():
         TaskSet.from_list(["a"], holdot=0.1)  # type: ignore[call-arg]
     with pytest.raises(BadInput, match="on_leak='ignore'"):
         TaskSet([], on_leak="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tasks", [["x"], "x", [{"input": "x"}], [None]])
+def test_only_tasks_make_a_set(tasks: Any) -> None:
+    with pytest.raises(BadInput, match=r"TaskSet\.from_list"):
+        TaskSet(tasks)
+
+
+@pytest.mark.parametrize("field", ["metadata", "target"])
+def test_what_json_cannot_hold_is_no_part_of_a_task(field: str) -> None:
+    with pytest.raises(ValidationError, match="JSON cannot hold it"):
+        Task(input="x", **{field: {"f": object()}})

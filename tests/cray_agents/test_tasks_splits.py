@@ -7,8 +7,9 @@ import pytest
 from cray_agents import Task, TaskSet
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
-from cray_agents.runtime.datasets.decontamination import BlockedTexts, HeldText
-from cray_agents.tasks.leakage import find_leaks, input_key
+from cray_agents.runtime.datasets.exclusion.decontamination import BlockedTexts, HeldText
+from cray_agents.tasks.leakage import find_leaks
+from cray_agents.tasks.text_index import input_key
 
 LONG = (
     "A farmer has seventeen sheep in the north field and four goats in the barn; a storm comes, "
@@ -116,7 +117,7 @@ def changed(rng: random.Random, text: str) -> str:
 
 
 def test_the_rule_is_that_of_decontamination() -> None:
-    """Two programs, one with arrays and one without: each text is found by both or by neither."""
+    """Each text that is held out is found in both ways: as a task, and in a training set."""
     rng = random.Random(5)
     shared = " ".join(rng.choices(WORDS, k=30))  # a template makes long lists in the index
     held = [" ".join(rng.choices(WORDS, k=rng.randrange(5, 60))) for _ in range(150)]

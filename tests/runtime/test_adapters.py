@@ -85,11 +85,11 @@ async def known(serving: Serving) -> list[str]:
 async def in_worker(serving: Serving) -> int:
     """How many adapters vLLM's worker has in memory."""
     async with serving.engine() as engine:
-        told = await engine._control("/collective_rpc", {"method": "list_loras"})
-    return len(told["results"][0])
+        listing = await engine._control("/collective_rpc", {"method": "list_loras"})
+    return len(listing["results"][0])
 
 
-def said(sample: SampledSequence) -> tuple[list[int], Any]:
+def tokens_and_logprobs(sample: SampledSequence) -> tuple[list[int], Any]:
     return sample.token_ids, pytest.approx(sample.logprobs, abs=1e-3)
 
 
@@ -126,7 +126,7 @@ async def test_a_candidate_is_staged_beside_streams_in_flight_and_answers_as_the
     answers = await asyncio.gather(*(serving.chat(version, asked) for version in versions))
     for version, (_, sample) in zip(versions, answers, strict=True):
         right = greedy(serving.models[version], sample.prompt_token_ids, 8)
-        assert (sample.token_ids, sample.logprobs) == said(right)
+        assert (sample.token_ids, sample.logprobs) == tokens_and_logprobs(right)
     for version, tasks in under.items():
         samples = await asyncio.gather(*tasks)
         assert {(s.version, len(s.seams), len(s.token_ids)) for s in samples} == {(version, 0, 500)}
@@ -161,25 +161,27 @@ async def test_no_prompt_gets_anothers_prefix(serving: Serving, tmp_path: Path) 
     right = {v: greedy(models[v], first.prompt_token_ids, 8) for v in ("m@1", "m@2", "m@3")}
     for version in ("m@1", "m@2", "m@3", "m@1", "m@3", "m@2"):
         _, sample = await serving.chat(version, asked)
-        assert (sample.token_ids, sample.logprobs) == said(right[version])
+        assert (sample.token_ids, sample.logprobs) == tokens_and_logprobs(right[version])
 
     folder, exchange = tmp_path / "adapter", EngineCall("/v1/chat/completions", asked, "primed")
     async with serving.engine() as engine:
 
-        async def told(engine: VllmEngine) -> tuple[list[int], Any]:
+        async def sample_from(engine: VllmEngine) -> tuple[list[int], Any]:
             assert [piece async for piece in engine.answer(exchange)]
             return exchange.samples[0].token_ids, exchange.samples[0].logprobs
 
         shutil.copytree(models["m@2"] / checkpoints.ADAPTER, folder)
         reused = await engine.load_adapter(folder, "m@2 reused")
-        assert await told(reused) == said(right["m@2"])
+        assert await sample_from(reused) == tokens_and_logprobs(right["m@2"])
         shutil.copytree(models["m@3"] / checkpoints.ADAPTER, folder, dirs_exist_ok=True)
         # the control: other weights under the same name, from the same folder
         again = {"lora_name": "m@2 reused", "lora_path": str(folder), "load_inplace": True}
         await engine._control("/v1/load_lora_adapter", again)
-        assert await told(reused) != said(right["m@3"]), "the control has to fail"
+        assert await sample_from(reused) != tokens_and_logprobs(right["m@3"]), (
+            "the control has to fail"
+        )
         fresh = await engine.load_adapter(folder, "m@3 fresh")
-        assert await told(fresh) == said(right["m@3"])
+        assert await sample_from(fresh) == tokens_and_logprobs(right["m@3"])
         for name in ("m@2 reused", "m@3 fresh"):
             await engine.unload_adapter(name)
 
@@ -221,8 +223,8 @@ async def test_a_killed_replica_comes_back_with_its_adapters_under_other_names(
     serving: Serving, log: Path
 ) -> None:
     await serving.swap("m@2")
-    held, before = serving.pool.status()[0]["versions"], loads(log)
-    assert {"m@1", "m@2"} <= set(held)
+    loaded, before = serving.pool.status()[0]["versions"], loads(log)
+    assert {"m@1", "m@2"} <= set(loaded)
     request = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True}
     traffic = [asyncio.create_task(serving.chat("m@2", request)) for _ in range(4)]
     await until(lambda: serving.pool.status()[0]["in_flight"] == 4)
@@ -230,7 +232,7 @@ async def test_a_killed_replica_comes_back_with_its_adapters_under_other_names(
     os.kill(pid, signal.SIGKILL)
     assert [sample.version for _, sample in await asyncio.gather(*traffic)] == ["m@2"] * 4
     status = serving.pool.status()[0]
-    assert serving.pid != pid and (status["version"], status["versions"]) == ("m@2", held)
+    assert serving.pid != pid and (status["version"], status["versions"]) == ("m@2", loaded)
     assert not set(loads(log)[len(before) :]) & set(before)
 
 
@@ -269,4 +271,4 @@ async def test_every_api_is_answered_and_stamped_by_the_adapter(
     for sample in asked.samples:
         right = greedy(serving.models["m@2"], sample.prompt_token_ids, len(sample.token_ids))
         assert sample.version == "m@2"
-        assert (sample.token_ids, sample.logprobs) == said(right)
+        assert (sample.token_ids, sample.logprobs) == tokens_and_logprobs(right)

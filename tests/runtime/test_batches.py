@@ -69,7 +69,7 @@ class Client:
         return self.until(batch, lambda batch: batch.status in ENDED)
 
     def until(self, batch: Batch, wanted: Callable[[Batch], bool]) -> Batch:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not wanted(batch := self.batches.retrieve(batch.id)):
             assert time.monotonic() < deadline, batch
             time.sleep(0.05)
@@ -103,7 +103,7 @@ def worker(home: Path, url: str, *words: str) -> Iterator[subprocess.Popen[bytes
         yield process
         assert process.poll() is None, "the worker died"
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(100) == 0
     finally:
         process.kill()
         process.wait()
@@ -217,8 +217,8 @@ def test_an_input_with_errors_fails_with_all_of_them(tmp_path: Path) -> None:
         many = client.ended(client.submit(*[b"{"] * 500))
     assert batch.status == "failed"
     assert batch.failed_at and batch.errors and batch.errors.data
-    told = [(error.line, error.code, error.param) for error in batch.errors.data]
-    assert told == [(number, code, at) for number, (_, code, at) in enumerate(BAD_LINES, 3)]
+    problems = [(error.line, error.code, error.param) for error in batch.errors.data]
+    assert problems == [(number, code, at) for number, (_, code, at) in enumerate(BAD_LINES, 3)]
     assert all(error.message for error in batch.errors.data)
     assert empty.errors and empty.errors.data and empty.errors.data[0].code == "empty_file"
     assert many.errors and many.errors.data and len(many.errors.data) == validation.MAX_ERRORS
@@ -319,18 +319,20 @@ def test_batches_are_listed_in_pages(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
-    answered = 0
+    answered, cancelled = 0, False
 
     async def slow(request: dict[str, Any]) -> str:
         nonlocal answered
         answered += 1
-        await asyncio.sleep(0.02 if answered <= 64 else 0.4)
+        while answered > 200 and not cancelled:  # noqa: ASYNC110 - set in another thread
+            await asyncio.sleep(0.02)
         return "done"
 
     with serving(tmp_path, ScriptedEngine(slow)) as client:
         batch = client.submit(*(line(f"c{number}") for number in range(700)))
         client.until(batch, lambda batch: bool(batch.request_counts.completed))  # type: ignore[union-attr]
         assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+        cancelled = True
         batch = client.ended(batch)
         assert batch.status == "cancelled"
         assert batch.cancelling_at and batch.cancelled_at
@@ -361,12 +363,15 @@ def test_an_expired_batch_says_which_lines_were_not_asked(tmp_path: Path) -> Non
         return "done"
 
     with serving(tmp_path, ScriptedEngine(stuck), workers=0) as client:
-        batch = client.submit(line("quick", "quick"), line("stuck"), line("stuck too"))
-        soon(client, batch, seconds=3)
-        with worker(client.home.root, client.url):
-            batch = client.ended(batch)
-        assert batch.status == "expired"
-        assert batch.expired_at
+        for seconds in (3, 30, 150):  # a busy machine may not answer a line within the first
+            batch = client.submit(line("quick", "quick"), line("stuck"), line("stuck too"))
+            soon(client, batch, seconds)
+            with worker(client.home.root, client.url):
+                batch = client.ended(batch)
+            assert batch.status == "expired"
+            assert batch.expired_at
+            if batch.output_file_id:
+                break
         assert set(client.lines(batch.output_file_id)) == {"quick"}
         bad = client.lines(batch.error_file_id)
     assert {each["error"]["code"] for each in bad.values()} == {"batch_expired"}

@@ -49,7 +49,7 @@ async def two(tmp_path: Path, script: Script) -> AsyncIterator[Gateway]:
         yield gateway
 
 
-async def asked(gateway: Gateway, sessions: list[str], **fields: Any) -> dict[str, Reply]:
+async def ask_all(gateway: Gateway, sessions: list[str], **fields: Any) -> dict[str, Reply]:
     """What each session is answered."""
     places = asyncio.Semaphore(WIDTH)
 
@@ -62,7 +62,7 @@ async def asked(gateway: Gateway, sessions: list[str], **fields: Any) -> dict[st
 
 
 async def versions(gateway: Gateway, sessions: list[str]) -> dict[str, str]:
-    return {session: reply.text for session, reply in (await asked(gateway, sessions)).items()}
+    return {session: reply.text for session, reply in (await ask_all(gateway, sessions)).items()}
 
 
 def named(prefix: str, count: int) -> list[str]:
@@ -80,7 +80,7 @@ async def kinds(gateway: Gateway) -> list[str]:
     return [event["kind"] for event in history["data"]]
 
 
-def held(gateway: Gateway) -> list[str]:
+def loaded_versions(gateway: Gateway) -> list[str]:
     return sorted(replica["version"] for replica in gateway.pool.status())
 
 
@@ -110,7 +110,7 @@ async def test_a_share_of_the_sessions_stays_with_the_candidate(
         turns = {(await gateway.ask(f"turn {n}", path=path)).text for n in range(10)}
         assert len(turns) == 1  # of what names no session the run is one
         for model in ("calc@1", "calc@2"):
-            answers = await asked(gateway, named("any", 20), model=model)
+            answers = await ask_all(gateway, named("any", 20), model=model)
             assert {reply.text for reply in answers.values()} == {model}
 
         _, seen = await gateway.call("GET", CANARY)
@@ -119,7 +119,7 @@ async def test_a_share_of_the_sessions_stays_with_the_candidate(
         assert (status, ended["kind"], ended["reason"]) == (200, "canary_ended", "enough")
         assert ended["numbers"]["canary"]["failed"] == 0
         assert set((await versions(gateway, sessions[:50])).values()) == {"calc@1"}
-        assert held(gateway) == ["calc@1", "calc@1"]
+        assert loaded_versions(gateway) == ["calc@1", "calc@1"]
         assert (await gateway.call("GET", CANARY))[0] == 404
         assert (await gateway.call("DELETE", CANARY))[0] == 404
 
@@ -134,7 +134,7 @@ async def test_it_is_rolled_back_when_it_fails(tmp_path: Path, script: Script) -
         script.broken = True
         failed = 0
         for n in range(20):
-            replies = await asked(gateway, named(f"batch-{n}", 64), stream=bool(n % 2))
+            replies = await ask_all(gateway, named(f"batch-{n}", 64), stream=bool(n % 2))
             failed += sum(b"broken" in reply.body for reply in replies.values())
             if (await kinds(gateway))[-1] == "canary_ended":
                 break
@@ -144,9 +144,9 @@ async def test_it_is_rolled_back_when_it_fails(tmp_path: Path, script: Script) -
         assert ended["reason"].startswith("rolled back: worse errors: ")
         assert ended["numbers"]["error_evidence"] >= ended["numbers"]["limit"]
         assert 0 < failed < 100
-        replies = await asked(gateway, named("after", 100))
+        replies = await ask_all(gateway, named("after", 100))
         assert {reply.status for reply in replies.values()} == {200}
-        await until(lambda: held(gateway) == ["calc@1", "calc@1"])
+        await until(lambda: loaded_versions(gateway) == ["calc@1", "calc@1"])
 
 
 async def test_what_a_client_does_wrong_is_no_failure(tmp_path: Path, script: Script) -> None:
@@ -165,7 +165,7 @@ async def test_what_a_client_does_wrong_is_no_failure(tmp_path: Path, script: Sc
         stubborn = next(name for name, version in answered.items() if version == "calc@2")
         script.broken = True
         for _ in range(60):
-            assert (await asked(gateway, [stubborn]))[stubborn].status == 502
+            assert (await ask_all(gateway, [stubborn]))[stubborn].status == 502
         _, seen = await gateway.call("GET", CANARY)
         assert seen["seen"]["canary"]["failed"] == 1  # one session, however often it asks
 
@@ -188,7 +188,7 @@ async def test_it_is_rolled_back_when_rewards_fall_even_after_a_restart(
     async with two(tmp_path, script) as gateway:
         await start(gateway, share=0.4)
         sessions = named("s", 24)
-        first = await asked(gateway, sessions)
+        first = await ask_all(gateway, sessions)
         assert {reply.text for reply in first.values()} == {"calc@1", "calc@2"}
         await reward(gateway, list(first.values()), worth)
         _, before = await gateway.call("GET", CANARY)
@@ -196,30 +196,30 @@ async def test_it_is_rolled_back_when_rewards_fall_even_after_a_restart(
         assert 1 < before["seen"]["reward_evidence"] < before["seen"]["limit"]
 
     async with two(tmp_path, script) as gateway:  # all replicas came up with calc@1
-        assert held(gateway) == ["calc@1", "calc@1"]
+        assert loaded_versions(gateway) == ["calc@1", "calc@1"]
         _, after = await gateway.call("GET", CANARY)
         assert after["seen"] == before["seen"]
-        await until(lambda: held(gateway) == ["calc@1", "calc@2"])
+        await until(lambda: loaded_versions(gateway) == ["calc@1", "calc@2"])
         same = {session: reply.text for session, reply in first.items()}
         assert await versions(gateway, sessions) == same
         for n in range(20):
-            replies = await asked(gateway, named(f"batch-{n}", 24))
+            replies = await ask_all(gateway, named(f"batch-{n}", 24))
             await reward(gateway, list(replies.values()), worth)
             if "canary_ended" in await kinds(gateway):
                 break
         _, history = await gateway.call("GET", "/v1/models/calc/history")
         assert history["data"][-1]["reason"].startswith("rolled back: worse rewards: mean 0.2 of")
-        await until(lambda: held(gateway) == ["calc@1", "calc@1"])
+        await until(lambda: loaded_versions(gateway) == ["calc@1", "calc@1"])
         assert set((await versions(gateway, named("after", 20))).values()) == {"calc@1"}
 
 
 async def test_it_is_promoted_after_enough_sessions(tmp_path: Path, script: Script) -> None:
     async with two(tmp_path, script) as gateway:
         await start(gateway, share=0.5, promote_after=40)
-        await asked(gateway, named("s", 160))
+        await ask_all(gateway, named("s", 160))
         await until(lambda: gateway.services.registry.resolve("calc").number == 2)
         assert await kinds(gateway) == ["promoted", "canary_started", "canary_ended", "promoted"]
-        assert held(gateway) == ["calc@2", "calc@2"]
+        assert loaded_versions(gateway) == ["calc@2", "calc@2"]
         assert set((await versions(gateway, named("after", 20))).values()) == {"calc@2"}
 
 
@@ -230,7 +230,7 @@ async def test_what_cannot_be_a_canary(tmp_path: Path, script: Script) -> None:
         assert status == 400 and "--replicas 2" in refused["error"]["message"]
     (tmp_path / "two").mkdir()
     async with two(tmp_path / "two", script) as gateway:
-        for body, told in (
+        for body, words in (
             ({"version": 1}, "is promoted already"),
             ({"version": 2, "share": 1.5}, "share"),
             ({"version": 2, "shares": 0.5}, "shares"),
@@ -238,26 +238,26 @@ async def test_what_cannot_be_a_canary(tmp_path: Path, script: Script) -> None:
             ({"share": 0.5}, "version"),
         ):
             status, refused = await gateway.call("POST", CANARY, json=body)
-            assert status == 400 and told in refused["error"]["message"]
+            assert status == 400 and words in refused["error"]["message"]
         assert (await gateway.call("POST", CANARY, json={"version": 9}))[0] == 404
         await start(gateway)
         status, refused = await gateway.call("POST", CANARY, json={"version": 2})
         assert (status, refused["error"]["code"]) == (400, "canary_running")
         # nothing may take the replica away from it, and the incumbent is served as it was
         status, _ = await gateway.call("POST", "/v1/models/calc/versions/1/stage", json={})
-        assert status == 200 and held(gateway) == ["calc@1", "calc@2"]
+        assert status == 200 and loaded_versions(gateway) == ["calc@1", "calc@2"]
         third = {"checkpoint": str(checkpoint(tmp_path / "third", b"third"))}
         await gateway.call("POST", "/v1/models/calc/versions", json=third)
         status, refused = await gateway.call("POST", "/v1/models/calc/versions/3/stage", json={})
         assert (status, refused["error"]["code"]) == (409, "pool_busy")
-        assert held(gateway) == ["calc@1", "calc@2"]
+        assert loaded_versions(gateway) == ["calc@1", "calc@2"]
 
 
 async def test_promoting_or_rolling_back_ends_it(tmp_path: Path, script: Script) -> None:
     async with two(tmp_path, script) as gateway:
         await start(gateway)
         await gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
-        assert held(gateway) == ["calc@2", "calc@2"]
+        assert loaded_versions(gateway) == ["calc@2", "calc@2"]
         status, event = await gateway.call("POST", "/v1/models/calc/rollback", json={"who": "me"})
         assert (status, event["kind"], event["version"]) == (200, "rolled_back", 1)
         await start(gateway)

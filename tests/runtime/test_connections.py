@@ -39,7 +39,7 @@ async def hurried(site: Site, seconds: float) -> AsyncIterator[int]:
         await task
 
 
-async def said(port: int, sent: bytes) -> bytes:
+async def answer_to(port: int, sent: bytes) -> bytes:
     """All that comes back until the server ends the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
@@ -52,7 +52,7 @@ async def said(port: int, sent: bytes) -> bytes:
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"P", HEAD, HEAD + b"x: " + b"y" * 3000])
 async def test_half_a_head_is_not_waited_for(tmp_path: Path, sent: bytes) -> None:
     async with site_at(tmp_path) as site, hurried(site, 0.2) as port:
-        answer = await said(port, sent)
+        answer = await answer_to(port, sent)
         if not sent:
             assert answer == b""
             return
@@ -95,8 +95,8 @@ async def test_a_body_may_take_longer_than_a_head(tmp_path: Path) -> None:
 async def test_a_compressed_body_is_refused(tmp_path: Path, path: str, encoding: str) -> None:
     body = gzip.compress(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
     async with site_at(tmp_path) as site:
-        asked = site.http.post(site.url + path, data=body, headers={"content-encoding": encoding})
-        async with asked as response:
+        reply = site.http.post(site.url + path, data=body, headers={"content-encoding": encoding})
+        async with reply as response:
             error = (await response.json())["error"]
             assert response.status == 415
             assert encoding in error["message"]

@@ -44,9 +44,9 @@ def test_each_replica_has_its_own() -> None:
     ],
 )
 def test_too_few(visible: dict[str, str], gpu_count: int, words: str) -> None:
-    with pytest.raises(SetupError) as told:
+    with pytest.raises(SetupError) as caught:
         assign_gpus(2, ["-tp", "2"], visible, gpu_count)
-    assert words in str(told.value)
+    assert words in str(caught.value)
 
 
 def test_a_replica_is_shown_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ async def test_feedback_is_on_the_run_and_the_newest_counts(gateway: Gateway, ru
     await give(gateway, run_id, value=-2, name="tone", turn=0)
     await give(gateway, run_id, value=0.25)  # in the place of the first
     _, run = await gateway.call("GET", f"/v1/trajectories/{run_id}")
-    told = [(r["name"], r["source"], r["turn"], r["value"]) for r in run["rewards"]]
-    assert told == [
+    rewards = [(r["name"], r["source"], r["turn"], r["value"]) for r in run["rewards"]]
+    assert rewards == [
         ("feedback", "anna", None, 0.5), ("feedback", "human", None, 0.25),
         ("tone", "human", 0, -2.0),
     ]  # fmt: skip
@@ -155,10 +155,10 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert done.stdout == "run_a: feedback = 0.5 for turn 2, by anna\n"
     done = cli("run_a", "1", "--turn", "2", "--who", "anna", "--json", home=tmp_path)
     assert json.loads(done.stdout)["turn"] == 1
-    shown = CliRunner().invoke(app, ["runs", "show", "run_a", "--home", str(tmp_path)]).stdout
-    assert "reward  feedback = 1  (anna, turn 2)\n" in shown
-    assert "reward  thumbs = -1  (human): ask [redacted:email]\n" in shown
-    assert "reward  0 in all\n" in shown
+    printed = CliRunner().invoke(app, ["runs", "show", "run_a", "--home", str(tmp_path)]).stdout
+    assert "reward  feedback = 1  (anna, turn 2)\n" in printed
+    assert "reward  thumbs = -1  (human): ask [redacted:email]\n" in printed
+    assert "reward  0 in all\n" in printed
     for words in (("run_none", "1"), ("run_a", "nan"), ("run_a", "1", "--turn", "3")):
         assert isinstance(cli(*words, home=tmp_path).exception, BadInput | NotFound)
     for mistaken in (["run_a", "good"], ["run_a"], ["run_a", "1", "--turn", "0"]):

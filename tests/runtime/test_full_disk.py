@@ -100,15 +100,15 @@ def test_calls(tmp_path: Path, stream: bool) -> None:
                     f"{url}/v1/chat/completions", json.dumps({**CHAT, "stream": True}).encode()
                 )
                 with urllib.request.urlopen(asked) as answer:
-                    told = answer.read()
-                assert b'"disk_full"' in told and b"[DONE]" not in told
+                    answered = answer.read()
+                assert b'"disk_full"' in answered and b"[DONE]" not in answered
             else:
-                status, told = call(f"{url}/v1/chat/completions", CHAT)
-                assert (status, told["error"]["code"]) == (507, "disk_full")
+                status, answered = call(f"{url}/v1/chat/completions", CHAT)
+                assert (status, answered["error"]["code"]) == (507, "disk_full")
         assert everything(home) <= before
-        status, told = call(f"{url}/health/ready")
-        assert (status, told["error"]["code"]) == (503, "not_ready")
-        assert "No space left" in told["error"]["message"]
+        status, answered = call(f"{url}/health/ready")
+        assert (status, answered["error"]["code"]) == (503, "not_ready")
+        assert "No space left" in answered["error"]["message"]
         assert call(f"{url}/health/live")[0] == 200
         filler.unlink()
         assert call(f"{url}/v1/chat/completions", CHAT)[0] == 200
@@ -117,8 +117,8 @@ def test_calls(tmp_path: Path, stream: bool) -> None:
 
 def test_uploads_and_what_else_writes(tmp_path: Path) -> None:
     with small_gateway(tmp_path / "home") as (url, home):
-        status, told = upload(url, bytes(SIZE))  # it fits nobody's disk: the draft is removed
-        assert (status, told["error"]["code"]) == (507, "disk_full")
+        status, answered = upload(url, bytes(SIZE))  # it fits nobody's disk: the draft is removed
+        assert (status, answered["error"]["code"]) == (507, "disk_full")
         assert upload(url, b"some lines")[0] == 200
         (home.root / "filler").write_bytes(b"")
         fill(home)
@@ -128,11 +128,11 @@ def test_uploads_and_what_else_writes(tmp_path: Path) -> None:
             ("/v1/trajectories/events", {"events": [reward("r")]}),
         ]
         for _ in range(3):
-            status, told = upload(url, b"other lines, which are not there yet")
-            assert (status, told["error"]["code"]) == (507, "disk_full")
+            status, answered = upload(url, b"other lines, which are not there yet")
+            assert (status, answered["error"]["code"]) == (507, "disk_full")
             for path, body in asked:
-                status, told = call(url + path, body)
-                assert (path, status, told["error"]["code"]) == (path, 507, "disk_full")
+                status, answered = call(url + path, body)
+                assert (path, status, answered["error"]["code"]) == (path, 507, "disk_full")
         left = everything(home) - before
         assert not {name for name in left if (home.root / name).is_file()}
 

@@ -57,8 +57,8 @@ NO_FIELD = {
     "corrupt",
     "swap_failed",
 }
-DOORS = {door.path for door in (chat.CHAT, completions.COMPLETIONS, messages.MESSAGES)}
-DOORS.add(responses.RESPONSES.path)
+SAMPLING_PATHS = {api.path for api in (chat.CHAT, completions.COMPLETIONS, messages.MESSAGES)}
+SAMPLING_PATHS.add(responses.RESPONSES.path)
 ANSWERED = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|resp_)[0-9a-f]+)"')
 RECORDED = re.compile(r"(?:chatcmpl-|cmpl-|resp_)[0-9a-f]+")
 
@@ -183,7 +183,12 @@ def test_random_requests(tmp_path: Path) -> None:
                     raise AssertionError(f"case({SEED}, {number}): {short!r}: {error}") from error
                 statuses[sent.template, reply.status] += 1
                 replayed = "x-idempotent-replayed" in reply.headers
-                if sent.template in DOORS and reply.status == 200 and not replayed and not head:
+                if (
+                    sent.template in SAMPLING_PATHS
+                    and reply.status == 200
+                    and not replayed
+                    and not head
+                ):
                     answered.extend(found.decode() for found in ANSWERED.findall(reply.body)[:1])
             wire.close()
 
@@ -191,7 +196,9 @@ def test_random_requests(tmp_path: Path) -> None:
 
     with site_at(tmp_path) as site:
         asyncio.run(fuzz(site))
-    accepted = sum(n for (path, status), n in statuses.items() if path in DOORS and status == 200)
+    accepted = sum(
+        n for (path, status), n in statuses.items() if path in SAMPLING_PATHS and status == 200
+    )
     # neither all good nor all bad, on any route; nobody can guess what a part is called, and
     # where there are two replicas nobody has a lease
     for template in {*BODIES, *FORMS} - {"/v1/uploads/{upload_id}/complete", "/v1/pool/lease"}:

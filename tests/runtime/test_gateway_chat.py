@@ -261,9 +261,12 @@ async def test_a_swap_under_load_refuses_nobody(tmp_path: Path) -> None:
             while not ended.is_set():
                 replies.append(await gateway.ask("who?", stream=number % 2 == 0))
 
+        async def more_replies(count: int) -> None:
+            await until(lambda: len(replies) >= count)
+
         clients = [asyncio.create_task(client(number)) for number in range(8)]
         for version in (2, 1, 2):
-            await asyncio.sleep(0.1)
+            await more_replies(len(replies) + 11)
             body = {"version": version}
             status, _ = await gateway.call("POST", "/v1/models/calc/promote", json=body)
             assert status == 200

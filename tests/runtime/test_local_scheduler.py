@@ -22,14 +22,14 @@ def command(folder: Path, script: str, name: str = "job") -> Command:
 
 
 def settle(scheduler: LocalProcesses, name: str = "job") -> str:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while scheduler.status(name).state == "running" and time.monotonic() < deadline:
         time.sleep(0.01)
     return scheduler.status(name).state
 
 
 def started(folder: Path) -> int:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (folder / "log").exists() or not (folder / "log").read_text().endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -196,12 +196,12 @@ async def test_the_handler_knows_who_calls(tmp_path: Path) -> None:
         declaration = Declaration("GET", path, Role.use, "Models", who)
         route = DeclaredRoute(declaration, path, site.services, Access(site.keys))
         site.app.router.routes.append(route)
-        told = await site.client().get("/models/who/is/it", cast_to=object)
-        assert told == ["", "anybody", "admin"]
+        answer = await site.client().get("/models/who/is/it", cast_to=object)
+        assert answer == ["", "anybody", "admin"]
         record, secret = await asyncio.to_thread(site.keys.create, "ann", Role.train)
         await asyncio.sleep(2 * FRESH_SECONDS)
-        told = await site.client(secret).get("/models/who/is/it", cast_to=object)
-        assert told == [record.id, "ann", "train"]
+        answer = await site.client(secret).get("/models/who/is/it", cast_to=object)
+        assert answer == [record.id, "ann", "train"]
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,13 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
         for n in (1, 2):
             dataset = gateway.services.home.dataset(f"ds-{n}")
             dataset.mkdir(parents=True)
-            told = {"id": f"ds-{n}", "method": "sft", "accepted_runs": 7, "versions": [f"calc@{n}"]}
-            (dataset / "manifest.json").write_text(json.dumps(told))
+            manifest = {
+                "id": f"ds-{n}",
+                "method": "sft",
+                "accepted_runs": 7,
+                "versions": [f"calc@{n}"],
+            }
+            (dataset / "manifest.json").write_text(json.dumps(manifest))
             body = {"dataset": f"ds-{n}", "parent": f"calc@{n}", "hyperparameters": {"steps": 1}}
             _, job = await gateway.call("POST", "/v1/jobs", json=body)
             made = {"checkpoint": job["checkpoint"]}
@@ -75,14 +80,14 @@ async def test_a_rollback_serves_what_was_served_before(gateway: Gateway) -> Non
     assert (status, event["version"], event["who"]) == (200, 1, "anybody")
     assert (await gateway.ask("hi")).text == "calc@1"
     assert (await stream).status == 200
-    for body, told in (
+    for body, words in (
         ({"to": 3}, "calc@3 never was promoted"),
         ({"to": "2"}, "to must be given as a int"),
         ({"to": True}, "to must be given as a int"),
         ({"force": 1}, "force must be given as a bool"),
     ):
         status, refused = await gateway.call("POST", path, json=body)
-        assert status == 400 and told in refused["error"]["message"]
+        assert status == 400 and words in refused["error"]["message"]
     assert (await gateway.call("POST", path, json={"to": 9, "force": True}))[0] == 404
     status, event = await gateway.call("POST", path, json={"to": 3, "force": True, "who": "me"})
     assert (status, event["version"], event["who"]) == (200, 3, "me")

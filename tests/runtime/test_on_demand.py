@@ -118,13 +118,14 @@ async def test_who_waits_while_another_version_takes_its_place_is_told(tmp_path:
     def serves(model: str) -> bool:
         return gateway.pool.serves(gateway.services.registry.resolve(model).id)
 
-    async with served(tmp_path, held_up, admission=Admission(8, serves=serves)) as gateway:
+    admission = Admission(8, serves=serves)
+    async with served(tmp_path, held_up, admission=admission) as gateway:
         await register(gateway, tmp_path, b"second")
         held_up.go.clear()
         promoting = asyncio.create_task(change(gateway, "promote", version=2))
         await until(lambda: held_up.waiting)
         late = asyncio.create_task(gateway.ask("hi", model="calc@1"))
-        await asyncio.sleep(0.1)
+        await until(lambda: admission.waiting() + admission.inside())
         held_up.go.set()
         await promoting
         assert (await late).code == "model_not_loaded"

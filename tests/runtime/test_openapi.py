@@ -17,44 +17,48 @@ from tests.support.scripted_gateway import served
 
 
 @pytest.fixture(scope="module")
-def told() -> Any:
+def openapi_document() -> Any:
     return orjson.loads(orjson.dumps(document(declarations())))
 
 
-def _operations(told: Any) -> dict[tuple[str, str], Any]:
+def _operations(openapi_document: Any) -> dict[tuple[str, str], Any]:
     return {
         (method.upper(), path): operation
-        for path, methods in told["paths"].items()
+        for path, methods in openapi_document["paths"].items()
         for method, operation in methods.items()
     }
 
 
-async def test_it_tells_of_every_route_and_of_nothing_else(tmp_path: Path, told: Any) -> None:
+async def test_it_tells_of_every_route_and_of_nothing_else(
+    tmp_path: Path, openapi_document: Any
+) -> None:
     async with served(tmp_path) as gateway:
         status, answered = await gateway.call("GET", "/openapi.json")
         routes = create_app(gateway.services).routes
-    there = set()
+    served_routes = set()
     for route in routes:
         assert isinstance(route, Route)
         # a HEAD comes with each GET, as HTTP wants it: not worth an entry of its own
-        there |= {(method, route.path_format) for method in (route.methods or {"GET"}) - {"HEAD"}}
-    assert set(_operations(told)) == there
-    assert (status, answered) == (200, told)
+        served_routes |= {
+            (method, route.path_format) for method in (route.methods or {"GET"}) - {"HEAD"}
+        }
+    assert set(_operations(openapi_document)) == served_routes
+    assert (status, answered) == (200, openapi_document)
 
 
-def test_it_is_valid_and_every_reference_leads_somewhere(told: Any) -> None:
-    schemathesis.openapi.from_dict(told).validate()
-    text = orjson.dumps(told).decode()
+def test_it_is_valid_and_every_reference_leads_somewhere(openapi_document: Any) -> None:
+    schemathesis.openapi.from_dict(openapi_document).validate()
+    text = orjson.dumps(openapi_document).decode()
     for found in set(re.findall(r'"\$ref":"#/([^"]+)"', text)):
-        place = told
+        place = openapi_document
         for name in found.split("/"):
             place = place[name]
     named = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
-    assert set(told["components"]["schemas"]) == named  # and none is there in vain
+    assert set(openapi_document["components"]["schemas"]) == named  # and none is there in vain
 
 
-def test_operations_are_named_once_and_described(told: Any) -> None:
-    operations = _operations(told)
+def test_operations_are_named_once_and_described(openapi_document: Any) -> None:
+    operations = _operations(openapi_document)
     names = [operation["operationId"] for operation in operations.values()]
     roles = {(str(d.method), path): d.role for d in declarations() for path in d.paths}
     assert len(set(names)) == len(names)
@@ -65,8 +69,8 @@ def test_operations_are_named_once_and_described(told: Any) -> None:
         assert (operation.get("security") == []) == (roles[method, path] == "open"), path
 
 
-def test_what_it_says_of_records_and_ids_is_so(told: Any) -> None:
-    schemas = told["components"]["schemas"]
+def test_what_it_says_of_records_and_ids_is_so(openapi_document: Any) -> None:
+    schemas = openapi_document["components"]["schemas"]
     assert schemas["Id"]["pattern"] == f"^{ID.pattern}$"
     assert set(schemas["JobSpec"]["properties"]) == set(JobSpec.model_fields)
     assert "owner" not in schemas["File"]["properties"]

@@ -107,7 +107,7 @@ async def test_a_run_is_written_by_its_owner_or_an_admin(site: Site) -> None:
 
 
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
-async def test_no_door_adds_a_call_to_anothers_run(site: Site, api: Any) -> None:
+async def test_no_api_adds_a_call_to_anothers_run(site: Site, api: Any) -> None:
     run_id = (await site.ask("ann")).run_id
     body: Any = {"model": "calc", "max_tokens": 5, "messages": says("hi")}
     if api.path == "/v1/completions":
@@ -362,3 +362,29 @@ async def test_who_one_is(site: Site) -> None:
         200, {"key": key_id(site, "ann"), "name": "ann", "role": "use"}
     )  # fmt: skip
     assert (await site.call("platform", "GET", "/v1/whoami"))[1]["key"] is None
+
+
+async def test_a_deep_follow_up_spoils_no_listing(tmp_path: Path) -> None:
+    """A client's own tool call, nested 3,000 deep, once stopped each reader of the root's runs."""
+    keys = Keys(Home(tmp_path / "home"))
+    mine, theirs = (
+        {"authorization": f"Bearer {keys.create(name, role)[1]}"}
+        for name, role in (("bob", Role.use), ("tim", Role.train))
+    )
+    arguments = '{"a":' * 3000 + "1" + "}" * 3000
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    follow_up = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+    ]
+    async with served(tmp_path, api_keys="required") as gateway:
+        await gateway.ask("hi", headers={**mine, "x-run-id": "mine"}, n=2)
+        await gateway.ask(follow_up, headers={**mine, "x-run-id": "mine"})
+        rewards = "/v1/trajectories/mine/rewards"
+        await gateway.call("POST", rewards, json={"value": 1.0}, headers=theirs)
+        for path in ("/mine", "", "/export?format=jsonl", "/export?format=otel"):
+            status, answer = await gateway.call("GET", f"/v1/trajectories{path}", headers=theirs)
+            assert status == 200, (path, answer)
+        status, answer = await gateway.call("POST", "/v1/datasets", json={}, headers=theirs)
+        assert status < 500, answer

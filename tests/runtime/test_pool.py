@@ -123,12 +123,18 @@ async def test_an_unproven_version_of_a_job_is_refused(tmp_path: Path) -> None:
 
 
 async def test_draining_has_a_limit_and_then_nothing_changes(tmp_path: Path) -> None:
-    engine = ScriptedEngine(says_version, delay=0.3)
-    async with serving(tmp_path, InProcessEngine(engine), drain_timeout=0.05) as pool:
+    go_on = asyncio.Event()
+
+    async def late(request: dict[str, Any], version: str) -> str:
+        await go_on.wait()
+        return version
+
+    async with serving(tmp_path, InProcessEngine(ScriptedEngine(late)), drain_timeout=0.05) as pool:
         slow = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         with pytest.raises(SwapError, match="1 requests were still running"):
             await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
+        go_on.set()
         assert await slow == "m@1" and pool.ready
 
 
@@ -140,9 +146,9 @@ async def test_a_dead_replica_comes_back_and_its_requests_are_answered(tmp_path:
         host.die()
         await until(lambda: pool.status()[0]["restarts"] == 1)
         assert pool.status()[0]["error"] == "it does not come up"
-        asked = asyncio.create_task(ask(pool, "m@1"))
+        answer = asyncio.create_task(ask(pool, "m@1"))
         host.broken = False
-        assert await asked == "back"
+        assert await answer == "back"
         status = pool.status()[0]
         assert status["restarts"] >= 2 and status["probe"]["passed"] and status["error"] is None
 
@@ -162,9 +168,9 @@ class Breaking(ScriptedEngine):
                 yield piece
 
 
-@pytest.mark.parametrize(("left", "asked"), [(0, 2), (1, 1)])
+@pytest.mark.parametrize(("left", "request_count"), [(0, 2), (1, 1)])
 async def test_a_stream_is_asked_for_again_only_before_its_first_event(
-    tmp_path: Path, left: int, asked: int
+    tmp_path: Path, left: int, request_count: int
 ) -> None:
     engine = Breaking(["first", "back again"])
     engine.left = left
@@ -178,7 +184,7 @@ async def test_a_stream_is_asked_for_again_only_before_its_first_event(
         else:
             assert bytes(stream.samples[0].token_ids) == b"back again"  # of the second alone
             assert pieces[-1] == b"data: [DONE]\n\n" and b'"model":"m@1"' in pieces[0]
-        assert len(engine.requests) == asked
+        assert len(engine.requests) == request_count
         assert pool.status()[0]["in_flight"] == 0
 
 
@@ -313,15 +319,15 @@ async def test_a_request_that_killed_an_engine_twice_is_failed_with_its_error(
 async def test_who_was_in_its_company_is_answered(tmp_path: Path) -> None:
     host = Fatal()
 
-    async def asked(text: str) -> bytes:
+    async def ask_for(text: str) -> bytes:
         (piece,) = [piece async for piece in pool.answer("m@1", says(text))]
         return piece
 
     async with serving(tmp_path, host) as pool:
-        innocent = [asyncio.create_task(asked(f"well {n}")) for n in range(5)]
+        innocent = [asyncio.create_task(ask_for(f"well {n}")) for n in range(5)]
         await until(lambda: pool.status()[0]["in_flight"] == 5)
         with pytest.raises(EngineError, match="died"):
-            await asked("poison")
+            await ask_for("poison")
         for n, answer in enumerate(await asyncio.gather(*innocent)):
             assert f"well {n}".encode() in answer
         assert host.starts <= 4

@@ -29,7 +29,7 @@ def host(script: Any = says_version) -> InProcessEngine:
     return InProcessEngine(ScriptedEngine(script), lora_rank=8)
 
 
-def held(pool: Pool) -> list[list[str]]:
+def loaded_versions(pool: Pool) -> list[list[str]]:
     return [status["versions"] for status in pool.status()]
 
 
@@ -51,7 +51,7 @@ async def test_an_adapter_is_staged_beside_requests_in_flight(tmp_path: Path) ->
         busy = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
         report = await pool.stage(adapter(tmp_path, 2), "m@2", probe(2))
-        assert report.passed and held(pool) == [["m@1", "m@2"]] and not busy.done()
+        assert report.passed and loaded_versions(pool) == [["m@1", "m@2"]] and not busy.done()
         assert await ask(pool, "m@2") == "m@2"
         script.go.set()
         assert await busy == "m@1"
@@ -63,10 +63,10 @@ async def test_of_two_replicas_one_gets_the_candidate_and_a_promotion_gives_it_t
     hosts = [host(), host()]
     async with serving(tmp_path, *hosts) as pool:
         await pool.stage(adapter(tmp_path, 2), "m@2", probe(2))
-        assert sorted(held(pool)) == [["m@1"], ["m@1", "m@2"]]
+        assert sorted(loaded_versions(pool)) == [["m@1"], ["m@1", "m@2"]]
         assert sorted(status["version"] for status in pool.status()) == ["m@1", "m@2"]
         await pool.swap(adapter(tmp_path, 2), "m@2", probe(2))
-        assert held(pool) == [["m@1", "m@2"]] * 2
+        assert loaded_versions(pool) == [["m@1", "m@2"]] * 2
         loaded = [list(host.engine.loaded) for host in hosts]  # type: ignore[attr-defined]
         await pool.swap(checkpoint(tmp_path, 1), "m@1", probe(1))
         assert [status["version"] for status in pool.status()] == ["m@1", "m@1"]
@@ -80,27 +80,27 @@ async def test_the_incumbent_the_last_good_one_and_what_is_needed_stay(tmp_path:
             await pool.swap(adapter(tmp_path, number), f"m@{number}", probe(number))
         await pool.stage(adapter(tmp_path, 4), "m@4", probe(4))
         await pool.stage(adapter(tmp_path, 5), "m@5", probe(5), protected=["m@4"])
-        assert held(pool) == [["m@1", "m@2", "m@3", "m@4", "m@5"]]
+        assert loaded_versions(pool) == [["m@1", "m@2", "m@3", "m@4", "m@5"]]
         await pool.stage(adapter(tmp_path, 6), "m@6", probe(6))
-        assert held(pool) == [["m@1", "m@2", "m@3", "m@6"]]
+        assert loaded_versions(pool) == [["m@1", "m@2", "m@3", "m@6"]]
 
 
 async def test_an_adapter_stays_as_long_as_it_answers_and_takes_a_place(tmp_path: Path) -> None:
     busy = [f"m@{number}" for number in (2, 3, 4, 5)]
     script = Held(*busy)
     async with serving(tmp_path, host(script), drain_timeout=0.1) as pool:
-        asked = []
+        answers = []
         for number, version in enumerate(busy, 2):
             await pool.stage(adapter(tmp_path, number), version, probe(number))
-            asked.append(asyncio.create_task(ask(pool, version)))
+            answers.append(asyncio.create_task(ask(pool, version)))
             await asyncio.sleep(0)  # it is in flight
         assert pool.status()[0]["in_flight"] == 4
         with pytest.raises(SwapError, match="no room for the adapter of m@6: m@2, m@3, m@4, m@5"):
             await pool.stage(adapter(tmp_path, 6), "m@6", probe(6))
         script.go.set()
-        assert await asyncio.gather(*asked) == busy
+        assert await asyncio.gather(*answers) == busy
         await pool.stage(adapter(tmp_path, 6), "m@6", probe(6))
-        assert held(pool) == [["m@1", "m@6"]]
+        assert loaded_versions(pool) == [["m@1", "m@6"]]
 
 
 async def test_an_adapter_that_is_not_proven_changes_nothing(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_an_adapter_that_is_not_proven_changes_nothing(tmp_path: Path) -> 
         wrong = [probe(3)[0].model_copy(update={"logprobs": [-1.0, -2.5]})]
         with pytest.raises(SwapError, match=r"differ by 2\.5.*differ by 2\.5.*m@1, m@2: served on"):
             await pool.stage(adapter(tmp_path, 3), "m@3", wrong)
-        assert held(pool) == [["m@1", "m@2"]] and pool.status()[0]["state"] == "serving"
+        assert loaded_versions(pool) == [["m@1", "m@2"]] and pool.status()[0]["state"] == "serving"
 
 
 async def test_weights_change_when_no_request_is_under_an_adapter(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ async def test_weights_change_when_no_request_is_under_an_adapter(tmp_path: Path
         assert not swap.done()
         script.versions = ("m@1",)
         script.go.set()
-        assert await ends == "m@2" and (await swap).passed and held(pool) == [["m@3"]]
+        assert await ends == "m@2" and (await swap).passed and loaded_versions(pool) == [["m@3"]]
         await kept
 
 
@@ -139,7 +139,7 @@ async def test_a_revived_replica_has_its_adapters_but_for_what_cannot_be_proven(
         manifest.write_text(manifest.read_text().replace("-5.0", "-5.5"))
         replica.die()
         await until(lambda: pool.status()[0]["restarts"] == 1 and pool.ready)
-        assert held(pool) == [["m@1", "m@2"]]
+        assert loaded_versions(pool) == [["m@1", "m@2"]]
         assert await ask(pool, "m@2") == "m@2"
 
 
@@ -161,4 +161,4 @@ async def test_what_is_no_adapter_over_what_is_held_is_loaded_merged(
         (folder / "config.json").write_text(json.dumps(configs.get(why, {})))
     async with serving(tmp_path, replica) as pool:
         await pool.stage(directory, "m@2", probe(2))
-        assert held(pool) == [["m@2"]]
+        assert loaded_versions(pool) == [["m@2"]]

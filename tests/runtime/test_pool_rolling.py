@@ -53,7 +53,7 @@ class Broken(Mortal):
         self.engine.load = drifting  # type: ignore[method-assign, assignment]
 
 
-def held(pool: Pool) -> list[tuple[str, str]]:
+def versions_and_states(pool: Pool) -> list[tuple[str, str]]:
     return [(status["version"], status["state"]) for status in pool.status()]
 
 
@@ -61,14 +61,14 @@ async def test_a_candidate_is_staged_beside_the_incumbent(tmp_path: Path) -> Non
     async with serving(tmp_path, *residents(2)) as pool:
         report = await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert report.passed and report.version == "m@2"
-        assert sorted(held(pool)) == [("m@1", "serving"), ("m@2", "serving")]
+        assert sorted(versions_and_states(pool)) == [("m@1", "serving"), ("m@2", "serving")]
         answers = await asyncio.gather(*(ask(pool, v) for v in ("m@1", "m@2") * 3))
         assert answers == ["m@1", "m@2"] * 3
         # rejected: the next candidate takes its place, and then the incumbent has both again
         await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3))
-        assert sorted(held(pool)) == [("m@1", "serving"), ("m@3", "serving")]
+        assert sorted(versions_and_states(pool)) == [("m@1", "serving"), ("m@3", "serving")]
         await pool.stage(checkpoint(tmp_path, 1), "m@1", probe(1))
-        assert held(pool) == [("m@1", "serving")] * 2
+        assert versions_and_states(pool) == [("m@1", "serving")] * 2
 
 
 async def test_staging_leaves_the_others_serving_and_takes_the_least_busy(tmp_path: Path) -> None:
@@ -84,21 +84,21 @@ async def test_staging_leaves_the_others_serving_and_takes_the_least_busy(tmp_pa
         await until(lambda: [s["in_flight"] for s in pool.status()] == [2, 1])
         staging = asyncio.create_task(pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2)))
         await until(lambda: pool.status()[1]["state"] == "swapping")
-        assert pool.serves("m@1") and held(pool)[0] == ("m@1", "serving")
+        assert pool.serves("m@1") and versions_and_states(pool)[0] == ("m@1", "serving")
         gate.set()
         await staging
         assert await asyncio.gather(*busy) == ["m@1"] * 3
-        assert held(pool) == [("m@1", "serving"), ("m@2", "serving")]
+        assert versions_and_states(pool) == [("m@1", "serving"), ("m@2", "serving")]
 
 
 async def test_a_needed_version_is_not_displaced(tmp_path: Path) -> None:
     async with serving(tmp_path, *residents(3)) as pool:
         await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
         await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3), protected=["m@2"])
-        assert {version for version, _ in held(pool)} == {"m@1", "m@2", "m@3"}
+        assert {version for version, _ in versions_and_states(pool)} == {"m@1", "m@2", "m@3"}
         with pytest.raises(SwapError, match="no replica can be spared"):
             await pool.stage(checkpoint(tmp_path, 4), "m@4", probe(4), protected=["m@2", "m@3"])
-        assert {version for version, _ in held(pool)} == {"m@1", "m@2", "m@3"}
+        assert {version for version, _ in versions_and_states(pool)} == {"m@1", "m@2", "m@3"}
 
 
 async def test_a_single_replica_is_staged_in_place(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ async def test_a_candidate_that_is_not_proven_gives_the_spare_back(tmp_path: Pat
     async with serving(tmp_path, *residents(2)) as pool:
         with pytest.raises(SwapError, match=r"3 tries.*m@1 serves on"):
             await pool.stage(checkpoint(tmp_path, 2), "m@2", WRONG)
-        assert held(pool) == [("m@1", "serving")] * 2
+        assert versions_and_states(pool) == [("m@1", "serving")] * 2
 
 
 async def test_a_spare_that_is_broken_is_passed_over(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ async def test_a_spare_that_is_broken_is_passed_over(tmp_path: Path) -> None:
     async with serving(tmp_path, dead, *residents(2)) as pool:
         dead.broken = True
         dead.die()
-        await until(lambda: held(pool)[0] == ("m@1", "down"))
+        await until(lambda: versions_and_states(pool)[0] == ("m@1", "down"))
         await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert pool.serves("m@1") and pool.serves("m@2")
         with pytest.raises(SwapError, match="does not come up"):  # what is needed is kept
@@ -142,7 +142,7 @@ async def test_one_replica_serves_at_any_time_of_a_roll(tmp_path: Path) -> None:
             async def watch(
                 directory: Path, version: str, *, keep: bool = False
             ) -> dict[str, float]:
-                seen.append([state for _, state in held(pool)].count("serving"))
+                seen.append([state for _, state in versions_and_states(pool)].count("serving"))
                 return await load(directory, version, keep=keep)
 
             return watch
@@ -153,7 +153,7 @@ async def test_one_replica_serves_at_any_time_of_a_roll(tmp_path: Path) -> None:
         await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert pool.serves("m@2") and pool.serves("m@1")
         report = await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
-        assert report.passed and held(pool) == [("m@2", "serving")] * 3
+        assert report.passed and versions_and_states(pool) == [("m@2", "serving")] * 3
         assert seen == [2, 2, 2], "the one that held it was left alone"
 
 
@@ -164,7 +164,7 @@ async def test_a_replica_that_cannot_prove_it_is_left_out(
     broken, good = Broken(), InProcessEngine(ScriptedEngine(says_version))
     async with serving(tmp_path, *([broken, good] if first else [good, broken])) as pool:
         await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
-        assert sorted(held(pool)) == [("m@2", "out"), ("m@2", "serving")]
+        assert sorted(versions_and_states(pool)) == [("m@2", "out"), ("m@2", "serving")]
         out = next(status for status in pool.status() if status["state"] == "out")
         assert "could not be proven in 3 tries" in out["error"] and out["probe"] is None
         assert "left out" in caplog.text
@@ -173,7 +173,7 @@ async def test_a_replica_that_cannot_prove_it_is_left_out(
         assert broken.engine.loaded == ["m@1", "m@2", "m@2", "m@2", *(["m@1"] if first else [])]
         broken.mended = True
         await pool.swap(checkpoint(tmp_path, 3), "m@3", probe(3))
-        assert held(pool) == [("m@3", "serving")] * 2
+        assert versions_and_states(pool) == [("m@3", "serving")] * 2
 
 
 async def test_a_replica_that_was_left_out_is_tried_again(
@@ -186,7 +186,7 @@ async def test_a_replica_that_was_left_out_is_tried_again(
         await until(lambda: pool.status()[1]["restarts"] >= 2)
         assert pool.status()[1]["state"] != "serving"
         broken.mended = True
-        await until(lambda: held(pool)[1] == ("m@2", "serving"))
+        await until(lambda: versions_and_states(pool)[1] == ("m@2", "serving"))
         assert pool.status()[1]["error"] is None
 
 
@@ -195,7 +195,7 @@ async def test_if_none_can_prove_it_all_serve_what_they_served(tmp_path: Path) -
     async with serving(tmp_path, *hosts) as pool:
         with pytest.raises(SwapError, match=r"differ by 0\.5.*m@1 serves on"):
             await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
-        assert held(pool) == [("m@1", "serving")] * 2
+        assert versions_and_states(pool) == [("m@1", "serving")] * 2
         assert all(host.engine.loaded.count("m@2") == 3 for host in hosts)
 
 
@@ -223,7 +223,7 @@ class Spoken(ScriptedEngine):
                 await asyncio.sleep(0.001)
 
 
-def said(pieces: list[bytes]) -> tuple[str, set[str]]:
+def text_and_versions(pieces: list[bytes]) -> tuple[str, set[str]]:
     """The text of a stream, and the models it names."""
     chunks = [json.loads(piece[6:]) for piece in pieces if not piece.startswith(b"data: [DONE]")]
     text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
@@ -244,13 +244,13 @@ async def test_a_swap_under_32_streams_loses_and_doubles_nothing(
             while not last:
                 last = swapped  # one more after the end of the swap
                 text = f"{next(number)} " * 60
-                asked = exchange(messages=[{"role": "user", "content": text}], stream=True)
-                pieces = [piece async for piece in pool.answer(lambda: alias, asked)]
-                (sample,) = asked.samples
-                assert said(pieces) == (text, {sample.version})
+                call = exchange(messages=[{"role": "user", "content": text}], stream=True)
+                pieces = [piece async for piece in pool.answer(lambda: alias, call)]
+                (sample,) = call.samples
+                assert text_and_versions(pieces) == (text, {sample.version})
                 assert bytes(sample.token_ids).decode() == text
                 assert len(sample.logprobs) == len(text)
-                answered.append(asked)
+                answered.append(call)
 
         clients = [asyncio.create_task(client()) for _ in range(32)]
         await until(lambda: sum(status["in_flight"] for status in pool.status()) == 32)
@@ -279,7 +279,9 @@ async def test_kept_requests_go_on_under_the_old_weights_if_the_new_are_not_prov
 
         async def one(text: str) -> EngineCall:
             asked = exchange(messages=[{"role": "user", "content": text}], stream=True)
-            assert said([piece async for piece in pool.answer("m@1", asked)])[0] == text
+            assert (
+                text_and_versions([piece async for piece in pool.answer("m@1", asked)])[0] == text
+            )
             return asked
 
         streams = [asyncio.create_task(one(text)) for text in texts]
@@ -301,7 +303,9 @@ async def test_a_call_is_recorded_with_where_the_weights_changed(tmp_path: Path)
         await until(lambda: gateway.engine.active == 1)
         await gateway.pool.swap(checkpoint(tmp_path, 2), "calc@2", probe(2))
         reply = await stream
-        assert said([line for line in reply.body.split(b"\n\n") if line])[1] == {"calc@1"}
+        assert text_and_versions([line for line in reply.body.split(b"\n\n") if line])[1] == {
+            "calc@1"
+        }
         (call,) = gateway.calls(reply.run_id)
         (seam,) = call.seams
         assert (call.model, seam.model) == ("calc@1", "calc@2")

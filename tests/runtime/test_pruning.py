@@ -82,11 +82,11 @@ class Site:
         return made.number
 
     def generation(self, number: int, version: int, loop: str = "l", **more: Any) -> None:
-        told = Generation(
+        record = Generation(
             generation=number, holdout_success=0, holdout_tasks=0, version=f"calc@{version}", **more
         )
         path = self.home.loop(loop) / "generations" / f"{number}.json"
-        durable.create_file(path, canonical(told.model_dump(mode="json")))
+        durable.create_file(path, canonical(record.model_dump(mode="json")))
 
     def folder(self, number: int) -> Path:
         return self.home.checkpoint(self.registry.resolve(f"calc@{number}").checkpoint)
@@ -127,12 +127,12 @@ def test_what_is_neither_promoted_nor_the_newest_goes(site: Site) -> None:
         site.registry.promote("calc", number)
     site.registry.reject("calc", 5, who="loop l")
     untouched = site.left, site.points
-    told = site.prune(dry_run=True)
+    planned = site.prune(dry_run=True)
     assert (site.left, site.points) == untouched == ([1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6])
     done = site.prune()
-    assert done.weights.keys() == told.weights.keys() == {"calc@1", "calc@3", "calc@5"}
-    assert done.weights == told.weights and done.points == told.points
-    assert done.bytes == told.bytes > 0
+    assert done.weights.keys() == planned.weights.keys() == {"calc@1", "calc@3", "calc@5"}
+    assert done.weights == planned.weights and done.points == planned.points
+    assert done.bytes == planned.bytes > 0
     assert done.kept == {
         "calc@4": "promoted",
         "calc@2": "was promoted before",
@@ -263,11 +263,11 @@ def test_what_is_chosen_meanwhile_comes_back(site: Site) -> None:
     row(site, 4)
     looks: list[int] = []
 
-    def held() -> list[str]:
+    def versions_in_use() -> list[str]:
         looks.append(len(site.left))
         return ["calc@2"] if len(looks) == 2 else []
 
-    done = site.prune(in_use=held)
+    done = site.prune(in_use=versions_in_use)
     assert looks == [4, 2]
     assert site.left == [1, 2, 4] and done.weights.keys() == {"calc@3"}
     assert checkpoints.verify(site.folder(2)).job is not None
@@ -305,9 +305,9 @@ def test_drafts_of_dead_processes_are_swept(site: Site) -> None:
 def test_jobs_that_failed_or_were_cancelled_keep_no_resume_points(site: Site) -> None:
     trainer = ScriptedTrainer(site.home, failures={0: "no luck"})
     failed = trainer.submit(site.spec(1, "a"))
-    held = ScriptedTrainer(site.home, by_hand=True)
-    cancelled, going = (held.submit(site.spec(1, dataset)) for dataset in ("b", "c"))
-    held.cancel(cancelled.id)
+    by_hand_trainer = ScriptedTrainer(site.home, by_hand=True)
+    cancelled, going = (by_hand_trainer.submit(site.spec(1, dataset)) for dataset in ("b", "c"))
+    by_hand_trainer.cancel(cancelled.id)
     for job in (failed, cancelled, going):
         for name in ("step-00000001", "step-00000002", ".step-00000003.1"):
             point = site.home.job(job.id) / "megatron" / name
@@ -338,12 +338,12 @@ def test_a_loop_beside_which_it_is_pruned_all_the_while_ends_the_same(
         over, found = threading.Event(), list[Prunable]()
 
         def work(url: str) -> None:
-            def held() -> list[str]:
+            def versions_in_use() -> list[str]:
                 with urllib.request.urlopen(f"{url}/v1/pool") as answer:
                     return [v for r in json.load(answer)["data"] for v in r["versions"]]
 
             while not over.is_set():
-                found.append(prune(Home(root), keep=1, in_use=held, grace=0.1))
+                found.append(prune(Home(root), keep=1, in_use=versions_in_use, grace=0.1))
 
         trainer = Pointed(Home(root), {"trained_tokens": 5, "seconds": 1.0}, PROBE)
         with platform(root, ScriptedEngine(echo), trainer=trainer) as where:
@@ -394,26 +394,26 @@ async def test_the_command_beside_a_platform(
         dry = json.loads((await models("prune", "calc", "--dry-run", "--json")).stdout)
         assert dry["weights"].keys() == {"calc@2", "calc@4"} and dry["dry_run"]
         assert dry["kept"]["calc@3"] == "a replica holds it"
-        said = await models("prune", "calc")
-        assert said.returncode == 0 and "calc@3 stays: a replica holds it" in said.stdout
-        assert "given back" in said.stdout and site.left == [1, 3, 5]
-        told = "removed by `cray-agents models prune`"
+        done = await models("prune", "calc")
+        assert done.returncode == 0 and "calc@3 stays: a replica holds it" in done.stdout
+        assert "given back" in done.stdout and site.left == [1, 3, 5]
+        reason = "removed by `cray-agents models prune`"
         for path, body in (
             ("calc/versions/2/stage", {}),
             ("calc/promote", {"version": 2}),
             ("calc/rollback", {"to": 2, "force": True}),
         ):
             status, refused = await gateway.call("POST", f"/v1/models/{path}", json=body)
-            assert status == 404 and told in refused["error"]["message"], path
+            assert status == 404 and reason in refused["error"]["message"], path
         site.home.dataset("ds").mkdir()
         job = {"dataset": "ds", "parent": "calc@2", "hyperparameters": {"steps": 1}}
         status, refused = await gateway.call("POST", "/v1/jobs", json=job)
         assert (status, refused["error"]["param"]) == (404, "parent")
-        assert told in refused["error"]["message"]
+        assert reason in refused["error"]["message"]
         assert (await gateway.ask("hi")).text == "calc@1"
         rows = json.loads((await models("list", "--json")).stdout)
         assert [row["id"] for row in rows if not row["weights"]] == ["calc@2", "calc@4"]
         shown = json.loads((await models("show", "calc@2", "--json")).stdout)
         assert shown["manifest"]["metrics"]["steps"] == 2 and not shown["weights"]
-    said = await models("prune")
-    assert said.returncode == 2 and "try again in a moment" in " ".join(said.stderr.split())
+    done = await models("prune")
+    assert done.returncode == 2 and "try again in a moment" in " ".join(done.stderr.split())

@@ -128,8 +128,8 @@ class Site:
             path = path.replace(f"{{{name}}}", value)
         path = "/".join("1" if part.startswith("{") else part for part in path.split("/"))
         headers = {"authorization": f"Bearer {self.keys[who]}"} if who in self.keys else {}
-        status, told = await self.gateway.call(method, path, headers=headers, **options)
-        return status, told["error"]["code"] if status >= 400 else ""
+        status, answer = await self.gateway.call(method, path, headers=headers, **options)
+        return status, answer["error"]["code"] if status >= 400 else ""
 
     def sent(self, template: str) -> dict[str, Any]:
         """What makes a request good enough to be asked whose it is."""
@@ -158,9 +158,9 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         ann = {"authorization": f"Bearer {secrets['ann']}"}
 
         async def made(path: str, **options: Any) -> str:
-            status, told = await gateway.call("POST", path, headers=ann, **options)
-            assert status == 200, told
-            return str(told["id"])
+            status, answer = await gateway.call("POST", path, headers=ann, **options)
+            assert status == 200, answer
+            return str(answer["id"])
 
         line = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions",'
         form = aiohttp.FormData()
@@ -179,11 +179,11 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 async def test_every_route_has_a_row(site: Site) -> None:
-    there = set()
+    served_routes = set()
     for route in create_app(site.gateway.services).routes:
         assert isinstance(route, Route)
-        there |= {(m, route.path_format) for m in (route.methods or {"GET"}) - {"HEAD"}}
-    assert there == set(ROWS)
+        served_routes |= {(m, route.path_format) for m in (route.methods or {"GET"}) - {"HEAD"}}
+    assert served_routes == set(ROWS)
 
 
 async def test_each_role_gets_what_its_row_says(site: Site) -> None:

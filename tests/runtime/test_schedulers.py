@@ -24,7 +24,7 @@ def need(kind: str) -> None:
         pytest.skip(f"Slurm is not installed: {missing}")
 
 
-def until(ready: Callable[[], bool], seconds: float = 15.0) -> None:
+def until(ready: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, "it did not happen in time"

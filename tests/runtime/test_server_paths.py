@@ -11,7 +11,7 @@ from tests.support.scripted_gateway import CHAT, Gateway, block, says
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "shortened"),
     [
         ("cannot use /srv/root/files/a.json: full", "cannot use .../a.json: full"),
         ("'/srv/root/x' is damaged", "'.../x' is damaged"),
@@ -23,8 +23,8 @@ from tests.support.scripted_gateway import CHAT, Gateway, block, says
         ("text/plain and/or 1/2 #/$defs/a", "text/plain and/or 1/2 #/$defs/a"),
     ],
 )
-def test_a_path_becomes_its_name(message: str, told: str) -> None:
-    assert without_paths(message) == told
+def test_a_path_becomes_its_name(message: str, shortened: str) -> None:
+    assert without_paths(message) == shortened
 
 
 def test_what_the_client_sent_it_is_told_again() -> None:
@@ -40,7 +40,7 @@ async def _refused(gateway: Gateway, method: str, path: str, **options: Any) -> 
         return text
 
 
-async def test_no_door_tells_where_its_files_are(gateway: Gateway, tmp_path: Path) -> None:
+async def test_no_route_tells_where_its_files_are(gateway: Gateway, tmp_path: Path) -> None:
     """Each folder of the root is replaced by a file, so that whatever needs it fails."""
     run_id = (await gateway.ask("hello")).run_id
     home = gateway.services.home
@@ -49,10 +49,10 @@ async def test_no_door_tells_where_its_files_are(gateway: Gateway, tmp_path: Pat
         folder = home.root / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.write_text("where the directory would be")
-    asked = {"model": "calc", "messages": says("x")}
+    body = {"model": "calc", "messages": says("x")}
     upload = {"bytes": 1, "filename": "f", "mime_type": "text/plain", "purpose": "user_data"}
-    doors: list[tuple[str, str, Any]] = [
-        ("POST", CHAT, {"json": asked}),
+    routes: list[tuple[str, str, Any]] = [
+        ("POST", CHAT, {"json": body}),
         ("POST", f"/v1/trajectories/{run_id}/rewards", {"json": {"value": 1}}),
         ("POST", "/v1/loops/l/journal/e", {"json": {}}),
         ("POST", "/v1/loops/l/generations/1", {"json": {}}),
@@ -62,7 +62,7 @@ async def test_no_door_tells_where_its_files_are(gateway: Gateway, tmp_path: Pat
         ("GET", "/v1/datasets/none", {}),
         ("GET", "/v1/jobs/none", {}),
     ]
-    for method, path, options in doors:
+    for method, path, options in routes:
         text = await _refused(gateway, method, path, **options)
         assert str(tmp_path) not in text, (path, text)
         assert "/tmp" not in text, (path, text)

@@ -14,6 +14,7 @@ from cray_agents.config import SLURM_OWN, Config
 from cray_agents.errors import SchedulerError, SetupError
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler import programs
+from cray_agents.runtime.scheduler import slurm as slurm_scheduler
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.choose import (
     configured_scheduler,
@@ -90,7 +91,7 @@ def command(folder: Path, script: str, name: str = "job", **options: object) -> 
     )
 
 
-def until(ready: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(ready: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -138,8 +139,8 @@ def test_the_same_job_of_two_roots_has_two_names(tmp_path: Path) -> None:
 
 
 def test_options_that_nobody_takes_are_told(tmp_path: Path) -> None:
-    asked = {"home": tmp_path, "scheduler": "local", "slurm_options": ["--partition=gpu"]}
-    with configured_scheduler(Config.model_validate(asked)) as local:
+    settings = {"home": tmp_path, "scheduler": "local", "slurm_options": ["--partition=gpu"]}
+    with configured_scheduler(Config.model_validate(settings)) as local:
         assert "slurm_options are a site's and not used" in local.reason
 
 
@@ -183,20 +184,22 @@ def test_polling_many_names_is_one_question(home: Path) -> None:
         assert isinstance(scheduler, Slurm)
         assert scheduler.cluster
 
-        def asked() -> int:
+        def count_requests() -> int:
             assert scheduler.cluster
             argv = ["sdiag"]
             environment = scheduler.cluster.environment
-            said = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-            lines = [line for line in said.stdout.splitlines() if "REQUEST_JOB_INFO " in line]
+            report = subprocess.run(
+                argv, env=environment, capture_output=True, text=True, check=True
+            )
+            lines = [line for line in report.stdout.splitlines() if "REQUEST_JOB_INFO " in line]
             return int(lines[0].split("count:")[1].split()[0]) if lines else 0
 
         scheduler.status("job-0")
-        before = asked()
+        before = count_requests()
         began = time.monotonic()
         for number in range(300):
             assert scheduler.status(f"job-{number}").state == "unknown"
-        assert 0 <= asked() - before <= 2 + (time.monotonic() - began) / 0.3
+        assert 0 <= count_requests() - before <= 2 + (time.monotonic() - began) / 0.3
 
 
 @slurm
@@ -265,8 +268,8 @@ def test_two_roots_at_a_site_keep_to_their_own_jobs(
         monkeypatch.setenv("SLURM_CONF", str(private.cluster.configuration))
 
         def opened(root: str, partition: str = "all") -> Slurm | LocalProcesses:
-            asked = {"home": tmp_path / root, "slurm_options": [f"--partition={partition}"]}
-            return configured_scheduler(Config.model_validate(asked))
+            settings = {"home": tmp_path / root, "slurm_options": [f"--partition={partition}"]}
+            return configured_scheduler(Config.model_validate(settings))
 
         with opened("one") as one, opened("two") as two, opened("one", "none") as wrong:
             with pytest.raises(SchedulerError, match="partition"):
@@ -281,6 +284,23 @@ def test_two_roots_at_a_site_keep_to_their_own_jobs(
                 assert again.submit(command(home, "true")) == first
             one.cancel("job")
             assert end_of(one).state == "cancelled"
+
+
+def test_a_client_that_is_killed_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal ended it: Slurm has refused nothing."""
+    starts, squeue = tmp_path / "starts", tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho >> {starts}\n[ $(wc -l < {starts}) = 3 ] || kill -9 $$\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with Slurm(tmp_path / "slurm") as scheduler:
+        assert scheduler.status("job").state == "unknown"
+        monkeypatch.setattr(slurm_scheduler, "QUEUE_SECONDS", 0.0)
+        monkeypatch.setattr(slurm_scheduler, "PATIENCE_SECONDS", 0.0)
+        with pytest.raises(SchedulerError, match="squeue ended with -9"):
+            scheduler.status("job")
+    assert starts.read_text() == "\n" * 4
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,7 +302,7 @@ def test_a_sweep_keeps_the_parts_of_pending_uploads(tmp_path: Path) -> None:
     files = Files(Home(tmp_path))
     uploads = Uploads(files)
 
-    def begun(text: bytes) -> tuple[str, str]:
+    def start_upload(text: bytes) -> tuple[str, str]:
         request = UploadRequest(bytes=9, filename="a", mime_type="text/plain", purpose="batch")
         upload_id = uploads.create(request)["id"]
         with files.blobs.draft() as draft:
@@ -311,7 +311,7 @@ def test_a_sweep_keeps_the_parts_of_pending_uploads(tmp_path: Path) -> None:
         os.utime(files.blobs.path(part.sha256), (0, 0))
         return upload_id, part.sha256
 
-    (_, kept), (expired, gone) = begun(b"kept"), begun(b"gone")
+    (_, kept), (expired, gone) = start_upload(b"kept"), start_upload(b"gone")
     os.utime(tmp_path / "uploads" / expired / "parts", (time.time() - 86400 - 3601,) * 2)
     assert sweep(files, uploads) == 1
     assert (files.blobs.size(kept), files.blobs.size(gone)) == (4, None)
@@ -331,9 +331,9 @@ def test_the_command_sends_what_lacks(client: openai.OpenAI, url: str, tmp_path:
     path.write_bytes(data)
     words = (path, "--url", url, "--json", "--part-bytes", 1000)
     mime = "application/octet-stream"
-    begun = begin(client, len(data), sha256=sha256(data), mime_type=mime)
+    upload = begin(client, len(data), sha256=sha256(data), mime_type=mime)
     for start in (0, 4000, 10_000):  # an earlier attempt came this far
-        send(client, begun["id"], data[start : start + 1000])
+        send(client, upload["id"], data[start : start + 1000])
     done = command(*words)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

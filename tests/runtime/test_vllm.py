@@ -82,18 +82,18 @@ async def test_nobody_without_the_secret_is_answered(serving: Serving) -> None:
                     assert answer.status == 403, (path, headers)
         async with http.get(f"{url}/metrics", headers={HEADER: secret}) as answer:
             assert answer.status == 200
-    _, told = await serving.chat("m@1", GREEDY)  # nobody has paused it
-    assert told.token_ids
+    _, sample = await serving.chat("m@1", GREEDY)  # nobody has paused it
+    assert sample.token_ids
 
 
 async def test_a_tool_call_is_parsed_and_the_next_turn_extends_its_tokens(serving: Serving) -> None:
     request = GREEDY | {"tools": [TOOL]}
-    first, told = await serving.chat("m@1", request)
+    first, sample = await serving.chat("m@1", request)
     choice = first["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     call = choice["message"]["tool_calls"][0]
     assert json.loads(call["function"]["arguments"]) == {"expression": "47 + 385"}
-    assert len(told.token_ids) == first["usage"]["completion_tokens"]
+    assert len(sample.token_ids) == first["usage"]["completion_tokens"]
 
     answered = [
         *CHAT,
@@ -101,7 +101,7 @@ async def test_a_tool_call_is_parsed_and_the_next_turn_extends_its_tokens(servin
         {"role": "tool", "tool_call_id": call["id"], "content": "432"},
     ]
     _, second = await serving.chat("m@1", request | {"messages": answered})
-    before = told.prompt_token_ids + told.token_ids
+    before = sample.prompt_token_ids + sample.token_ids
     assert second.prompt_token_ids[: len(before)] == before
 
 

@@ -42,10 +42,10 @@ SAY_ALL: dict[str, Any] = {"return_token_ids": True, "logprobs": True}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def door(
+async def gateway(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
 ) -> AsyncIterator[Gateway]:
-    folder = tmp_path_factory.mktemp("doors")
+    folder = tmp_path_factory.mktemp("gateway")
     model = tiny_model(folder / "model", tie=False, seed=1, teach=True)
     template = model / "chat_template.jinja"
     template.write_text(LOOPS_IF_TOLD + template.read_text())
@@ -55,20 +55,20 @@ async def door(
 
 
 async def test_a_template_that_loops_fails_its_own_request(
-    door: Gateway, client: openai.AsyncOpenAI
+    gateway: Gateway, client: openai.AsyncOpenAI
 ) -> None:
     """And leaves nothing behind that goes on looping."""
     ask: Any = [{"role": "user", "content": "loop"}]
     with pytest.raises(openai.BadRequestError, match="the chat template took more than 5 s"):
         await client.chat.completions.create(model="calc", messages=ask)
     await client.chat.completions.create(model="calc", messages=USER, max_tokens=2)
-    tasks = Path(f"/proc/{door.pool.status()[0]['pid']}/task")
+    tasks = Path(f"/proc/{gateway.pool.status()[0]['pid']}/task")
     await until(lambda: not any(") R " in (each / "stat").read_text() for each in tasks.iterdir()))
 
 
 @pytest.fixture
-def client(door: Gateway) -> openai.AsyncOpenAI:
-    return door.client()
+def client(gateway: Gateway) -> openai.AsyncOpenAI:
+    return gateway.client()
 
 
 def data(reply: Reply) -> list[Any]:
@@ -103,13 +103,13 @@ def check(call: ModelCall, prompt: list[int], tokens: list[int], logprobs: list[
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_chat_is_recorded_as_vllm_says_it_was(
-    door: Gateway, fields: dict[str, Any], stream: bool
+    gateway: Gateway, fields: dict[str, Any], stream: bool
 ) -> None:
-    reply = await door.ask(ASK, stream=stream, **SAY_ALL, **fields)
+    reply = await gateway.ask(ASK, stream=stream, **SAY_ALL, **fields)
     assert reply.status == 200
     parts = data(reply) if stream else [reply.json]
     assert {part["model"] for part in parts} == {"calc@1"} and len({p["id"] for p in parts}) == 1
-    calls = door.calls(reply.run_id)
+    calls = gateway.calls(reply.run_id)
     assert len(calls) == fields.get("n", 1)
     for index, call in enumerate(sorted(calls, key=lambda call: call.id)):
         choices = [c for part in parts for c in part["choices"] if c["index"] == index]
@@ -120,9 +120,9 @@ async def test_chat_is_recorded_as_vllm_says_it_was(
         assert call.finish_reason == choices[-1]["finish_reason"]
         assert call.id == parts[0]["id"] + (f"-{index}" if index else "")
     # the same, when nobody asks vLLM to say it: another way through it
-    plain = await door.ask(ASK, stream=stream, **fields)
+    plain = await gateway.ask(ASK, stream=stream, **fields)
     assert b'token_ids":[' not in plain.body
-    for call, again in zip(calls, door.calls(plain.run_id), strict=True):
+    for call, again in zip(calls, gateway.calls(plain.run_id), strict=True):
         assert again.prompt_token_ids == call.prompt_token_ids
         assert len(again.logprobs) == len(again.token_ids) > 0
         if "seed" in fields or fields.get("temperature") == 0:
@@ -131,34 +131,34 @@ async def test_chat_is_recorded_as_vllm_says_it_was(
             assert again.finish_reason == call.finish_reason
 
 
-async def test_samples_come_with_the_answer_to_who_asks(door: Gateway) -> None:
+async def test_samples_come_with_the_answer_to_who_asks(gateway: Gateway) -> None:
     for path, asked in ((CHAT, USER), ("/v1/messages", USER)):
-        reply = await door.ask(asked, path=path, max_tokens=70, return_samples=True)
-        (call,) = door.calls(reply.run_id)
+        reply = await gateway.ask(asked, path=path, max_tokens=70, return_samples=True)
+        (call,) = gateway.calls(reply.run_id)
         (sample,) = reply.json["samples"]
         check(call, sample["prompt_token_ids"], sample["token_ids"], sample["logprobs"])
 
 
-async def test_many_at_once_are_not_mixed_up(door: Gateway) -> None:
+async def test_many_at_once_are_not_mixed_up(gateway: Gateway) -> None:
     async def one(number: int) -> tuple[Reply, dict[str, Any]]:
         fields: dict[str, Any] = {"max_tokens": 60 + number, "seed": number, "ignore_eos": True}
         fields |= SAY_ALL if number % 3 == 0 else {}
-        return await door.ask(f"{number} + 1?", stream=number % 2 == 0, **fields), fields
+        return await gateway.ask(f"{number} + 1?", stream=number % 2 == 0, **fields), fields
 
     for reply, fields in await asyncio.gather(*(one(number) for number in range(24))):
-        (call,) = door.calls(reply.run_id)
+        (call,) = gateway.calls(reply.run_id)
         assert len(call.token_ids) == len(call.logprobs) == fields["max_tokens"]
         assert max(call.logprobs) <= 0
-        alone = await door.ask(call.messages, **fields)
-        (again,) = door.calls(alone.run_id)
+        alone = await gateway.ask(call.messages, **fields)
+        (again,) = gateway.calls(alone.run_id)
         assert again.prompt_token_ids == call.prompt_token_ids
         assert again.token_ids == call.token_ids
         assert again.logprobs == pytest.approx(call.logprobs, abs=1e-3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_completions_of_several_prompts(door: Gateway, stream: bool) -> None:
-    raw = await door.client().completions.with_raw_response.create(
+async def test_completions_of_several_prompts(gateway: Gateway, stream: bool) -> None:
+    raw = await gateway.client().completions.with_raw_response.create(
         model="calc",
         prompt=["one", "and two"],
         n=2,
@@ -171,7 +171,7 @@ async def test_completions_of_several_prompts(door: Gateway, stream: bool) -> No
     parsed: Any = raw.parse()
     parts = [c.model_dump() async for c in parsed] if stream else [parsed.model_dump()]
     assert {part["model"] for part in parts} == {"calc@1"}
-    calls = door.calls(raw.headers["x-run-id"])
+    calls = gateway.calls(raw.headers["x-run-id"])
     assert [call.id.removeprefix(parts[0]["id"]) for call in calls] == ["", "-1", "-2", "-3"]
     for index, call in enumerate(calls):
         choices = [c for part in parts for c in part["choices"] if c["index"] == index]
@@ -185,18 +185,18 @@ async def test_completions_of_several_prompts(door: Gateway, stream: bool) -> No
     assert calls[0].prompt_token_ids == calls[1].prompt_token_ids != calls[2].prompt_token_ids
 
 
-async def test_completions_of_token_ids(client: openai.AsyncOpenAI, door: Gateway) -> None:
+async def test_completions_of_token_ids(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     raw = await client.completions.with_raw_response.create(
         model="calc@1", prompt=[5, 6, 7], max_tokens=4
     )
     assert raw.parse().model == "calc@1"
-    assert door.calls(raw.headers["x-run-id"])[0].prompt_token_ids == [5, 6, 7]
+    assert gateway.calls(raw.headers["x-run-id"])[0].prompt_token_ids == [5, 6, 7]
 
 
 RESPONSE_TOOL: Any = {"type": "function", "strict": False, **TOOL["function"]}
 
 
-async def test_responses(client: openai.AsyncOpenAI, door: Gateway) -> None:
+async def test_responses(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     asked: dict[str, Any] = {
         "model": "calc",
         "instructions": SYSTEM,
@@ -205,14 +205,14 @@ async def test_responses(client: openai.AsyncOpenAI, door: Gateway) -> None:
         "temperature": 0,
         "max_output_tokens": 80,
     }
-    chat = await door.ask(ASK, tools=[TOOL], temperature=0)
-    (same,) = door.calls(chat.run_id)
+    chat = await gateway.ask(ASK, tools=[TOOL], temperature=0)
+    (same,) = gateway.calls(chat.run_id)
     raw = await client.responses.with_raw_response.create(**asked)
     answer = raw.parse()
     (item,) = [item for item in answer.output if item.type == "function_call"]
     assert json.loads(item.arguments) == {"expression": "47 + 385"}
     assert answer.model == "calc@1" and answer.usage is not None
-    (call,) = door.calls(raw.headers["x-run-id"])
+    (call,) = gateway.calls(raw.headers["x-run-id"])
     assert (call.id, call.api, call.messages) == (answer.id, "/v1/responses", ASK)
     assert call.prompt_token_ids == same.prompt_token_ids and call.token_ids == same.token_ids
     assert call.logprobs == pytest.approx(same.logprobs, abs=1e-4)
@@ -224,7 +224,7 @@ async def test_responses(client: openai.AsyncOpenAI, door: Gateway) -> None:
     assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
     assert events[-1].response.model == events[0].response.model == "calc@1"
     (streamed,) = [
-        c for run in door.store.runs() for c in run.calls if c.id == events[0].response.id
+        c for run in gateway.store.runs() for c in run.calls if c.id == events[0].response.id
     ]
     assert streamed.token_ids == call.token_ids
     assert streamed.message["tool_calls"][0]["function"] == said["function"]
@@ -235,23 +235,23 @@ async def test_responses(client: openai.AsyncOpenAI, door: Gateway) -> None:
     result = {"type": "function_call_output", "call_id": item.call_id, "output": "432"}
     again = asked | {"input": [*USER, item.model_dump(exclude_none=True), result]}
     raw = await client.responses.with_raw_response.create(**again)
-    first, second = door.calls(raw.headers["x-run-id"])  # it goes on with the conversation
+    first, second = gateway.calls(raw.headers["x-run-id"])  # it goes on with the conversation
     assert first.id == answer.id and second.messages[-1]["content"] == "432"
 
 
-async def test_anthropics_messages(door: Gateway) -> None:
+async def test_anthropics_messages(gateway: Gateway) -> None:
     tool = {"name": "calculator", "input_schema": TOOL["function"]["parameters"]}
     asked = {"max_tokens": 80, "system": SYSTEM, "tools": [tool], "temperature": 0}
-    chat = await door.ask(ASK, tools=[TOOL], temperature=0)
-    (same,) = door.calls(chat.run_id)
-    reply = await door.ask(USER, path="/v1/messages", **asked)
+    chat = await gateway.ask(ASK, tools=[TOOL], temperature=0)
+    (same,) = gateway.calls(chat.run_id)
+    reply = await gateway.ask(USER, path="/v1/messages", **asked)
     answer = reply.json
     assert (answer["type"], answer["model"], answer["stop_reason"]) == (
         "message", "calc@1", "tool_use"
     )  # fmt: skip
     (use,) = [block for block in answer["content"] if block["type"] == "tool_use"]
     assert (use["name"], use["input"]) == ("calculator", {"expression": "47 + 385"})
-    (call,) = door.calls(reply.run_id)
+    (call,) = gateway.calls(reply.run_id)
     assert (call.id, call.messages) == (answer["id"], ASK)
     assert call.token_ids == same.token_ids
     assert len(call.token_ids) == len(call.logprobs) == answer["usage"]["output_tokens"]
@@ -259,11 +259,11 @@ async def test_anthropics_messages(door: Gateway) -> None:
     (said,) = call.message["tool_calls"]
     assert (said["id"], json.loads(said["function"]["arguments"])) == (use["id"], use["input"])
 
-    stream = await door.ask(USER, path="/v1/messages", stream=True, **asked)
+    stream = await gateway.ask(USER, path="/v1/messages", stream=True, **asked)
     events = data(stream)
     assert events[0]["message"]["model"] == "calc@1"
     assert events[-1]["type"] == "message_stop"
-    (streamed,) = door.calls(stream.run_id)
+    (streamed,) = gateway.calls(stream.run_id)
     assert streamed.token_ids == call.token_ids
     function = streamed.message["tool_calls"][0]["function"]
     assert json.loads(function["arguments"]) == use["input"]
@@ -274,14 +274,14 @@ async def test_anthropics_messages(door: Gateway) -> None:
         {"role": "assistant", "content": answer["content"]},
         {"role": "user", "content": [result]},
     ]
-    again = await door.ask(turns, path="/v1/messages", **asked)
+    again = await gateway.ask(turns, path="/v1/messages", **asked)
     assert again.run_id == reply.run_id  # it goes on with the conversation
-    counted = await door.ask(USER, path="/v1/messages/count_tokens", system=SYSTEM, tools=[tool])
+    counted = await gateway.ask(USER, path="/v1/messages/count_tokens", system=SYSTEM, tools=[tool])
     assert counted.json["input_tokens"] == len(call.prompt_token_ids)
 
 
 async def test_tools_as_the_official_client_asks_for_them(
-    client: openai.AsyncOpenAI, door: Gateway
+    client: openai.AsyncOpenAI, gateway: Gateway
 ) -> None:
     raw = await client.chat.completions.with_raw_response.create(
         model="calc",
@@ -295,16 +295,16 @@ async def test_tools_as_the_official_client_asks_for_them(
     answer = raw.parse().choices[0]
     call: Any = (answer.message.tool_calls or [])[0]
     assert call.function.name == "calculator" and json.loads(call.function.arguments)
-    (recorded,) = door.calls(raw.headers["x-run-id"])
+    (recorded,) = gateway.calls(raw.headers["x-run-id"])
     assert recorded.message["tool_calls"][0]["id"] == call.id
     assert recorded.sampling["parallel_tool_calls"] is False
     assert recorded.sampling["tool_choice"]["function"] == {"name": "calculator"}
     assert recorded.tools == [TOOL] and recorded.finish_reason == "tool_calls"
-    none = await door.ask(ASK, tools=[TOOL], tool_choice="none", temperature=0)
+    none = await gateway.ask(ASK, tools=[TOOL], tool_choice="none", temperature=0)
     assert not none.json["choices"][0]["message"].get("tool_calls")
 
 
-async def test_a_json_schema_is_kept_to(client: openai.AsyncOpenAI, door: Gateway) -> None:
+async def test_a_json_schema_is_kept_to(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     schema = {
         "type": "object",
         "properties": {"sum": {"type": "boolean"}},
@@ -322,7 +322,7 @@ async def test_a_json_schema_is_kept_to(client: openai.AsyncOpenAI, door: Gatewa
         },
     )
     content = raw.parse().choices[0].message.content or ""
-    (call,) = door.calls(raw.headers["x-run-id"])
+    (call,) = gateway.calls(raw.headers["x-run-id"])
     assert len(call.logprobs) == len(call.token_ids) and call.message["content"] == content
     if call.finish_reason == "stop":  # a random model may never close the object
         assert isinstance(json.loads(content)["sum"], bool)
@@ -343,9 +343,9 @@ def go(first: Leg, then: Leg | None = None) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_model_that_knows_no_tools_calls_them_under_a_schema(
-    door: Gateway, stream: bool
+    gateway: Gateway, stream: bool
 ) -> None:
-    engine = ConstrainedEngine(OpenAIEngine(door.url))
+    engine = ConstrainedEngine(OpenAIEngine(gateway.url))
     forced = {"tools": [as_tool(go).schema], "tool_choice": "required", "model": "calc"}
     sampling = {"temperature": 0, "max_tokens": 300}
     request = {"messages": USER, **forced, **sampling, "extra_headers": {"X-Run-Id": f"r{stream}"}}
@@ -361,14 +361,14 @@ async def test_a_model_that_knows_no_tools_calls_them_under_a_schema(
     call = await perform({"go": as_tool(go)}, asked)
     assert call.error is None and str(call.result).startswith("went ")
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    (recorded,) = door.calls(f"r{stream}")
+    (recorded,) = gateway.calls(f"r{stream}")
     assert recorded.message["content"] == message["written"] and recorded.tools == []
     assert engine.unreadable == 0
     # what it wrote, word for word, is what it goes on from
-    told = {"role": "tool", "tool_call_id": asked["id"], "content": call.result}
-    again = {**request, "messages": [*USER, tidy(message), told]}
+    tool_message = {"role": "tool", "tool_call_id": asked["id"], "content": call.result}
+    again = {**request, "messages": [*USER, tidy(message), tool_message]}
     await engine.chat({**again, "extra_headers": {"X-Run-Id": f"again{stream}"}})
-    (later,) = door.calls(f"again{stream}")
+    (later,) = gateway.calls(f"again{stream}")
     prompt, wrote, result = len(recorded.messages), recorded.message["content"], later.messages[-1]
     assert later.messages[:prompt] == recorded.messages
     assert later.messages[prompt] == {"role": "assistant", "content": wrote}
@@ -376,7 +376,7 @@ async def test_a_model_that_knows_no_tools_calls_them_under_a_schema(
 
 
 async def test_what_the_official_client_may_ask_besides(
-    client: openai.AsyncOpenAI, door: Gateway
+    client: openai.AsyncOpenAI, gateway: Gateway
 ) -> None:
     raw = await client.chat.completions.with_raw_response.create(
         model="calc",
@@ -393,7 +393,7 @@ async def test_what_the_official_client_may_ask_besides(
     choice = raw.parse().choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert all(len(at.top_logprobs) >= 3 for at in choice.logprobs.content)
-    (call,) = door.calls(raw.headers["x-run-id"])
+    (call,) = gateway.calls(raw.headers["x-run-id"])
     assert [at.logprob for at in choice.logprobs.content] == call.logprobs
     assert call.sampling["min_p"] == 0.01 and call.sampling["unheard_of"] == 1
 
@@ -410,18 +410,20 @@ async def test_what_the_official_client_may_ask_besides(
     assert {chunk.model for chunk in chunks} == {"calc@1"}
 
 
-async def running(door: Gateway) -> float:
+async def running(gateway: Gateway) -> float:
     """How many requests vLLM itself says it runs."""
-    replica = door.pool.status()[0]
+    replica = gateway.pool.status()[0]
     url, secret = f"http://127.0.0.1:{replica['port']}/metrics", secret_of(replica["pid"])
-    async with door.http.get(url, headers={HEADER: secret}) as response:
+    async with gateway.http.get(url, headers={HEADER: secret}) as response:
         lines = (await response.text()).splitlines()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
-async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(door: Gateway, path: str) -> None:
+async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(
+    gateway: Gateway, path: str
+) -> None:
     run_id = f"run_left{path.replace('/', '-')}"
     body = {"model": "calc", "stream": True, "ignore_eos": True, "seed": 8, "max_tokens": 900}
     if path == "/v1/responses":
@@ -432,8 +434,8 @@ async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(door: Gateway,
     field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
     content: Any = USER if field == "messages" else QUESTION
     seen = b""
-    async with door.http.post(
-        f"{door.url}/runs/{run_id}{path}", json=body | {field: content}
+    async with gateway.http.post(
+        f"{gateway.url}/runs/{run_id}{path}", json=body | {field: content}
     ) as response:
         assert response.status == 200
         async for piece in response.content.iter_any():
@@ -441,41 +443,45 @@ async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(door: Gateway,
             if seen.count(b"\n\n") > 8:
                 break
         response.close()
-    await until(lambda: door.pool.status()[0]["in_flight"] == 0)
-    await until(lambda: any(run.id == run_id for run in door.store.runs()))
-    (call,) = door.calls(run_id)
+    await until(lambda: gateway.pool.status()[0]["in_flight"] == 0)
+    await until(lambda: any(run.id == run_id for run in gateway.store.runs()))
+    (call,) = gateway.calls(run_id)
     if path == "/v1/messages" and call.finish_reason in ("stop", "tool_calls"):
         return  # it cannot be told to go on, and was quicker
-    assert call.finish_reason == "cancelled" and door.store.run(run_id).stop_reason == "cancelled"
+    assert (
+        call.finish_reason == "cancelled" and gateway.store.run(run_id).stop_reason == "cancelled"
+    )
     assert call.prompt_token_ids and 3 < len(call.token_ids) < 900
     assert len(call.logprobs) <= len(call.token_ids) < len(call.logprobs) + 64
     async with asyncio.timeout(20):
-        while await running(door):  # noqa: ASYNC110 - vLLM tells nobody
+        while await running(gateway):  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(0.05)
     if path == CHAT:  # what was told of is what came
         fields: Any = {k: v for k, v in body.items() if k not in ("model", "stream")}
-        whole = await door.ask(USER, **fields)
-        (rest,) = door.calls(whole.run_id)
+        whole = await gateway.ask(USER, **fields)
+        (rest,) = gateway.calls(whole.run_id)
         assert rest.token_ids[: len(call.token_ids)] == call.token_ids
         kept = rest.logprobs[: len(call.logprobs)]
         assert call.logprobs == pytest.approx(kept, abs=1e-3)
         assert whole.text.startswith(call.message["content"]) and call.message["content"]
 
 
-async def test_an_answer_that_is_left_ends_in_vllm(door: Gateway) -> None:
+async def test_an_answer_that_is_left_ends_in_vllm(gateway: Gateway) -> None:
     path = f"/runs/run_left{CHAT}"
-    asking = asyncio.create_task(door.ask(USER, path=path, ignore_eos=True, seed=8, max_tokens=900))
+    asking = asyncio.create_task(
+        gateway.ask(USER, path=path, ignore_eos=True, seed=8, max_tokens=900)
+    )
     async with asyncio.timeout(20):
-        while not await running(door):  # noqa: ASYNC110 - vLLM tells nobody
+        while not await running(gateway):  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(0.01)
         asking.cancel()
-        while await running(door):  # noqa: ASYNC110
+        while await running(gateway):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await until(lambda: door.pool.status()[0]["in_flight"] == 0)
-    assert not [run for run in door.store.runs() if run.id == "run_left"]  # nobody saw any of it
+    await until(lambda: gateway.pool.status()[0]["in_flight"] == 0)
+    assert not [run for run in gateway.store.runs() if run.id == "run_left"]  # nobody saw any of it
 
 
-async def test_a_repeat_under_a_key_is_the_same_answer(door: Gateway) -> None:
+async def test_a_repeat_under_a_key_is_the_same_answer(gateway: Gateway) -> None:
     for number, (path, fields) in enumerate(
         (
             (CHAT, {"messages": USER, "max_tokens": 10}),
@@ -490,62 +496,68 @@ async def test_a_repeat_under_a_key_is_the_same_answer(door: Gateway) -> None:
         body = {"model": "calc", **fields}
         bodies, runs = [], []
         for _ in range(2):
-            async with door.http.post(door.url + path, json=body, headers=headers) as response:
+            async with gateway.http.post(
+                gateway.url + path, json=body, headers=headers
+            ) as response:
                 bodies.append((response.status, await response.read()))
                 runs.append(response.headers["x-run-id"])
         assert bodies[0] == bodies[1] and bodies[0][0] == 200, (path, fields)
-        assert runs[0] == runs[1] and len(door.calls(runs[0])) == body.get("n", 1)
+        assert runs[0] == runs[1] and len(gateway.calls(runs[0])) == body.get("n", 1)
 
 
 async def test_too_long_a_context_is_told_as_openai_tells_it(
-    client: openai.AsyncOpenAI, door: Gateway
+    client: openai.AsyncOpenAI, gateway: Gateway
 ) -> None:
     long = "1" * 2000
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 1024") as told:
+        with pytest.raises(
+            openai.BadRequestError, match="maximum context length is 1024"
+        ) as caught:
             await client.chat.completions.create(
                 model="calc", messages=[{"role": "user", "content": long}], stream=stream
             )
-        assert told.value.code == "context_length_exceeded"
-        assert told.value.type == "invalid_request_error"
-        assert not str(told.value.body["message"]).startswith("{")  # type: ignore[index]
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.type == "invalid_request_error"
+        assert not str(caught.value.body["message"]).startswith("{")  # type: ignore[index]
     for path, fields in (
         ("/v1/completions", {"prompt": long}),
         ("/v1/responses", {"input": long}),
         ("/v1/messages", {"messages": [{"role": "user", "content": long}], "max_tokens": 5}),
     ):
-        status, answer = await door.call("POST", path, json={"model": "calc", **fields})
+        status, answer = await gateway.call("POST", path, json={"model": "calc", **fields})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), path
 
 
 async def test_what_is_refused_by_vllm_names_the_parameter(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature") as told:
+    with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         await client.chat.completions.create(model="calc", messages=USER, temperature=-1)
-    assert told.value.param == "temperature"
+    assert caught.value.param == "temperature"
 
 
-async def test_what_samples_nothing_is_passed_on(client: openai.AsyncOpenAI, door: Gateway) -> None:
-    runs = len(door.store.runs())
-    with pytest.raises(openai.BadRequestError, match="cannot do this") as told:
+async def test_what_samples_nothing_is_passed_on(
+    client: openai.AsyncOpenAI, gateway: Gateway
+) -> None:
+    runs = len(gateway.store.runs())
+    with pytest.raises(openai.BadRequestError, match="cannot do this") as caught:
         await client.embeddings.create(model="calc", input="x")
-    assert (told.value.code, told.value.param) == ("unsupported_model", "model")
+    assert (caught.value.code, caught.value.param) == ("unsupported_model", "model")
     body: dict[str, Any] = {"model": "calc", "prompt": "47 + 385"}
-    status, tokens = await door.call("POST", "/v1/tokenize", json=body)
+    status, tokens = await gateway.call("POST", "/v1/tokenize", json=body)
     assert status == 200 and len(tokens["tokens"]) == tokens["count"] > 0
     body = {"model": "calc@1", "tokens": tokens["tokens"]}
-    _, back = await door.call("POST", "/runs/run_t/v1/detokenize", json=body)
+    _, back = await gateway.call("POST", "/runs/run_t/v1/detokenize", json=body)
     assert back["prompt"] == "47 + 385"
-    _, chat = await door.call("POST", "/v1/tokenize", json={"model": "calc", "messages": ASK})
-    (call,) = door.calls((await door.ask(ASK, max_tokens=1)).run_id)
+    _, chat = await gateway.call("POST", "/v1/tokenize", json={"model": "calc", "messages": ASK})
+    (call,) = gateway.calls((await gateway.ask(ASK, max_tokens=1)).run_id)
     assert chat["tokens"] == call.prompt_token_ids
     for path in ("/v1/tokenize", "/v1/embeddings"):
-        status, answer = await door.call("POST", path, json={"model": "gpt-9", "prompt": "a"})
+        status, answer = await gateway.call("POST", path, json={"model": "gpt-9", "prompt": "a"})
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
-    assert len(door.store.runs()) == runs + 1
+    assert len(gateway.store.runs()) == runs + 1
 
 
-async def test_an_agents_output_type_is_kept_to(door: Gateway) -> None:
-    ask = Agent(name="a", model="calc", engine=OpenAIEngine(door.url), output_type=Leg,
+async def test_an_agents_output_type_is_kept_to(gateway: Gateway) -> None:
+    ask = Agent(name="a", model="calc", engine=OpenAIEngine(gateway.url), output_type=Leg,
                 max_tokens=200, temperature=0.0, output_retries=0)  # fmt: skip
     run = await ask.run("Where?")
     assert isinstance(run.output, Leg) and run.calls[0].sampling["response_format"]
@@ -566,7 +578,7 @@ LOOPS: Any = [
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_schema_that_no_text_fits_is_the_requests_fault(
-    door: Gateway, stream: bool
+    gateway: Gateway, stream: bool
 ) -> None:
     asked: list[dict[str, Any]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": loop}}}
@@ -577,37 +589,37 @@ async def test_a_schema_that_no_text_fits_is_the_requests_fault(
         {"structured_outputs": {"grammar": "root ::= root"}},
     ]
     for fields in asked:
-        reply = await door.ask(USER, stream=stream, max_tokens=8, **fields)
+        reply = await gateway.ask(USER, stream=stream, max_tokens=8, **fields)
         assert (reply.status, reply.code) == (400, "invalid_value"), fields
         assert "schema or grammar" in reply.json["error"]["message"]
     node = {"type": "object", "properties": {"next": {"$ref": "#"}}}  # one that text does fit
     fits = {"type": "json_schema", "json_schema": {"name": "x", "schema": node}}
-    reply = await door.ask(USER, stream=stream, max_tokens=8, response_format=fits)
+    reply = await gateway.ask(USER, stream=stream, max_tokens=8, response_format=fits)
     assert reply.status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_that_the_last_token_completes(door: Gateway, stream: bool) -> None:
+async def test_a_stop_string_that_the_last_token_completes(gateway: Gateway, stream: bool) -> None:
     """The request is at its limit and at its stop string at once: the client is told "stop"."""
     fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
-    first = await door.ask(USER, max_tokens=24, **fields)
+    first = await gateway.ask(USER, max_tokens=24, **fields)
     said = first.text
     met = 0
     for length in range(4, 24):
-        until = await door.ask(USER, max_tokens=length, **fields)
+        until = await gateway.ask(USER, max_tokens=length, **fields)
         stop = until.text[-1:]
         if not stop.isascii() or stop in until.text[:-1] or not said.startswith(until.text):
             continue
-        reply = await door.ask(USER, max_tokens=length, stop=[stop], stream=stream, **fields)
+        reply = await gateway.ask(USER, max_tokens=length, stop=[stop], stream=stream, **fields)
         choices = [c for part in (data(reply) if stream else [reply.json]) for c in part["choices"]]
-        (call,) = door.calls(reply.run_id)
+        (call,) = gateway.calls(reply.run_id)
         assert call.finish_reason == choices[-1]["finish_reason"] == "stop"
         assert len(call.token_ids) == length
         met += 1
     assert met
 
 
-async def test_refusals_are_in_the_clients_words(door: Gateway) -> None:
+async def test_refusals_are_in_the_clients_words(gateway: Gateway) -> None:
     """Neither pydantic's dumps nor the names that replicas call their models by."""
     image = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/y.png"}}]
     asked: list[tuple[dict[str, Any], str | None]] = [
@@ -620,9 +632,9 @@ async def test_refusals_are_in_the_clients_words(door: Gateway) -> None:
         ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
     ]
     for fields, param in asked:
-        reply = await door.ask(USER, **fields) if "messages" not in fields else None
+        reply = await gateway.ask(USER, **fields) if "messages" not in fields else None
         if reply is None:
-            reply = await door.ask(fields["messages"])
+            reply = await gateway.ask(fields["messages"])
         error = reply.json["error"]
         assert (reply.status, error["param"]) == (400, param), fields
         for raw in ("validation error", "'loc'", "Param.", "(parameter=", "calc-"):

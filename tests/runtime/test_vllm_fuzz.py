@@ -30,7 +30,7 @@ async def test_no_parameter_makes_vllm_fail(
     async with served(tmp_path, host=host, model=model) as gateway:
         wire = Wire(int(gateway.url.rpartition(":")[2]))
 
-        async def asked(path: str, content: bytes) -> Reply:
+        async def send(path: str, content: bytes) -> Reply:
             kind = {"content-type": "application/json"}
             reply = await wire.ask(request("POST", path, content, kind))
             assert reply.status < 500, (path, content, reply)
@@ -40,14 +40,14 @@ async def test_no_parameter_makes_vllm_fail(
 
         async def blamed(path: str, field: str, value: Any) -> str | None:
             body = json.dumps({"model": "calc", **PLAIN[path], field: value}).encode()
-            reply = await asked(path, body)
+            reply = await send(path, body)
             param: str | None = reply.error["param"]
             return param
 
         for number in range(CASES):
             rng = Random(f"{SEED}-{number}")
             path = rng.choice(list(PLAIN))
-            statuses[path, (await asked(path, sampling_body(rng, path, "calc"))).status] += 1
+            statuses[path, (await send(path, sampling_body(rng, path, "calc"))).status] += 1
         for value in ([], 1, "x", True):  # vLLM itself answers 500
             assert await blamed(CHAT, "structured_outputs", value) == "structured_outputs"
         assert await blamed(CHAT, "min_p", 2) == "min_p"
@@ -59,4 +59,6 @@ async def test_no_parameter_makes_vllm_fail(
         assert (await gateway.ask("hi", max_tokens=3)).status == 200
         assert gateway.store.problems == []
     for path in PLAIN.keys() - {"/v1/embeddings"}:  # this model has none
-        assert {200, 400} <= {status for asked, status in statuses if asked == path}, statuses
+        assert {200, 400} <= {status for asked_path, status in statuses if asked_path == path}, (
+            statuses
+        )

@@ -14,7 +14,7 @@ OPEN = {"type": "opened"}
 SECRET = "s3cret"
 
 
-async def asked(monkeypatch: pytest.MonkeyPatch, kind: str, *told: bytes) -> list[Any]:
+async def answers_to(monkeypatch: pytest.MonkeyPatch, kind: str, *secrets: bytes) -> list[Any]:
     """What comes back when a request has these values of the header."""
     monkeypatch.setenv(VARIABLE, SECRET)
     sent: list[Any] = []
@@ -28,27 +28,27 @@ async def asked(monkeypatch: pytest.MonkeyPatch, kind: str, *told: bytes) -> lis
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"host", b"127.0.0.1"), *((HEADER.encode(), value) for value in told)]
+    headers = [(b"host", b"127.0.0.1"), *((HEADER.encode(), value) for value in secrets)]
     scope = {"type": kind, "path": "/health", "headers": headers}
     await Locked(app)({"type": "lifespan"} if kind == "lifespan" else scope, receive, send)
     return sent
 
 
-@pytest.mark.parametrize("told", [[], [b""], [b"s3cre"], [b"S3CRET"], [b"s3cret "], [b"\xff"]])
+@pytest.mark.parametrize("secrets", [[], [b""], [b"s3cre"], [b"S3CRET"], [b"s3cret "], [b"\xff"]])
 async def test_a_request_without_the_secret_is_refused(
-    monkeypatch: pytest.MonkeyPatch, told: list[bytes]
+    monkeypatch: pytest.MonkeyPatch, secrets: list[bytes]
 ) -> None:
-    head, body = await asked(monkeypatch, "http", *told)
+    head, body = await answers_to(monkeypatch, "http", *secrets)
     assert (head["type"], head["status"]) == ("http.response.start", 403)
     assert "platform" in str(to_engine_error(403, body["body"]))
     assert SECRET not in json.dumps(str(body))
-    assert await asked(monkeypatch, "websocket", *told) == [{"type": "websocket.close"}]
+    assert await answers_to(monkeypatch, "websocket", *secrets) == [{"type": "websocket.close"}]
 
 
 async def test_one_with_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("http", "websocket"):
-        assert await asked(monkeypatch, kind, SECRET.encode()) == [OPEN]
-    assert await asked(monkeypatch, "lifespan") == [OPEN]
+        assert await answers_to(monkeypatch, kind, SECRET.encode()) == [OPEN]
+    assert await answers_to(monkeypatch, "lifespan") == [OPEN]
 
 
 def test_without_a_secret_no_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:

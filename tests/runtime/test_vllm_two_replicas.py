@@ -81,7 +81,7 @@ async def ask(gateway: Gateway, session: str, **fields: Any) -> Reply:
     return reply
 
 
-def held(gateway: Gateway) -> list[str]:
+def loaded_versions(gateway: Gateway) -> list[str]:
     return sorted(replica["version"] for replica in gateway.pool.status())
 
 
@@ -91,7 +91,7 @@ async def test_a_canarys_sessions_are_answered_by_its_weights_until_it_is_rolled
     body = {"version": 2, "who": "me", "share": 0.5}
     status, event = await two.call("POST", "/v1/models/calc/canary", json=body)
     assert status == 200, event
-    assert held(two) == ["calc@1", "calc@2"]
+    assert loaded_versions(two) == ["calc@1", "calc@2"]
     (proof,) = [r["probe"] for r in two.pool.status() if r["version"] == "calc@2"]
     assert proof["prompts"] == 2
     first = dict[str, str]()
@@ -111,7 +111,7 @@ async def test_a_canarys_sessions_are_answered_by_its_weights_until_it_is_rolled
             break
     assert set(first.values()) == {"calc@1", "calc@2"}
     assert history["data"][-1]["reason"].startswith("rolled back: worse rewards")
-    await until(lambda: held(two) == ["calc@1", "calc@1"])
+    await until(lambda: loaded_versions(two) == ["calc@1", "calc@1"])
     after = await asyncio.gather(*(ask(two, session) for session in first))
     assert {truth.check(reply.run_id) for reply in after} == {"calc@1"}
 
@@ -129,8 +129,8 @@ async def test_a_roll_there_and_back_under_streams(two: Gateway, truth: Truth) -
             seen.append(truth.check(reply.run_id))
             assert {chunk["model"] for chunk in chunks} == {seen[-1]}
             (call,) = two.calls(reply.run_id)
-            told = [t for c in chunks for x in c["choices"] for t in x.get("token_ids") or ()]
-            assert told == call.token_ids
+            token_ids = [t for c in chunks for x in c["choices"] for t in x.get("token_ids") or ()]
+            assert token_ids == call.token_ids
 
     async def watch() -> None:
         while not ended:
@@ -148,11 +148,11 @@ async def test_a_roll_there_and_back_under_streams(two: Gateway, truth: Truth) -
         await until(lambda: len(seen) > STREAMS)
         assert set(seen) == {"calc@1"}
         await change("promote", version=2)
-        assert held(two) == ["calc@2", "calc@2"]
+        assert loaded_versions(two) == ["calc@2", "calc@2"]
         at = len(seen)
         await until(lambda: len(seen) > at + STREAMS)
         await change("rollback")
         ended = True
-    assert held(two) == ["calc@1", "calc@1"]
+    assert loaded_versions(two) == ["calc@1", "calc@1"]
     assert set(seen) == {"calc@1", "calc@2"} and set(seen[-STREAMS:]) == {"calc@1"}
     assert min(serving) >= 1

@@ -22,7 +22,7 @@ from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.results import ResultWriter, fetch
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, list_datasets, shards
-from cray_agents.runtime.datasets.decontamination import _journal_texts
+from cray_agents.runtime.datasets.exclusion.decontamination import _journal_texts
 from cray_agents.runtime.datasets.reader import CARD, RECIPE, file_in
 from cray_agents.runtime.datasets.uses import _read as read_commit
 from cray_agents.runtime.disk import checksums, durable

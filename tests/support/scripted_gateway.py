@@ -153,7 +153,7 @@ class Gateway:
 
 async def until(condition: Callable[[], Any]) -> None:
     """Wait for what has no event."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

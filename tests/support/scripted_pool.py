@@ -86,6 +86,6 @@ async def ask(pool: Pool, version: Wanted) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - there is no event for what the tests look at
             await asyncio.sleep(0.005)

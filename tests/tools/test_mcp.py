@@ -127,11 +127,11 @@ async def test_a_server_that_dies_is_told_and_started_again() -> None:
 
 
 async def test_a_call_that_hangs_hurts_no_other() -> None:
-    async with McpTools(command=COMMAND, timeout=0.3, allow=["hang", "proc*"]) as server:
+    async with McpTools(command=COMMAND, timeout=3, allow=["hang", "proc*"]) as server:
         assert sorted(named(server)) == ["hang", "process"]
         before = await ask(server, "process")
         hung = await ask(server, "hang")
-        assert hung.error == "hang did not answer within 0.3 s"
+        assert hung.error == "hang did not answer within 3 s"
         assert (await ask(server, "process")).result == before.result
 
 
@@ -187,8 +187,8 @@ def test_servers_that_do_not_start(options: dict[str, Any], message: str) -> Non
 
 def test_a_server_that_never_answers_is_not_left_behind(tmp_path: Path) -> None:
     script = f"echo $$ > {tmp_path}/pid; exec sleep 600"
-    with pytest.raises(SetupError, match=r"no answer within 0\.3 s"):
-        McpTools(command=["sh", "-c", script], start_timeout=0.3).open()
+    with pytest.raises(SetupError, match="no answer within 3 s"):
+        McpTools(command=["sh", "-c", script], start_timeout=3).open()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -289,12 +289,22 @@ async def test_an_answer_that_is_not_what_its_schema_says() -> None:
         ("wordy", BadInput, "has a description of 200,000 characters: at most 100,000"),
         ("broken", SetupError, "(?s)lists its tools wrongly: .*inputSchema"),
         ("refused", SetupError, "(?s)lists its tools wrongly: .*no such method"),
-        ("silent", SetupError, "lists no tools, or not all of them, within 4 s"),
     ],
 )
 def test_what_a_server_lists_is_limited(way: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        McpTools(command=[sys.executable, HOSTILE, way], start_timeout=4).open()
+        McpTools(command=[sys.executable, HOSTILE, way], start_timeout=100).open()
+
+
+def test_a_server_that_never_lists_its_tools() -> None:
+    said = ""
+    for seconds in (4, 20, 100):  # a busy machine may need longer to start it at all
+        with pytest.raises(SetupError) as caught:
+            McpTools(command=[sys.executable, HOSTILE, "silent"], start_timeout=seconds).open()
+        said = str(caught.value)
+        if "no answer" not in said:
+            break
+    assert f"lists no tools, or not all of them, within {seconds} s" in said
 
 
 @pytest.fixture

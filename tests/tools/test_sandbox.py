@@ -1,6 +1,6 @@
 """Promises of the sandbox (tools/sandbox/__init__.py), attacked, in each layer that works here.
 
-The whole file is run as root and, by its last test, as an ordinary user.
+Where the file is run as root, its last test runs most of it again as an ordinary user.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ PYTHON = sys.executable
 
 @pytest.fixture(params=LAYERS)
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
-    return Sandbox(layer=request.param, seconds=20)
+    return Sandbox(layer=request.param, seconds=60)
 
 
 @dataclass
@@ -249,8 +249,12 @@ async def test_a_removal_that_takes_long_is_not_waited_for(tmp_path: Path) -> No
 
 
 async def test_time(sandbox: Sandbox) -> None:
-    outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", "echo a; sleep 60 & sleep 60"])
-    assert outcome.timed_out and outcome.returncode is None and outcome.stdout == "a\n"
+    for seconds in (0.3, 3, 30):  # on a busy machine even `echo a` may take longer
+        brief = replace(sandbox, seconds=seconds)
+        outcome = await brief.run(["bash", "-c", "echo a; sleep 60 & sleep 60"])
+        assert outcome.timed_out and outcome.returncode is None
+        if outcome.stdout:
+            break
     assert outcome.text == "a\n[ended: it took too long]"
 
 
@@ -297,9 +301,10 @@ async def test_processes(sandbox: Sandbox) -> None:
     assert int(outcome.stdout) == 7 if exact else 0 < int(outcome.stdout) < 12
     async with sandbox.start(["bash", "-c", "f() { f | f & }; f; read"]) as bomb:
         await until(lambda: len(process_tree(bomb.pid)) > sandbox.processes / 2)
-        most = max(len(process_tree(bomb.pid)) for _ in range(50))
+        # those that live after the listing have lived at the same time
+        most = max(sum(map(alive, process_tree(bomb.pid))) for _ in range(50))
         pids = process_tree(bomb.pid)
-    assert most <= sandbox.processes + 8  # the sandbox's own, and what ends while it is counted
+    assert most <= sandbox.processes + 8  # with the sandbox's own
     assert not [pid for pid in pids if alive(pid)]
 
 
@@ -413,7 +418,9 @@ async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:
     outcome = await replace(sandbox, readable=[tmp_path]).run(
         ["bash", "-c", f"pwd; exec >/dev/null; {detach}; python {tmp_path}/deep.py; exit 5"]
     )
-    assert outcome.returncode == 5 and not Path(outcome.stdout.strip()).parent.exists()
+    assert outcome.returncode == 5
+    folder = Path(outcome.stdout.strip()).parent
+    await until(lambda: not folder.exists())  # on a busy machine its removal may go on for a while
     outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", f"{detach}; sleep {mark}"])
     assert outcome.timed_out
     async with sandbox.start(["bash", "-c", f"{detach}; echo; sleep {mark}"]) as confined:
@@ -620,7 +627,11 @@ def test_some_layer_works_here_or_the_refusal_says_why() -> None:
 
 
 def ordinary_user(command: list[str], home: Path) -> list[str]:
-    """The command as user 65534, to whom this Python and this checkout are made visible."""
+    """The command as an ordinary user, to whom this Python and this checkout are made visible.
+
+    The user has no other processes: they would count in Landlock's limit on processes.
+    """
+    user = 20_000 + os.getpid() % 40_000
     shown = [sys.base_prefix, str(ROOT)]
     hidden = {
         above for path in shown for above in Path(path).parents if not above.stat().st_mode & 1
@@ -634,19 +645,26 @@ def ordinary_user(command: list[str], home: Path) -> list[str]:
             if hidden & set(folder.parents):
                 made += ["--perms", "0755", "--dir", str(folder)]
         made += ["--ro-bind", path, path]
-    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
-    nobody += ["--ambient-caps=-all", "--bounding-set=-all", "env", f"HOME={home}"]
-    return [*made, "--chdir", str(ROOT), "--", *nobody, "PYTHONDONTWRITEBYTECODE=1", *command]
+    become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all"]
+    become += ["--ambient-caps=-all", "--bounding-set=-all", "env", f"HOME={home}"]
+    return [*made, "--chdir", str(ROOT), "--", *become, "PYTHONDONTWRITEBYTECODE=1", *command]
 
+
+# Tests of limits that are checked alike for every user, and of machines that lack something.
+ALIKE = ("test_time", "processor_time", "memory_of_one_process", "page_tables", "test_output",
+         "cannot_be_meant", "no_such_folder", "where")  # fmt: skip
 
 if os.getuid() == 0 and "bubblewrap" in LAYERS:
 
-    def test_all_of_this_as_an_ordinary_user() -> None:
+    def test_the_promises_hold_for_an_ordinary_user() -> None:
         with tempfile.TemporaryDirectory() as home:
             Path(home).chmod(0o777)
-            tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"]
+            tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", f"{home}/t",
+                     "--tb=short", "-k", f"not ({' or '.join(ALIKE)})", __file__]  # fmt: skip
             done = subprocess.run(
-                ordinary_user([*tests, "--tb=short", "-k", "not where", __file__], Path(home)),
-                text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                ordinary_user(tests, Path(home)),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
         assert done.returncode == 0, done.stdout[-8000:]

@@ -15,8 +15,8 @@ import pytest
 from cray_agents.errors import JobError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelCall
-from cray_agents.runtime.datasets.run_samples import merge_turns, turn_of
-from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
+from cray_agents.runtime.datasets.samples.run_samples import merge_turns, turn_of
+from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
@@ -24,7 +24,8 @@ from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.job.engine_agreement import (
     compare,
     difference_limit,
-    select_sampled_by_parent,
+    places_of_parent,
+    select_sampled,
 )
 
 VERSION = "m@1"
@@ -52,28 +53,32 @@ def sampled(count: int, **changes: Any) -> Samples:
     return replace(samples, **about | changes)
 
 
+def select_from(samples, home, sha256, *rest, **more):
+    return select_sampled(samples, places_of_parent(samples, home, sha256), *rest, **more)
+
+
 def test_what_the_parent_sampled_is_compared(home: Home) -> None:
     register(home, "m", "parent")
     register(home, "m", "another")
-    found = select_sampled_by_parent(sampled(3), home, "parent")
+    found = select_from(sampled(3), home, "parent")
     assert [mask.tolist() for mask in found.masks] == [[0, 0, 1, 0, 1]] * 3
-    other = select_sampled_by_parent(sampled(3), home, "another")
+    other = select_from(sampled(3), home, "another")
     assert [mask.tolist() for mask in other.masks] == [[0, 0, 0, 1, 0]] * 3
-    assert len(select_sampled_by_parent(sampled(3), home, "nobody")) == 0
-    assert len(select_sampled_by_parent(Samples.of([[1, 2]]), home, "parent")) == 0
+    assert len(select_from(sampled(3), home, "nobody")) == 0
+    assert len(select_from(Samples.of([[1, 2]]), home, "parent")) == 0
 
 
 def test_only_tokens_of_the_plain_distribution_are_compared(home: Home) -> None:
     register(home, "m", "parent")
     at = np.array([1.0, 0.7, 0.0, np.nan, 1.0])
     samples = sampled(5, temperatures=at, shaped=np.array([False] * 4 + [True]))
-    assert select_sampled_by_parent(samples, home, "parent").run_ids == ["run-0", "run-2"]
-    assert select_sampled_by_parent(samples, home, "parent", 0.7).run_ids == ["run-1"]
+    assert select_from(samples, home, "parent").run_ids == ["run-0", "run-2"]
+    assert select_from(samples, home, "parent", 0.7).run_ids == ["run-1"]
 
 
 def test_of_many_samples_some_are_compared_evenly(home: Home) -> None:
     register(home, "m", "parent")
-    found = select_sampled_by_parent(sampled(1000), home, "parent", most=5)
+    found = select_from(sampled(1000), home, "parent", most=5)
     assert found.run_ids == [f"run-{i}" for i in (0, 249, 499, 749, 999)]
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from cray_agents.cli.agent.agents import load
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
@@ -28,7 +29,6 @@ from tests.support.waiting_scheduler import WaitingScheduler
 
 H100 = {"train_gpu": "h100"}
 CONFIG = LLAMA_2_70B | {"vocab_size": 128256}
-RECIPE = Path(__file__).parents[2] / "cookbook/10_cluster.py"  # it writes weights of holes
 
 
 def resources(tmp_path: Path, **config: Any) -> Resources:
@@ -47,13 +47,27 @@ def open_spec(parent: Path, **changes: Any) -> JobSpec:
     )
 
 
+def hollow_weights(model: Path) -> None:
+    """The weights that a config implies: a real header, and a hole in the file for the numbers."""
+    with torch.device("meta"):
+        tensors = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).state_dict()
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        place = [end, end := end + 2 * tensor.numel()]
+        header[name] = {"dtype": "BF16", "shape": [*tensor.shape], "data_offsets": place}
+    text = json.dumps(header).encode()
+    with (model / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
 @pytest.fixture
 def llama70(home: Home, tmp_path: Path) -> Path:
     """Its config, and a dataset of samples of 1,000 tokens."""
     folder = tmp_path / "llama70"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    load(RECIPE).hollow_weights(folder)
+    hollow_weights(folder)
     home.dataset("ds").mkdir(parents=True)
     counts = {"splits": {"train": {"samples": 50, "tokens": 50_000}}}
     (home.dataset("ds") / "manifest.json").write_text(json.dumps(counts))

@@ -33,6 +33,7 @@ from cray_agents.trainers.models.weights import (
     round_weights,
     weight_source,
 )
+from cray_agents.trainers.training.parallel_groups import gather_from_ranks
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
 
@@ -82,9 +83,8 @@ def export_weights(training: Training, folder: Path, file_bytes: int = FILE_BYTE
     source = weight_source(training.parent, model, training.hyper)
     round_weights(chunks, model, source)
     sizes = {n: prod(s) * source.dtype(n).itemsize for n, s in tensor_shapes(model).items()}
-    mine = exported_names(chunks, model)
-    each: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(each, mine)
+    mine = json.dumps(exported_names(chunks, model)).encode()
+    each = [json.loads(names) for names in gather_from_ranks(mine)]
     files = name_files(list(chain.from_iterable(cut(n, sizes, file_bytes) for n in each)))
     file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
     waiting: dict[str, torch.Tensor] = {}

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.lora import LoraLinear, adapters
 from cray_agents.trainers.models.weights import Origin, unpack
+from cray_agents.trainers.training.parallel_groups import gather_from_ranks, is_rank0
 from cray_agents.training_jobs import Lora
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -33,12 +34,10 @@ def write_adapter(
     first = ps.get_data_parallel_rank(with_context_parallel=True) == 0
     if not first or ps.get_tensor_model_parallel_rank() > 0:
         mine = {}  # another rank of this pipeline stage has the same
-    main = torch.distributed.get_rank() == 0
-    stages: list[Any] | None = [None] * torch.distributed.get_world_size() if main else None
-    torch.distributed.gather_object(mine, stages)
-    if stages is None:
+    stages = gather_from_ranks(save(mine))
+    if not is_rank0():
         return
-    tensors = {name: tensor for stage in stages for name, tensor in stage.items()}
+    tensors = {name: tensor for stage in stages for name, tensor in load(stage).items()}
     config = peft_config(lora, parent, {name.split(".")[-3] for name in tensors})
     folder.mkdir()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

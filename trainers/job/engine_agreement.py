@@ -48,16 +48,16 @@ class Agreement:
         )
 
 
-def select_sampled_by_parent(
-    samples: Samples, home: Home, parent_sha256: str, temperature: float = 1.0, most: int = MOST
+def select_sampled(
+    samples: Samples, parents: Sequence[int], temperature: float = 1.0, most: int = MOST
 ) -> Samples:
     """Select at most `most` samples, evenly chosen, masked to their comparable tokens.
 
-    Comparable are trained tokens that a version with the parent's weights sampled at `temperature`,
-    with no other setting that changes the distribution, such as top_p. Greedy tokens count as
-    sampled at 1: vLLM's log-probabilities of them are those at 1. The result may be empty.
+    Comparable are trained tokens that a version of `parents` (places in `samples.versions`) sampled
+    at `temperature`, with no other setting that changes the distribution, such as top_p. Greedy
+    tokens count as sampled at 1: vLLM's log-probabilities of them are those at 1. The result may be
+    empty.
     """
-    parents = _versions_with(samples.versions, home, parent_sha256)
     at = samples.temperatures
     plain = ~samples.shaped & (np.isclose(at, temperature) | ((at == 0) & (temperature == 1)))
 
@@ -70,10 +70,10 @@ def select_sampled_by_parent(
     return replace(samples.only(usable), masks=[mask_of(i) for i in usable])
 
 
-def _versions_with(versions: Sequence[str], home: Home, weights_sha256: str) -> list[int]:
-    """Return the places of the versions that have these weights."""
+def places_of_parent(samples: Samples, home: Home, weights_sha256: str) -> list[int]:
+    """Return the places in `samples.versions` of the versions that have these weights."""
     registry, places = Registry(home), []
-    for place, version in enumerate(versions):
+    for place, version in enumerate(samples.versions):
         try:
             if registry.resolve(version).weights_sha256 == weights_sha256:
                 places.append(place)

@@ -8,7 +8,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.engine_agreement import select_sampled_by_parent
+from cray_agents.trainers.job.engine_agreement import places_of_parent
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.architecture import Architecture
@@ -27,7 +27,7 @@ class JobInputs:
     parent: Path
     model: Architecture
     samples: Samples
-    comparable: Samples  # the samples that the parent sampled: engine_agreement.py
+    parent_places: list[int]  # of the versions with the parent's weights: engine_agreement.py
     validation: Samples | None = None
     reference: Path | None = None  # None: the parent
     resume_from: Path | None = None  # a point of this job: continue exactly
@@ -38,12 +38,22 @@ class JobInputs:
         """The folder of this job's resume points."""
         return self.journal.folder / "megatron"
 
+    @property
+    def points(self) -> tuple[str | None, str | None]:
+        """The two resume points, as JSON can hold them."""
+        return self.resume_from and str(self.resume_from), self.optimizer_from and str(
+            self.optimizer_from
+        )
+
     def at(
-        self, attempt: int, resume_from: Path | None, optimizer_from: Path | None
+        self, attempt: int, resume_from: Path | str | None, optimizer_from: Path | str | None
     ) -> "JobInputs":
         """Return the same inputs with another starting point."""
         return replace(
-            self, attempt=attempt, resume_from=resume_from, optimizer_from=optimizer_from
+            self,
+            attempt=attempt,
+            resume_from=None if resume_from is None else Path(resume_from),
+            optimizer_from=None if optimizer_from is None else Path(optimizer_from),
         )
 
 
@@ -73,9 +83,7 @@ def read_inputs(
         )
     reference = _reference(spec, home, parent, model)
     samples, validation = _samples(spec, home, parent, model)
-    comparable = select_sampled_by_parent(
-        samples, home, spec.parent_sha256, hyper.policy.temperature
-    )
+    places = places_of_parent(samples, home, spec.parent_sha256)
     return JobInputs(
         journal,
         spec,
@@ -83,7 +91,7 @@ def read_inputs(
         parent,
         model,
         samples,
-        comparable,
+        places,
         validation,
         reference,
     )

@@ -99,8 +99,8 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
     When asked to stop or superseded, it ends within a step or between two slices of a longer task.
     """
     join(work.spec.layout, rank, store, on_cpu)
-    points = (work.attempt, work.resume_from, work.optimizer_from)
-    work = work.at(*broadcast_from_rank0(points))  # each node read them at its own time
+    attempt, *points = broadcast_from_rank0((work.attempt, *work.points))
+    work = work.at(attempt, *points)  # each node read them at its own time
     training = build(work, on_cpu, stop)
     finished = execute(training, work)
     code = 0 if finished or not may_publish(work) else EX_TEMPFAIL
@@ -175,7 +175,10 @@ def score_baselines(
     training: Training, work: JobInputs
 ) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
     """Score the samples under the weights before training; prove that the engine agrees."""
-    comparable = broadcast_from_rank0(work.comparable)  # nodes read the registry at their own time
+    # nodes read the registry at their own time
+    parents = broadcast_from_rank0(work.parent_places)
+    temperature = work.spec.hyperparameters.policy.temperature
+    comparable = engine_agreement.select_sampled(work.samples, parents, temperature)
     agreement = engine_agreement.compare(comparable, training.score(comparable))
     if agreement is not None:
         limit = engine_agreement.difference_limit(work.spec)

@@ -28,7 +28,11 @@ from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_in
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
-from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
+from cray_agents.trainers.training.parallel_groups import (
+    broadcast_from_rank0,
+    gather_from_ranks,
+    is_rank0,
+)
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
 
@@ -175,8 +179,7 @@ class Resident:
             problem = error
         agree(problem)
         assert work is not None  # or `agree` has raised
-        points = broadcast_from_rank0((work.resume_from, work.optimizer_from))
-        return work.at(attempt, *points)
+        return work.at(attempt, *broadcast_from_rank0(work.points))
 
     def _holds(self, spec: JobSpec) -> bool:
         """Return True if the weights in memory are the ones that a job begins with."""
@@ -239,10 +242,7 @@ def agree(problem: CrayError | None) -> None:
     if problem is not None:
         machine = isinstance(problem, SetupError | StoreError) and not isinstance(problem, Corrupt)
         mine = (str(problem), machine)
-    every: list[Any] = [mine]
-    if (world := torch.distributed.get_world_size()) > 1:
-        every = [None] * world
-        torch.distributed.all_gather_object(every, mine)
+    every = [json.loads(one) for one in gather_from_ranks(json.dumps(mine).encode())]
     for text, machine in filter(None, every):
         raise (SetupError if machine else job_rank.FailedEverywhere)(text)
 

@@ -4,6 +4,7 @@ train_step.py owns one `Ranks`, which holds every collective of a step. Read nex
 """
 
 import datetime
+import json
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -152,9 +153,8 @@ class Ranks:
         """Return the longest list of names on any rank. Collective."""
         if self.layout.world == 1:
             return names
-        gathered: list[Any] = [None] * self.layout.world
-        torch.distributed.all_gather_object(gathered, names)
-        return max(gathered, key=len)
+        gathered = gather_from_ranks(json.dumps(names).encode())
+        return max((list(json.loads(one)) for one in gathered), key=len)
 
     def collect(
         self,
@@ -191,10 +191,42 @@ def is_rank0() -> bool:
     return torch.distributed.get_rank() == 0
 
 
+# Ranks exchange JSON and tensors, never pickles: a process of another user that reached their
+# rendezvous would run code with them. So torch's `..._object` collectives are not used.
 def broadcast_from_rank0(value: Any) -> Any:
-    """Return rank 0's value on every rank. Collective."""
+    """Return rank 0's value, which JSON can hold, on every rank. Collective."""
     if torch.distributed.get_world_size() == 1:
         return value
-    values = [value]
-    torch.distributed.broadcast_object_list(values, 0)
-    return values[0]
+    content = _as_tensor(json.dumps(value).encode() if is_rank0() else b"")
+    size = torch.tensor(len(content), device=content.device)
+    torch.distributed.broadcast(size, 0)
+    if not is_rank0():
+        content = content.new_empty(int(size))
+    torch.distributed.broadcast(content, 0)
+    return json.loads(_as_bytes(content))
+
+
+def gather_from_ranks(content: bytes) -> list[bytes]:
+    """Return the bytes of every rank, in the order of ranks, on every rank. Collective."""
+    world = torch.distributed.get_world_size()
+    if world == 1:
+        return [content]
+    mine = _as_tensor(content)
+    sizes = [torch.tensor(0, device=mine.device) for _ in range(world)]
+    torch.distributed.all_gather(sizes, torch.tensor(len(mine), device=mine.device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=mine.device)
+    padded[: len(mine)] = mine
+    room = [torch.empty_like(padded) for _ in range(world)]
+    torch.distributed.all_gather(room, padded)
+    return [_as_bytes(one[: int(size)]) for one, size in zip(room, sizes, strict=True)]
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    """Return bytes as a tensor on the device of the ranks' backend."""
+    device = "cpu" if torch.distributed.get_backend() == "gloo" else "cuda"
+    return torch.tensor(np.frombuffer(content, np.uint8), device=device)
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.cpu().numpy())

@@ -51,9 +51,6 @@ MetadataOption = Annotated[
         "--metadata", help="KEY=VALUE, or JSON, for an environment that reads it; repeatable."
     ),
 ]
-UrlOption = Annotated[
-    str | None, typer.Option("--url", help="A platform's URL \\[default: the one on this root].")
-]
 ServerOption = Annotated[
     str | None,
     typer.Option(

@@ -27,14 +27,13 @@ from cray_agents.agent.stream_events import (
     ToolStarted,
 )
 from cray_agents.agent.tool import model_text
-from cray_agents.cli.screen import console, errors, one_line
+from cray_agents.cli.screen import console, disarm, errors, one_line
 from cray_agents.errors import CrayError
 from cray_agents.records import Message, Run, StopReason, Task
 
 _TOOL_CHARS = 400  # of a tool's arguments or result
 #: Fields that /save writes; other fields are a server's own.
 _SAVED = ("role", "content", "name", "tool_calls", "tool_call_id")
-_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 _HELP = """\
 /reset      begin a new conversation
 /history    the conversation so far
@@ -78,7 +77,7 @@ def _show(event: AgentEvent) -> None:
 
 
 def _print(text: str, style: str = "") -> None:
-    safe = Text(text.translate(_PICTURES), style)
+    safe = Text(disarm(text), style)
     console.print(safe, end="", soft_wrap=True, highlight=False)
 
 
@@ -106,7 +105,7 @@ def has_answer(run: Run) -> bool:
 def report(run: Run) -> None:
     """Print to stderr why a run came to no answer."""
     reason = "" if run.error is None else f": {run.error.message}"
-    errors.print(Text.assemble((str(run.stop_reason), "red"), reason.translate(_PICTURES)))
+    errors.print(Text.assemble((str(run.stop_reason), "red"), disarm(reason)))
 
 
 class TerminalChat:

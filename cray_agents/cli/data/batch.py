@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
 from cray_agents.cli.platform.platform_process import key, running
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
+from cray_agents.cli.screen import (
+    HomeOption,
+    JsonOption,
+    UrlOption,
+    console,
+    progress_bar,
+    show,
+    when,
+)
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
 from cray_agents.platform.client import Platform
@@ -24,9 +32,6 @@ ENDED = {"completed", "failed", "expired", "cancelled"}
 COLUMNS = ["id", "status", "total", "completed", "failed", "created"]
 
 BatchId = Annotated[str, typer.Argument(help="As `batch list` shows it.")]
-UrlOption = Annotated[
-    str | None, typer.Option("--url", help="A platform's URL \\[default: the one on this root].")
-]
 
 batch = typer.Typer(
     no_args_is_help=True, help="Batches: submit, list, show, wait, cancel, results."
@@ -165,15 +170,7 @@ class Server:
 
 def follow(client: "openai.OpenAI", batch_id: str) -> Any:
     """Wait until a batch has ended and return it; show a progress bar meanwhile."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=errors,
-        transient=True,
-    )
-    with bar:
+    with progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("validating", total=None)
         while (current := client.batches.retrieve(batch_id)).status not in ENDED:
             counts = current.request_counts

@@ -9,14 +9,16 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
+from cray_agents.cli.option_groups import expand_groups, options_under
 from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.runs.filter_options import (
     AgentOption,
@@ -25,20 +27,18 @@ from cray_agents.cli.runs.filter_options import (
     ModelOption,
     TagOption,
 )
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
+from cray_agents.cli.screen import HomeOption, JsonOption, console, progress_bar, root, show, when
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
-from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.datasets.considered_runs import ConsideredRun
     from cray_agents.runtime.datasets.draft import OnProgress
+    from cray_agents.runtime.datasets.selection.considered_runs import ConsideredRun
 
 COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "considered_runs", "when"]
 LINES = ["run", "task", "generation", "attempt", "reward", "accepted", "reason", "detail"]
 EXAMPLES = 3  # runs that a dry run shows for each reason
-PANEL = "How they are chosen"  # the options' heading in --help
 
 DatasetId = Annotated[str, typer.Argument(help="As `dataset list` shows it.")]
 RecipeOption = Annotated[
@@ -57,17 +57,52 @@ DryRunOption = Annotated[
 dataset = typer.Typer(no_args_is_help=True, help="Training sets: build, list, show, runs.")
 
 
-def _option(text: str, **more: Any) -> Any:
-    """Return an option that sets a field of the recipe."""
-    return typer.Option(help=text, rich_help_panel=PANEL, **more)
-
-
 def add_to(app: typer.Typer) -> None:
     """Register the command group."""
     app.add_typer(dataset, name="dataset")
 
 
+_option = options_under("How they are chosen")
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """Options that set fields of the recipe; None: not given."""
+
+    method: Annotated[str | None, _option("sft (the default), grpo, dpo or kto.")] = None
+    min_reward: Annotated[
+        float | None, _option("sft, dpo: at least this; kto: desirable from it.")
+    ] = None
+    best_of: Annotated[int | None, _option("sft: the best so many of each task.", min=1)] = None
+    min_margin: Annotated[float | None, _option("dpo: rewards differ by this.", min=0)] = None
+    max_per_task: Annotated[int | None, _option("At most so many of a task.", min=1)] = None
+    max_tokens: Annotated[int | None, _option("The longest sample.", min=2)] = None
+    step: Annotated[int | None, _option("The loop's training set of this number.", min=0)] = None
+    max_uses: Annotated[int | None, _option("Use a run in so many steps at most.", min=1)] = None
+    validation: Annotated[
+        float | None, _option("Keep this fraction of the tasks apart.", min=0)
+    ] = None
+    near_duplicates: Annotated[
+        float | None, _option("Leave out what is this similar to an earlier sample.", min=0)
+    ] = None
+    held_out: Annotated[
+        list[str] | None,
+        _option(
+            "Leave out runs whose input is in this file (a path or an uploaded id); repeatable."
+        ),
+    ] = None
+    balance_by: Annotated[str | None, _option("Balance groups of this key of metadata.")] = None
+    balance_power: Annotated[
+        float | None, _option("0: each group weighs the same; 1: each sample does.")
+    ] = None
+    tokenizer: Annotated[
+        str | None, _option("A checkpoint's directory or id, or name@N, to render with.")
+    ] = None
+    render: Annotated[bool, _option("Render imported runs, which have no tokens.")] = False
+
+
 @dataset.command()
+@expand_groups
 def build(
     recipe: RecipeOption = None,
     loop: LoopOption = None,
@@ -75,53 +110,19 @@ def build(
     agent: AgentOption = None,
     model: ModelOption = None,
     tag: TagOption = None,
-    method: Annotated[str | None, _option("sft (the default), grpo, dpo or kto.")] = None,
-    min_reward: Annotated[
-        float | None, _option("sft, dpo: at least this; kto: desirable from it.")
-    ] = None,
-    best_of: Annotated[int | None, _option("sft: the best so many of each task.", min=1)] = None,
-    min_margin: Annotated[float | None, _option("dpo: rewards differ by this.", min=0)] = None,
-    max_per_task: Annotated[int | None, _option("At most so many of a task.", min=1)] = None,
-    max_tokens: Annotated[int | None, _option("The longest sample.", min=2)] = None,
-    step: Annotated[int | None, _option("The loop's training set of this number.", min=0)] = None,
-    max_uses: Annotated[int | None, _option("A run is in so many steps at most.", min=1)] = None,
-    validation: Annotated[float | None, _option("This fraction of tasks apart.", min=0)] = None,
-    near_duplicates: Annotated[
-        float | None, _option("Leave out what is this similar to an earlier sample.", min=0)
-    ] = None,
-    held_out: Annotated[
-        list[str] | None,
-        _option("Leave out what a line of this file asks (a path or an uploaded id); repeatable."),
-    ] = None,
-    balance_by: Annotated[str | None, _option("Balance groups of this key of metadata.")] = None,
-    balance_power: Annotated[float | None, _option("0: groups weigh the same; 1: samples.")] = None,
-    tokenizer: Annotated[
-        str | None, _option("A checkpoint's directory or id, or name@N, to render with.")
-    ] = None,
-    render: Annotated[bool, _option("Render imported runs, which have no tokens.")] = False,
+    *,
+    options: RecipeOptions,
     home: HomeOption = None,
     as_json: JsonOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """Build a training set, or find it: the same recipe over the same runs is the same set."""
-    given = {
+    given = asdict(options) | {
         "loop": loop,
         "generations": generation or None,
-        "method": method,
-        "min_reward": min_reward,
-        "best_of": best_of,
-        "min_margin": min_margin,
-        "max_per_task": max_per_task,
-        "max_tokens": max_tokens,
-        "step": step,
-        "max_uses": max_uses,
-        "validation": validation,
-        "near_duplicates": near_duplicates,
-        "balance_by": balance_by,
-        "balance_power": balance_power,
-        "tokenizer": tokenizer,
-        "render": render or None,
+        "render": options.render or None,
     }
+    held_out = given.pop("held_out")
     run_filter = {"agent": agent, "model": model, "tags": tag or None}
     _build_or_plan(
         home, recipe_of(recipe, given, run_filter, held_out), as_json=as_json, dry_run=dry_run
@@ -135,24 +136,24 @@ def _build_or_plan(
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.store import Store
 
-    root = open_root(load_config({"home": home}))
+    root_home = open_root(load_config({"home": home}))
     if recipe.tokenizer is not None:
         folder = Path(recipe.tokenizer).expanduser().absolute()
-        tokenizer = folder if folder.is_dir() else Registry(root).directory(recipe.tokenizer)
+        tokenizer = folder if folder.is_dir() else Registry(root_home).directory(recipe.tokenizer)
         recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
-    store = Store(root)
+    store = Store(root_home)
     examples = _Examples()
     with _progress() as on_progress:
         if dry_run:
-            manifest = plan_dataset(store, root, recipe, on_progress, examples.add)
+            manifest = plan_dataset(store, root_home, recipe, on_progress, examples.add)
         else:
-            manifest = build_dataset(store, root, recipe, on_progress)
+            manifest = build_dataset(store, root_home, recipe, on_progress)
     if as_json:
         print(json.dumps(manifest, indent=2))
         return
     _print_counts(manifest)
     if not dry_run:
-        console.print(f"{root.dataset(manifest['id'])}", highlight=False, soft_wrap=True)
+        console.print(f"{root_home.dataset(manifest['id'])}", highlight=False, soft_wrap=True)
         return
     show(examples.rows(), LINES, as_json=False)
     console.print("nothing was written", highlight=False)
@@ -167,7 +168,7 @@ def list_all(
     """List training sets, the newest first."""
     from cray_agents.runtime.datasets import list_datasets
 
-    manifests = list_datasets(_root(home), limit=limit).manifests
+    manifests = list_datasets(root(home), limit=limit).manifests
     rows = [{**each, "when": when(each["created"])} for each in manifests]
     show(rows, COLUMNS, as_json=as_json)
 
@@ -178,12 +179,12 @@ def show_one(dataset_id: DatasetId, home: HomeOption = None, as_json: JsonOption
     from cray_agents.runtime.datasets import read_dataset
     from cray_agents.runtime.datasets.reader import CARD
 
-    manifest = read_dataset(_root(home), dataset_id)
+    manifest = read_dataset(root(home), dataset_id)
     if as_json:
         print(json.dumps(manifest, indent=2))
         return
     _print_counts(manifest)
-    card = _root(home).dataset(dataset_id) / CARD
+    card = root(home).dataset(dataset_id) / CARD
     console.print(f"card: {card}", highlight=False, soft_wrap=True)
 
 
@@ -205,7 +206,7 @@ def runs(
 
     matches = (
         row
-        for row in dataset_runs(_root(home), dataset_id)
+        for row in dataset_runs(root(home), dataset_id)
         if reason in (None, row["reason"]) and accepted in (None, row["accepted"])
     )
     show(list(islice(matches, limit)), LINES, as_json=as_json)
@@ -287,20 +288,10 @@ def _print_counts(manifest: dict[str, Any]) -> None:
 
 @contextmanager
 def _progress() -> "Iterator[OnProgress]":
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=errors, transient=True) as bar:
+    with progress_bar(MofNCompleteColumn()) as bar:
         task = bar.add_task("opening the store", total=None)
 
         def on_progress(done: int, total: int, phase: str) -> None:
             bar.update(task, description=phase, completed=done, total=total)
 
         yield on_progress
-
-
-def _root(home: Path | None) -> Home:
-    return load_config({"home": home}).root

@@ -7,41 +7,24 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
+from rich.progress import MofNCompleteColumn, TextColumn
 
-from cray_agents.cli.runs.filter_options import (
-    AGE,
-    AgentOption,
-    ErrorOption,
-    GenerationOption,
-    LoopOption,
-    MaxRewardOption,
-    MinRewardOption,
-    ModelOption,
-    SinceOption,
-    SplitOption,
-    StopReasonOption,
-    TagOption,
-    TaskOption,
-    TextOption,
-    UntilOption,
-    filter_of,
-)
-from cray_agents.cli.screen import HomeOption, errors
+from cray_agents.cli.option_groups import expand_groups
+from cray_agents.cli.runs.filter_options import AGE, FilterOptions
+from cray_agents.cli.screen import HomeOption, errors, progress_bar
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.permissions import make_private
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.exports.counts import ExportProgress, OnProgress, Summary
+    from cray_agents.runtime.exports.writers.counts import ExportProgress, OnProgress, Summary
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -82,7 +65,8 @@ DatasetOption = Annotated[
 ]
 StrictOption = Annotated[bool, typer.Option("--strict", help="A loss is an error.")]
 AllowOption = Annotated[
-    list[str] | None, typer.Option("--allow", help="... but not the loss of this code; repeatable.")
+    list[str] | None,
+    typer.Option("--allow", help="With --strict: but not the loss of this code; repeatable."),
 ]
 SkipMissingOption = Annotated[
     bool, typer.Option("--skip-missing", help="Leave out runs that were pruned or are damaged.")
@@ -105,25 +89,14 @@ def add_to(app: typer.Typer) -> None:
     app.command(help=HELP)(export)
 
 
+@expand_groups
 def export(
     form: FormatOption = "jsonl",
     output: OutputOption = None,
     home: HomeOption = None,
     dataset: DatasetOption = None,
-    loop: LoopOption = None,
-    generation: GenerationOption = None,
-    agent: AgentOption = None,
-    task: TaskOption = None,
-    split: SplitOption = None,
-    model: ModelOption = None,
-    stop_reason: StopReasonOption = None,
-    min_reward: MinRewardOption = None,
-    max_reward: MaxRewardOption = None,
-    error: ErrorOption = None,
-    since: SinceOption = None,
-    until: UntilOption = None,
-    tag: TagOption = None,
-    text: TextOption = None,
+    *,
+    filters: FilterOptions,
     strict: StrictOption = False,
     allow: AllowOption = None,
     skip_missing: SkipMissingOption = False,
@@ -137,19 +110,16 @@ def export(
     from cray_agents.runtime.exports import exporter
 
     chosen = exporter.format_named(form)
-    given = {"loop": loop, "generation": generation, "agent": agent, "task": task, "model": model,
-             "stop_reason": stop_reason, "min_reward": min_reward, "max_reward": max_reward,
-             "error": error, "since": since, "until": until, "tag": tag, "text": text}  # fmt: skip
     config = load_config({"home": home})
     root = config.root
     make_private(root.root, config.group)  # the export itself gets the modes of the user's umask
     if dataset is not None:
-        _check_alone(given)
-        source = exporter.open_dataset(root, dataset, chosen, split or "train", skip_missing)
+        _check_alone(filters)
+        source = exporter.open_dataset(
+            root, dataset, chosen, filters.split or "train", skip_missing
+        )
     else:
-        ages = {n: str(v) for n, v in given.items() if n in ("since", "until") and _is_age(v)}
-        run_filter = filter_of(split=split, **given)  # type: ignore[arg-type]  # as they were given
-        source = exporter.open_runs(root, run_filter, ages, skip_missing)
+        source = exporter.open_runs(root, filters.run_filter(), _ages(filters), skip_missing)
     rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _show_progress(quiet) as on_progress:
         if output is None:
@@ -164,14 +134,14 @@ def export(
         print(json.dumps(report, indent=2), file=sys.stdout if output else sys.stderr)
     elif not quiet:
         _print_summary(summary, output)
-        if dataset is not None and split is None and exporter.has_validation(root, dataset):
+        if dataset is not None and filters.split is None and exporter.has_validation(root, dataset):
             errors.print("  the dataset's validation split is not in it: --split validation")
 
 
-def _check_alone(given: Mapping[str, object]) -> None:
-    """Raise BadInput for filters beside --dataset."""
-    for name, value in given.items():
-        if value is not None:
+def _check_alone(filters: FilterOptions) -> None:
+    """Raise BadInput for filters beside --dataset, other than --split."""
+    for name, value in asdict(filters).items():
+        if value is not None and name != "split":
             raise BadInput(
                 f"--{name.replace('_', '-')} does not go with --dataset: a dataset's runs are "
                 "chosen when it is built",
@@ -179,8 +149,10 @@ def _check_alone(given: Mapping[str, object]) -> None:
             )
 
 
-def _is_age(value: object) -> bool:
-    return isinstance(value, str) and AGE.fullmatch(value.strip().lower()) is not None
+def _ages(filters: FilterOptions) -> dict[str, str]:
+    """Return since and until, if they are ages such as 7d."""
+    given = {"since": filters.since or "", "until": filters.until or ""}
+    return {name: text for name, text in given.items() if AGE.fullmatch(text.strip().lower())}
 
 
 def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
@@ -205,9 +177,8 @@ def _show_progress(quiet: bool) -> Iterator["OnProgress"]:
     if quiet:
         yield lambda progress: None
     elif errors.is_terminal:
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "runs",
-                   TextColumn("{task.fields[size]}"), TimeRemainingColumn())  # fmt: skip
-        with Bars(*columns, console=errors, transient=True) as bars:
+        counts = (MofNCompleteColumn(), "runs", TextColumn("{task.fields[size]}"))
+        with progress_bar(*counts) as bars:
             task = bars.add_task("exporting", total=None, size="")
             yield lambda now: bars.update(
                 task, completed=now.runs, total=now.total, size=megabytes(now.bytes)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn
 
 from cray_agents.cli.platform.root_access import open_root
-from cray_agents.cli.screen import HomeOption, console, errors
+from cray_agents.cli.screen import HomeOption, console, errors, progress_bar
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
@@ -76,17 +76,9 @@ async def _import(home: Path | None, file: Path, form: str, options: "Importing"
 
     config = load_config({"home": home})
     options = replace(options, reward_limit=config.reward_limit)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=errors,
-        transient=True,
-    )
     store = Store(open_root(config), redactor=Redactor.of(config))
     try:
-        with bar:
+        with progress_bar(DownloadColumn()) as bar:
             task = bar.add_task("importing", total=None)
 
             def show(done: "Imported", read: int, size: int) -> None:

@@ -18,16 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from cray_agents.cli.platform.platform_process import key, running
-from cray_agents.cli.screen import HomeOption, errors
+from cray_agents.cli.screen import HomeOption, UrlOption, progress_bar
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.platform.transport import typed_error
@@ -56,9 +50,7 @@ def upload(
     ] = "batch",
     parallel: Annotated[int, typer.Option(min=1, max=64, help="Parts sent at once.")] = 4,
     home: HomeOption = None,
-    url: Annotated[
-        str | None, typer.Option(help="A platform's URL \\[default: the one on this root].")
-    ] = None,
+    url: UrlOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not the id alone.")] = False,
     part_bytes: Annotated[int, typer.Option(min=1, max=PART_BYTES, hidden=True)] = PART_BYTES,
 ) -> None:
@@ -75,7 +67,7 @@ def upload(
         openai.OpenAI(
             base_url=base_url, api_key=key(info) or "none", max_retries=RETRIES
         ) as client,
-        _bars() as progress,
+        progress_bar(DownloadColumn(), TransferSpeedColumn()) as progress,
     ):
         sending = Sending(client, file, part_bytes, parallel)
         done = sending.run(purpose, progress)
@@ -217,11 +209,6 @@ def _find_platform(home: Path | None) -> dict[str, Any]:
         f"no platform runs on {root.root}: start one with `cray-agents up --model DIR`, or "
         "name another with --url or CRAY_AGENTS_URL"
     )
-
-
-def _bars() -> Progress:
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    return Progress("{task.description}", *columns, console=errors, transient=True)
 
 
 @contextmanager

@@ -11,23 +11,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cray_agents.cli.jobs.event_stream import GrowingFile, NewEvents
 from cray_agents.cli.jobs.job_page import sentence
 from cray_agents.cli.platform.platform_process import (
     SUBMITTER,
     client,
-    fetch,
     owner,
     running,
     submitter,
 )
 from cray_agents.cli.screen import errors, line
 from cray_agents.config import Config
-from cray_agents.errors import BadInput, SetupError
+from cray_agents.errors import BadInput, EngineTimeout, EngineUnavailable, SetupError
 from cray_agents.paths import Home
-from cray_agents.platform.transport import typed_error
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobSpec, JobStatus
@@ -48,7 +46,8 @@ def train(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
     """
     info = running(config.root)
     if info is not None:
-        return _train_on_platform(config.root, PlatformTrainer(info), spec, detach=detach)
+        with contextlib.closing(PlatformTrainer(info)) as trainer:
+            return _train_on_platform(config.root, trainer, spec, detach=detach)
     if (starting := owner(config.root)) is not None:
         raise SetupError(
             f"a platform (pid {starting['pid']}) claims {config.root.root} but does not answer:"
@@ -62,53 +61,35 @@ def say(text: str) -> None:
     errors.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class Trains(Protocol):
-    """The interface of a trainer for this command: MegatronTrainer or PlatformTrainer."""
-
-    def submit(self, spec: JobSpec) -> JobStatus: ...
-    def status(self, job_id: str) -> JobStatus: ...
-    def resume(self, job_id: str) -> JobStatus: ...
-
-
 class PlatformTrainer:
-    """The trainer of a running platform, over HTTP. Raises the error named in the response."""
+    """The trainer of a running platform, with the methods that this command calls."""
 
     def __init__(self, info: dict[str, Any]) -> None:
-        self._info = info
+        self._platform = client(info)
+        self._runner = asyncio.Runner()
 
     def submit(self, spec: JobSpec) -> JobStatus:
-        """Start the job, or find it. The platform fills unset fields and the code version."""
-        body = spec.model_dump(mode="json", exclude={"code"}, exclude_unset=True)
-        return self._post("/jobs", body)
+        """Start the job, or find it."""
+        return self._runner.run(self._platform.submit_spec(spec))
 
     def status(self, job_id: str) -> JobStatus:
         """Return the job's status. Raises SetupError when the platform is gone."""
         try:
-            return JobStatus.model_validate(fetch(self._info, f"/v1/jobs/{job_id}"))
-        except OSError as error:
+            return self._runner.run(self._platform.job(job_id))
+        except (EngineTimeout, EngineUnavailable) as error:
             raise SetupError(
-                f"the platform no longer answers ({error}); {job_id} goes on when it, or this"
-                " command, is started again"
+                f"the platform at {self._platform.url} no longer answers; {job_id} goes on when it,"
+                " or this command, is started again"
             ) from error
 
     def resume(self, job_id: str) -> JobStatus:
         """Let a paused job go on."""
-        return self._post(f"/jobs/{job_id}/resume", {})
+        return self._runner.run(self._platform.resume_job(job_id))
 
-    def _post(self, path: str, body: dict[str, Any]) -> JobStatus:
-        return JobStatus.model_validate(asyncio.run(self._ask(path, body)))
-
-    async def _ask(self, path: str, body: dict[str, Any]) -> object:
-        import openai
-
-        platform = client(self._info)
-        try:
-            with platform.engine().connections.borrow() as http:
-                return await http.post(path, cast_to=object, body=body)
-        except openai.APIStatusError as error:
-            raise typed_error(error) from error
-        finally:
-            await platform.close()
+    def close(self) -> None:
+        """Close the connections."""
+        self._runner.run(self._platform.close())
+        self._runner.close()
 
 
 def _train_on_platform(
@@ -220,7 +201,9 @@ class Following:
         self._events.read()
         self._log.read(last=True)
 
-    def print_until_end(self, trainer: Trains, states: Sequence[str]) -> JobStatus:
+    def print_until_end(
+        self, trainer: "MegatronTrainer | PlatformTrainer", states: Sequence[str]
+    ) -> JobStatus:
         """Print new events and lines until the job is in none of these states."""
         while True:
             status = trainer.status(self.job_id)  # also restarts processes that died
@@ -237,7 +220,9 @@ class Following:
             line(f"│ {text.decode(errors='replace')}", style="dim")
 
 
-def _begin(home: Home, trainer: Trains, spec: JobSpec) -> tuple[Following, JobStatus]:
+def _begin(
+    home: Home, trainer: "MegatronTrainer | PlatformTrainer", spec: JobSpec
+) -> tuple[Following, JobStatus]:
     """Submit the job, and resume it if it was paused."""
     following = Following(JobJournal(home, spec.id), spec.hyperparameters.steps)
     following.skip_past()

@@ -4,7 +4,6 @@ Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it,
 Read next: submit.py, event_stream.py, job_page.py, curves.py.
 """
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cray_agents.cli.jobs.submit import submit
-from cray_agents.cli.platform.platform_process import client, owner, running, submitter
+from cray_agents.cli.platform.platform_process import ask, owner, running, submitter
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, root, show, when
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
@@ -130,22 +129,22 @@ def plot_jobs(
 @jobs.command("pause")
 def pause_job(job_id: JobId, home: HomeOption = None) -> None:
     """Let a job save where it stands and end its processes; it stays so until `jobs resume`."""
-    print_state(asyncio.run(call_platform(root(home), job_id, Platform.pause_job)))
+    print_state(call_platform(root(home), job_id, Platform.pause_job))
 
 
 @jobs.command("resume")
 def resume_job(job_id: JobId, home: HomeOption = None) -> None:
     """Let a paused job go on from where it was paused."""
-    print_state(asyncio.run(call_platform(root(home), job_id, Platform.resume_job)))
+    print_state(call_platform(root(home), job_id, Platform.resume_job))
 
 
 @jobs.command("cancel")
 def cancel_job(job_id: JobId, home: HomeOption = None) -> None:
     """End a job for good; one that has ended stays what it is."""
-    print_state(asyncio.run(call_platform(root(home), job_id, Platform.cancel_job)))
+    print_state(call_platform(root(home), job_id, Platform.cancel_job))
 
 
-async def call_platform(
+def call_platform(
     home: Home, job_id: str, method: Callable[[Platform, str], Awaitable[JobStatus]]
 ) -> JobStatus:
     """Call a job method of a root's platform. Raises NotFound, BadInput, SetupError."""
@@ -153,11 +152,7 @@ async def call_platform(
     info = running(home)
     if info is None:
         raise SetupError(f"no platform runs on {home.root}: {_without_platform(home, full_id)}")
-    platform = client(info)
-    try:
-        return await method(platform, full_id)
-    finally:
-        await platform.close()
+    return ask(info, lambda platform: method(platform, full_id))
 
 
 def _without_platform(home: Home, job_id: str) -> str:

@@ -7,11 +7,13 @@ trainers/planning/.
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
+from cray_agents.cli.option_groups import expand_groups, options_under
 from cray_agents.cli.screen import HomeOption, JsonOption, console, show
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
@@ -40,10 +42,46 @@ UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH = 4096  # default tokens of a sequence
 RECOMPUTE = ("auto", "none", "selective", "full")
 
-# panels of `plan --help`
-AMOUNT = "How much (one of)"
-CLUSTER = "Where"
-METHOD = "How"
+_amount = options_under("How much (one of)")
+_cluster = options_under("Where")
+_method = options_under("How")
+
+
+@dataclass(frozen=True)
+class AmountOptions:
+    """The text to train on, by one of these measures."""
+
+    dataset: Annotated[str | None, _amount()] = None
+    tokens: Annotated[float | None, _amount(min=1)] = None
+    samples: Annotated[int | None, _amount(min=1)] = None
+    size: Annotated[float | None, _amount("Of text.", "--bytes", min=1)] = None
+    bytes_per_token: Annotated[float, _amount(min=0.1)] = 4.0
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """The GPUs to train on."""
+
+    gpu: Annotated[str, _cluster("H100, H200, A100, ...")] = "H100"
+    gpus: Annotated[int | None, _cluster(min=1)] = None
+    nodes: Annotated[int | None, _cluster(min=1)] = None
+    gpus_per_node: Annotated[int, _cluster(min=1)] = 8
+    mfu: Annotated[float, _cluster("Of peak, of a GPU that never waits.")] = 0.4
+    price: Annotated[float | None, _cluster("Dollars per GPU and hour.", min=0)] = None
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """The method and its hyperparameters."""
+
+    sequence_length: Annotated[int | None, _method(min=1)] = None
+    epochs: Annotated[float, _method()] = 1.0
+    method: Annotated[str, _method("sft, dpo, kto, grpo.")] = "sft"
+    lora_rank: Annotated[int | None, _method(min=1)] = None
+    dtype: Annotated[str, _method()] = "bfloat16"
+    batch_size: Annotated[int, _method("Sequences of a step.", min=1)] = 128
+    microbatch_tokens: Annotated[int | None, _method(min=1)] = None
+    recompute: Annotated[str, _method("auto, none, selective, full.")] = "auto"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -51,45 +89,15 @@ def add_to(app: typer.Typer) -> None:
     app.command()(plan)
 
 
+@expand_groups
 def plan(
     model: Annotated[
         str,
         typer.Option(help="A directory with a config.json, name@N, or only a size such as 7B."),
     ],
-    dataset: Annotated[str | None, typer.Option(rich_help_panel=AMOUNT)] = None,
-    tokens: Annotated[float | None, typer.Option(min=1, rich_help_panel=AMOUNT)] = None,
-    samples: Annotated[int | None, typer.Option(min=1, rich_help_panel=AMOUNT)] = None,
-    size: Annotated[
-        float | None, typer.Option("--bytes", min=1, help="Of text.", rich_help_panel=AMOUNT)
-    ] = None,
-    bytes_per_token: Annotated[float, typer.Option(min=0.1, rich_help_panel=AMOUNT)] = 4.0,
-    gpu: Annotated[
-        str, typer.Option(help="H100, H200, A100, ...", rich_help_panel=CLUSTER)
-    ] = "H100",
-    gpus: Annotated[int | None, typer.Option(min=1, rich_help_panel=CLUSTER)] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, rich_help_panel=CLUSTER)] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, rich_help_panel=CLUSTER)] = 8,
-    mfu: Annotated[
-        float, typer.Option(help="Of peak, of a GPU that never waits.", rich_help_panel=CLUSTER)
-    ] = 0.4,
-    price: Annotated[
-        float | None,
-        typer.Option(min=0, help="Dollars per GPU and hour.", rich_help_panel=CLUSTER),
-    ] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, rich_help_panel=METHOD)] = None,
-    epochs: Annotated[float, typer.Option(rich_help_panel=METHOD)] = 1.0,
-    method: Annotated[
-        str, typer.Option(help="sft, dpo, kto, grpo.", rich_help_panel=METHOD)
-    ] = "sft",
-    lora_rank: Annotated[int | None, typer.Option(min=1, rich_help_panel=METHOD)] = None,
-    dtype: Annotated[str, typer.Option(rich_help_panel=METHOD)] = "bfloat16",
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences of a step.", rich_help_panel=METHOD)
-    ] = 128,
-    microbatch_tokens: Annotated[int | None, typer.Option(min=1, rich_help_panel=METHOD)] = None,
-    recompute: Annotated[
-        str, typer.Option(help="auto, none, selective, full.", rich_help_panel=METHOD)
-    ] = "auto",
+    amount: AmountOptions,
+    hardware: ClusterOptions,
+    how: MethodOptions,
     limit: Annotated[int, typer.Option(min=0, help="Layouts to list.")] = 12,
     home: HomeOption = None,
     as_json: JsonOption = False,
@@ -98,33 +106,32 @@ def plan(
     from cray_agents.trainers.planning.plan import Workload, make_plan, plan_by_size
 
     root = load_config({"home": home}).root
-    _check("method", method, get_args(MethodName))
-    _check("recompute", recompute, RECOMPUTE)
-    _check("dtype", dtype, ("bfloat16", "float32"))
+    _check("method", how.method, get_args(MethodName))
+    _check("recompute", how.recompute, RECOMPUTE)
+    _check("dtype", how.dtype, ("bfloat16", "float32"))
     known = _size(model) or _architecture(root, model)
-    length = sequence_length or _usual_length(root, dataset, known)
-    amount = _tokens(root, length, bytes_per_token, dataset, tokens, samples, size)
+    length = how.sequence_length or _usual_length(root, amount.dataset, known)
     workload = Workload(
-        _positive("tokens", amount),
+        _positive("tokens", _tokens(root, amount, length)),
         length,
-        _positive("epochs", epochs),
-        cast(MethodName, method),
-        size,
+        _positive("epochs", how.epochs),
+        cast(MethodName, how.method),
+        amount.size,
     )
-    cluster = _cluster(gpu, gpus, nodes, gpus_per_node, mfu, price)
+    cluster = _chosen_cluster(hardware)
     if isinstance(known, float):
-        estimate = plan_by_size(known, workload, cluster, lora=lora_rank is not None)
+        estimate = plan_by_size(known, workload, cluster, lora=how.lora_rank is not None)
     else:
-        at_once = microbatch_tokens or max(length, LENGTH)
+        at_once = how.microbatch_tokens or max(length, LENGTH)
         _check_length(length, known, at_once)
         hyper = Hyperparameters(
             steps=1,
-            batch_size=batch_size,
+            batch_size=how.batch_size,
             max_tokens_per_microbatch=at_once,
-            dtype=dtype,
-            lora=Lora(rank=lora_rank) if lora_rank else None,
+            dtype=how.dtype,
+            lora=Lora(rank=how.lora_rank) if how.lora_rank else None,
         )
-        policy: Any = None if recompute == "auto" else recompute
+        policy: Any = None if how.recompute == "auto" else how.recompute
         estimate = make_plan(known, workload, cluster, hyper, policy)
     if as_json:
         print(json.dumps(estimate.data(), indent=2))
@@ -177,48 +184,38 @@ def _counts(root: Home, dataset: str) -> dict[str, int]:
     return counts
 
 
-def _tokens(
-    root: Home,
-    length: int,
-    bytes_per_token: float,
-    dataset: str | None,
-    tokens: float | None,
-    samples: int | None,
-    size: float | None,
-) -> float:
+def _tokens(root: Home, amount: AmountOptions, length: int) -> float:
     """Return the tokens of an epoch, from the one measure given. Raises BadInput."""
-    given = [value for value in (dataset, tokens, samples, size) if value is not None]
-    if len(given) != 1:
+    measures = (amount.dataset, amount.tokens, amount.samples, amount.size)
+    if sum(value is not None for value in measures) != 1:
         raise BadInput(
             "say how much is to be trained on, once: --dataset, --tokens, --samples or --bytes",
             param="tokens",
         )
-    if dataset is not None:
-        return float(_counts(root, dataset)["tokens"])
-    if samples is not None:
-        return float(samples * length)
-    return tokens if tokens is not None else (size or 0) / bytes_per_token
+    if amount.dataset is not None:
+        return float(_counts(root, amount.dataset)["tokens"])
+    if amount.samples is not None:
+        return float(amount.samples * length)
+    if amount.tokens is not None:
+        return amount.tokens
+    return (amount.size or 0) / amount.bytes_per_token
 
 
-def _cluster(
-    gpu: str,
-    gpus: int | None,
-    nodes: int | None,
-    gpus_per_node: int,
-    mfu: float,
-    price: float | None,
-) -> "Cluster":
+def _chosen_cluster(options: ClusterOptions) -> "Cluster":
+    """Return the cluster of the options. Raises BadInput."""
     from cray_agents.trainers.planning.hardware import find_gpu
     from cray_agents.trainers.planning.plan import Cluster
 
-    all_gpus = gpus or (nodes or 1) * gpus_per_node
-    if nodes is not None and all_gpus != nodes * gpus_per_node:
+    gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
+    all_gpus = gpus or (nodes or 1) * each
+    if nodes is not None and all_gpus != nodes * each:
         raise BadInput(
-            f"--gpus {gpus} are not --nodes {nodes} of --gpus-per-node {gpus_per_node}: leave one"
+            f"--gpus {gpus} are not --nodes {nodes} of --gpus-per-node {each}: leave one"
             " of them out",
             param="gpus",
         )
-    return Cluster(find_gpu(gpu), all_gpus, gpus_per_node, _positive("mfu", mfu, 1.0), price)
+    mfu = _positive("mfu", options.mfu, 1.0)
+    return Cluster(find_gpu(options.gpu), all_gpus, each, mfu, options.price)
 
 
 def _check_length(length: int, model: "Architecture", at_once: int) -> None:

@@ -1,29 +1,30 @@
 """`demo`: the built-in self-improving loop, end to end on real parts, with a report at the end.
 
-cookbook/02_calculator_loop.py defines the agent, its tasks and its reward. This command makes the
-seed model, starts a platform for as long as the demo, warms the model up, runs the loop, and prints
-the results. Everything is on disk under the home: after a kill, the same command goes on.
+calculator_loop.py defines the agent, its tasks and its reward. It is a link to the cookbook's
+recipe 02, and a copy of it in the wheel. This command makes the seed model, starts a platform for
+as long as the demo, warms the model up, runs the loop, and prints the results. Everything is on
+disk under the home: after a kill, the same command goes on.
 """
 
 import asyncio
+import importlib.util
 import json
-import shutil
+import shlex
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.loop import calculator_loop
 from cray_agents.cli.loop.generation_table import LEGEND, LoopScreen, generations_table
 from cray_agents.cli.loop.report import write_report
 from cray_agents.cli.platform.platform_process import client, serving
 from cray_agents.cli.screen import clock, console
 from cray_agents.config import Config, load_config
-from cray_agents.errors import BadInput, SetupError, StoreError
+from cray_agents.errors import BadInput, StoreError
 from cray_agents.generation import Generation
 from cray_agents.loop.loop import Loop
 from cray_agents.permissions import make_private
@@ -31,8 +32,6 @@ from cray_agents.platform.client import Platform
 from cray_agents.records import Run
 from cray_agents.runtime.disk import checksums
 
-ROOT = Path(__file__).resolve().parents[3]
-BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
 CONTROLS = ("shuffled-rewards",)
 
 
@@ -65,22 +64,19 @@ def demo(
     """Watch an agent train itself. The same command goes on where a killed one stopped."""
     if control is not None and control not in CONTROLS:
         raise BadInput(f"control {control!r} is not known; valid: {CONTROLS[0]}", param="control")
-    if not BOOK.exists():
-        raise SetupError(f"the demo runs from a checkout: {BOOK} is not there")
     name = f"demo-{seed}" + ("-quick" if quick else "") + (f"-{control}" if control else "")
     folder = home or Path(".cray-agents") / name
     config = load_config({"home": folder, "scheduler": scheduler, "port": 0})
     make_private(config.root.root, config.group)
     claim(config.root.root / "demo.json", {"seed": seed, "control": control, "quick": quick})
     started = time.monotonic()
-    book = load(BOOK)
-    loop: Loop = book.make_loop(seed, quick)
+    loop = calculator_loop.make_loop(seed, quick)
     if control:
         loop = replace(loop, control="shuffled-rewards", name=f"{loop.name}-{control}")
-    most = generations or (book.QUICK if quick else book.FULL).generations
+    most = generations or calculator_loop.size_of("rft", quick).generations
     with LoopScreen(f"demo, seed {seed}", most) as screen:
         loop.on_progress = screen.progress
-        done, info, examples = run_demo(config, book, loop, most, seed, quick, screen)
+        done, info, examples = run_demo(config, loop, most, seed, quick, screen)
     result = summary(seed, control, info, time.monotonic() - started, done)
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -104,26 +100,17 @@ def claim(path: Path, settings: dict[str, Any]) -> None:
 
 
 def run_demo(
-    config: Config,
-    book: ModuleType,
-    loop: Loop,
-    most: int,
-    seed: int,
-    quick: bool,
-    screen: LoopScreen,
+    config: Config, loop: Loop, most: int, seed: int, quick: bool, screen: LoopScreen
 ) -> tuple[list[Generation], dict[str, Any], list[tuple[str, Run]]]:
     """Run seed model, platform, warm-up and loop; steps that are done are not repeated."""
     model = config.root.root / "seed-model"
     if not model.exists():
         screen.say("making the seed model")
-        draft = model.with_name("seed-model.draft")
-        shutil.rmtree(draft, ignore_errors=True)
-        book.make_model(draft, seed)
-        draft.rename(model)
+        calculator_loop.make_model(model, seed)
     screen.say("starting the platform (the vLLM server takes about half a minute)")
     with serving(config, model=model, name=loop.agent.model, ready=False) as process:
         loop.platform = client(process)
-        book.warm_up(loop, quick)
+        calculator_loop.warm_up(loop, quick)
         done = []
         for generation in loop.run(most):
             screen.generation(generation)
@@ -200,8 +187,6 @@ def print_results(
         "loop": loop.name,
         "home": str(config.root.root),
     }
-    png, page = write_report(config.root.root / "report", title, done, facts, examples)
-    home = config.home
     console.print(generations_table(done))
     console.print(LEGEND, style="dim")
     first, last = done[0], done[-1]
@@ -209,11 +194,24 @@ def print_results(
         f"\ntest success {first.test_success:.1%} → [bold]{last.test_success:.1%}[/] on "
         f"{last.test_tasks} tasks that nothing was decided on, in {clock(result['seconds'])}"
     )
-    console.print(f"report: {escape(str(page))}\nplot:   {escape(str(png))}", soft_wrap=True)
-    console.print("\nChat with the trained agent (ask: What is 472 * 385?), export its runs:")
-    command = ".venv/bin/cray-agents"
-    book = BOOK.relative_to(ROOT)
-    console.print(f"  {command} chat {book} --forget --home {escape(str(home))}", soft_wrap=True)
-    console.print(
-        f"  {command} export --home {escape(str(home))} --output trajectories.jsonl", soft_wrap=True
-    )
+    if importlib.util.find_spec("matplotlib") is None:
+        lines = ["report: needs matplotlib: pip install 'cray-agents[export]', and the same again"]
+    else:
+        png, page = write_report(config.root.root / "report", title, done, facts, examples)
+        lines = [f"report: {page}", f"plot:   {png}"]
+    command = shown_path(Path(sys.executable).with_name("cray-agents"))
+    recipe = shown_path(Path(calculator_loop.__file__).resolve())
+    root = shlex.quote(str(config.home))
+    lines += [
+        "",
+        "Chat with the trained agent (ask: What is 472 * 385?), export its runs:",
+        f"  {command} chat {recipe} --forget --home {root}",
+        f"  {command} export --home {root} --output trajectories.jsonl",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as one types it here: relative to the working directory, if it lies in it."""
+    folder = Path.cwd()
+    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))

@@ -16,11 +16,12 @@ import typer
 from pydantic import ValidationError
 
 from cray_agents.agent.agent import Agent
-from cray_agents.cli.agent.agents import UrlOption, find, load, platform_at
+from cray_agents.cli.agent.agents import find, load, platform_at
 from cray_agents.cli.loop.generation_table import LEGEND, LoopScreen, generations_table
+from cray_agents.cli.option_groups import expand_groups, options_under
 from cray_agents.cli.platform.platform_process import running
 from cray_agents.cli.runs.filter_options import AGE, SECONDS
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors
+from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, errors
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation, promoted_version
@@ -28,18 +29,24 @@ from cray_agents.loop.live.schedule import Watch
 from cray_agents.loop.loop import Loop
 from cray_agents.platform.client import Platform
 
+_option = options_under("Live traffic")
+
 
 @dataclass(frozen=True)
 class WatchOptions:
     """The options of live traffic, as they were given."""
 
-    watch: bool
-    runs: int | None
-    every: str | None
-    quiet: str | None
-    updates_per_day: int | None
-    giver: list[str] | None
-    once: bool
+    watch: Annotated[bool, _option("Train on live runs that people rewarded.", "--watch")] = False
+    runs: Annotated[int | None, _option("Update after so many new runs.", min=1)] = None
+    every: Annotated[
+        str | None, _option("Update every 6h, 30m, …; with --runs whichever is first.")
+    ] = None
+    quiet: Annotated[str | None, _option("Hours in which no update begins: 22:00-06:00.")] = None
+    updates_per_day: Annotated[int | None, _option("At most so many updates a day.", min=1)] = None
+    giver: Annotated[
+        list[str] | None, _option("An API key whose rewards count, by name; repeatable.")
+    ] = None
+    once: Annotated[bool, _option("End after the next update.", "--once")] = False
 
 
 def with_watch(loop: Loop, given: WatchOptions) -> Loop:
@@ -97,7 +104,6 @@ def parse_seconds(given: str, option: str) -> float:
 
 
 LoopFile = Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")]
-LIVE = "Live traffic"  # a panel of --help
 
 
 def add_to(app: typer.Typer) -> None:
@@ -105,6 +111,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(loop)
 
 
+@expand_groups
 def loop(
     file: LoopFile,
     generations: Annotated[
@@ -118,45 +125,14 @@ def loop(
         bool,
         typer.Option("--accept-changes", help="Go on with other settings than it began with."),
     ] = False,
-    watch: Annotated[
-        bool,
-        typer.Option(
-            "--watch", rich_help_panel=LIVE, help="Train on live runs that people rewarded."
-        ),
-    ] = False,
-    runs: Annotated[
-        int | None,
-        typer.Option(min=1, rich_help_panel=LIVE, help="So many new ones make an update."),
-    ] = None,
-    every: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=LIVE, help="One each 6h, 30m, …; with --runs whichever is first."
-        ),
-    ] = None,
-    quiet: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=LIVE, help="Hours in which none begins: 22:00-06:00."),
-    ] = None,
-    updates_per_day: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=LIVE, help="How many at most.")
-    ] = None,
-    giver: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel=LIVE, help="An API key whose rewards count, by name; repeatable."
-        ),
-    ] = None,
-    once: Annotated[
-        bool, typer.Option("--once", rich_help_panel=LIVE, help="End after the next update.")
-    ] = False,
+    *,
+    options: WatchOptions,
     home: HomeOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a self-improving loop; the same command goes on where it stopped."""
     module = load(file)
-    options = WatchOptions(watch, runs, every, quiet, updates_per_day, giver, once)
     chosen = with_watch(find(module, "loop", Loop, file), options)
     if accept_changes:
         chosen.changed = "accept"
@@ -167,7 +143,7 @@ def loop(
         chosen.platform = platform
         with LoopScreen(enabled=not as_json) as screen:
             chosen.on_progress = screen.progress
-            if once:
+            if options.once:
                 generations = asyncio.run(next_update(platform, chosen.name))
             for generation in _until_interrupted(chosen, generations):
                 screen.generation(generation)

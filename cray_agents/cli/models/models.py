@@ -6,7 +6,6 @@ what the next one serves. A canary needs a platform. Read next: runtime/registry
 runtime/registry/canary.py.
 """
 
-import asyncio
 import getpass
 import json
 from collections import Counter
@@ -19,9 +18,8 @@ import typer
 from rich.markup import escape
 from rich.tree import Tree
 
-from cray_agents.cli.platform.platform_process import client, fetch, owner, running
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, when
-from cray_agents.config import load_config
+from cray_agents.cli.platform.platform_process import ask, fetch, owner, running
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, size, when
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
@@ -31,77 +29,10 @@ if TYPE_CHECKING:
     from cray_agents.runtime.registry.registry import ModelEvent, Registry
 
 
-def prune(
-    name: Annotated[str | None, typer.Argument(help="Of this name alone.")] = None,
-    keep: Annotated[
-        int, typer.Option(min=1, help="How many versions that were promoted before stay, too.")
-    ] = 2,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")
-    ] = False,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Delete the weights of versions that nobody needs, and resume points of jobs that ended.
-
-    What stays: what is promoted, was promoted lately or is newest, canaries, what replicas hold,
-    what jobs and loops go on from; and every record: a deleted version stays in the history.
-    """
-    from cray_agents.cli.screen import size
-    from cray_agents.runtime.retention import prune
-
-    root_home = load_config({"home": home}).root
-    with errors.status("looking for what nobody needs"):
-        pruned = prune.prune(
-            root_home, name, keep=keep, in_use=lambda: loaded_versions(root_home), dry_run=dry_run
-        )
-    if as_json:
-        print(json.dumps(asdict(pruned) | {"bytes": pruned.bytes, "dry_run": dry_run}, indent=2))
-        return
-    kinds = {"weights": pruned.weights, "resume points": pruned.points, "left over": pruned.drafts}
-    rows = [
-        {"what": kind, "of": owner_name, "size": size(count)}
-        for kind, sizes in kinds.items()
-        for owner_name, count in sizes.items()
-    ]
-    if rows:
-        show(rows, ["what", "of", "size"], as_json=False)
-    for version, why in pruned.kept.items():
-        console.print(f"{version} stays: {why}", highlight=False, markup=False)
-    console.print(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
-
-
-def loaded_versions(home: Home) -> set[str]:
-    """Return the versions that the replicas of a root's platform hold. Raises SetupError."""
-    info = running(home)
-    if info is None:
-        if (platform_owner := owner(home)) is None:
-            return set()
-        raise SetupError(
-            f"the platform on {home.root} (pid {platform_owner['pid']}) does not say what its"
-            " replicas hold: it is starting or ending; try again in a moment"
-        )
-
-    async def fetch_replicas() -> list[dict[str, object]]:
-        platform = client(info)
-        try:
-            return await platform.pool(spares=True)
-        finally:
-            await platform.close()
-
-    loaded: set[str] = set()
-    for replica in asyncio.run(fetch_replicas()):
-        versions = replica.get("versions")
-        ids = [replica.get("version"), *(versions if isinstance(versions, list) else [])]
-        loaded.update(version for version in ids if isinstance(version, str))
-    return loaded
-
-
 models = typer.Typer(
     no_args_is_help=True,
     help="Model versions: list, show, history, lineage, promote, rollback, reject, canary, prune.",
 )
-models.command("prune")(prune)
 
 Name = Annotated[str, typer.Argument(help="A model's name.")]
 Version = Annotated[str, typer.Argument(help="name@N")]
@@ -184,7 +115,7 @@ def promote(
     version: Version,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Although what another name means is then served no more."),
+        typer.Option("--force", help="Even if another name's version is then not served any more."),
     ] = False,
     reason: Reason = "",
     who: Who = "",
@@ -268,6 +199,46 @@ def canary(
     print_event(call_platform(home, lambda p: p.canary(wanted, who=by, reason=reason, **test)))
 
 
+@models.command("prune")
+def prune(
+    name: Annotated[str | None, typer.Argument(help="Of this name alone.")] = None,
+    keep: Annotated[
+        int, typer.Option(min=1, help="How many versions that were promoted before stay, too.")
+    ] = 2,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")
+    ] = False,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the weights of versions that nobody needs, and resume points of jobs that ended.
+
+    What stays: what is promoted, was promoted lately or is newest, canaries, what replicas hold,
+    what jobs and loops go on from; and every record: a deleted version stays in the history.
+    """
+    from cray_agents.runtime.retention import prune as retention
+
+    root_home = root(home)
+    with errors.status("looking for what nobody needs"):
+        pruned = retention.prune(
+            root_home, name, keep=keep, in_use=lambda: loaded_versions(root_home), dry_run=dry_run
+        )
+    if as_json:
+        print(json.dumps(asdict(pruned) | {"bytes": pruned.bytes, "dry_run": dry_run}, indent=2))
+        return
+    kinds = {"weights": pruned.weights, "resume points": pruned.points, "left over": pruned.drafts}
+    rows = [
+        {"what": kind, "of": owner_name, "size": size(count)}
+        for kind, sizes in kinds.items()
+        for owner_name, count in sizes.items()
+    ]
+    if rows:
+        show(rows, ["what", "of", "size"], as_json=False)
+    for version, why in pruned.kept.items():
+        console.print(f"{version} stays: {why}", highlight=False, markup=False)
+    console.print(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
+
+
 def parse_version(version: str) -> tuple[str, int]:
     """Return the name and number of `name@N`. Raises BadInput."""
     name, _, number = version.partition("@")
@@ -315,6 +286,24 @@ def replica_counts(home: Home) -> Counter[str] | None:
     return Counter(version for replica in replicas for version in replica["versions"])
 
 
+def loaded_versions(home: Home) -> set[str]:
+    """Return the versions that the replicas of a root's platform hold. Raises SetupError."""
+    info = running(home)
+    if info is None:
+        if (platform_owner := owner(home)) is None:
+            return set()
+        raise SetupError(
+            f"the platform on {home.root} (pid {platform_owner['pid']}) does not say what its"
+            " replicas hold: it is starting or ending; try again in a moment"
+        )
+    return {
+        version
+        for replica in ask(info, lambda platform: platform.pool(spares=True))
+        for version in (replica["version"], *replica["versions"])
+        if version is not None
+    }
+
+
 def call_platform(
     home: Path | None, method: Callable[[Platform], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -323,15 +312,7 @@ def call_platform(
     info = running(root_home)
     if info is None:
         raise SetupError(f"no platform runs on {root_home.root}: start it with `cray-agents up`")
-
-    async def call() -> dict[str, Any]:
-        platform = client(info)
-        try:
-            return await method(platform)
-        finally:
-            await platform.close()
-
-    return asyncio.run(call())
+    return ask(info, method)
 
 
 def print_event(event: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ A command that needs a platform uses the one on its root, or starts one that end
 root_claim.py records its URL. Used by all of cli/.
 """
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -14,11 +15,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config, load_config
@@ -30,6 +31,8 @@ from cray_agents.processes import alive
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.supervised import boot_id
+
+T = TypeVar("T")
 
 SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` without a platform
 START_SECONDS = 30.0  # until the gateway answers; the engine behind it may take longer
@@ -120,6 +123,19 @@ def key(info: dict[str, Any]) -> str | None:
 def client(info: dict[str, Any]) -> Platform:
     """Return a client of a platform, given its claim."""
     return Platform(info["url"], api_key=key(info))
+
+
+def ask(info: dict[str, Any], request: Callable[[Platform], Awaitable[T]]) -> T:
+    """Send one request by a client of a platform, given its claim, and return the answer."""
+
+    async def send() -> T:
+        platform = client(info)
+        try:
+            return await request(platform)
+        finally:
+            await platform.close()
+
+    return asyncio.run(send())
 
 
 def fetch(

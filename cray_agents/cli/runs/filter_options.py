@@ -1,134 +1,84 @@
 """Filter options: the choice of runs that `export` and `runs` share, as a RunFilter.
 
-A command takes the Annotated types it wants as parameters and hands them to `filter_of`.
+A command takes one of the classes as a parameter and is decorated with `expand_groups`.
 """
 
 import math
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Annotated, get_args
 
-import typer
-
+from cray_agents.cli.option_groups import options_under
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter
 from cray_agents.records import Split, StopReason
 
 AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-PANEL = "Which runs"  # the options' heading in --help
 
-LoopOption = Annotated[
-    str | None, typer.Option("--loop", help="Of this loop.", rich_help_panel=PANEL)
-]
+_option = options_under("Which runs")
+LoopOption = Annotated[str | None, _option("Of this loop.")]
 GenerationOption = Annotated[
-    list[int] | None,
-    typer.Option("--generation", min=0, help="Of this generation; again: or of that.",
-                 rich_help_panel=PANEL),
-]  # fmt: skip
-AgentOption = Annotated[
-    str | None, typer.Option("--agent", help="Of this agent.", rich_help_panel=PANEL)
+    list[int] | None, _option("Of this generation; again: or of that.", min=0)
 ]
-TaskOption = Annotated[
-    str | None, typer.Option("--task", help="On the task of this id.", rich_help_panel=PANEL)
-]
-SplitOption = Annotated[
-    str | None,
-    typer.Option("--split", help="On tasks of this split: train, holdout or test.",
-                 rich_help_panel=PANEL),
-]  # fmt: skip
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", help="Of a version `name@N`, or of all of `name`.",
-                 rich_help_panel=PANEL),
-]  # fmt: skip
-StopReasonOption = Annotated[
-    str | None,
-    typer.Option("--stop-reason", help=f"{', '.join(StopReason)}.", rich_help_panel=PANEL),
-]
-MinRewardOption = Annotated[
-    float | None,
-    typer.Option("--min-reward", help="With at least this reward.", rich_help_panel=PANEL),
-]
-MaxRewardOption = Annotated[
-    float | None,
-    typer.Option("--max-reward", help="With at most this reward.", rich_help_panel=PANEL),
-]
-ErrorOption = Annotated[
-    str | None,
-    typer.Option("--error", help="With an error of this type; '*': with any.",
-                 rich_help_panel=PANEL),
-]  # fmt: skip
-SinceOption = Annotated[
-    str | None,
-    typer.Option("--since", help="Started then or later: a date, or an age (7d, 12h, 30m).",
-                 rich_help_panel=PANEL),
-]  # fmt: skip
-UntilOption = Annotated[
-    str | None,
-    typer.Option("--until", help="Started then or earlier; a day is its beginning.",
-                 rich_help_panel=PANEL),
-]  # fmt: skip
-TagOption = Annotated[
-    list[str] | None,
-    typer.Option("--tag", help="With this tag; again: and that one.", rich_help_panel=PANEL),
-]
-TextOption = Annotated[
-    str | None,
-    typer.Option("--text", help="With this text in input, output or messages.",
-                 rich_help_panel=PANEL),
-]  # fmt: skip
+AgentOption = Annotated[str | None, _option("Of this agent.")]
+ModelOption = Annotated[str | None, _option("Of a version `name@N`, or of all of `name`.")]
+TagOption = Annotated[list[str] | None, _option("With this tag; again: and that one.")]
 
 
-def filter_of(
-    *,
-    loop: str | None = None,
-    generation: Sequence[int] | None = None,
-    agent: str | None = None,
-    task: str | None = None,
-    split: str | None = None,
-    model: str | None = None,
-    stop_reason: str | None = None,
-    min_reward: float | None = None,
-    max_reward: float | None = None,
-    error: str | None = None,
-    since: str | None = None,
-    until: str | None = None,
-    tag: Sequence[str] | None = None,
-    text: str | None = None,
-) -> RunFilter:
-    """Return the options as a filter. Raises BadInput if nothing can match."""
-    _check_choice("split", split, get_args(Split))
-    _check_choice("stop-reason", stop_reason, tuple(StopReason))
-    for name, reward in (("min-reward", min_reward), ("max-reward", max_reward)):
-        if reward is not None and math.isnan(reward):
-            raise BadInput(f"--{name} must be a number, not {reward}", param=name)
-    if min_reward is not None and max_reward is not None and min_reward > max_reward:
-        raise BadInput(
-            f"--min-reward {min_reward:g} is above --max-reward {max_reward:g}: nothing can match",
-            param="min-reward",
-        )
-    now = time.time()
-    generations = list(generation or ())
-    return RunFilter(
-        loop=loop,
-        generation=generations[0] if len(generations) == 1 else None,
-        generations=generations if len(generations) > 1 else None,
-        agent=agent,
-        task=task,
-        split=split,
-        stop_reason=stop_reason,
-        model=model,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        error=error,
-        since=None if since is None else moment(since, "since", now),
-        until=None if until is None else moment(until, "until", now),
-        tags=list(tag or ()),
-        text=text,
-    )
+@dataclass(frozen=True)
+class FactOptions:
+    """Options that choose runs by facts that the index has; None: not given."""
+
+    loop: LoopOption = None
+    generation: GenerationOption = None
+    agent: AgentOption = None
+    task: Annotated[str | None, _option("On the task of this id.")] = None
+    split: Annotated[str | None, _option("On tasks of this split: train, holdout or test.")] = None
+    model: ModelOption = None
+    stop_reason: Annotated[str | None, _option(f"{', '.join(StopReason)}.")] = None
+    min_reward: Annotated[float | None, _option("With at least this reward.")] = None
+    max_reward: Annotated[float | None, _option("With at most this reward.")] = None
+    error: Annotated[str | None, _option("With an error of this type; '*': with any.")] = None
+    since: Annotated[
+        str | None, _option("Started then or later: a date, or an age (7d, 12h, 30m).")
+    ] = None
+    until: Annotated[str | None, _option("Started then or earlier; a day is its beginning.")] = None
+    tag: TagOption = None
+
+    def run_filter(self) -> RunFilter:
+        """Return the options as a filter. Raises BadInput if nothing can match."""
+        _check_choice("split", self.split, get_args(Split))
+        _check_choice("stop-reason", self.stop_reason, tuple(StopReason))
+        for name, reward in (("min-reward", self.min_reward), ("max-reward", self.max_reward)):
+            if reward is not None and math.isnan(reward):
+                raise BadInput(f"--{name} must be a number, not {reward}", param=name)
+        low, high = self.min_reward, self.max_reward
+        if low is not None and high is not None and low > high:
+            raise BadInput(
+                f"--min-reward {low:g} is above --max-reward {high:g}: nothing can match",
+                param="min-reward",
+            )
+        fields, now = asdict(self), time.time()
+        generations = self.generation or []
+        fields |= {
+            "generation": generations[0] if len(generations) == 1 else None,
+            "generations": generations if len(generations) > 1 else None,
+            "since": None if self.since is None else moment(self.since, "since", now),
+            "until": None if self.until is None else moment(self.until, "until", now),
+            "tags": fields.pop("tag") or [],
+        }
+        return RunFilter(**fields)
+
+
+@dataclass(frozen=True)
+class FilterOptions(FactOptions):
+    """All options that choose runs, also by the text of their messages."""
+
+    text: Annotated[str | None, _option("With this text in input, output or messages.")] = None
 
 
 def moment(given: str, option: str, now: float) -> float:

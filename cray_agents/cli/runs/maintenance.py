@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cray_agents.cli.data.datasets import dataset
+from cray_agents.cli.option_groups import expand_groups
 from cray_agents.cli.platform.root_access import open_root
-from cray_agents.cli.runs import filter_options
+from cray_agents.cli.runs.filter_options import FilterOptions
 from cray_agents.cli.runs.runs import runs
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, size
 from cray_agents.config import load_config
@@ -102,22 +103,11 @@ def compact_segments(
         )
 
 
+@expand_groups
 def prune(
     home: HomeOption = None,
-    loop: filter_options.LoopOption = None,
-    generation: filter_options.GenerationOption = None,
-    agent: filter_options.AgentOption = None,
-    task: filter_options.TaskOption = None,
-    split: filter_options.SplitOption = None,
-    model: filter_options.ModelOption = None,
-    stop_reason: filter_options.StopReasonOption = None,
-    min_reward: filter_options.MinRewardOption = None,
-    max_reward: filter_options.MaxRewardOption = None,
-    error: filter_options.ErrorOption = None,
-    since: filter_options.SinceOption = None,
-    until: filter_options.UntilOption = None,
-    tag: filter_options.TagOption = None,
-    text: filter_options.TextOption = None,
+    *,
+    filters: FilterOptions,
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: JsonOption = False,
@@ -127,11 +117,7 @@ def prune(
     They are gone from every answer at once, from the disk with `runs compact`. Datasets that were
     made of them stay as they are.
     """
-    wanted = filter_options.filter_of(
-        loop=loop, generation=generation, agent=agent, task=task, split=split, model=model,
-        stop_reason=stop_reason, min_reward=min_reward, max_reward=max_reward, error=error,
-        since=since, until=until, tag=tag, text=text,
-    )  # fmt: skip
+    wanted = filters.run_filter()
     if wanted == RunFilter():
         raise BadInput("say which runs to forget: without a filter it would be all of them")
     from cray_agents.runtime.store import Store

@@ -36,7 +36,7 @@ def reward(
     home: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Reward a run; said again by the same one under the same name, it replaces what was said."""
+    """Reward a run. A later reward of the same name and giver replaces it."""
     from cray_agents.runtime.store.feedback import Feedback
 
     if not math.isfinite(value):

@@ -12,7 +12,7 @@ from typing import Any
 from cray_agents.cli.runs.run_text import header, value_text
 from cray_agents.cli.screen import console, line
 from cray_agents.records import Message, ModelCall, Run, canonical
-from cray_agents.runtime.exports.conversation import conversation_of
+from cray_agents.runtime.exports.conversations.conversation import conversation_of
 from cray_agents.runtime.store.segments.facts import text_of
 
 COLORS = {"-": "red", "+": "green", "@": "cyan"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from cray_agents.cli.screen import line, when
 from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn
-from cray_agents.runtime.exports.conversation import Conversation, conversation_of
+from cray_agents.runtime.exports.conversations.conversation import Conversation, conversation_of
 from cray_agents.runtime.store.segments.facts import text_of
 
 LABEL = 12  # columns of a header's labels

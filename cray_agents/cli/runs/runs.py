@@ -19,8 +19,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cray_agents.cli.option_groups import expand_groups
 from cray_agents.cli.platform.root_access import open_root
-from cray_agents.cli.runs import filter_options
+from cray_agents.cli.runs.filter_options import FactOptions, FilterOptions
 from cray_agents.cli.screen import HomeOption, JsonOption, cell, console, errors, one_line, show
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
@@ -67,22 +68,11 @@ def open_store(home: Path | None) -> "Iterator[Store]":
 
 
 @runs.command("list")
+@expand_groups
 def list_runs(
     home: HomeOption = None,
-    loop: filter_options.LoopOption = None,
-    generation: filter_options.GenerationOption = None,
-    agent: filter_options.AgentOption = None,
-    task: filter_options.TaskOption = None,
-    split: filter_options.SplitOption = None,
-    model: filter_options.ModelOption = None,
-    stop_reason: filter_options.StopReasonOption = None,
-    min_reward: filter_options.MinRewardOption = None,
-    max_reward: filter_options.MaxRewardOption = None,
-    error: filter_options.ErrorOption = None,
-    since: filter_options.SinceOption = None,
-    until: filter_options.UntilOption = None,
-    tag: filter_options.TagOption = None,
-    text: filter_options.TextOption = None,
+    *,
+    filters: FilterOptions,
     order: Annotated[str, typer.Option(help=f"{', '.join(ORDERS)}.")] = "newest",
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
     after: Annotated[
@@ -93,14 +83,9 @@ def list_runs(
     """List stored runs, the newest first."""
     if order not in ORDERS:
         raise BadInput(f"--order must be one of {', '.join(ORDERS)}; not {order!r}", param="order")
-    wanted = filter_options.filter_of(
-        loop=loop, generation=generation, agent=agent, task=task, split=split, model=model,
-        stop_reason=stop_reason, min_reward=min_reward, max_reward=max_reward, error=error,
-        since=since, until=until, tag=tag, text=text,
-    )  # fmt: skip
-    given: dict[str, Any] = wanted.model_dump()
+    given: dict[str, Any] = filters.run_filter().model_dump()
+    query = RunQuery(**given, order=order, after=after, limit=limit + 1)
     with open_store(home) as store:
-        query = RunQuery(**given, order=order, after=after, limit=limit + 1)
         matches = list(islice(store.facts(query), limit + 1))
     rows = [row(facts) for facts in matches[:limit]]
     if as_json:
@@ -151,6 +136,7 @@ def diff_runs(
 
 
 @runs.command("stats")
+@expand_groups
 def stats(
     home: HomeOption = None,
     by: Annotated[
@@ -160,30 +146,15 @@ def stats(
             "task, day."
         ),
     ] = "",
-    loop: filter_options.LoopOption = None,
-    generation: filter_options.GenerationOption = None,
-    agent: filter_options.AgentOption = None,
-    task: filter_options.TaskOption = None,
-    split: filter_options.SplitOption = None,
-    model: filter_options.ModelOption = None,
-    stop_reason: filter_options.StopReasonOption = None,
-    min_reward: filter_options.MinRewardOption = None,
-    max_reward: filter_options.MaxRewardOption = None,
-    error: filter_options.ErrorOption = None,
-    since: filter_options.SinceOption = None,
-    until: filter_options.UntilOption = None,
-    tag: filter_options.TagOption = None,
+    *,
+    filters: FactOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Count runs, rewards, tokens and times, in groups."""
-    wanted = filter_options.filter_of(
-        loop=loop, generation=generation, agent=agent, task=task, split=split, model=model,
-        stop_reason=stop_reason, min_reward=min_reward, max_reward=max_reward, error=error,
-        since=since, until=until, tag=tag,
-    )  # fmt: skip
+    run_filter = filters.run_filter()
     groups = [name.strip() for name in by.split(",") if name.strip()]
     with open_store(home) as store:
-        rows = store.stats(wanted, groups)
+        rows = store.stats(run_filter, groups)
     columns = [*groups, "runs", "rewarded", "mean_reward", "calls", "prompt_tokens"]
     columns += ["sampled_tokens", "errors", "p50_seconds", "p95_seconds"]
     show(rows, columns, as_json=as_json)

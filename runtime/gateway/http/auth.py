@@ -50,6 +50,15 @@ class Caller:
         """The name of the key, as the giver of a reward; "" for this host and its platform."""
         return "" if self.key_id in ("", PLATFORM.key_id) else self.name
 
+    def check_role(self, role: Role, act: str) -> None:
+        """Raise AccessDenied for a caller below this role. `act` says what needs the role."""
+        if self.role < role:
+            raise AccessDenied(
+                f"the key {self.name!r} has the role {self.role.name!r}; {act} needs {role.name!r}",
+                status=403,
+                code="insufficient_permissions",
+            )
+
 
 ANYBODY = Caller("", "anybody", Role.admin)
 PLATFORM = Caller("platform", "platform", Role.admin)  # its own commands and batch worker
@@ -94,13 +103,7 @@ class Access:
             return replace(caller, role=Role.admin)  # a key takes no rights away
         if caller is None:
             raise AccessDenied(_refusal(secret))
-        if caller.role < role:
-            raise AccessDenied(
-                f"the key {caller.name!r} has the role {caller.role.name!r}; "
-                f"{scope['method']} {scope['path']} needs {role.name!r}",
-                status=403,
-                code="insufficient_permissions",
-            )
+        caller.check_role(role, f"{scope['method']} {scope['path']}")
         return caller
 
     def _caller_of(self, secret: str) -> Caller | None:

@@ -1,7 +1,7 @@
 """Bodies: JSON, query parameters and ids of requests, checked; JSON answers."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -105,16 +105,22 @@ def field(body: dict[str, Any], name: str, kind: type[Any], default: Any = None)
     return value
 
 
-def query(request: Request, *known: str) -> dict[str, str]:
+def query(request: Request, known: Collection[str]) -> dict[str, str]:
     """Return the query parameters. Raises BadInput for an unknown one: it has no effect."""
-    for name in request.query_params:
+    params = dict(request.query_params)
+    check_known(params, known)
+    return params
+
+
+def check_known(params: Iterable[str], known: Collection[str]) -> None:
+    """Raise BadInput for a query parameter that is not among the known ones."""
+    for name in params:
         if name not in known:
             raise BadInput(
                 f"unknown query parameter {name!r}; there are {', '.join(known)}",
                 param=name,
                 code="unknown_parameter",
             )
-    return dict(request.query_params)
 
 
 def number(params: Mapping[str, str], name: str, default: int, most: int | None = None) -> int:

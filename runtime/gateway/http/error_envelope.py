@@ -139,8 +139,7 @@ def envelope(
 
 def error_json(error: CrayError, scope: Scope) -> bytes:
     """Return the JSON of one of our errors."""
-    param = getattr(error, "param", None)
-    return envelope(status_of(error), str(error), str(error.code), param, scope)
+    return envelope(status_of(error), str(error), str(error.code), error.param, scope)
 
 
 def error_event(error: CrayError, scope: Scope) -> bytes:

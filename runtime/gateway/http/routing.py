@@ -18,7 +18,7 @@ has no default, so no route is open by oversight. Handlers check their own bodie
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,17 +36,34 @@ Handler: TypeAlias = Callable[[Any, Request], Awaitable[Response]]
 Decorator: TypeAlias = Callable[[Handler], Handler]
 
 
-@dataclass(frozen=True)
-class Declaration:
-    """A declared route.
+class RouteOptions(TypedDict, total=False):
+    """The optional fields of a declaration, as keywords of a router's methods.
 
-    role: the least role that may call the route; "open" needs no key.
     answer: the shape of the JSON answer. media: the shapes of other answers, by media type.
     body, form: the shape of a JSON or multipart body. body_optional: the body may be left out.
     query, headers: the parameters that may be given, by name.
     fails: the refusals worth knowing, as "404 not_found, 400 invalid_value".
     in_runs: the route is also served under the base URL of a run.
     rate_limited: answers carry the state of the wait queue (middleware.py).
+    """
+
+    answer: Shape
+    media: Mapping[str, Shape]
+    body: Shape
+    form: Shape
+    body_optional: bool
+    query: Mapping[str, Shape | Described]
+    headers: Mapping[str, Described]
+    fails: str
+    in_runs: bool
+    rate_limited: bool
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A declared route. Below the handler stand the fields of RouteOptions.
+
+    role: the least role that may call the route; "open" needs no key.
     """
 
     method: Method
@@ -78,23 +95,23 @@ class Router:
         self.declarations: list[Declaration] = []
         self._tag = tag
 
-    def get(self, path: str, role: RequiredRole, **fields: Any) -> Decorator:
-        """Declare the decorated handler for GET; `fields` are those of Declaration."""
-        return self._declare("GET", path, role, fields)
+    def get(self, path: str, role: RequiredRole, **options: Unpack[RouteOptions]) -> Decorator:
+        """Declare the decorated handler for GET."""
+        return self._declare("GET", path, role, options)
 
-    def post(self, path: str, role: RequiredRole, **fields: Any) -> Decorator:
-        """Declare the decorated handler for POST; `fields` are those of Declaration."""
-        return self._declare("POST", path, role, fields)
+    def post(self, path: str, role: RequiredRole, **options: Unpack[RouteOptions]) -> Decorator:
+        """Declare the decorated handler for POST."""
+        return self._declare("POST", path, role, options)
 
-    def delete(self, path: str, role: RequiredRole, **fields: Any) -> Decorator:
-        """Declare the decorated handler for DELETE; `fields` are those of Declaration."""
-        return self._declare("DELETE", path, role, fields)
+    def delete(self, path: str, role: RequiredRole, **options: Unpack[RouteOptions]) -> Decorator:
+        """Declare the decorated handler for DELETE."""
+        return self._declare("DELETE", path, role, options)
 
     def _declare(
-        self, method: Method, path: str, role: RequiredRole, fields: dict[str, Any]
+        self, method: Method, path: str, role: RequiredRole, options: RouteOptions
     ) -> Decorator:
         def declare(handler: Handler) -> Handler:
-            self.declarations.append(Declaration(method, path, role, self._tag, handler, **fields))
+            self.declarations.append(Declaration(method, path, role, self._tag, handler, **options))
             return handler
 
         return declare
@@ -121,7 +138,7 @@ def mount(
 
 def query(request: Request) -> dict[str, str]:
     """Return the query parameters. Raises BadInput for one that the route does not declare."""
-    return bodies.query(request, *(declaration_of(request).query or ()))
+    return bodies.query(request, declaration_of(request).query or ())
 
 
 def declaration_of(request: Request) -> Declaration:

@@ -2,8 +2,9 @@
 
 The answer comes from the record of the call, which is written before the answer ends. After any
 crash a repeat either finds that record, or nothing was answered and it samples. Repeats wait for a
-first request that is still running. A call that failed, was cut off or was forgotten is made anew.
-After a forgotten call the new one has another id, to which the key then leads. Called by answer.py.
+first request that is still running. A call that failed, was cut off or was forgotten is not
+repeated: the request runs again. After a forgotten call the new one gets a new id, and later
+repeats of the key find that one. Called by answer.py.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ from cray_agents.runtime.gateway.http.shapes import (
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Services
 
-MOST = 100  # batches in a page
+PAGE_LIMIT = 100  # batches in a page
 BATCH_INPUT = NamedShape(
     "BatchInput",
     {
@@ -59,13 +59,13 @@ router = Router("Files")
 @router.get(
     "/v1/batches",
     Role.use,
-    query={"after": AFTER, "limit": {"type": "integer", "minimum": 1, "maximum": MOST}},
+    query={"after": AFTER, "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT}},
     answer=page_of(Batch),
 )
 async def list_batches(services: Services, request: Request) -> Response:
     """List the batches, newest first."""
     params = query(request)
-    limit = number(params, "limit", 20, MOST)
+    limit = number(params, "limit", 20, PAGE_LIMIT)
     if limit == 0:
         raise BadInput("limit must be at least 1", param="limit")
     batches, more = await asyncio.to_thread(services.batches.page, params.get("after"), limit)

@@ -43,7 +43,7 @@ from cray_agents.runtime.gateway.http.shapes import (
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.registry.model_files import refuse_links_outside
 
-MOST = 1000  # datasets or runs in a page
+PAGE_LIMIT = 1000  # datasets or runs in a page
 _SUMMARY = {
     "id": TEXT,
     "method": TEXT,
@@ -77,13 +77,13 @@ router = Router("Training")
 @router.get(
     "/v1/datasets",
     Role.train,
-    query={"limit": count_up_to(MOST), "after": AFTER},
+    query={"limit": count_up_to(PAGE_LIMIT), "after": AFTER},
     answer=page_of(all_of(SUMMARY, object_of({"created": REAL}))),
 )
 async def list_datasets(services: Services, request: Request) -> Response:
     """List the training sets, newest first."""
     params = query(request)
-    limit = number(params, "limit", 20, MOST)
+    limit = number(params, "limit", 20, PAGE_LIMIT)
     listing = await asyncio.to_thread(
         reader.list_datasets, services.home, after=params.get("after"), limit=limit
     )
@@ -134,7 +134,7 @@ async def retrieve_dataset(services: Services, request: Request) -> Response:
     query={
         "accepted": Described(FLAG, "Only the runs that are in, or out."),
         "reason": Described(TEXT, "Only the runs left out for this reason."),
-        "limit": count_up_to(MOST),
+        "limit": count_up_to(PAGE_LIMIT),
         "after": Described(TEXT, "The last run of the page before."),
     },
     answer=page_of(CONSIDERED_RUN),
@@ -150,7 +150,7 @@ async def list_dataset_runs(services: Services, request: Request) -> Response:
         accepted=_flag(params, "accepted"),
         reason=params.get("reason"),
         after=params.get("after"),
-        limit=number(params, "limit", 100, MOST),
+        limit=number(params, "limit", 100, PAGE_LIMIT),
     )
     listing = await asyncio.to_thread(read_page)
     return json_response(page(listing.rows, listing.has_more, "run"))

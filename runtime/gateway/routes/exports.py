@@ -28,7 +28,7 @@ from cray_agents.errors import (
 )
 from cray_agents.queries import RunFilter
 from cray_agents.runtime.exports.export_process import LINES, PARQUET, TAR
-from cray_agents.runtime.exports.exporter import formats
+from cray_agents.runtime.exports.formats.catalog import FORMATS
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import path_id
 from cray_agents.runtime.gateway.http.routing import Router, query
@@ -38,14 +38,14 @@ from cray_agents.runtime.gateway.services import Services
 
 log = logging.getLogger(__name__)
 
-MOST = 4  # exports at once: each takes a core
+MAX_RUNNING = 4  # exports at once: each takes a core
 RETRY_SECONDS = 10.0
 PIECE = 1 << 18  # bytes sent at a time
 FLAGS = ("strict", "skip_missing", "skip_unsupported")
 BINARY: Shape = {"type": "string", "format": "binary"}
 MEDIA: dict[str, Shape] = {LINES: TEXT, PARQUET: BINARY, TAR: BINARY}
 HOW: dict[str, Shape | Described] = {
-    "format": Described({"enum": list(formats())}, "`jsonl` unless given."),
+    "format": Described({"enum": list(FORMATS)}, "`jsonl` unless given."),
     "strict": Described(FLAG, "A loss is an error."),
     "allow": Described(list_of(TEXT), "Losses that strict allows."),
     "skip_missing": Described(FLAG, "Leave out runs that were pruned or are damaged."),
@@ -90,9 +90,10 @@ async def export_runs(services: Services, request: Request) -> Response:
 
 async def _export(services: Services, job: dict[str, Any]) -> Response:
     running = services.exports
-    if len(running) >= MOST:
+    if len(running) >= MAX_RUNNING:
         raise TooManyRequests(
-            f"{MOST} exports are under way: come again when one is done", retry_after=RETRY_SECONDS
+            f"{MAX_RUNNING} exports are under way: come again when one is done",
+            retry_after=RETRY_SECONDS,
         )
     process = await _start()
     running.add(process)

@@ -32,6 +32,7 @@ from cray_agents.runtime.fine_tuning.tuning_jobs import JobState
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
+    check_known,
     json_response,
     number,
     page,
@@ -39,7 +40,7 @@ from cray_agents.runtime.gateway.http.bodies import (
     path_id,
     read_json,
 )
-from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.server_paths import without_paths
 from cray_agents.runtime.gateway.http.shapes import (
     AFTER,
@@ -48,7 +49,9 @@ from cray_agents.runtime.gateway.http.shapes import (
     TEXT_OR_NONE,
     WHOLE,
     WHOLE_OR_NONE,
+    Described,
     NamedShape,
+    Schema,
     count_up_to,
     list_of,
     object_of,
@@ -56,9 +59,9 @@ from cray_agents.runtime.gateway.http.shapes import (
 )
 from cray_agents.runtime.gateway.services import Services
 
-MOST = 1000  # jobs or events in a page
+PAGE_LIMIT = 1000  # jobs or events in a page
 METADATA = re.compile(r"metadata\[(.{1,64})\]")
-PAGE = {"after": AFTER, "limit": count_up_to(MOST)}
+PAGE: dict[str, Schema | Described] = {"after": AFTER, "limit": count_up_to(PAGE_LIMIT)}
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_started, 400 job_not_paused"
 JOB = NamedShape(
     "FineTuningJob",
@@ -202,7 +205,7 @@ async def list_fine_tuning_events(services: Services, request: Request) -> Respo
     spec, validated, ended = state.request, state.validated, state.ended
     rows = await asyncio.to_thread(events, services.home, spec, validated, ended)
     rows = [{**event, "message": without_paths(event["message"])} for event in rows]
-    return json_response(_page(rows, _page_params(request), "event"))
+    return json_response(_page(rows, query(request), "event"))
 
 
 @router.get(
@@ -218,7 +221,7 @@ async def list_fine_tuning_checkpoints(services: Services, request: Request) -> 
     Its earlier checkpoints are resume points, and are not listed.
     """
     state = await asyncio.to_thread(services.fine_tuning.look, _job_id(request))
-    return json_response(_page(_checkpoints(state), _page_params(request), "checkpoint"))
+    return json_response(_page(_checkpoints(state), query(request), "checkpoint"))
 
 
 async def _act(services: Services, act: Callable[[str], JobState], job_id: str) -> Response:
@@ -246,7 +249,8 @@ def _list(services: Services, params: dict[str, str]) -> dict[str, Any]:
     if filters:
         jobs = [_render(look(spec.id)) for spec in specs]
         jobs = [job for job in jobs if filters.items() <= job["metadata"].items()]
-    rows = _page(jobs, _known(params), "job")
+    check_known(params, PAGE)
+    rows = _page(jobs, params, "job")
     if not filters:
         rows["data"] = [_render(look(job["id"])) for job in rows["data"]]
     return rows
@@ -333,21 +337,9 @@ def _checkpoints(state: JobState) -> list[dict[str, Any]]:
     ]
 
 
-def _page_params(request: Request) -> dict[str, str]:
-    return _known(dict(request.query_params))
-
-
-def _known(params: dict[str, str]) -> dict[str, str]:
-    """Return the parameters of a page. Raises BadInput for one without an effect."""
-    for name in params.keys() - PAGE.keys():
-        message = f"unknown query parameter {name!r}; there are {', '.join(PAGE)}"
-        raise BadInput(message, param=name, code="unknown_parameter")
-    return params
-
-
 def _page(items: list[dict[str, Any]], params: dict[str, str], kind: str) -> dict[str, Any]:
     """Return the items after the last one of the page before."""
-    limit, after = number(params, "limit", 20, MOST), params.get("after")
+    limit, after = number(params, "limit", 20, PAGE_LIMIT), params.get("after")
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from cray_agents.errors import AccessDenied, BadInput, NotFound
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http.api_keys import Role
@@ -44,7 +44,7 @@ from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.training_jobs import JobSpec, JobStatus
 
-MOST = 1000  # jobs in a page
+PAGE_LIMIT = 1000  # jobs in a page
 Roots = tuple[Path, ...] | None  # the folders that a request may name directories of
 PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_paused"
@@ -63,13 +63,13 @@ router = Router("Training")
 @router.get(
     "/v1/jobs",
     Role.train,
-    query={"limit": count_up_to(MOST), "after": AFTER},
+    query={"limit": count_up_to(PAGE_LIMIT), "after": AFTER},
     answer=page_of(JobStatus),
 )
 async def list_jobs(services: Services, request: Request) -> Response:
     """List the jobs, newest first."""
     params = query(request)
-    limit = number(params, "limit", 20, MOST)
+    limit = number(params, "limit", 20, PAGE_LIMIT)
     return json_response(await asyncio.to_thread(_page, services, params.get("after"), limit))
 
 
@@ -92,14 +92,10 @@ async def create_job(services: Services, request: Request) -> Response:
     that made the parent, if it did so here and neither has LoRA.
     """
     body = await read_json(request, services.max_body)
-    roots, caller = may_name(request, services.model_roots), caller_of(request)
-    if body.get("oversubscribe") and caller.role < Role.admin:
-        raise AccessDenied(
-            f"the key {caller.name!r} has the role {caller.role.name!r}; `oversubscribe`, "
-            "which may bring this machine down, needs 'admin'",
-            status=403,
-            code="insufficient_permissions",
-        )
+    roots = may_name(request, services.model_roots)
+    if body.get("oversubscribe"):
+        act = "`oversubscribe`, which may bring this machine down,"
+        caller_of(request).check_role(Role.admin, act)
     spec = await asyncio.to_thread(_spec, services, body, roots)
     return _status(await asyncio.to_thread(services.trainer.submit, spec))
 
@@ -122,7 +118,8 @@ async def list_job_events(services: Services, request: Request) -> Response:
     after = number(query(request), "after", 0)
     folder = _folder(services, _job_id(request))
     lines = await asyncio.to_thread(_events, folder / "events.jsonl")
-    return json_response({"data": lines[after:], "last": max(after, len(lines))})
+    events = [_without_paths(event) for event in lines[after:]]
+    return json_response({"data": events, "last": max(after, len(lines))})
 
 
 @router.get(
@@ -267,6 +264,12 @@ def _public(status: JobStatus) -> dict[str, Any]:
     """Return a status for clients: its error names files without their folders."""
     fields = status.model_dump(mode="json")
     return {**fields, "error": status.error and without_paths(status.error)}
+
+
+def _without_paths(event: dict[str, Any]) -> dict[str, Any]:
+    """Return a job's event without the paths of this machine in its message."""
+    message = event.get("message")
+    return {**event, "message": without_paths(message)} if isinstance(message, str) else event
 
 
 def _events(path: Path) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cray_agents.errors import AccessDenied, BadInput, NotFound
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import ModelVersion, ProbeReport
 from cray_agents.runtime.gateway.http import bodies
 from cray_agents.runtime.gateway.http.api_keys import Role
@@ -149,13 +149,9 @@ async def stage_version(services: Services, request: Request) -> Response:
     version = services.registry.resolve(f"{name}@{request.path_params['number']}")
     body = await read_json(request, services.max_body) if has_body(request) else {}
     force, caller = field(body, "force", bool, False), caller_of(request)
-    if force and caller.role < Role.admin:
-        raise AccessDenied(
-            f"the key {caller.name!r} has the role {caller.role.name!r}; to stage with force, "
-            "which may take what is promoted off its last replica, needs 'admin'",
-            status=403,
-            code="insufficient_permissions",
-        )
+    if force:
+        act = "to stage with force, which may take what is promoted off its last replica,"
+        caller.check_role(Role.admin, act)
     holder = field(body, "holder", str, "")[:200] or (caller.name if force else "")
     report = await services.versions.stage(
         version, force=force, holder=holder, seconds=lease_seconds(body)
@@ -337,7 +333,7 @@ def _anthropic(model: dict[str, Any]) -> dict[str, Any]:
 
 def _anthropic_page(request: Request, models: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a page in Anthropic's shape. Raises BadInput."""
-    params = bodies.query(request, "limit", "after_id", "before_id", "beta")
+    params = bodies.query(request, ("limit", "after_id", "before_id", "beta"))
     ids = [model["id"] for model in models]
     first, last = params.get("after_id"), params.get("before_id")
     for name, cursor in (("after_id", first), ("before_id", last)):

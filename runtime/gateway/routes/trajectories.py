@@ -55,7 +55,7 @@ from cray_agents.runtime.store.feedback import (
 )
 
 FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
-MOST = 1000  # runs in one answer
+PAGE_LIMIT = 1000  # runs in one answer
 TOKEN_LISTS: dict[str, Any] = {"prompt_token_ids": [], "token_ids": [], "logprobs": []}
 
 _FILTER_SHAPES: dict[str, Shape] = {
@@ -88,7 +88,7 @@ router = Router("Training")
     query={
         **WHICH,
         "order": {"enum": list(get_args(RunQuery.model_fields["order"].annotation))},
-        "limit": {**COUNT, "minimum": 1, "maximum": MOST},
+        "limit": {**COUNT, "minimum": 1, "maximum": PAGE_LIMIT},
         "after": AFTER,
         "tokens": Described(FLAG, "Calls with their tokens."),
         "view": Described({"enum": ["whole", "summary"]}, "A summary comes from the index alone."),
@@ -103,7 +103,7 @@ async def list_runs(services: Services, request: Request) -> Response:
     filters. In another order than `id`, an unknown `after` is refused with 404 not_found.
     """
     params = query(request)
-    limit = number(params, "limit", 100, MOST)
+    limit = number(params, "limit", 100, PAGE_LIMIT)
     runs = run_query(request, params, limit + 1)
     brief = one_of(params, "view", ("whole", "summary")) == "summary"
     tokens = one_of(params, "tokens", ("false", "true")) == "true"

@@ -14,7 +14,7 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index.codes import MODELS, TAGS, name_code, sets_with
 from cray_agents.runtime.store.index.run_merge import RunFacts
 
-FEW = 500  # sets of models or tags that are listed in a statement, at most
+MAX_LISTED = 500  # sets of models or tags that are listed in a statement, at most
 _SORTED = {
     "id": ("id",),
     "newest": ("started", "id"),
@@ -83,8 +83,8 @@ def match_condition(
             add(f"{plus}started {compare} ?", bound)
     wanted = [(MODELS, "models", query.model)] if query.model is not None else []
     for kind, column, name in [*wanted, *((TAGS, "tags", tag) for tag in query.tags)]:
-        sets = sets_with(connection, kind, name, FEW + 1)
-        if len(sets) > FEW:
+        sets = sets_with(connection, kind, name, MAX_LISTED + 1)
+        if len(sets) > MAX_LISTED:
             member = "SELECT 1 FROM members WHERE kind = ? AND name = ? AND code"
             add(f"EXISTS ({member} = runs.{column})", kind, name)
         else:

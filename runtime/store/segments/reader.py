@@ -52,7 +52,7 @@ class SegmentLine(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """An unreadable stretch of a segment; reading goes on behind it.
+    """An unreadable stretch of a segment; reading goes on after it.
 
     `offset` and `length` are the lost bytes of the lines; length 0 means none, or unknown.
     `at` is the byte of the file at which the damage begins.

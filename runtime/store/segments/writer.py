@@ -106,7 +106,11 @@ class SegmentWriter:
             spans = file.append(lines)
             if file.is_at_path():
                 return spans
-            log.warning("%s was taken for left: its last %d lines go on", file.path, len(lines))
+            log.warning(
+                "%s was taken for a dead writer's: its last %d lines are written to a new file",
+                file.path,
+                len(lines),
+            )
             self._leave()
 
     def _on_error(self, error: OSError) -> StoreError:

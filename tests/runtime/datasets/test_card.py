@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import yaml
 
 from cray_agents.queries import DatasetRecipe, Decontamination
-from cray_agents.runtime.datasets.card import CardFacts, Removed, card, write_card
-from cray_agents.runtime.datasets.considered_runs import ConsideredRun, LineWriter
+from cray_agents.runtime.datasets.description.card import card, write_card
+from cray_agents.runtime.datasets.description.counts import BuildCounts, Removed
+from cray_agents.runtime.datasets.selection.considered_runs import ConsideredRun, LineWriter
 
 SCHEMA = pyarrow.schema(
     [
@@ -54,8 +56,11 @@ def row(number: int) -> dict[str, Any]:
     }
 
 
-def facts_of(directory: Path, **more: Any) -> CardFacts:
-    """Three rows in two training shards, one in a validation shard, four runs."""
+NAME = "ds-0123456789abcdef"
+
+
+def files_of(directory: Path) -> dict[str, dict[str, Any]]:
+    """Three rows in two training shards, one in a validation shard, five runs."""
     shards = {"train-00000": [0, 1], "train-00001": [2], "validation-00000": [3]}
     for name, numbers in shards.items():
         table = pyarrow.Table.from_pylist([row(n) for n in numbers], schema=SCHEMA)
@@ -65,41 +70,42 @@ def facts_of(directory: Path, **more: Any) -> CardFacts:
         lines.add(ConsideredRun(run=f"run_{number}", accepted=True, samples=1, reward=1.0))
     lines.add(ConsideredRun(run="run_4", reason="low_reward", reward=0.0))
     lines.finish()
-    files = {
+    return {
         path.name: {
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "bytes": path.stat().st_size,
         }
         for path in directory.glob("*.parquet")
     }
+
+
+def counts_of(**more: Any) -> BuildCounts:
     about: dict[str, Any] = {
-        "id": "ds-0123456789abcdef",
         "recipe": DatasetRecipe(loop="calc", best_of=2),
-        "shards": {
-            "train": ["train-00000.parquet", "train-00001.parquet"],
-            "validation": ["validation-00000.parquet"],
+        "considered": 5,
+        "accepted": 4,
+        "rejected": Counter(low_reward=1),
+        "splits": {
+            "train": Counter(samples=3, tokens=9, trained_tokens=6),
+            "validation": Counter(samples=1, tokens=5, trained_tokens=2),
         },
-        "rows": {"train": 3, "validation": 1},
-        "tokens": 14,
-        "trained_tokens": 8,
-        "considered_runs": 5,
-        "accepted_runs": 4,
-        "demonstrations": 0,
-        "rejected": {"low_reward": 1},
-        "files": files,
-        "versions": {"m@3": 8},
-        "rewards": [("1", 4)],
     }
-    return CardFacts(**{**about, **more})
+    counts = BuildCounts(**{**about, **more})
+    counts.histograms.add_sample(tokens=14, trained=8, versions={"m@3": 8})
+    return counts
+
+
+def text_of(directory: Path, **more: Any) -> str:
+    return card(NAME, counts_of(**more), files_of(directory))
 
 
 def test_the_directory_loads_with_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    directory = tmp_path / "ds-0123456789abcdef"
+    directory = tmp_path / NAME
     directory.mkdir()
-    write_card(directory, facts_of(directory))
+    write_card(directory, NAME, counts_of(), files_of(directory))
     (directory / "recipe.json").write_text("{}")
     (directory / "histogram.html").write_text("<p>")
     (directory / "manifest.json").write_text("{}")
@@ -113,7 +119,7 @@ def test_the_directory_loads_with_datasets(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_mlcroissant_finds_no_fault_and_reads_the_samples(tmp_path: Path) -> None:
-    write_card(tmp_path, facts_of(tmp_path))
+    write_card(tmp_path, NAME, counts_of(), files_of(tmp_path))
     dataset = mlcroissant.Dataset(jsonld=tmp_path / "croissant.json")
     assert not dataset.metadata.ctx.issues.errors
     read = list(dataset.records("train"))
@@ -124,11 +130,11 @@ def test_mlcroissant_finds_no_fault_and_reads_the_samples(tmp_path: Path) -> Non
 
 
 def test_the_checksums_are_in_the_croissant(tmp_path: Path) -> None:
-    facts = facts_of(tmp_path)
-    write_card(tmp_path, facts)
+    files = files_of(tmp_path)
+    write_card(tmp_path, NAME, counts_of(), files)
     described = json.loads((tmp_path / "croissant.json").read_text())
     sums = {d["contentUrl"]: d["sha256"] for d in described["distribution"] if "sha256" in d}
-    assert sums == {name: file["sha256"] for name, file in facts.files.items()}
+    assert sums == {name: file["sha256"] for name, file in files.items()}
     (tmp_path / "runs.parquet").write_bytes(b"other")
     with pytest.raises(mlcroissant.GenerationError) as raised:
         list(mlcroissant.Dataset(jsonld=tmp_path / "croissant.json").records("runs"))
@@ -136,7 +142,7 @@ def test_the_checksums_are_in_the_croissant(tmp_path: Path) -> None:
 
 
 def test_the_card_says_what_is_in_and_why_others_are_not(tmp_path: Path) -> None:
-    text = card(facts_of(tmp_path, rejected={"low_reward": 1_200, "new_reason": 7}))
+    text = text_of(tmp_path, rejected=Counter(low_reward=1_200, new_reason=7))
     assert "# ds-0123456789abcdef" in text
     assert "| `best_of` | 2 |" in text
     assert "| `low_reward` | its reward is below `min_reward` | 1,200 |" in text
@@ -148,8 +154,8 @@ def test_the_card_says_what_is_in_and_why_others_are_not(tmp_path: Path) -> None
 
 
 def test_the_front_matter_is_yaml_and_tells_the_size(tmp_path: Path) -> None:
-    facts = facts_of(tmp_path, rows={"train": 250_000})
-    matter = yaml.safe_load(card(facts).split("---\n")[1])
+    text = text_of(tmp_path, splits={"train": Counter(samples=250_000)})
+    matter = yaml.safe_load(text.split("---\n")[1])
     assert matter["size_categories"] == ["100K<n<1M"]
     assert "cray-agents" in matter["tags"] and "sft" in matter["tags"]
     assert [c["config_name"] for c in matter["configs"]] == ["default", "runs"]
@@ -158,7 +164,7 @@ def test_the_front_matter_is_yaml_and_tells_the_size(tmp_path: Path) -> None:
 def test_at_most_five_examples_and_nothing_in_them_is_markup(tmp_path: Path) -> None:
     evil = "<script>x</script> | **bold** [a](b) `code`\n\n# heading"
     removed = [Removed(f"run_{n}", evil, "holdout task `t`", evil, 0.9) for n in range(9)]
-    text = card(facts_of(tmp_path, contaminated=removed))
+    text = text_of(tmp_path, contaminated=removed)
     examples = text.split("## Contamination")[1].split("## Loading")[0]
     assert "run_4" in examples and "run_5" not in examples
     assert "<script>" not in text
@@ -172,13 +178,13 @@ def test_where_things_lie_is_not_told(tmp_path: Path) -> None:
         tokenizer="/root/here/tiny",
         decontamination=Decontamination(files=["/root/here/bench.jsonl"], threshold=0.7),
     )
-    text = card(facts_of(tmp_path, recipe=recipe))
+    text = text_of(tmp_path, recipe=recipe)
     assert "/root" not in text and "bench.jsonl" in text and "tiny" in text and "0.7" in text
 
 
 def test_the_same_facts_give_the_same_bytes(tmp_path: Path) -> None:
-    facts = facts_of(tmp_path)
-    write_card(tmp_path, facts)
+    files = files_of(tmp_path)
+    write_card(tmp_path, NAME, counts_of(), files)
     first = [(tmp_path / name).read_bytes() for name in ("README.md", "croissant.json")]
-    write_card(tmp_path, facts)
+    write_card(tmp_path, NAME, counts_of(), files)
     assert [(tmp_path / name).read_bytes() for name in ("README.md", "croissant.json")] == first

@@ -12,9 +12,9 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Trajectory
-from cray_agents.runtime.datasets.demonstrations import Renderer
-from cray_agents.runtime.exports.dataset_source import DatasetRuns
-from cray_agents.runtime.exports.openai_lines import OPENAI_PREFERENCE
+from cray_agents.runtime.datasets.samples.demonstrations import Renderer
+from cray_agents.runtime.exports.formats.openai_lines import OPENAI_PREFERENCE
+from cray_agents.runtime.exports.sources.dataset_source import DatasetRuns
 from cray_agents.runtime.imports import import_file
 from cray_agents.runtime.store import Store
 from tests.support.datasets.dataset_runs import (

@@ -13,13 +13,13 @@ from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, Decontamination
 from cray_agents.records import Event, Run
-from cray_agents.runtime.datasets.blocked_files import text_in
-from cray_agents.runtime.datasets.decontamination import (
+from cray_agents.runtime.datasets.exclusion.decontamination import (
     BlockedTexts,
     HeldText,
     input_of,
     input_of_messages,
     inputs_of,
+    text_in,
 )
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.store import Store

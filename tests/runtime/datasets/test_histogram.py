@@ -7,8 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cray_agents.runtime.datasets.histogram import Histograms
-from cray_agents.runtime.datasets.tallies import BARS, EXACT, ValueCounts
+from cray_agents.runtime.datasets.description.histogram import (
+    BARS,
+    EXACT,
+    Histograms,
+    ValueCounts,
+)
 
 
 def filled() -> Histograms:

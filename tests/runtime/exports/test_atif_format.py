@@ -8,10 +8,11 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
-from cray_agents.runtime.exports.line_formats import FORMATS, line_of
+from cray_agents.runtime.exports.export_format import line_of
+from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from tests.support.exports.example_runs import called, chat, made, of_calls
 
-ATIF = FORMATS["atif"].write_run
+ATIF = LINE_FORMATS["atif"].write_run
 
 #: Runs that this format cannot carry, and why.
 REFUSED = {

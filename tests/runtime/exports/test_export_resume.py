@@ -19,11 +19,10 @@ import zstandard
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
-from cray_agents.runtime.datasets.run_samples import Span, TokenSample
-from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
+from cray_agents.runtime.datasets.samples.run_samples import Span, TokenSample
+from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.exports import exporter, jsonl_files, parquet_files
-from cray_agents.runtime.exports.counts import ExportProgress
+from cray_agents.runtime.exports.export_format import LineFormat
 from cray_agents.runtime.exports.exporter import (
     ExportOptions,
     LossRules,
@@ -32,9 +31,11 @@ from cray_agents.runtime.exports.exporter import (
     open_dataset,
     open_runs,
 )
-from cray_agents.runtime.exports.line_formats import LineFormat
-from cray_agents.runtime.exports.resume_journal import ResumeJournal
-from cray_agents.runtime.exports.store_source import StoredRuns
+from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.exports.sources.store_source import StoredRuns
+from cray_agents.runtime.exports.writers import jsonl_files, parquet_files
+from cray_agents.runtime.exports.writers.counts import ExportProgress
+from cray_agents.runtime.exports.writers.resume_journal import ResumeJournal
 from tests.support.exports.small_runs import filled, name_of
 
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
@@ -281,7 +282,7 @@ def test_strict_and_what_it_allows(home: Home, tmp_path: Path) -> None:
 def test_formats_have_names() -> None:
     with pytest.raises(BadInput, match="'sharegtp' is not known, perhaps 'sharegpt' is meant"):
         format_named("sharegtp")
-    for name, form in exporter.formats().items():
+    for name, form in FORMATS.items():
         assert form.name == name and form.title and form.about
 
 

@@ -12,14 +12,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, ToolCall, Trajectory, Turn
-from cray_agents.runtime.exports.line_formats import (
-    FORMATS,
+from cray_agents.runtime.exports.conversations.conversation import run_of_demonstration
+from cray_agents.runtime.exports.export_format import (
     LOSSES,
     LineFormat,
     Written,
     line_of,
-    run_of_demonstration,
 )
+from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from tests.support.exports.example_runs import called, chat, made
 
 ANY = st.recursive(
@@ -95,7 +95,7 @@ def test_anything_is_written_or_refused(
     run = made(trajectory=Trajectory(messages=messages, turns=turns, tools=tools), output=out)
     other = made("run-other", messages=chat("x", "y"))
     before = run.model_dump_json() if _is_json(run) else None
-    for form in FORMATS.values():
+    for form in LINE_FORMATS.values():
         try:
             records, losses = written(form, run, other)
             lines = [orjson.loads(line_of(run, record)) for record in records]
@@ -124,7 +124,7 @@ def test_no_format_writes_into_a_run(runs: dict[str, Run]) -> None:
         if name == "surrogate":
             continue
         before = run.model_dump_json()
-        for form in FORMATS.values():
+        for form in LINE_FORMATS.values():
             try:
                 record = written(form, run, runs["lazy"]).records[0]
             except BadInput:
@@ -142,15 +142,15 @@ def test_a_demonstration_is_exported_as_a_run() -> None:
     assert run.id == run_of_demonstration(messages, tools).id
     assert run.id != run_of_demonstration(messages).id
     assert run.imported == "demonstration"
-    for name, form in FORMATS.items():
+    for name, form in LINE_FORMATS.items():
         if form.write_run is not None:
             assert form.write_run(run).records, name
-    openai = FORMATS["openai"].write_run
+    openai = LINE_FORMATS["openai"].write_run
     assert openai is not None
     assert openai(run).records == [{"messages": messages, "tools": tools}]
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=list(FORMATS))
+@pytest.mark.parametrize("form", LINE_FORMATS.values(), ids=list(LINE_FORMATS))
 def test_a_format_says_what_it_is(form: LineFormat) -> None:
     assert (form.write_run is None) != (form.write_pair is None)
     assert form.suffix == ".jsonl"

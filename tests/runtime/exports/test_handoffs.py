@@ -11,9 +11,10 @@ from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Message, Run, Task
-from cray_agents.runtime.exports.huggingface import rows_of
-from cray_agents.runtime.exports.line_formats import FORMATS, Written
-from cray_agents.runtime.exports.verl import rows_of as verl_rows
+from cray_agents.runtime.exports.export_format import Written
+from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
+from cray_agents.runtime.exports.formats.huggingface import rows_of
+from cray_agents.runtime.exports.formats.verl import rows_of as verl_rows
 from cray_agents.runtime.store import Store
 from cray_agents.tools.calculator import calculator
 from tests.support.exports.example_runs import called, of_calls
@@ -52,7 +53,7 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
 
 def written(name: str, run: Run) -> Written:
-    write_run = FORMATS[name].write_run
+    write_run = LINE_FORMATS[name].write_run
     assert write_run is not None
     return write_run(run)
 
@@ -109,7 +110,7 @@ def test_documents_of_the_whole_run_keep_what_each_call_saw(handed: list[Run]) -
 
 
 def test_a_pair_parts_where_the_second_agent_speaks(handed: list[Run]) -> None:
-    write_pair = FORMATS["trl-preference"].write_pair
+    write_pair = LINE_FORMATS["trl-preference"].write_pair
     assert write_pair is not None
     (record,) = write_pair(*handed).records
     assert seen(record["prompt"]) == BILLED[:-1]

@@ -18,7 +18,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
 from cray_agents.records import Run
 from cray_agents.runtime.exports.exporter import ExportOptions, export, format_named, open_runs
-from cray_agents.runtime.exports.huggingface import ABOUT, rows_of, schema
+from cray_agents.runtime.exports.formats.huggingface import ABOUT, rows_of, schema
 from tests.support.exports.small_runs import filled
 
 RUNS = 130

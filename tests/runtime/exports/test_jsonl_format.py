@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Reward, Run
-from cray_agents.runtime.exports.line_formats import FORMATS, line_of
+from cray_agents.runtime.exports.export_format import line_of
+from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from tests.support.exports.example_runs import called, chat, made, of_calls
 
-JSONL = FORMATS["jsonl"].write_run
+JSONL = LINE_FORMATS["jsonl"].write_run
 
 
 def again(run: Run) -> Run:

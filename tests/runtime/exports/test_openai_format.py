@@ -13,12 +13,13 @@ from pydantic import TypeAdapter
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, Trajectory, Turn
-from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, line_of
+from cray_agents.runtime.exports.export_format import LOSSES, line_of
+from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from cray_agents.runtime.fine_tuning.examples import Example, read_examples
 from tests.support.exports.example_runs import HISTORY, called, chat, made
 
-OPENAI = FORMATS["openai"].write_run
-PREFERENCE = FORMATS["openai-preference"].write_pair
+OPENAI = LINE_FORMATS["openai"].write_run
+PREFERENCE = LINE_FORMATS["openai-preference"].write_pair
 MESSAGES: TypeAdapter[Any] = TypeAdapter(list[ChatCompletionMessageParam])
 
 #: The losses of each run beyond conversation_only, or what its error says.

@@ -16,10 +16,11 @@ from opentelemetry.semconv.schemas import Schemas
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Reward, Run
-from cray_agents.runtime.exports.line_formats import FORMATS, line_of
+from cray_agents.runtime.exports.export_format import line_of
+from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from tests.support.exports.example_runs import chat, made
 
-OTEL = FORMATS["otel"].write_run
+OTEL = LINE_FORMATS["otel"].write_run
 IDS = ("traceId", "spanId", "parentSpanId")
 
 #: The conventions' schema of messages: parts by type, with what each must have.

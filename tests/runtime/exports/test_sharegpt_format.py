@@ -9,10 +9,11 @@ from trl.data_utils import is_conversational_from_value, maybe_convert_to_chatml
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
-from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, line_of
+from cray_agents.runtime.exports.export_format import LOSSES, line_of
+from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from tests.support.exports.example_runs import chat, made
 
-SHAREGPT = FORMATS["sharegpt"].write_run
+SHAREGPT = LINE_FORMATS["sharegpt"].write_run
 
 #: The losses of each run beyond conversation_only, or what its error says.
 EXPECTED: dict[str, set[str] | str] = {

@@ -13,9 +13,8 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import build_dataset, shards
-from cray_agents.runtime.datasets.run_samples import Span, TokenSample
-from cray_agents.runtime.datasets.token_shards import SampleRow, table_of
-from cray_agents.runtime.exports import tokens
+from cray_agents.runtime.datasets.samples.run_samples import Span, TokenSample
+from cray_agents.runtime.datasets.samples.token_shards import SampleRow, table_of
 from cray_agents.runtime.exports.exporter import (
     ExportOptions,
     export,
@@ -23,7 +22,8 @@ from cray_agents.runtime.exports.exporter import (
     open_dataset,
     open_runs,
 )
-from cray_agents.runtime.exports.tokens import IGNORED, rewrite_batch, rows_of, schema
+from cray_agents.runtime.exports.formats import tokens
+from cray_agents.runtime.exports.formats.tokens import IGNORED, rewrite_batch, rows_of, schema
 from tests.support.exports.example_runs import called, of_calls
 from tests.support.exports.small_runs import filled
 

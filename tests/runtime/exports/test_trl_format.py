@@ -11,15 +11,16 @@ from trl.data_utils import extract_prompt, is_conversational, maybe_apply_chat_t
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
-from cray_agents.runtime.datasets.demonstrations import Renderer
-from cray_agents.runtime.exports.conversation import conversation_of
-from cray_agents.runtime.exports.line_formats import FORMATS, LOSSES, Written, line_of
+from cray_agents.runtime.datasets.samples.demonstrations import Renderer
+from cray_agents.runtime.exports.conversations.conversation import conversation_of
+from cray_agents.runtime.exports.export_format import LOSSES, Written, line_of
+from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from tests.support.exports.example_runs import chat, made
 
-TRL = FORMATS["trl"].write_run
-COMPLETION = FORMATS["trl-prompt-completion"].write_run
-PREFERENCE = FORMATS["trl-preference"].write_pair
+TRL = LINE_FORMATS["trl"].write_run
+COMPLETION = LINE_FORMATS["trl-prompt-completion"].write_run
+PREFERENCE = LINE_FORMATS["trl-preference"].write_pair
 
 #: The losses of each run beyond conversation_only, or what its error says.
 EXPECTED: dict[str, set[str] | str] = {

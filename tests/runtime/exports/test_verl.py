@@ -13,7 +13,7 @@ from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run, Task
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
-from cray_agents.runtime.exports.verl import rows_of, schema
+from cray_agents.runtime.exports.formats.verl import rows_of, schema
 from tests.support.exports.example_runs import chat, made
 from tests.support.exports.small_runs import ATTEMPTS, filled
 

@@ -10,7 +10,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Event, Run
-from cray_agents.runtime.exports.atif import ATIF
+from cray_agents.runtime.exports.formats.atif import ATIF
 from cray_agents.runtime.imports import Imported, Importing, import_file
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.redaction import Redactor

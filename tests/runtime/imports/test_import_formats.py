@@ -349,7 +349,7 @@ def odd(value: Any, picked: random.Random) -> Any:
 
 def ours() -> dict[str, Any]:
     """What our own export writes."""
-    from cray_agents.runtime.exports.atif import ATIF as EXPORT
+    from cray_agents.runtime.exports.formats.atif import ATIF as EXPORT
 
     (run,) = made(ATIF, "atif")
     assert EXPORT.write_run is not None
@@ -482,7 +482,7 @@ def test_a_large_array_is_not_held(tmp_path: Path) -> None:
 
 
 def exported(runs: list[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
-    from cray_agents.runtime.exports.line_formats import FORMATS as EXPORTS
+    from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS as EXPORTS
 
     for run in runs:
         write_run = EXPORTS["jsonl"].write_run

@@ -12,7 +12,7 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import LinePlace
-from tests.support.store.made_up_facts import call, described, forget, placed, reward, told
+from tests.support.store.made_up_facts import call, described, expected_runs, forget, placed, reward
 
 ORDERS = ("id", "newest", "oldest", "task")
 
@@ -127,7 +127,7 @@ def test_filters_orders_and_pages_are_what_a_plain_reading_says(index: Index) ->
     rnd = random.Random(4)
     facts = many(300, rnd)
     fill(index, facts)
-    runs = list(told(facts).values())
+    runs = list(expected_runs(facts).values())
     found = 0
     for given in queries(rnd, 60):
         matching = [run for run in runs if matches(run, RunFilter(**given))]
@@ -161,7 +161,7 @@ def test_pages_stay_in_step_while_runs_are_added(index: Index, order: str) -> No
     rnd = random.Random(order)
     before = many(120, rnd)
     fill(index, before)
-    wanted = [run.run_id for run in in_order(list(told(before).values()), order)]
+    wanted = [run.run_id for run in in_order(list(expected_runs(before).values()), order)]
     later = [fact._replace(id=f"late-{fact.id}") for fact in many(120, rnd)]
     seen: list[str] = []
     query = RunQuery(order=order, limit=9)

@@ -186,15 +186,15 @@ def test_a_killed_writer_leaves_whole_transactions(tmp_path: Path, how: str) -> 
 
 def test_filling_in_bulk_gives_the_same_index(tmp_path: Path) -> None:
     plain, bulk = Index(tmp_path / "a" / "x.sqlite"), Index(tmp_path / "b" / "x.sqlite")
-    told = some()
-    told[500:500] = told[100:200]  # some of them twice
+    facts = some()
+    facts[500:500] = facts[100:200]  # some of them twice
     other = Index(tmp_path / "b" / "x.sqlite")
     with bulk.bulk():
         assert bulk.progress() == {}
-        for at in range(0, len(told), 90):
+        for at in range(0, len(facts), 90):
             start = bulk.progress().get("segment_a", 0)
-            bulk.add("segment_a", start, start + 1, told[at : at + 90])
-            plain.add("segment_a", start, start + 1, told[at : at + 90])
+            bulk.add("segment_a", start, start + 1, facts[at : at + 90])
+            plain.add("segment_a", start, start + 1, facts[at : at + 90])
         assert other.progress() == {}
     assert list(bulk.iterate(RunQuery())) == list(plain.iterate(RunQuery()))
     assert other.progress() == bulk.progress() == plain.progress()

@@ -12,7 +12,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import Placed
-from tests.support.store.made_up_facts import call, described, forget, live, placed, told
+from tests.support.store.made_up_facts import call, described, expected_runs, forget, live, placed
 
 RUNS = ("run_a", "run_b", "run_c")
 TIMES = st.integers(0, 5).map(float)
@@ -85,7 +85,7 @@ def retell(index: Index, at: dict[str, Placed]) -> None:
 
 def check(index: Index, facts: list[Fact], at: dict[str, Placed]) -> None:
     """The index says of these events what a plain reading of the rules does."""
-    runs = told(facts)
+    runs = expected_runs(facts)
     left = live(facts)
     ids = {fact.id for fact in left} | {fact.id for fact in facts if fact.kind == "forget"}
     for fact in facts:

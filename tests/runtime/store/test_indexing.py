@@ -16,14 +16,14 @@ def reward(number: int, segment: str, about: dict[str, object]) -> Placed:
 
 async def test_what_cannot_be_indexed_holds_up_nothing(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.sqlite", "root")
-    told: list[str] = []
-    indexing = Indexing(index, lambda placed: told.extend(one.fact.id for one in placed))
+    indexed: list[str] = []
+    indexing = Indexing(index, lambda placed: indexed.extend(one.fact.id for one in placed))
     good = {"name": "n", "source": "s", "value": 1.0, "time": 1.0, "turn": None, "giver": ""}
     for number, about in enumerate([good, {}, good, {}, good]):  # {}: a reward that says nothing
         indexing.submit([reward(number, f"segment_{number}", about)])
     async with asyncio.timeout(20):
         await asyncio.to_thread(indexing.wait_for, 5)
         await asyncio.to_thread(indexing.close)
-    assert told == [f"e{number}" for number in range(5)]
+    assert indexed == [f"e{number}" for number in range(5)]
     assert [index.known(f"e{number}") for number in range(5)] == [True, False, True, False, True]
     index.close()

@@ -117,12 +117,12 @@ def test_each_kind_is_found_wherever_it_stands(secret: str) -> None:
     frames = ["{}", "is {}.", "({})", "a\n{}\nb", "x: {}, y", "'{}'", "<{}>", "{} 123", "\t{};"]
     for frame in frames:
         text = frame.format(secret)
-        for told in (text, json.dumps({"note": text}), json.dumps({text: [text]})):
-            made = all_kinds().apply(call(message={"role": "assistant", "content": told}))
-            assert secret not in texts(made), (frame, told)
+        for content in (text, json.dumps({"note": text}), json.dumps({text: [text]})):
+            made = all_kinds().apply(call(message={"role": "assistant", "content": content}))
+            assert secret not in texts(made), (frame, content)
             assert kind in {r["kind"] for r in made.body["redacted"]}
             assert f"[redacted:{kind}]" in made.body["message"]["content"]
-            if told != text:
+            if content != text:
                 json.loads(made.body["message"]["content"])
     assert (
         Redactor([k for k in KINDS if k != kind], {}).apply(
@@ -264,10 +264,13 @@ def test_a_run_and_all_its_texts() -> None:
     made = all_kinds().apply(Event(id="e", run_id="run_1", kind="run", body=run))
     assert secret not in json.dumps(made.body)
     assert made.body["redacted"] == [{"kind": "email", "count": 15}, {"kind": "own", "count": 2}]
-    told = Run.model_validate(made.body)
-    assert told.task is not None and (told.task.id, told.task.split) == ("t-1", "train")
-    assert len(told.output) == 2  # two keys that became one are still two
-    assert told.trajectory.turns[0].tool_calls[0].result == {"to": ["[redacted:email]"]}
+    redacted_run = Run.model_validate(made.body)
+    assert redacted_run.task is not None and (redacted_run.task.id, redacted_run.task.split) == (
+        "t-1",
+        "train",
+    )
+    assert len(redacted_run.output) == 2  # two keys that became one are still two
+    assert redacted_run.trajectory.turns[0].tool_calls[0].result == {"to": ["[redacted:email]"]}
 
 
 def test_a_whole_reply_stays_json_and_loses_its_tokens() -> None:
@@ -291,11 +294,20 @@ def test_a_whole_reply_stays_json_and_loses_its_tokens() -> None:
     }
     text = json.dumps(reply)[:-1] + ',"samples":[{"token_ids":[4,5],"logprobs":[-0.5]}]}'
     made = all_kinds().apply(call(reply=text, fingerprint="ab@cd.ef"))
-    told = json.loads(made.body["reply"])
-    assert told["choices"][0]["message"]["content"] == "to\n[redacted:email]"
-    assert told["choices"][0]["logprobs"] is None
-    assert told["choices"][0]["token_ids"] == told["prompt_token_ids"] == told["samples"] == []
-    assert (told["id"], told["model"], told["usage"]) == ("chatcmpl-1", "calc@3", reply["usage"])
+    redacted_reply = json.loads(made.body["reply"])
+    assert redacted_reply["choices"][0]["message"]["content"] == "to\n[redacted:email]"
+    assert redacted_reply["choices"][0]["logprobs"] is None
+    assert (
+        redacted_reply["choices"][0]["token_ids"]
+        == redacted_reply["prompt_token_ids"]
+        == redacted_reply["samples"]
+        == []
+    )
+    assert (redacted_reply["id"], redacted_reply["model"], redacted_reply["usage"]) == (
+        "chatcmpl-1",
+        "calc@3",
+        reply["usage"],
+    )
     assert "jane" not in made.body["reply"] and "j@x" not in made.body["reply"]
     assert made.body["fingerprint"] == "ab@cd.ef"
 

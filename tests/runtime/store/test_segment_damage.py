@@ -223,13 +223,13 @@ def _fetched(segments: Segments, intact: Sealed, readable: list[SegmentLine]) ->
 
 def _facts_are_right(segments: Segments, intact: Sealed) -> None:
     """As they were told, from the first on; or they say that they are damaged."""
-    told: list[Placed] = []
+    read_facts: list[Placed] = []
     try:
         for batch in segments.facts("s") or ():
-            told += batch
+            read_facts += batch
     except Corrupt:
-        assert len(told) < COUNT
-    assert told == intact.facts[: len(told)]
+        assert len(read_facts) < COUNT
+    assert read_facts == intact.facts[: len(read_facts)]
 
 
 def _kinds(intact: Sealed, at: int, lost: bool) -> set[str]:
@@ -253,7 +253,7 @@ def _repaired(directory: Path, findings: list[Finding], lines: list[SegmentLine]
     [segment] = segments.list()
     found, damage = read_all(segments, segment.stem)
     assert ([each.data for each in found], damage) == ([each.data for each in lines], [])
-    told = [each.place for batch in segments.facts(segment.stem) or () for each in batch]
-    assert told == [each.place for each in found]
+    read_facts = [each.place for batch in segments.facts(segment.stem) or () for each in batch]
+    assert read_facts == [each.place for each in found]
     if findings:
         assert {path.read_bytes() for path in (directory / "damaged").iterdir()} == before

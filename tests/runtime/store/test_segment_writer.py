@@ -22,8 +22,8 @@ async def put(writer: SegmentWriter, *numbers: int, size: int = 100) -> list[Lin
 
 
 async def test_what_is_submitted_is_there_and_told(tmp_path: Path) -> None:
-    told: list[Placed] = []
-    writer = SegmentWriter(tmp_path / "new", "w", told.extend)
+    announced: list[Placed] = []
+    writer = SegmentWriter(tmp_path / "new", "w", announced.extend)
     found = await asyncio.gather(*(put(writer, n, n + 1000) for n in range(300)), put(writer))
     segments = Segments(tmp_path / "new")
     places = [place for each in found for place in each]
@@ -35,11 +35,11 @@ async def test_what_is_submitted_is_there_and_told(tmp_path: Path) -> None:
     assert not writer.holds("other")
     await writer.close()
     assert not writer.holds(segment.stem)
-    assert [each.place for each in told] == places
-    assert [each.fact.id for each in told[:3]] == ["e0", "e1000", "e1"]
+    assert [each.place for each in announced] == places
+    assert [each.fact.id for each in announced[:3]] == ["e0", "e1000", "e1"]
     assert [s.sealed for s in segments.list()] == [True]
     assert read_all(segments, segment.stem) == (placed(segment.stem, wanted), [])
-    assert [each for batch in segments.facts(segment.stem) or () for each in batch] == told
+    assert [each for batch in segments.facts(segment.stem) or () for each in batch] == announced
 
 
 async def test_files_are_left_when_they_are_large_or_old(tmp_path: Path) -> None:
@@ -61,18 +61,18 @@ async def test_files_are_left_when_they_are_large_or_old(tmp_path: Path) -> None
 async def test_an_error_while_indexing_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[Placed] = []
+    announced: list[Placed] = []
 
     def indexed(group: list[Placed]) -> None:
-        if not told:
-            told.append(group[0])
+        if not announced:
+            announced.append(group[0])
             raise ValueError("the index has gone")
-        told.extend(group)
+        announced.extend(group)
 
     writer = SegmentWriter(tmp_path, "w", indexed)
     places = [(await put(writer, n))[0] for n in range(3)]
     await writer.close()
-    assert [each.place for each in told] == places
+    assert [each.place for each in announced] == places
     assert Segments(tmp_path).fetch(places) == [line(n) for n in range(3)]
     assert "the index has gone" in caplog.text
 
@@ -94,17 +94,17 @@ async def test_waiters_are_told_before_the_index_is(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    told: list[Placed] = []
+    announced: list[Placed] = []
     directory = tmp_path / "segments"
     directory.write_text("a file where the folder should be")
-    writer = SegmentWriter(directory, "w", told.extend)
+    writer = SegmentWriter(directory, "w", announced.extend)
     failed = await asyncio.gather(put(writer, 1), put(writer, 2), return_exceptions=True)
     assert [type(error) for error in failed] == [StoreError, StoreError]
     assert str(directory) in str(failed[0])
     directory.unlink()
     assert (await put(writer, 3))[0].offset == 0
     await writer.close()
-    assert [each.fact.id for each in told] == ["e3"]
+    assert [each.fact.id for each in announced] == ["e3"]
 
 
 async def test_a_file_that_failed_is_left(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ async def test_a_file_that_failed_is_left(tmp_path: Path) -> None:
 
 
 async def test_a_segment_that_was_sealed_as_an_orphan_is_not_written_on(tmp_path: Path) -> None:
-    told: list[Placed] = []
-    writer = SegmentWriter(tmp_path, "w", told.extend)
+    announced: list[Placed] = []
+    writer = SegmentWriter(tmp_path, "w", announced.extend)
     places = [(await put(writer, n))[0] for n in range(3)]
     assert seal_orphans(tmp_path, writer.holds, -60.0) == []
     assert seal_orphans(tmp_path, lambda stem: False) == []  # it is young
@@ -145,7 +145,7 @@ async def test_a_segment_that_was_sealed_as_an_orphan_is_not_written_on(tmp_path
     places += [(await put(writer, n))[0] for n in range(3, 6)]
     await writer.close()
     assert [place.segment for place in places] == ["w-0000"] * 3 + ["w-0001"] * 3
-    assert [each.place for each in told] == places
+    assert [each.place for each in announced] == places
     segments = Segments(tmp_path)
     assert segments.fetch(places) == [line(n) for n in range(6)]
     assert {path.name for path in tmp_path.iterdir()} == {"w-0000.jsonl.zst", "w-0001.jsonl.zst"}

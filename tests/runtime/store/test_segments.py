@@ -83,8 +83,8 @@ def test_round_trip(
             item for item in segments.read("s", start.place.offset) if isinstance(item, SegmentLine)
         ]
         assert rest == wanted[wanted.index(start) :]
-    told = [each for batch in segments.facts("s") or () for each in batch]
-    assert told == [
+    read_facts = [each for batch in segments.facts("s") or () for each in batch]
+    assert read_facts == [
         (fact(n, size), w.place) for (n, size), w in zip(enumerate(sizes), wanted, strict=True)
     ]
     footer = segments.footer("s")

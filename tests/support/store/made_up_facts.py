@@ -9,7 +9,7 @@ from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 
 def call(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fact:
-    told = {
+    defaults = {
         "model": "calc@1",
         "started": time,
         "seconds": 1.0,
@@ -20,11 +20,11 @@ def call(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fact:
         "redacted": False,
         "owner": "",
     }
-    return Fact(event_id, run_id, "call", time, told | about)
+    return Fact(event_id, run_id, "call", time, defaults | about)
 
 
 def described(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fact:
-    told = {
+    defaults = {
         "model": "calc@1",
         "agent": "solver",
         "loop": None,
@@ -46,11 +46,11 @@ def described(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fa
         "redacted": False,
         "owner": "",
     }
-    return Fact(event_id, run_id, "run", time, told | about)
+    return Fact(event_id, run_id, "run", time, defaults | about)
 
 
 def reward(event_id: str, run_id: str, value: float = 1.0, time: float = 1.0, **about: Any) -> Fact:
-    told = {
+    defaults = {
         "name": "correct",
         "source": "function",
         "value": value,
@@ -58,7 +58,7 @@ def reward(event_id: str, run_id: str, value: float = 1.0, time: float = 1.0, **
         "turn": None,
         "giver": "",
     }
-    return Fact(event_id, run_id, "reward", time, told | about)
+    return Fact(event_id, run_id, "reward", time, defaults | about)
 
 
 def forget(event_id: str, run_id: str, time: float) -> Fact:
@@ -84,16 +84,16 @@ def live(facts: Iterable[Fact]) -> list[Fact]:
     ]
 
 
-def told(facts: Iterable[Fact]) -> dict[str, RunFacts]:
+def expected_runs(facts: Iterable[Fact]) -> dict[str, RunFacts]:
     """The runs that a set of events tells of."""
     by_run: dict[str, list[Fact]] = {}
     for fact in live(facts):
         by_run.setdefault(fact.run_id, []).append(fact)
-    runs = {run_id: _told(run_id, found) for run_id, found in by_run.items()}
+    runs = {run_id: _expected_run(run_id, found) for run_id, found in by_run.items()}
     return {run_id: run for run_id, run in runs.items() if run is not None}
 
 
-def _told(run_id: str, facts: Sequence[Fact]) -> RunFacts | None:
+def _expected_run(run_id: str, facts: Sequence[Fact]) -> RunFacts | None:
     calls = sorted((f for f in facts if f.kind == "call"), key=lambda f: (f.about["started"], f.id))
     runs = sorted((f for f in facts if f.kind == "run"), key=lambda f: (f.time, f.id))
     if not calls and not runs:

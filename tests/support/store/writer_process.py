@@ -16,6 +16,8 @@ from cray_agents.records import Event
 from cray_agents.runtime.store import Store
 
 CALLERS = 8
+FAST_RUNS = 100  # runs after which a writer slows down, so that a busy machine can keep up
+PAUSE = 0.5  # seconds before each run after those
 
 
 def events_of(run_id: str) -> list[Event]:
@@ -62,6 +64,8 @@ async def write(store: Store, run_ids: "itertools.count[int]", name: str) -> Non
     """One run after another, for ever."""
     while True:
         number = next(run_ids)
+        if number > FAST_RUNS:
+            await asyncio.sleep(PAUSE)
         events = events_of(f"run-{name}-{number:06d}")
         if number % 3 == 0:
             events.reverse()  # the reward before the run, the call last

@@ -1,0 +1,249 @@
+"""Dataset card: write README.md for people, the Hugging Face hub and `datasets`.
+
+Its front matter names the shards of each split, so `datasets.load_dataset(directory)` loads the
+directory without changes. croissant.json (hub_metadata.py) is the same for mlcroissant. The card
+depends on its arguments only, so a dataset has the same card on every machine. Called by draft.py
+before the manifest is written. Read next: histogram.py, the page of figures.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from cray_agents.queries import DatasetRecipe
+from cray_agents.runtime.datasets.description.counts import EXAMPLES, BuildCounts, Removed
+from cray_agents.runtime.datasets.description.hub_metadata import (
+    CROISSANT,
+    column_field,
+    croissant,
+    file_object,
+    file_set,
+    record_set,
+    size_category,
+)
+from cray_agents.runtime.datasets.exclusion.decontamination import head
+from cray_agents.runtime.datasets.reader import CARD, RUNS
+from cray_agents.runtime.datasets.recipe_checks import DEMONSTRATIONS
+from cray_agents.runtime.datasets.selection.considered_runs import REASONS
+from cray_agents.runtime.disk import durable
+
+LONG = (*DEMONSTRATIONS, "tools", "rewards")
+SPECIAL = re.compile(r"[\\`*_\[\]#~$]")  # characters with a meaning in Markdown
+TOKEN_COLUMNS = {
+    "input_ids": "cr:Int32",
+    "loss_mask": "cr:Int8",
+    "logprobs": "cr:Float32",
+    "advantages": "cr:Float32",
+    "version_index": "cr:Int16",
+}
+SAMPLE_COLUMNS = {
+    "weight": "cr:Float64",
+    "reward": "cr:Float64",
+    "advantage": "cr:Float64",
+    "run_id": "sc:Text",
+    "task_id": "sc:Text",
+    "group": "sc:Text",
+}
+RUN_COLUMNS = {"run": "sc:Text", "accepted": "sc:Boolean", "samples": "cr:Int64"}
+METHODS = {
+    "sft": "supervised fine-tuning (what was said is imitated)",
+    "grpo": "GRPO (runs of a task are compared with each other)",
+    "dpo": "DPO (pairs of a better and a worse run)",
+    "kto": "KTO (runs that are desirable or not, each alone)",
+}
+LOADING = """## Loading
+
+```python
+from datasets import load_dataset
+
+samples = load_dataset("path/to/this/directory", split="{split}")  # the directory as it is
+runs = load_dataset("path/to/this/directory", "runs", split="train")  # each run: in or out, and why
+```
+
+```python
+import pyarrow.dataset
+
+samples = pyarrow.dataset.dataset("path/to/{split}-00000.parquet").to_table()
+```
+
+A row is a sample. Parallel lists over its tokens: `input_ids`; `loss_mask` (1: trained on);
+`logprobs` and `advantages` (0 off the mask); `version_index` (into `versions`; -1: not sampled).
+
+Built again, with the same runs in the store, it gets the same name:
+
+```
+cray-agents dataset build --recipe recipe.json
+```
+"""
+
+
+def write_card(
+    directory: Path, name: str, counts: BuildCounts, files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Write README.md and croissant.json into a draft directory.
+
+    `files` are the manifest's entries of the shards and of runs.parquet ({"sha256", "bytes"}).
+    """
+    durable.write_file(directory / CARD, card(name, counts, files).encode())
+    durable.write_file(directory / CROISSANT, _croissant(name, counts, files))
+
+
+def card(name: str, counts: BuildCounts, files: Iterable[str]) -> str:
+    """Return the Markdown of README.md."""
+    versions = list(counts.versions.items())
+    rewards = counts.histograms.rewards()
+    sections = [
+        f"---\n{_front_matter(name, counts, files)}---\n",
+        f"# {name}\n\n{_summary(counts)}\n",
+        _recipe(counts.recipe),
+        _counts(counts),
+        _rejections(counts.rejected + counts.rejected_demonstrations),
+        _distribution("Rewards of the accepted runs", "Reward", "Runs", rewards),
+        _distribution(
+            "Versions that sampled what is trained on", "Version", "Trained tokens", versions
+        ),
+        _examples("Duplicates that were removed", "repeats", counts.duplicates),
+        _examples("Contamination that was removed", "matches", counts.contaminated),
+        LOADING.format(split=next(iter(_splits(files)), "train")),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def _croissant(name: str, counts: BuildCounts, files: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Return croissant.json: a record set for each split, and `runs`, the decision on each run."""
+    splits = _splits(files)
+    sets = [file_set(f"{split}-shards", f"{split}-*.parquet") for split in splits]
+    objects = [file_object(f, files[f]["bytes"], files[f]["sha256"]) for f in sorted(files)]
+    records = []
+    for split in splits:
+        source = {"fileSet": {"@id": f"{split}-shards"}}
+        fields = [column_field(split, *column, source) for column in SAMPLE_COLUMNS.items()]
+        for column in TOKEN_COLUMNS.items():
+            fields.append(column_field(split, *column, source, is_list=True))
+        records.append(record_set(split, fields))
+    if RUNS in files:
+        source = {"fileObject": {"@id": RUNS}}
+        fields = [column_field("runs", *column, source) for column in RUN_COLUMNS.items()]
+        records.append(record_set("runs", fields))
+    return croissant(name, _summary(counts), [*sets, *objects], records)
+
+
+def _splits(files: Iterable[str]) -> list[str]:
+    """Return the splits that have shards, such as train-00000.parquet."""
+    return sorted({file.partition("-")[0] for file in files if "-" in file})
+
+
+def _front_matter(name: str, counts: BuildCounts, files: Iterable[str]) -> str:
+    """Return the YAML front matter for the hub and `datasets`. JSON strings are valid YAML."""
+    lines = [
+        f"pretty_name: {json.dumps(name)}",
+        "tags:",
+        *(f"- {tag}" for tag in ("cray-agents", counts.recipe.method, "token-ids", "croissant")),
+        "size_categories:",
+        f"- {size_category(counts.total('samples'))}",
+        "configs:",
+        "- config_name: default",
+        "  default: true",
+        "  data_files:",
+    ]
+    for split in _splits(files):
+        lines += [f"  - split: {split}", f'    path: "{split}-*.parquet"']
+    lines += ["- config_name: runs", "  data_files:", "  - split: train", "    path: runs.parquet"]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(counts: BuildCounts) -> str:
+    return (
+        f"A training set of {_plural(counts.total('samples'), 'token sample')} for "
+        f"{METHODS[counts.recipe.method]}, built by cray-agents from "
+        f"{_plural(counts.accepted, 'run')} of {counts.considered:,} considered and "
+        f"{_plural(counts.demonstrations, 'demonstration')}. "
+        "Its name is the hash of its content: the same recipe over the same runs gives it again."
+    )
+
+
+def _recipe(recipe: DatasetRecipe) -> str:
+    fields = recipe.model_dump(mode="json", exclude_defaults=True)
+    fields["method"] = recipe.method
+    if recipe.tokenizer:  # paths differ between machines
+        fields["tokenizer"] = Path(recipe.tokenizer).name
+    if recipe.decontamination.files:
+        names = [Path(name).name for name in recipe.decontamination.files]
+        fields["decontamination"]["files"] = names
+    for name in LONG:
+        if name in fields:
+            fields[name] = f"{len(fields[name]):,} given"
+    lines = [f"| `{name}` | {_cell(json.dumps(fields[name]))} |" for name in sorted(fields)]
+    text = "What was asked for, but for defaults; `recipe.json` has all of it."
+    return "\n".join(["## Recipe", "", text, "", "| Field | Value |", "|---|---|", *lines, ""])
+
+
+def _counts(counts: BuildCounts) -> str:
+    rows = [(f"Samples ({split})", each["samples"]) for split, each in counts.splits.items()]
+    rows += [
+        ("Tokens", counts.total("tokens")),
+        ("Trained tokens", counts.total("trained_tokens")),
+        ("Runs considered", counts.considered),
+        ("Runs accepted", counts.accepted),
+        ("Demonstrations accepted", counts.demonstrations),
+    ]
+    return _distribution("Counts", "What", "Count", rows)
+
+
+def _rejections(rejected: Mapping[str, int]) -> str:
+    if not rejected:
+        return "## Left out\n\nNothing that was considered was left out.\n"
+    lines = [
+        f"| `{_code(reason)}` | {REASONS.get(reason, '')} | {count:,} |"
+        for reason, count in sorted(rejected.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    top = ["## Left out", "", "`runs.parquet` says it of each run.", ""]
+    return "\n".join([*top, "| Reason | That is | Count |", "|---|---|---:|", *lines, ""])
+
+
+def _distribution(
+    title: str, label_name: str, count_name: str, rows: Sequence[tuple[str, int]]
+) -> str:
+    if not rows:
+        return ""
+    lines = [f"| {_cell(label)} | {n:,} |" for label, n in rows]
+    return "\n".join(
+        [f"## {title}", "", f"| {label_name} | {count_name} |", "|---|---:|", *lines, ""]
+    )
+
+
+def _examples(title: str, verb: str, removed: Sequence[Removed]) -> str:
+    if not removed:
+        return ""
+    lines = []
+    for example in removed[:EXAMPLES]:
+        pair = f"`{_code(example.run_id or 'a demonstration')}` {verb} `{_code(example.source)}`"
+        lines.append(f"- {pair} (similarity {example.similarity:.2f})")
+        lines += [f"  - {_quote(text)}" for text in (example.text, example.matched) if text]
+    return "\n".join([f"## {title}", "", f"Up to {EXAMPLES} of them:", "", *lines, ""])
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _cell(text: str) -> str:
+    """Escape a text for a cell of a table."""
+    return _plain(text).replace("|", "\\|")
+
+
+def _code(text: str) -> str:
+    """Shorten and escape a text for a code span."""
+    return head(text).replace("`", "'").replace("|", "¦")
+
+
+def _quote(text: str) -> str:
+    return f"“{_plain(head(text))}”"
+
+
+def _plain(text: str) -> str:
+    """Escape a text for Markdown and HTML."""
+    return SPECIAL.sub(r"\\\g<0>", escape(text, quote=False)).replace("\n", " ")

@@ -1,0 +1,103 @@
+"""runs.parquet: one line for each run and demonstration considered, with decision and reason.
+
+    run         the id; `demonstration/<n>`, from 0, for demonstrations of the recipe (in the shards
+                of dpo, `demonstration/<n>/rejected` is the rejected answer)
+    task, generation, attempt, reward      null if missing
+    accepted    true if the run is in the dataset; `samples` counts its rows in the shards
+    reason      the reason for leaving the run out, a key of REASONS
+    detail      details of the reason: the repeated run, the held-out task, similarity, length
+
+Written by draft.py, a few thousand lines at a time.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cray_agents.runtime.datasets.reader import BATCH, RUNS
+from cray_agents.runtime.disk import durable
+
+REASONS = {
+    "alone": "the only scored run of its group",
+    "ambiguous_choices": "it has several answers to one request, and none is known as its turn",
+    "broken_prefix": "the chat template breaks it into several samples, and DPO needs one",
+    "contaminated": "its input is one that is held out, or nearly",
+    "corrupt": "its record is damaged",
+    "duplicate": "its tokens are those of an earlier sample",
+    "empty": "nothing was sampled",
+    "held_out": "its task is kept to judge by",
+    "imported": "it was not recorded here, has no tokens, and was not to be rendered",
+    "infrastructure_error": "the platform failed it, not the model",
+    "low_reward": "its reward is below `min_reward`",
+    "missing_call": "a model call of it was not recorded",
+    "near_duplicate": "its tokens are nearly those of an earlier sample",
+    "no_logprobs": "its log-probabilities were not recorded",
+    "no_pair": "no run of its task was enough better or worse",
+    "no_reward": "nobody judged it",
+    "no_such_turn": "a reward is for a turn that it has not",
+    "no_tokens": "its tokens were not recorded",
+    "not_best": "others of its task were better (`best_of`)",
+    "not_renderable": "the chat template cannot render it",
+    "over_max_per_task": "its task had enough runs already",
+    "redacted": "something was removed from it before it was stored",
+    "reward_error": "one of its rewards failed",
+    "too_long": "it has more than `max_tokens`",
+    "used_up": "earlier training sets of the loop used it often enough",
+    "zero_variance": "all runs of its group have the same reward",
+}
+
+
+class ConsideredRun(NamedTuple):
+    """A line of runs.parquet."""
+
+    run: str
+    task: str | None = None
+    generation: int | None = None
+    attempt: int | None = None
+    reward: float | None = None
+    accepted: bool = False
+    reason: str | None = None
+    detail: str | None = None
+    samples: int = 0
+
+
+class LineWriter:
+    """A writer of runs.parquet in a draft directory."""
+
+    def __init__(self, directory: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path = directory / RUNS
+        text, integer, boolean = pyarrow.string(), pyarrow.int64(), pyarrow.bool_()
+        types = (text, text, integer, integer, pyarrow.float64(), boolean, text, text, integer)
+        self._schema = pyarrow.schema(list(zip(ConsideredRun._fields, types, strict=True)))
+        self._writer: Any = pyarrow.parquet.ParquetWriter(
+            self._path, self._schema, compression="zstd", use_dictionary=["task", "reason"]
+        )
+        self._lines: list[ConsideredRun] = []
+        self.count = 0
+
+    def add(self, line: ConsideredRun) -> None:
+        """Add a line. Lines are written in batches."""
+        self._lines.append(line)
+        self.count += 1
+        if len(self._lines) == BATCH:
+            self._flush()
+
+    def finish(self) -> dict[str, int]:
+        """Write the remaining lines. Return the number of rows by file name."""
+        self._flush()
+        self._writer.close()
+        durable.sync(self._path)
+        return {RUNS: self.count}
+
+    def _flush(self) -> None:
+        import pyarrow
+
+        columns = list(zip(*self._lines, strict=True)) or [()] * len(ConsideredRun._fields)
+        arrays = [
+            pyarrow.array(column, field.type)
+            for column, field in zip(columns, self._schema, strict=True)
+        ]
+        self._writer.write_table(pyarrow.Table.from_arrays(arrays, schema=self._schema))
+        self._lines = []

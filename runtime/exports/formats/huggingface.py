@@ -1,0 +1,232 @@
+"""`huggingface`: a folder that `datasets.load_dataset` reads: Parquet shards, a card, Croissant.
+
+    data/train-00000-of-0000N.parquet    a row per run: its conversation, rewards and origin. If
+                                         its calls saw different system messages or tools, as
+                                         after a handoff, a row for each, `part` 0, 1, ...
+    README.md                            the card; its front matter names the shards (`configs`)
+    croissant.json                       MLCommons' description, with each shard's SHA-256
+
+Tool calls, tools, metadata and targets are JSON texts, because Arrow would fill fields that some of
+them lack with nulls. The folder holds no time of its making, so the same runs give the same bytes.
+Called by parquet_files.py; pyarrow is imported only when a folder is written.
+"""
+
+from functools import cache
+from typing import Any
+
+import orjson
+
+from cray_agents.records import Message, Run
+from cray_agents.runtime.datasets.description.hub_metadata import (
+    CROISSANT,
+    column_field,
+    croissant,
+    file_object,
+    file_set,
+    record_set,
+    size_category,
+)
+from cray_agents.runtime.disk import durable
+from cray_agents.runtime.exports.conversations.conversation import conversations_of
+from cray_agents.runtime.exports.export_format import Written
+from cray_agents.runtime.exports.writers.counts import describe_losses
+from cray_agents.runtime.exports.writers.parquet_files import FolderContents, TableFormat
+
+CARRIED = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
+REASONING = ("reasoning", "reasoning_content")
+CROISSANT_TYPES = {"string": "sc:Text", "int64": "cr:Int64", "double": "cr:Float64"}
+ABOUT = {
+    "id": "The run's id.",
+    "part": "Which of the run's conversations, from 0: one for each system message and tools.",
+    "messages": "The conversation; tool_calls is a JSON text in OpenAI's shape.",
+    "tools": "The definitions of the tools offered, a JSON text.",
+    "input": "What the agent was asked.",
+    "output": "What it answered; JSON where that is no text.",
+    "reward": "The sum of the rewards; null without any.",
+    "rewards": "Each reward: name, value, who gave it, and the turn (from 0) if it is for one.",
+    "agent": "The agent's name.",
+    "model": "The model, name@version.",
+    "stop_reason": "Why the run ended.",
+    "error": "The type of the error it ended with, if any.",
+    "error_message": "What that error said.",
+    "task_id": "The task's id.",
+    "target": "The task's target; JSON where that is no text.",
+    "metadata": "The task's metadata, a JSON text.",
+    "split": "The task's split: train, holdout or test.",
+    "loop": "The loop that made the run.",
+    "generation": "Its generation there.",
+    "attempt": "Which attempt at the task.",
+    "tags": "Its tags.",
+    "started": "Unix seconds.",
+    "seconds": "How long it took.",
+    "prompt_tokens": "Tokens read, over all model calls.",
+    "completion_tokens": "Tokens sampled, over all model calls.",
+}
+
+
+@cache
+def schema() -> Any:
+    """Return the columns as a pyarrow schema."""
+    import pyarrow as pa
+
+    text, whole, real = pa.string(), pa.int64(), pa.float64()
+    message = {"role": text, "content": text, "tool_calls": text, "tool_call_id": text,
+               "name": text, "reasoning": text}  # fmt: skip
+    reward = pa.struct({"name": text, "value": real, "source": text, "turn": whole})
+    kinds = {
+        "messages": pa.list_(pa.struct(message)),
+        "reward": real,
+        "rewards": pa.list_(reward),
+        "tags": pa.list_(text),
+        "started": real,
+        "seconds": real,
+        **dict.fromkeys(("part", "generation", "attempt"), whole),
+        **dict.fromkeys(("prompt_tokens", "completion_tokens"), whole),
+    }
+    return pa.schema([(name, kinds.get(name, text)) for name in ABOUT])
+
+
+def rows_of(run: Run, first: int) -> Written:
+    """Return a run as a row per conversation, and their losses."""
+    task, usage = run.task, run.usage
+    losses = ["exact_tokens"] if usage.calls else []
+    if run.trajectory.turns:
+        losses.append("call_details")
+    if run.redacted or any(call.redacted for call in run.calls):
+        losses.append("redacted")
+    about = {
+        "id": run.id,
+        "input": run.input,
+        "output": _text(run.output),
+        "reward": run.reward,
+        "rewards": [
+            {"name": r.name, "value": r.value, "source": r.source, "turn": r.turn}
+            for r in run.rewards
+        ],
+        "agent": run.agent,
+        "model": run.model,
+        "stop_reason": run.stop_reason.value,
+        "error": run.error.type if run.error else None,
+        "error_message": run.error.message if run.error else None,
+        "loop": run.loop,
+        "generation": run.generation,
+        "attempt": run.attempt,
+        "tags": run.tags,
+        "started": run.started,
+        "seconds": run.seconds,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
+    if task is not None:
+        about |= {"task_id": task.id, "target": _text(task.target), "split": task.split,
+                  "metadata": _json(task.metadata)}  # fmt: skip
+    rows = []
+    for part, conversation in enumerate(conversations_of(run)):
+        if conversation.other_turns:
+            losses.append("other_calls")
+        messages = [_message(message, losses) for message in conversation.messages]
+        tools = _json(conversation.tools)
+        rows.append({**about, "part": part, "messages": messages, "tools": tools})
+    return Written(rows, tuple(dict.fromkeys(losses)))
+
+
+def _message(message: Message, losses: list[str]) -> dict[str, Any]:
+    """Return a message as a row of texts; content in several parts becomes JSON."""
+    thought = next((message[name] for name in REASONING if message.get(name)), None)
+    if any(message[name] for name in message if name not in CARRIED and name not in REASONING):
+        losses.append("message_fields")
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        losses.append("content_parts")
+    calls = message.get("tool_calls")
+    return {
+        "role": str(message.get("role")),
+        "content": _text(content),
+        "tool_calls": _json(calls) if calls else None,
+        "tool_call_id": message.get("tool_call_id"),
+        "name": message.get("name"),
+        "reasoning": _text(thought),
+    }
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def finish(folder: FolderContents) -> None:
+    """Write the card and Croissant's description beside the shards."""
+    name = folder.source.name
+    subject = folder.source.description
+    description = f"{subject[0].upper()}{subject[1:]}, exported by cray-agents"
+    durable.write_file(folder.path / CROISSANT, _croissant(name, description, folder))
+    durable.write_file(folder.path / "README.md", _card(name, description, folder).encode())
+
+
+def _croissant(name: str, description: str, folder: FolderContents) -> bytes:
+    """Return croissant.json. Its types do not reach to lists of structs, such as conversations."""
+    files = []
+    for path in folder.shards:
+        place, size = path.relative_to(folder.path).as_posix(), path.stat().st_size
+        files.append(file_object(place, size, durable.sha256_file(path), path.name))
+    shards = file_set("shards", f"data/{folder.split}-*.parquet", "shards")
+    source = {"fileSet": {"@id": "shards"}}
+    fields = [
+        column_field("runs", column.name, kind, source, description=ABOUT[column.name])
+        for column in schema()
+        if (kind := CROISSANT_TYPES.get(str(column.type)))
+    ]
+    runs = record_set("runs", fields, "A record per run.")
+    return croissant(name, description, [*files, shards], [runs])
+
+
+def _card(name: str, description: str, folder: FolderContents) -> str:
+    rows = sum(folder.rows)
+    columns = "\n".join(f"| `{column}` | {about} |" for column, about in ABOUT.items())
+    lost = [f"- {loss.count:,} of them: {loss.sentence}" for loss in
+            describe_losses(folder.losses).values()]  # fmt: skip
+    losses = "\n".join(["What the rows do not carry:", "", *lost]) if lost else "Nothing is lost."
+    return f"""---
+configs:
+- config_name: default
+  data_files:
+  - split: {folder.split}
+    path: data/{folder.split}-*.parquet
+size_categories:
+- {size_category(rows)}
+tags:
+- agents
+- trajectories
+- cray-agents
+---
+
+# {name}
+
+{description}: {rows:,} rows in {len(folder.shards)} files.
+
+| column | |
+|---|---|
+{columns}
+
+{losses}
+
+```python
+from datasets import load_dataset
+
+rows = load_dataset(".", split="{folder.split}")  # or this folder's path
+```
+"""
+
+
+HUGGINGFACE = TableFormat(
+    name="huggingface",
+    title="Hugging Face dataset folder",
+    about="a folder for datasets.load_dataset: Parquet shards, a card, croissant.json",
+    schema=schema,
+    write_run=rows_of,
+    within="data",
+    finish=finish,
+)

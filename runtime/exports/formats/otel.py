@@ -1,0 +1,407 @@
+"""OpenTelemetry GenAI spans as OTLP/JSON: write a run as one line of TracesData.
+
+An `invoke_agent` span holds a `chat {model}` span for each model call and an `execute_tool {name}`
+span for each tool call. Attributes follow the semantic conventions 1.41, all still in development:
+the last release before their GenAI part moved to its own repository. Further ones are named
+`cray_agents.*`. Messages are JSON strings. Ids are hashes of the ids of run and call, so the same
+run gives the same spans. The start of a tool call is not recorded, so its span begins at the end of
+the model call.
+
+gen_ai.input.messages is a list of {role, parts, name?}; gen_ai.output.messages adds finish_reason.
+A part is text, reasoning, tool_call, tool_call_response, uri or blob; other parts keep their own
+type. Listed in catalog.py.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from cray_agents.records import Message, ModelCall, Reward, Run, StopReason, ToolCall, Turn, bounded
+from cray_agents.runtime.exports.conversations.chat_messages import function_of
+from cray_agents.runtime.exports.conversations.conversation import (
+    Conversation,
+    check_calls,
+    conversation_of,
+)
+from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text
+
+SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
+_INTERNAL, _CLIENT, _FAILED = 1, 3, 2  # SpanKind, SpanKind, StatusCode
+_SAMPLING = {
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "max_completion_tokens": "gen_ai.request.max_tokens",
+    "max_output_tokens": "gen_ai.request.max_tokens",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "seed": "gen_ai.request.seed",
+    "n": "gen_ai.request.choice.count",
+}
+# whole numbers
+_WHOLE = ("top_k", "max_tokens", "max_completion_tokens", "max_output_tokens", "seed", "n")
+_OPERATIONS = {"/v1/completions": "text_completion"}
+_CUT = ("error", "cancelled")  # finish reasons of interrupted calls
+_REASONS = {"tool_calls": "tool_call", "function_call": "tool_call", "cancelled": "error"}
+_CARRIED = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
+)  # fmt: skip
+
+
+class _MessageCache:
+    """Cached JSON of a conversation's messages and tools, since most of its calls repeat them."""
+
+    def __init__(self, run: Run, conversation: Conversation) -> None:
+        self._run, self._conversation = run, conversation
+        self._messages = [self._text(_message_of(message)) for message in conversation.messages]
+        self._tools = self._text(_tools_of(conversation.tools))
+
+    def messages(self, messages: list[Message]) -> str | None:
+        """Return the JSON of messages, None for none; the conversation's beginning is cached."""
+        if not messages:
+            return None
+        if messages == self._conversation.messages[: len(messages)]:
+            return f"[{','.join(self._messages[: len(messages)])}]"
+        check_calls(self._run, messages)
+        return self._text([_message_of(message) for message in messages])
+
+    def tools(self, tools: list[Json]) -> str | None:
+        """Return the JSON of tool definitions, None for none."""
+        if not tools:
+            return None
+        if tools == self._conversation.tools:
+            return self._tools
+        return self._text(_tools_of(tools))
+
+    def _text(self, value: Any) -> str:
+        return json_text(self._run, "messages", value)
+
+
+def _write_run(run: Run) -> Written:
+    conversation = conversation_of(run)
+    trace = _hash(run.id, 32)
+    texts = _MessageCache(run, conversation)
+    root = _root(run, conversation, texts, trace)
+    spans = [root]
+    losses = set()
+    for index, turn in enumerate(run.trajectory.turns):
+        parent, ended = root["spanId"], run.started
+        if turn.call is None:
+            losses.add("missing_calls")
+        else:
+            chat = _chat(run, turn.call, texts, trace, root["spanId"], index)
+            spans.append(chat)
+            ended = turn.call.started + turn.call.seconds
+            if turn.call.token_ids:
+                losses.add("exact_tokens")
+        spans += [
+            _tool(run, turn, number, trace, parent, ended) for number in range(len(turn.tool_calls))
+        ]
+    scope = {"scope": {"name": "cray_agents"}, "spans": spans, "schemaUrl": SCHEMA}
+    resource = {"attributes": _attributes(run, {"service.name": "cray-agents"})}
+    traces = {"resource": resource, "scopeSpans": [scope], "schemaUrl": SCHEMA}
+    return Written([{"resourceSpans": [traces]}], tuple(sorted(losses)))
+
+
+def _root(run: Run, conversation: Conversation, texts: _MessageCache, trace: str) -> Json:
+    """Return the run's span: the conversation is its input, an answer at the end its output."""
+    messages, output = conversation.messages, None
+    if messages and messages[-1].get("role") == "assistant":
+        turn = conversation.turns_by_message.get(len(messages) - 1)
+        call = turn.call if turn is not None else None
+        output = [_answer_of(messages[-1], call.finish_reason if call is not None else None)]
+        messages = messages[:-1]
+    usage = run.usage
+    known = usage.prompt_tokens > 0
+    values = {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.provider.name": "cray_agents",
+        "gen_ai.agent.name": run.agent or None,
+        "gen_ai.request.model": run.model or None,
+        "gen_ai.conversation.id": run.id,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens if known else None,
+        "gen_ai.usage.output_tokens": usage.completion_tokens if known else None,
+        "gen_ai.input.messages": texts.messages(messages),
+        "gen_ai.output.messages": _json(run, output),
+        "gen_ai.tool.definitions": texts.tools(conversation.tools),
+        "error.type": _failure(run),
+        **_own_attributes(run),
+    }
+    name = f"invoke_agent {run.agent}" if run.agent else "invoke_agent"
+    span = _span(trace, _hash(run.id, 16), name, _INTERNAL, run.started, run.seconds)
+    span["attributes"] = _attributes(run, values)
+    span["events"] = [_evaluation(run, reward) for reward in run.rewards]
+    if run.error is not None or _failure(run):
+        message = run.error.message if run.error is not None else str(run.stop_reason)
+        span["status"] = {"code": _FAILED, "message": message}
+    return span
+
+
+def _failure(run: Run) -> str | None:
+    if run.error is not None:
+        return run.error.type
+    cut = run.stop_reason in (StopReason.timeout, StopReason.cancelled, StopReason.error)
+    return str(run.stop_reason) if cut else None
+
+
+def _own_attributes(run: Run) -> Json:
+    """Return the run's attributes that the conventions lack."""
+    return {
+        "cray_agents.stop_reason": str(run.stop_reason),
+        "cray_agents.error.infrastructure": run.error.infrastructure if run.error else None,
+        "cray_agents.input": run.input,
+        "cray_agents.output": _json(run, run.output),
+        "cray_agents.task": _json(run, run.task.model_dump(mode="json") if run.task else None),
+        "cray_agents.loop": run.loop,
+        "cray_agents.generation": run.generation,
+        "cray_agents.attempt": run.attempt,
+        "cray_agents.tags": run.tags or None,
+        "cray_agents.imported": run.imported,
+        "cray_agents.redacted": _json(run, [removed.model_dump() for removed in run.redacted]),
+    }
+
+
+def _evaluation(run: Run, reward: Reward) -> Json:
+    values: dict[str, Any] = {
+        "gen_ai.evaluation.name": reward.name,
+        "gen_ai.evaluation.score.value": float(reward.value),
+        "cray_agents.reward.source": reward.source,
+    }
+    if reward.turn is not None:
+        values["cray_agents.reward.turn"] = reward.turn
+    return {
+        "timeUnixNano": _nanos(reward.time),
+        "name": "gen_ai.evaluation.result",
+        "attributes": _attributes(run, values),
+    }
+
+
+def _chat(
+    run: Run, call: ModelCall, texts: _MessageCache, trace: str, parent: str, index: int
+) -> Json:
+    operation = _OPERATIONS.get(call.api, "chat")
+    known = bool(call.prompt_token_ids)
+    values = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "cray_agents",
+        "gen_ai.conversation.id": run.id,
+        "gen_ai.agent.name": run.agent or None,
+        "gen_ai.request.model": call.model,
+        "gen_ai.response.model": call.model,
+        "gen_ai.response.id": call.id,
+        "gen_ai.response.finish_reasons": [call.finish_reason] if call.finish_reason else None,
+        "gen_ai.usage.input_tokens": len(call.prompt_token_ids) if known else None,
+        "gen_ai.usage.output_tokens": len(call.token_ids) if known else None,
+        "gen_ai.input.messages": texts.messages(call.messages),
+        "gen_ai.output.messages": _json(run, [_answer_of(call.message, call.finish_reason)]),
+        "gen_ai.tool.definitions": texts.tools(call.tools),
+        "error.type": call.finish_reason if call.finish_reason in _CUT else None,
+        **_sampling(run, call.sampling),
+        "cray_agents.api": call.api,
+        "cray_agents.tags": call.tags or None,
+        "cray_agents.redacted": _json(run, [removed.model_dump() for removed in call.redacted]),
+    }
+    name = f"{operation} {call.model}"
+    span_id = _hash(f"{run.id}/{index}/{call.id}", 16)
+    span = _span(trace, span_id, name, _CLIENT, call.started, call.seconds, parent)
+    span["attributes"] = _attributes(run, values)
+    if call.finish_reason in _CUT:
+        span["status"] = {"code": _FAILED, "message": str(call.finish_reason)}
+    return span
+
+
+def _sampling(run: Run, sampling: Json) -> Json:
+    """Return the request's parameters under the conventions' names, further ones as JSON."""
+    named: Json = {}
+    rest: Json = {}
+    for name, value in sampling.items():
+        if name in _SAMPLING and _is_number(value, whole=name in _WHOLE):
+            named[_SAMPLING[name]] = int(value) if name in _WHOLE else float(value)
+        elif name == "stop" and isinstance(value, str):
+            named["gen_ai.request.stop_sequences"] = [value]
+        elif name == "stop" and isinstance(value, list) and all(isinstance(s, str) for s in value):
+            named["gen_ai.request.stop_sequences"] = value
+        else:
+            rest[name] = value
+    return {**named, "cray_agents.sampling": _json(run, rest)}
+
+
+def _is_number(value: Any, *, whole: bool) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return not whole or (abs(value) < 2**63 and value == int(value))
+
+
+def _tool(run: Run, turn: Turn, number: int, trace: str, parent: str, started: float) -> Json:
+    done: ToolCall = turn.tool_calls[number]
+    values = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": done.name,
+        "gen_ai.tool.call.id": done.id or None,
+        "gen_ai.tool.type": "function",
+        "gen_ai.tool.call.arguments": done.arguments,
+        "gen_ai.tool.call.result": _json(run, done.result),
+        "error.type": "tool_error" if done.error is not None else None,
+    }
+    span_id = _hash(f"{run.id}/{turn.call_id}/{number}/{done.id}", 16)
+    name = f"execute_tool {done.name}"
+    span = _span(trace, span_id, name, _INTERNAL, started, done.seconds, parent)
+    span["attributes"] = _attributes(run, values)
+    if done.error is not None:
+        span["status"] = {"code": _FAILED, "message": done.error}
+    return span
+
+
+def _message_of(message: Message) -> Json:
+    """Return a message in the conventions' shape; unknown fields stay as they are."""
+    record: Json = {"role": str(message.get("role") or "user"), "parts": _content_parts(message)}
+    if isinstance(message.get("name"), str):
+        record["name"] = message["name"]
+    record |= {name: value for name, value in message.items() if name not in _CARRIED and value}
+    return record
+
+
+def _answer_of(message: Message, finish_reason: str | None) -> Json:
+    """Return a model's answer with its finish reason."""
+    reason = finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
+    return _message_of(message) | {"finish_reason": _REASONS.get(reason, reason)}
+
+
+def _tools_of(tools: list[Json]) -> list[Json]:
+    """Return tool definitions; a tool that is no function keeps its own fields."""
+    listed = []
+    for tool in tools:
+        function = function_of(tool)
+        if function is not None:
+            listed.append({"type": "function", **function})
+        else:
+            kind = str(tool.get("type") or "unknown")
+            listed.append({**tool, "type": kind, "name": str(tool.get("name") or kind)})
+    return listed
+
+
+def _content_parts(message: Message) -> list[Json]:
+    content = message.get("content")
+    if message.get("role") == "tool":
+        call_id = message.get("tool_call_id")
+        return [{"type": "tool_call_response", "id": call_id, "response": content}]
+    converted: list[Json] = []
+    if thought := message.get("reasoning") or message.get("reasoning_content"):
+        converted.append({"type": "reasoning", "content": str(thought)})
+    if isinstance(content, str):
+        if content:
+            converted.append({"type": "text", "content": content})
+    elif isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        converted += [_part(part) for part in content]
+    elif content is not None:  # a prompt of token ids, or several
+        converted.append({"type": "prompt", "content": content})
+    converted += [_tool_call(call) for call in message.get("tool_calls") or ()]
+    return converted
+
+
+def _part(part: Json) -> Json:
+    """Return one of OpenAI's content parts in the conventions' shape; unknown fields stay."""
+    replaced, fields = _convert_part(part)
+    return {**{name: value for name, value in part.items() if name not in replaced}, **fields}
+
+
+def _convert_part(part: Json) -> tuple[set[str], Json]:
+    """Return the names of the part's fields to replace, and the fields that replace them."""
+    if isinstance(part.get("text"), str):
+        return {"text"}, {"type": "text", "content": part["text"]}
+    image, audio = part.get("image_url"), part.get("input_audio")
+    details = image if isinstance(image, dict) else {"url": image}
+    if isinstance(url := details.get("url"), str):
+        more = {name: value for name, value in details.items() if name != "url"}
+        if url.startswith("data:") and ";base64," in url:
+            kind, _, data = url.removeprefix("data:").partition(";base64,")
+            blob = {"type": "blob", "modality": "image", "mime_type": kind, "content": data}
+            return {"image_url"}, more | blob
+        return {"image_url"}, more | {"type": "uri", "modality": "image", "uri": url}
+    if isinstance(audio, dict) and isinstance(audio.get("data"), str):
+        kind = f"audio/{audio.get('format')}"
+        blob = {"type": "blob", "modality": "audio", "mime_type": kind, "content": audio["data"]}
+        return {"input_audio"}, blob
+    return set(), {"type": str(part.get("type") or "unknown")}
+
+
+def _tool_call(call: Json) -> Json:
+    function = call.get("function") or call.get("custom") or {}
+    arguments: Any = function.get("arguments", function.get("input"))
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # else the text stays as the model wrote it
+            arguments = bounded(orjson.loads(arguments))
+    name = str(function.get("name") or "")
+    return {"type": "tool_call", "id": call.get("id"), "name": name, "arguments": arguments}
+
+
+def _span(
+    trace: str,
+    span_id: str,
+    name: str,
+    kind: int,
+    started: float,
+    seconds: float,
+    parent: str | None = None,
+) -> Json:
+    span: Json = {"traceId": trace, "spanId": span_id, "name": name, "kind": kind}
+    if parent is not None:
+        span["parentSpanId"] = parent
+    span["startTimeUnixNano"] = _nanos(started)
+    span["endTimeUnixNano"] = _nanos(started + seconds)
+    return span
+
+
+def _hash(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:digits]
+
+
+def _nanos(seconds: float) -> str:
+    """Return Unix nanoseconds, rounded to a microsecond, the precision of a float."""
+    return str(round(max(seconds, 0.0) * 1e6) * 1000)
+
+
+def _json(run: Run, value: Any) -> str | None:
+    return json_text(run, "a value", value) if value not in (None, [], {}) else None
+
+
+def _attributes(run: Run, values: Json) -> list[Json]:
+    """Return OTLP's list of attributes, without those that are None."""
+    return list(_key_values(values))
+
+
+def _key_values(values: Json) -> Iterator[Json]:
+    for key, value in values.items():
+        if value is not None:
+            yield {"key": key, "value": _value(value)}
+
+
+def _value(value: Any) -> Json:
+    if isinstance(value, str):
+        return {"stringValue": value}
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, float):
+        return {"doubleValue": value if math.isfinite(value) else _name_non_finite(value)}
+    return {"arrayValue": {"values": [_value(one) for one in value]}}
+
+
+def _name_non_finite(value: float) -> str:
+    """Return protobuf's JSON string for an infinity or NaN."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+OTEL = LineFormat(
+    name="otel",
+    title="OpenTelemetry GenAI spans (OTLP/JSON)",
+    about="a trace for each run: spans of the run, its model calls and its tool calls, with "
+    "messages, usage and rewards (semantic conventions 1.41); no exact tokens",
+    write_run=_write_run,
+)

@@ -1,0 +1,123 @@
+"""StoredRuns: the export source of the stored runs that match a filter.
+
+Runs come by id; for formats with a row per task, the first run of each task comes by task. A run
+that arrives during an export may be in it or not. A resumed export keeps the times that ages such
+as "7d" meant at its beginning. The port is ExportSource in export_source.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from cray_agents.errors import Corrupt
+from cray_agents.queries import RunFilter, RunQuery
+from cray_agents.records import Run
+from cray_agents.runtime.exports.export_format import MISSING
+from cray_agents.runtime.exports.sources.export_source import ExportSource, Item
+from cray_agents.runtime.store import Store
+
+PAGE = 256  # runs whose bodies are read at once
+
+
+@dataclass(frozen=True)
+class StoredRuns:
+    """The stored runs that match. `ages` holds since and until if given as ages, such as "7d"."""
+
+    store: Store
+    filter: RunFilter
+    ages: dict[str, str] = field(default_factory=dict)
+    skip_missing: bool = False
+    pairs: bool = False
+    dataset: Path | None = None
+    split: str = "train"
+    name: str = "runs"
+
+    @property
+    def description(self) -> str:
+        """The filter in words."""
+        given = self.filter.model_dump(mode="json", exclude_defaults=True)
+        words = [f"{name} {value}" for name, value in (given | self.ages).items()]
+        return f"runs with {', '.join(words)}" if words else "all runs"
+
+    def identity(self) -> dict[str, Any]:
+        """See ExportSource."""
+        return {"runs": self.filter.model_dump(mode="json", exclude_defaults=True) | self.ages}
+
+    def state(self) -> dict[str, Any]:
+        """See ExportSource."""
+        return {name: getattr(self.filter, name) for name in self.ages}
+
+    def with_state(self, state: dict[str, Any]) -> ExportSource:
+        """See ExportSource."""
+        times = {name: value for name, value in state.items() if name in self.ages}
+        return replace(self, filter=self.filter.model_copy(update=times))
+
+    def count(self) -> int | None:
+        """See ExportSource. A text filter reads every body, so its runs are not counted first."""
+        return self.store.count(self._query("id")) if self.filter.text is None else None
+
+    def check(self) -> None:
+        """See ExportSource."""
+
+    def shards(self) -> list[Path]:
+        """See ExportSource."""
+        return []
+
+    def items(self, after: str = "", *, by_task: bool = False) -> Iterator[Item]:
+        """See ExportSource."""
+        if by_task:
+            yield from self._tasks(after)
+            return
+        names = (row.run_id for row in self.store.facts(self._query("id", after)))
+        while some := list(islice(names, PAGE)):
+            runs = {run.id: run for run in self.store.runs_by_id(some)}
+            for name in some:
+                yield self._item(name, name, runs)
+
+    def _tasks(self, after: str) -> Iterator[Item]:
+        """Yield the first run of each task; the cursor is the last run's, past the whole task."""
+        rows = self.store.facts(self._query("task", after))
+        groups = (_Group.of(task, (row.run_id for row in rows)) for task, rows in
+                  groupby(rows, key=lambda row: row.task))  # fmt: skip
+        while some := list(islice(groups, PAGE)):
+            runs = {run.id: run for run in self.store.runs_by_id([g.first for g in some if g.task])}
+            for group in some:
+                if group.task:
+                    yield self._item(group.first, group.last, runs, group.count)
+                else:
+                    yield Item(group.last, (), group.count, (("no_task", group.count),))
+
+    def _item(self, name: str, cursor: str, runs: dict[str, Run], count: int = 1) -> Item:
+        """Return the run as an item that counts as `count`. Raises Corrupt if it is unreadable."""
+        losses = (("other_attempts", count - 1),) if count > 1 else ()
+        if name in runs:
+            return Item(cursor, (runs[name],), count, losses)
+        if not self.skip_missing:
+            raise Corrupt(
+                f"run {name} cannot be read whole: `cray-agents runs fsck` tells why; "
+                "--skip-missing (skip_missing=true) leaves out such runs"
+            )
+        return Item(cursor, (), count, (*losses, (MISSING, 1)))
+
+    def _query(self, order: Any, after: str = "") -> RunQuery:
+        return RunQuery(**self.filter.model_dump(), order=order, after=after or None)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The runs of one task, or all runs without a task."""
+
+    task: str | None
+    first: str
+    last: str
+    count: int
+
+    @classmethod
+    def of(cls, task: str | None, ids: Iterator[str]) -> "_Group":
+        first = last = next(ids)
+        count = 1
+        for last in ids:  # noqa: B007 - only the last one counts
+            count += 1
+        return cls(task, first, last, count)

@@ -1,0 +1,133 @@
+"""Packages: the wheel holds every module and data file and runs alone; the sdist builds the same.
+
+Both are built from copies, without isolation: nothing is written to the checkout or downloaded.
+"""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINKED = ("runtime", "tools", "trainers")  # folders that cray_agents/ links to
+BUILD = "from setuptools import build_meta; import sys; build_meta.build_{}(sys.argv[1])"
+
+
+def tracked() -> list[Path]:
+    """The checkout's files, those too that are to be committed."""
+    command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {Path(name) for name in listed.split("\0") if name}
+    return sorted(name for name in names if (ROOT / name).exists())
+
+
+def build(kind: str, source: Path, into: Path) -> Path:
+    into.mkdir()
+    argv = [sys.executable, "-c", BUILD.format(kind), str(into)]
+    done = subprocess.run(argv, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [made] = into.iterdir()
+    return made
+
+
+@dataclass(frozen=True)
+class Built:
+    """An sdist, the wheel of the checkout's files, and that of the sdist's."""
+
+    sdist: Path
+    wheel: Path
+    wheel_of_sdist: Path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("packages")
+    for name in tracked():
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / "source" / name, follow_symlinks=False)
+    sdist = build("sdist", folder / "source", folder / "sdist")
+    with tarfile.open(sdist) as archive:
+        assert not [member for member in archive if member.issym() or member.islnk()]
+        archive.extractall(folder / "unpacked", filter="data")
+    [unpacked] = (folder / "unpacked").iterdir()
+    return Built(
+        sdist,
+        build("wheel", folder / "source", folder / "wheel"),
+        build("wheel", unpacked, folder / "wheel-of-sdist"),
+    )
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if name[-1] != "/"}
+
+
+def test_the_wheel_holds_the_four_packages_and_nothing_else(built: Built) -> None:
+    expected = {}
+    for name in tracked():
+        if name.parts[0] in ("cray_agents", *LINKED) and not (ROOT / name).is_dir():
+            inner = name if name.parts[0] == "cray_agents" else Path("cray_agents") / name
+            expected[str(inner)] = (ROOT / name).read_bytes()
+    made = contents(built.wheel)
+    ours = {name: text for name, text in made.items() if name.startswith("cray_agents/")}
+    assert sorted(ours) == sorted(expected)
+    assert ours == expected
+    assert "cray_agents/py.typed" in ours and "cray_agents/runtime/store/store.py" in ours
+    rest = {name.partition("/")[0] for name in made.keys() - ours.keys()}
+    assert len(rest) == 1 and rest.pop().endswith(".dist-info")
+
+
+def test_the_demo_and_the_cookbook_share_a_recipe() -> None:
+    link = ROOT / "cray_agents" / "cli" / "loop" / "calculator_loop.py"
+    assert str(link.readlink()) == "../../../cookbook/02_calculator_loop.py"
+
+
+def test_its_metadata_is_whole(built: Built) -> None:
+    of = {name.partition(".dist-info/")[2]: text for name, text in contents(built.wheel).items()}
+    head, _, readme = of["METADATA"].decode().partition("\n\n")
+    assert readme.strip() == (ROOT / "README.md").read_text().strip()
+    assert of["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert "License-Expression: Apache-2.0" in head and "Requires-Python: >=3.11" in head
+    assert "cray-agents = cray_agents.cli:main" in of["entry_points.txt"].decode()
+
+
+def test_the_sdist_builds_the_same_wheel(built: Built) -> None:
+    assert contents(built.wheel_of_sdist) == contents(built.wheel)
+    with tarfile.open(built.sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive}
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+    assert not {name for name in names if name.startswith(("tests", "cookbook", "docs"))}
+
+
+RUN = """
+import sys
+from cray_agents.cli.agent.agents import load_agent
+from cray_agents.cli.loop import calculator_loop
+print(calculator_loop.__file__, load_agent(calculator_loop.__file__).name)
+print(calculator_loop.agent.tool_schemas[0]["function"]["name"])
+from cray_agents.cli import main
+sys.argv = ["cray-agents", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["--help", "demo --help", "models list"])
+def test_the_wheel_runs_without_the_checkout(built: Built, tmp_path: Path, command: str) -> None:
+    """-S: no .pth file is read, so that no finder of an editable install fills a gap."""
+    with zipfile.ZipFile(built.wheel) as archive:
+        archive.extractall(tmp_path / "wheel")
+    path = f"{tmp_path / 'wheel'}:{sysconfig.get_path('purelib')}"
+    argv = [sys.executable, "-S", "-c", RUN, *command.split()]
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        argv, cwd=tmp_path / "empty", env={"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    recipe = tmp_path / "wheel" / "cray_agents" / "cli" / "loop" / "calculator_loop.py"
+    assert done.stdout.splitlines()[:2] == [f"{recipe} calculator", "calculator"]
