@@ -52,7 +52,7 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with platform(tmp_path / "root", ScriptedEngine(answer), name="default") as where:
         url = f"{where.url}/v1"
         text = "\n".join(code).replace("http://127.0.0.1:8000/v1", url)
-        if "agent =" not in text and "agent" in text:  # docs/loop.md goes on from docs/agents.md
+        if "agent =" not in text and "agent" in text:  # data.md, gateway.md: of agents.md
             text = "\n".join(blocks(ROOT / "docs" / "agents.md", "python")) + text
         (tmp_path / "page.py").write_text(text)
         ended = subprocess.run(

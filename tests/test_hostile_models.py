@@ -1,4 +1,4 @@
-"""Models that can never be one, at every door: refused with a reason, and not a byte copied."""
+"""Models that can never be one, at every route and command: refused with a reason, and not a byte copied."""
 
 import json
 import os
@@ -181,12 +181,12 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("door", BODIES)
+@pytest.mark.parametrize("key", BODIES)
 async def test_train_keys_name_only_what_lies_under_the_configured_roots(
-    keyed: tuple[Gateway, dict[str, str]], tmp_path: Path, door: str
+    keyed: tuple[Gateway, dict[str, str]], tmp_path: Path, key: str
 ) -> None:
     gateway, secrets = keyed
-    path, body, name = BODIES[door]
+    path, body, name = BODIES[key]
 
     async def ask(role: str, place: Path | str) -> tuple[int, Any]:
         headers = {"authorization": f"Bearer {secrets[role]}"}

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from cray_agents.runtime.gateway.http.server_paths import without_paths
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.training_jobs import JobSpec
 from tests.support.scripted_gateway import CHAT, Gateway, block, says
 
 
@@ -72,3 +74,15 @@ async def test_a_stream_that_breaks_off_tells_no_path(gateway: Gateway, tmp_path
     block(gateway.services.home)
     text = (await gateway.ask("x", stream=True)).body.decode()
     assert "error" in text and str(tmp_path) not in text
+
+
+async def test_events_of_jobs_tell_no_paths(gateway: Gateway) -> None:
+    journal = JobJournal(gateway.services.home, "job-0123456789abcdef")
+    journal.folder.mkdir(parents=True)
+    journal.write_spec(
+        JobSpec(dataset="d", parent="p", parent_sha256="0", hyperparameters={"steps": 1})
+    )
+    journal.event("failed", message="cannot read /srv/root/x.json")
+    journal.close()
+    status, answer = await gateway.call("GET", f"/v1/jobs/{journal.job_id}/events")
+    assert status == 200 and answer["data"][0]["message"] == "cannot read .../x.json"

@@ -1,4 +1,4 @@
-"""Layouts that take more than there is of cores, memory or GPUs are refused, at every door."""
+"""Layouts that take more than there is of cores, memory or GPUs are refused, however they are given."""
 
 import json
 from pathlib import Path

@@ -4,9 +4,10 @@
 
 Started by backends.py; imports nothing of this package. It confines the child, not itself. It
 adopts orphans of the child's processes (PR_SET_CHILD_SUBREAPER). It ends all of them when the
-program ends, on SIGTERM, or when its own parent dies. Exit status: the program's, 128 + n for a
-signal n. Without "filter", nothing is confined. The numbers are those of linux/landlock.h and
-linux/prctl.h. Landlock is described at docs.kernel.org/userspace-api/landlock.html
+program ends, on SIGTERM, or when its own parent dies; if it is killed itself, the kernel ends the
+program. Exit status: the program's, 128 + n for a signal n. Without "filter", nothing is confined.
+The numbers are those of linux/landlock.h and linux/prctl.h. Landlock is described at
+docs.kernel.org/userspace-api/landlock.html
 """
 
 import base64
@@ -41,8 +42,12 @@ def main() -> int:
         return 1  # the parent died before the request for its death signal
     awaited = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    keeper = os.getpid()
     child = os.fork()
     if child == 0:
+        check("prctl", libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+        if os.getppid() != keeper:
+            os._exit(1)  # the keeper died before the request for its death signal
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         if spec.get("filter"):
             confine(spec)

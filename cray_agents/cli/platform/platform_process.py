@@ -35,7 +35,7 @@ from cray_agents.runtime.scheduler.supervised import boot_id
 T = TypeVar("T")
 
 SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` without a platform
-START_SECONDS = 30.0  # until the gateway answers; the engine behind it may take longer
+START_SECONDS = 120.0  # until the gateway answers; a busy machine takes long to start Python
 STOP_SECONDS = 20.0
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's files: each line is one that the fine-tuning door reads, as the same conversation."""
+"""OpenAI's files: each line is one that the fine-tuning API reads, as the same conversation."""
 
 import json
 from pathlib import Path
