@@ -1,4 +1,4 @@
-"""Models that can never be one, at every route and command: refused with a reason, and not a byte copied."""
+"""Models that can never be one, at every route: refused with a reason, and not a byte copied."""
 
 import json
 import os

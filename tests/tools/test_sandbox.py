@@ -542,14 +542,14 @@ async def test_a_sandbox_that_is_killed_is_no_outcome(sandbox: Sandbox) -> None:
         await run
 
 
-async def test_a_killed_keeper_leaves_no_program_behind() -> None:
+def test_a_killed_keeper_leaves_no_program_behind() -> None:
     """Not even where nobody has looked yet which processes it holds."""
     spec = json.dumps({"parent": os.getpid()})
     with subprocess.Popen([PYTHON, "-I", "-S", backends.KEEPER, spec, "sleep", "600"]) as keeper:
-        await until(lambda: _is_sandbox(keeper.pid))
+        asyncio.run(until(lambda: _is_sandbox(keeper.pid)))
         program = process_tree(keeper.pid)[-1]
         keeper.kill()
-    await until(lambda: not alive(program))
+    asyncio.run(until(lambda: not alive(program)))
 
 
 def _is_sandbox(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Layouts that take more than there is of cores, memory or GPUs are refused, however they are given."""
+"""Layouts that take more than there is of cores, memory or GPUs are refused everywhere."""
 
 import json
 from pathlib import Path
