@@ -11,15 +11,19 @@ import importlib.metadata
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
-from cray_agents.records import Record
-from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.job.journal import JobJournal, changes, measures
+from cray_agents.trainers.job.job_status import (
+    Handover,
+    describe,
+    newest_measures,
+    note_handover,
+    read_handover,
+)
+from cray_agents.trainers.job.journal import JobJournal, changes
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import choose_default_layout
@@ -44,20 +48,6 @@ def code_version() -> str:
     for package in ("megatron-core", "torch"):
         digest.update(f"{package} {importlib.metadata.version(package)}".encode())
     return digest.hexdigest()[:16]
-
-
-class Handover(Record):
-    """The last command given to the scheduler. `restarts` counts restarts in a row at `step`.
-
-    `resumed`: the command ended for a pause or a retry, which is neither a cancellation nor a
-    death. `session`: the id of the training session that the job was handed to.
-    """
-
-    id: str = ""
-    step: int = 0
-    restarts: int = 0
-    resumed: bool = False
-    session: str = ""
 
 
 class MegatronTrainer:
@@ -219,7 +209,7 @@ class MegatronTrainer:
         return self.status(job_id)
 
     def _note_resumed(self, journal: JobJournal) -> None:
-        _note(journal, read_handover(journal).model_copy(update={"resumed": True}))
+        note_handover(journal, read_handover(journal).model_copy(update={"resumed": True}))
 
     # ---- restarts
     def _restart(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
@@ -241,7 +231,7 @@ class MegatronTrainer:
         """Start the job's command, or put it into its session's queue and see that this runs."""
         spec = journal.spec()
         if spec.session is None:
-            _note(journal, handover)
+            note_handover(journal, handover)
             module, argument = "job.job", journal.folder / "spec.json"
             command = self._command(journal.job_id, journal.log, module, argument, spec.layout)
         else:
@@ -252,21 +242,21 @@ class MegatronTrainer:
             session.write_spec(session_spec)
             session.stay()
             handover = handover.model_copy(update={"session": session_spec.id})
-            _note(journal, handover)
+            note_handover(journal, handover)
             session.hand_over(journal.job_id)
             module = "session.session_process"
             command = self._command(
                 session_spec.id, session.log, module, session.folder, spec.layout
             )
         scheduler_id = self.scheduler.submit(command)
-        _note(journal, handover.model_copy(update={"id": scheduler_id}))
+        note_handover(journal, handover.model_copy(update={"id": scheduler_id}))
         if self.scheduler.status(command.name).state == "queued":
             self._free_idle_sessions(handover.session)
 
-    def _free_idle_sessions(self, needed: str) -> None:
+    def _free_idle_sessions(self, keep: str) -> None:
         """Ask the sessions that have no job to end, so that a queued command finds room."""
         for session in sessions(self.home):
-            if session.session_id != needed and not session.queue():
+            if session.session_id != keep and not session.queue():
                 session.ask_to_end()
 
     def _command(
@@ -334,52 +324,3 @@ def should_retry(journal: JobJournal, spec: JobSpec) -> bool:
     if ended is not None and ended.checkpoint is not None:
         return checkpoints.read_pruned(journal.home.checkpoint(ended.checkpoint)) is not None
     return ended is not None and ended.state == "failed" and bool(changes(journal.spec(), spec))
-
-
-def read_status(home: Home, job_id: str) -> JobStatus:
-    """Return a job's status from its folder alone, without a scheduler. Raises NotFound."""
-    journal = JobJournal(home, job_id)
-    spec = journal.spec()
-    if (ended := journal.status()) is not None:
-        scheduler_id = read_handover(journal).id
-        added = {"scheduler_job_id": scheduler_id, "metrics": newest_measures(journal)}
-        return ended.model_copy(update=added)
-    state: JobState = "running" if journal.attempts else "queued"
-    state = "paused" if journal.paused else state
-    return describe(journal, spec, "cancelled" if journal.cancelled else state)
-
-
-def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
-    """Return the status of a job without a status.json, from its events."""
-    steps = [e for e in journal.events() if e.get("event") == "step"]
-    return JobStatus(
-        id=spec.id,
-        state=state,
-        scheduler_job_id=read_handover(journal).id,
-        step=steps[-1]["step"] if steps else 0,
-        steps=spec.hyperparameters.steps,
-        attempts=journal.attempts,
-        loss_first=steps[0]["loss"] if steps else None,
-        session=read_handover(journal).session,
-        loss_last=steps[-1]["loss"] if steps else None,
-        trained_tokens=sum(e["tokens"] for e in steps),
-        seconds=sum(e["seconds"] for e in steps),
-        metrics=measures(steps[-1]) if steps else {},
-    )
-
-
-def newest_measures(journal: JobJournal) -> dict[str, Any]:
-    """Return `JobStatus.metrics`, also of a job that has ended."""
-    newest = journal.last_step
-    return measures(newest) if newest is not None else {}
-
-
-def read_handover(journal: JobJournal) -> Handover:
-    """Return a job's last handover to the scheduler; an empty one if there was none."""
-    path = journal.folder / "scheduler.json"
-    return checksums.read_record(Handover, path) if path.exists() else Handover()
-
-
-def _note(journal: JobJournal, handover: Handover) -> None:
-    text = checksums.with_crc(handover.model_dump_json().encode())
-    durable.replace_file(journal.folder / "scheduler.json", text)
