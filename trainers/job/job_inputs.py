@@ -41,9 +41,9 @@ class JobInputs:
     @property
     def points(self) -> tuple[str | None, str | None]:
         """The two resume points, as JSON can hold them."""
-        return self.resume_from and str(self.resume_from), self.optimizer_from and str(
-            self.optimizer_from
-        )
+        points = (self.resume_from, self.optimizer_from)
+        resume, optimizer = (None if point is None else str(point) for point in points)
+        return resume, optimizer
 
     def at(
         self, attempt: int, resume_from: Path | str | None, optimizer_from: Path | str | None
