@@ -181,7 +181,7 @@ class OnPaper:
     def cancel(self, name: str) -> None: ...
 
 
-def submit_until(folder: str, changes: int) -> None:
+def submit_until(folder: str, spec: JobSpec, changes: int) -> None:
     """Submit it otherwise; die by SIGKILL just before the n-th file is put in its place."""
     left = changes
 
@@ -194,7 +194,7 @@ def submit_until(folder: str, changes: int) -> None:
 
     trainer = MegatronTrainer(Home(Path(folder) / "home"), OnPaper(Path(folder)))
     sys.addaudithook(looked)
-    trainer.submit(some_spec(logprob_limit=0.5))
+    trainer.submit(spec)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -204,7 +204,7 @@ def test_a_kill_at_any_moment_neither_loses_the_try_nor_repeats_the_old_one(
     """`kept`: somebody asks how the job stands before it is submitted again."""
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload([__name__])
-    seen = set()
+    seen, raised = set(), some_spec(logprob_limit=0.5)
     for changes in count(1):
         folder = tmp_path / str(changes)
         folder.mkdir()
@@ -217,14 +217,14 @@ def test_a_kill_at_any_moment_neither_loses_the_try_nor_repeats_the_old_one(
         (journal.folder / "scheduler.json").write_text(note.model_dump_json())
         journal.write_status(JobStatus(id=first.id, state="failed", error="why"))
 
-        killed = forking.Process(target=submit_until, args=(str(folder), changes))
+        killed = forking.Process(target=submit_until, args=(str(folder), raised, changes))
         killed.start()
         killed.join()
         if kept:
             failed = MegatronTrainer(home, paper).status(first.id).state == "failed"
             assert paper.told == [None, "died", *([] if failed else [0.5])]
             seen.add(failed)
-        again = MegatronTrainer(home, paper).submit(some_spec(logprob_limit=0.5))
+        again = MegatronTrainer(home, paper).submit(raised)
         assert again.state != "failed" and paper.told == [None, "died", 0.5]
         assert journal.spec().logprob_limit == 0.5 and read_handover(journal).restarts <= 1
         [old] = journal.folder.glob("status.*.json")
