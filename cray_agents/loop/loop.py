@@ -283,6 +283,7 @@ class Loop:
             "job_id": job.scheduler_job_id,
             "trained_tokens": job.trained_tokens,
             "trainer_seconds": job.seconds,
+            "session": job.session or None,
             "loss_first": job.loss_first,
             "loss_last": job.loss_last,
             "version": candidate.id,

@@ -31,9 +31,9 @@ def read_status(home: Home, job_id: str) -> JobStatus:
     journal = JobJournal(home, job_id)
     spec = journal.spec()
     if (ended := journal.status()) is not None:
-        scheduler_id = read_handover(journal).id
-        added = {"scheduler_job_id": scheduler_id, "metrics": newest_measures(journal)}
-        return ended.model_copy(update=added)
+        last = read_handover(journal)
+        added = {"scheduler_job_id": last.id, "session": last.session}
+        return ended.model_copy(update={**added, "metrics": newest_measures(journal)})
     state: JobState = "running" if journal.attempts else "queued"
     state = "paused" if journal.paused else state
     return describe(journal, spec, "cancelled" if journal.cancelled else state)

@@ -290,8 +290,10 @@ class MegatronTrainer:
         if status is None:
             return None
         # a kill between the scheduler's answer and our note of it leaves no id
-        scheduler_id = read_handover(journal).id or self.scheduler.status(journal.job_id).id
+        last = read_handover(journal)
+        scheduler_id = last.id or self.scheduler.status(last.session or journal.job_id).id
         added = {"scheduler": self.scheduler.name, "scheduler_job_id": scheduler_id}
+        added["session"] = last.session
         return status.model_copy(update={**added, "metrics": newest_measures(journal)})
 
     def _describe(self, journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
