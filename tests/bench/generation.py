@@ -1,7 +1,7 @@
 """Generations of one GRPO step on real vLLM and Megatron: in a training session, and as own jobs.
 
 A figure is the seconds from "dataset ready" to "candidate proven" without the training step itself,
-and the seconds of the whole generation with its 64 runs. Both ways take turns on one platform.
+and the generations an hour, with 64 runs each. Both are measured on one platform.
 """
 
 import statistics
@@ -72,13 +72,12 @@ async def main(home: Path) -> None:
         try:
             first = await platform.promoted("m")
             assert first is not None
-            parents, gate = {ALONE: first, SESSION: first}, VersionGate(platform)
-            for number in range(1, GENERATIONS + 1):
-                for kind in (ALONE, SESSION):
-                    await gate.stage(parents[kind])
-                    parents[kind], beside, whole = await generation(
-                        platform, gate, parents[kind], number, kind
-                    )
+            gate = VersionGate(platform)
+            for kind in (SESSION, ALONE):  # in blocks: a job of its own would end the session
+                parent = first
+                await gate.stage(parent)
+                for number in range(1, GENERATIONS + 1):
+                    parent, beside, whole = await generation(platform, gate, parent, number, kind)
                     if number > 1:
                         besides[kind].append(beside)
                         wholes[kind].append(whole)
