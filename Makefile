@@ -1,6 +1,6 @@
 # make demo    set up, then watch an agent train itself
-# make test    set up, then run all tests, two files at a time; some, in turn: ARGS="-n 0 -k name"
-# make test-fast    set up, then the tests that start no vLLM, Slurm or Megatron
+# make test    set up, then run all tests, three files at a time; some, in turn: ARGS="-n 0 -k name"
+# make test-fast    set up, then the quick tests that start no vLLM, Slurm or Megatron
 # make lint    ruff and mypy
 # make docs    set up, then build the site into site/
 # make bench   set up, then measure             make soak    set up, then long fault campaigns
@@ -14,10 +14,10 @@ demo: setup
 	@.venv/bin/cray-agents demo $(ARGS)
 
 test: setup
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup
-	@$(PY) -m pytest -n 2 --dist loadfile -m "not vllm and not slurm and not megatron and not slow" $(ARGS)
+	@$(PY) -m pytest -n 3 --dist loadfile -m "not vllm and not slurm and not megatron and not slow" $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .

@@ -80,6 +80,9 @@ class Config(BaseModel):
     train_minutes: int | None = Field(
         None, gt=0, description="minutes after which Slurm ends a job, which goes on in a new one"
     )
+    train_session_idle_minutes: float = Field(
+        10, gt=0, description="minutes without a job after which a loop's training session ends"
+    )
     slurm_options: list[str] = Field(
         default_factory=list,
         description="more options for a site's sbatch, such as --partition=gpu, --account=me",

@@ -21,7 +21,7 @@ class Generation(Record):
       in which no replica had a request in flight (None: the platform cannot tell).
     - `runs` counts training runs, `tokens` the tokens sampled in them. `carried` counts runs of the
       previous generation that ended too late for its training set. `trainer_seconds` is the time of
-      the job itself.
+      the job's steps alone. `session` is the training session that ran it; None: own processes.
     - `holdout_success` is the mean reward over `holdout_tasks` tasks: all that decide, or those up
       to the decision. With 0 tasks nothing was evaluated, and the success is the promoted
       version's. `evidence` is against "it is not better"; `wins`, `losses` and `ties` count the
@@ -49,6 +49,7 @@ class Generation(Record):
     tokens: int = 0
     trained_tokens: int = 0
     trainer_seconds: float = 0.0
+    session: str | None = None
     loss_first: float | None = None
     loss_last: float | None = None
     probe_max_logprob_diff: float | None = None

@@ -7,6 +7,8 @@
       datasets/<id>/                   immutable: token shards, manifest.json (last)
       jobs/<id>/                       spec.json, events.jsonl, status.json, log.txt,
                                        attempts/<n>, megatron/step-<n>/ (resume points)
+      sessions/<id>/                   a training session: spec.json, attempts/<n>, queue/<job>,
+                                       log.txt; its jobs are in jobs/
       checkpoints/<id>/                immutable: a Hugging Face directory, manifest.json (last)
       checkpoints/<id>.pruned          the record of one that `models prune` deleted
       models/<name>/<n>.json           versions, append-only
@@ -70,6 +72,10 @@ class Home:
 
     def job(self, job_id: str) -> Path:
         return self.jobs / job_id
+
+    @property
+    def sessions(self) -> Path:
+        return self.root / "sessions"
 
     def checkpoint(self, checkpoint_id: str) -> Path:
         return self.root / "checkpoints" / checkpoint_id

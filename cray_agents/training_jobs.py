@@ -185,6 +185,8 @@ class JobSpec(StrictRecord):
     - `evaluate_every` is the number of steps between losses on the dataset's validation split, if
       it has one (None: before the first step and at the end).
     - `recompute` selects the activations to recompute.
+    - `session` names a training session: its jobs run one after the other on ranks that keep model
+      and optimizer in memory. None: the job has processes of its own.
     - `oversubscribe` admits the job also if it takes more cores, memory or GPUs than there are.
     - `logprob_limit` bounds the difference between the trainer's and the engine's
       log-probabilities (None: 0.01 in float32, 0.5 in bfloat16).
@@ -206,6 +208,7 @@ class JobSpec(StrictRecord):
     evaluate_every: int | None = Field(None, gt=0)
     recompute: Literal["none", "selective", "full"] = "none"
     logprob_limit: float | None = Field(None, gt=0)
+    session: str | None = Field(None, min_length=1)
     oversubscribe: bool = False
 
     @model_validator(mode="after")
@@ -247,6 +250,7 @@ _EXECUTION_FIELDS = {
     "evaluate_every",
     "recompute",
     "logprob_limit",
+    "session",
     "oversubscribe",
     "parent",
     "reference",
@@ -266,6 +270,7 @@ class JobStatus(Record):
     step: int = 0
     steps: int = 0
     attempts: int = 0
+    session: str = ""
     loss_first: float | None = None
     loss_last: float | None = None
     trained_tokens: int = 0

@@ -1,14 +1,46 @@
-"""An index cache of its own for every test, used by the processes it starts too."""
+"""Of every test: an index cache of its own, the usual umask, and the mark `slow` of the slow ones.
+
+`slow_tests.txt` names the tests that took longer than SLOW seconds on two idle cores. `pytest
+--note-slow` on the whole suite writes it anew.
+"""
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ.pop("COLUMNS", None)  # before the consoles are made: tables are as wide as in a log
 # a shell starts what runs in the background deaf to Ctrl-C, and so would be all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SLOW = 0.7  # seconds of a test function, all its parameters and fixtures together
+SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--note-slow", action="store_true", help="write tests/slow_tests.txt anew")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = set(SLOW_TESTS.read_text().splitlines())
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("--note-slow"):
+        seconds: Counter[str] = Counter()
+        for report in (each for kind in terminalreporter.stats.values() for each in kind):
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("[")[0]] += report.duration
+        slow = sorted(name for name, taken in seconds.items() if taken > SLOW)
+        SLOW_TESTS.write_text("".join(f"{name}\n" for name in slow))
 
 
 @pytest.fixture(autouse=True)

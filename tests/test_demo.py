@@ -27,7 +27,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.megatron]
+pytestmark = [pytest.mark.vllm, pytest.mark.megatron]
 
 GENERATIONS = 2
 TASKS = 32  # a generation

@@ -182,7 +182,6 @@ class Campaign:
         site.check("loop")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(3600)

@@ -17,7 +17,7 @@ from cray_agents.processes import alive
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.models.seed_model import make_seed_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 AGENT = 'from cray_agents import Agent\nagent = Agent(name="a", model="tiny", max_tokens=8)\n'
 

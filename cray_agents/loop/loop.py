@@ -283,6 +283,7 @@ class Loop:
             "job_id": job.scheduler_job_id,
             "trained_tokens": job.trained_tokens,
             "trainer_seconds": job.seconds,
+            "session": job.session or None,
             "loss_first": job.loss_first,
             "loss_last": job.loss_last,
             "version": candidate.id,
@@ -343,6 +344,7 @@ class Loop:
                 parent=parent.id,
                 hyperparameters=hyperparameters,
                 optimizer_from="parent",
+                session=None if self.settings.live else self.name,  # live updates are hours apart
             )
             return await self._client.wait_for(job, report)
 

@@ -170,6 +170,7 @@ class WarmUpJobs:
             parent=first.id,
             hyperparameters=hyperparameters,
             optimizer_from="parent",
+            session=self.loop.name,
         )
         before = tried[-1].success if tried else None
         job = await platform.wait_for(job, self._reporter(len(tried) + 1, before))

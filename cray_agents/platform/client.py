@@ -7,6 +7,7 @@ loop/loop.py, its biggest user.
 import asyncio
 import math
 import os
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -20,7 +21,7 @@ from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout, MethodName
 
 URL = "http://127.0.0.1:8000"
-POLL = 0.25  # seconds between looks at a running job
+POLL = 0.02, 0.25  # seconds between looks at a running job, at least and at most
 LEASE = 60.0  # seconds of a lease on a replica, renewed while in use
 
 
@@ -135,6 +136,7 @@ class Platform:
         layout: Layout | None = None,
         evaluate_every: int | None = None,
         logprob_limit: float | None = None,
+        session: str | None = None,
         oversubscribe: bool | None = None,
     ) -> JobStatus:
         """Start a training job, or find it; see JobSpec. The platform chooses what is None.
@@ -152,6 +154,7 @@ class Platform:
             "layout": layout.model_dump() if layout is not None else None,
             "evaluate_every": evaluate_every,
             "logprob_limit": logprob_limit,
+            "session": session,
             "oversubscribe": oversubscribe,
         }
         given = {name: value for name, value in body.items() if value is not None}
@@ -180,9 +183,12 @@ class Platform:
 
     async def wait_for(self, job: JobStatus, on_progress: Callable[[JobStatus], None]) -> JobStatus:
         """Wait for a job's end, pauses included. Raises JobError with its log's tail."""
+        shortest, longest = POLL
+        begun = time.monotonic()
         while job.state in ("queued", "running", "paused"):
             on_progress(job)
-            await asyncio.sleep(POLL)
+            waited = time.monotonic() - begun
+            await asyncio.sleep(min(longest, max(shortest, waited / 20)))
             job = await self.job(job.id)
         on_progress(job)
         if job.state != "succeeded":

@@ -21,6 +21,7 @@ from tests.bench import (
     batches,
     crowd,
     gateway,
+    generation,
     loop_async,
     recording,
     sandbox,
@@ -97,6 +98,7 @@ ALL = {
     "sandbox": sandbox.main,
     "saving": saving.main,
     "training": training.main,
+    "generation": generation.main,
     "swap": swap.main,
     "loop": loop_async.main,
 }

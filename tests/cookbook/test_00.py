@@ -38,7 +38,6 @@ def test_demonstrations_are_what_a_perfect_run_says() -> None:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:

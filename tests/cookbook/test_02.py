@@ -50,7 +50,6 @@ def test_demonstrations_are_of_training_questions() -> None:
     assert not shown & held
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.megatron
 @pytest.mark.parametrize("method", os.environ.get("CRAY_TEST_METHODS", "rft").split(","))

@@ -36,8 +36,6 @@ from tests.support.fuzz.shapes import SHAPES
 from tests.support.fuzz.wire import LONGEST_WAIT, Hang, Reply, Wire
 from tests.support.store.plain_reader import events_of
 
-pytestmark = pytest.mark.slow
-
 TIMES = int(os.environ.get("CRAY_TEST_FUZZ", "1"))
 SEED = 7
 CASES = 20_000 * TIMES

@@ -327,7 +327,6 @@ class Pointed(ScriptedTrainer):
         return super().submit(spec)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rft", "async"])
 def test_a_loop_beside_which_it_is_pruned_all_the_while_ends_the_same(
     tmp_path: Path, kind: str

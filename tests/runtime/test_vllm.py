@@ -35,7 +35,7 @@ from tests.support.vllm_pool import (
     truth,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 TOOL = {
     "type": "function",

@@ -22,7 +22,7 @@ from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, served, until
 from tests.support.vllm_pool import secret_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 ASK: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
 USER: Any = ASK[1:]

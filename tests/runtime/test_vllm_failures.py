@@ -17,7 +17,7 @@ from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from tests.support.vllm_pool import CHAT, Serving, children
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 LONG = {"messages": CHAT, "max_tokens": 900, "ignore_eos": True}
 

@@ -15,7 +15,7 @@ from tests.support.fuzz.sampling import PLAIN, sampling_body
 from tests.support.fuzz.wire import Reply, Wire
 from tests.support.scripted_gateway import CHAT, served
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 CASES = 1000
 SEED = 1

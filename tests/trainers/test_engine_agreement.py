@@ -174,7 +174,6 @@ def reported(job: Any) -> dict[str, Any]:
 
 @pytest.mark.vllm
 @pytest.mark.megatron
-@pytest.mark.slow
 def test_a_job_finds_the_engines_numbers(lab: Any, calls: list[ModelCall]) -> None:
     publish(lab, "sft", calls)
     found = reported(lab.run(lab.spec("llama", hyper={"steps": 1})))
@@ -184,7 +183,6 @@ def test_a_job_finds_the_engines_numbers(lab: Any, calls: list[ModelCall]) -> No
 
 @pytest.mark.vllm
 @pytest.mark.megatron
-@pytest.mark.slow
 def test_a_job_finds_the_engines_numbers_at_the_policys_temperature(
     lab: Any, calls: list[ModelCall]
 ) -> None:
@@ -197,7 +195,6 @@ def test_a_job_finds_the_engines_numbers_at_the_policys_temperature(
 
 @pytest.mark.vllm
 @pytest.mark.megatron
-@pytest.mark.slow
 def test_a_job_refuses_what_another_distribution_gave(lab: Any, calls: list[ModelCall]) -> None:
     """Recorded as sampled plainly, but it was not."""
     wrong = [call.model_copy(update={"sampling": {}}) for call in calls]

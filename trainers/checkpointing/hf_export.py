@@ -26,7 +26,6 @@ from cray_agents.runtime.registry.model_config import TIED, read_config
 from cray_agents.runtime.registry.model_files import CONFIG
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 from cray_agents.trainers.data.samples import Samples
-from cray_agents.trainers.models.lora import fold_adapters
 from cray_agents.trainers.models.tensors import tensor_shapes
 from cray_agents.trainers.models.weights import (
     export_tensors,
@@ -145,7 +144,7 @@ def publish(
 ) -> None:
     """Export, probe, hash and publish as `final`, unless that exists. Collective.
 
-    Training cannot go on afterwards: adapters are folded into the weights that they adapt.
+    Afterwards this rank's weights equal the files, with adapters folded in: see Training.begin.
     """
     main = torch.distributed.get_rank() == 0
     if main:
@@ -155,7 +154,7 @@ def publish(
     if (lora := training.hyper.lora) is not None:
         adapter = draft / checkpoints.ADAPTER
         write_adapter(training.chunks, training.model, lora, spec.parent, adapter)
-        fold_adapters(training.chunks)
+        training.fold_adapters()
     export_weights(training, draft)
     scores = training.score(Samples.of(prompts), temperature=1.0)
     torch.distributed.barrier()

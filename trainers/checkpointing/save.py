@@ -116,6 +116,10 @@ class Saver:
         if self._world > 1:
             torch.distributed.barrier()
 
+    def close(self) -> None:
+        """Let the writing thread end. A point in flight is still published."""
+        self._thread.shutdown(wait=False)
+
     # ---- on the training thread
     def _settle(self) -> None:
         flight, self._flight = self._flight, None
@@ -181,7 +185,8 @@ class Saver:
         return True
 
     def _key(self, step: int, rank: int) -> str:
-        return f"resume-point/{self._attempt}/{step}/{rank}"
+        job = self._folder.parent.name  # a session's jobs share the store
+        return f"resume-point/{job}/{self._attempt}/{step}/{rank}"
 
 
 def _describe(owned: OwnedRange) -> dict[str, Any]:

@@ -3,9 +3,17 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cray_agents.trainers.data.samples import Samples
+from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
+from cray_agents.trainers.checkpointing.hf_export import parent_sha256
+from cray_agents.trainers.data.samples import Samples, read_samples
+from cray_agents.trainers.job.engine_agreement import places_of_parent
+from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.tensors import read_parent
+from cray_agents.trainers.planning.layouts import check_layout
 from cray_agents.training_jobs import JobSpec
 
 
@@ -30,6 +38,144 @@ class JobInputs:
         """The folder of this job's resume points."""
         return self.journal.folder / "megatron"
 
-    def at(self, resume_from: Path | None, optimizer_from: Path | None) -> "JobInputs":
+    @property
+    def points(self) -> tuple[str | None, str | None]:
+        """The two resume points, as JSON can hold them."""
+        points = (self.resume_from, self.optimizer_from)
+        resume, optimizer = (None if point is None else str(point) for point in points)
+        return resume, optimizer
+
+    def at(
+        self, attempt: int, resume_from: Path | str | None, optimizer_from: Path | str | None
+    ) -> "JobInputs":
         """Return the same inputs with another starting point."""
-        return replace(self, resume_from=resume_from, optimizer_from=optimizer_from)
+        return replace(
+            self,
+            attempt=attempt,
+            resume_from=None if resume_from is None else Path(resume_from),
+            optimizer_from=None if optimizer_from is None else Path(optimizer_from),
+        )
+
+
+def read_inputs(
+    journal: JobJournal, spec: JobSpec, attempt: int, *, known_parent: bool = False
+) -> JobInputs:
+    """Read and check all inputs; write nothing. Raises BadInput, NotFound, Corrupt.
+
+    `known_parent`: the parent's weights need not be hashed again.
+    """
+    from cray_agents.trainers.models.lora import choose_targets
+
+    home, hyper = journal.home, spec.hyperparameters
+    parent = home.root / spec.parent
+    model = read_parent(parent, hyper.init)
+    check_layout(model, spec.layout)
+    if hyper.lora is not None:
+        choose_targets(model, hyper.lora)
+    if not known_parent:
+        _check_weights(parent, spec.parent_sha256, hyper.init, "parent_sha256")
+    settings = settings_sha256(settings_in(parent))
+    if spec.parent_settings_sha256 not in (None, settings):
+        raise BadInput(
+            f"config, tokenizer and chat template in {parent} have hash {settings}, and the job was"
+            f" made for {spec.parent_settings_sha256}: they were changed, or the path is wrong",
+            param="parent_settings_sha256",
+        )
+    reference = _reference(spec, home, parent, model)
+    samples, validation = _samples(spec, home, parent, model)
+    places = places_of_parent(samples, home, spec.parent_sha256)
+    return JobInputs(
+        journal,
+        spec,
+        attempt,
+        parent,
+        model,
+        samples,
+        places,
+        validation,
+        reference,
+    )
+
+
+def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> Path | None:
+    """Return the checkpoint that the job compares with; None means its parent."""
+    if spec.reference is None or spec.reference_sha256 is None:
+        return None
+    reference = home.root / spec.reference
+    other = read_parent(reference)
+    if replace(other, dtype=model.dtype, init_std=model.init_std) != model:
+        raise BadInput(
+            f"the reference {reference} is another kind of model than {parent}", param="reference"
+        )
+    _check_weights(reference, spec.reference_sha256, "parent", "reference_sha256")
+    return reference
+
+
+def _samples(
+    spec: JobSpec, home: Home, parent: Path, model: Architecture
+) -> tuple[Samples, Samples | None]:
+    """Return the training and validation splits; None if there is no validation split."""
+    folder, hyper = home.dataset(spec.dataset), spec.hyperparameters
+    samples = read_samples(folder, spec.method)
+    validation = read_samples(folder, spec.method, "validation")
+    for split in (samples, validation) if len(validation) else (samples,):
+        try:
+            check_samples(split, model, hyper)
+            check_tokenizer(split, folder, home, parent)
+            if spec.method == "grpo":
+                check_temperature(split, hyper)
+        except BadInput as problem:
+            of = "" if split is samples else "the validation split does not fit: "
+            raise BadInput(f"{of}{problem}", param=problem.param) from problem
+    if not len(validation) and spec.evaluate_every is not None:
+        raise BadInput(
+            f"evaluate_every={spec.evaluate_every}, but dataset {spec.dataset} has no validation"
+            " split: build it with validation=0.05, or leave evaluate_every out",
+            param="evaluate_every",
+        )
+    return samples, validation if len(validation) else None
+
+
+def _check_weights(folder: Path, expected: str, init: str, param: str) -> None:
+    """Raise BadInput if the weights are not the ones that the job was made for."""
+    actual = parent_sha256(folder, init)
+    if actual != expected:
+        raise BadInput(
+            f"the weights in {folder} have hash {actual}, and the job was made for"
+            f" {expected}: they were changed, or the path is wrong",
+            param=param,
+        )
+
+
+def choose_start(work: JobInputs, *, optimizer_in_memory: bool = False) -> JobInputs:
+    """Choose the resume point to start from, sweep drafts, and write the event `started`.
+
+    Called by one process, before the ranks start. With `optimizer_in_memory` the point of
+    `optimizer_from` is not looked for. Raises NotFound, Corrupt.
+    """
+    from cray_agents.trainers.checkpointing import resume
+
+    resume.sweep(work.megatron)
+    final = work.journal.home.checkpoint(work.spec.id)
+    resume.sweep(final.parent, f".{final.name}.*")
+    point, problems = resume.choose(work.megatron)
+    step = resume.step_of(point) if point else 0
+    source = None if optimizer_in_memory else work.spec.optimizer_from
+    if point is None and source is not None:
+        point = resume.newest_point(work.journal.home.job(source) / "megatron", source)
+        work = work.at(work.attempt, None, point)
+    else:
+        work = work.at(work.attempt, point, None)
+    work.journal.rewind(-1 if work.resume_from is None else step)
+    for problem in problems:
+        print(f"{problem}; set aside, the one before it is used", flush=True)
+        work.journal.event("corrupt", message=problem)
+    work.journal.event(
+        "started",
+        attempt=work.attempt,
+        from_step=step,
+        left_out=work.samples.left_out,
+        layout=work.spec.layout.model_dump(),
+    )
+    print(f"attempt {work.attempt} starts at step {step}", flush=True)
+    return work

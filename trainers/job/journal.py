@@ -263,9 +263,9 @@ class JobJournal:
 def changes(before: JobSpec, after: JobSpec) -> list[str]:
     """Return the differences between two specs of a job, field by field.
 
-    A layout or recompute that `after` leaves to the trainer is no difference.
+    A layout or recompute that `after` leaves to the trainer is no difference, nor is the session.
     """
-    chosen = {"layout", "recompute"} - after.model_fields_set
+    chosen = {"session"} | ({"layout", "recompute"} - after.model_fields_set)
     pairs = {
         name: (getattr(before, name), getattr(after, name))
         for name in JobSpec.model_fields

@@ -11,21 +11,26 @@ import importlib.metadata
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
-from cray_agents.records import Record
-from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.job.journal import JobJournal, changes, measures
+from cray_agents.trainers.job.job_status import (
+    Handover,
+    describe,
+    newest_measures,
+    note_handover,
+    read_handover,
+)
+from cray_agents.trainers.job.journal import JobJournal, changes
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import choose_default_layout
 from cray_agents.trainers.planning.layout_limits import check_layout_fits
 from cray_agents.trainers.planning.layouts import describe_layout
-from cray_agents.training_jobs import JobSpec, JobState, JobStatus
+from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec, sessions
+from cray_agents.training_jobs import JobSpec, JobState, JobStatus, Layout
 
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 MAX_RESTARTS = 3  # in a row without a step forward
@@ -45,27 +50,19 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-class Handover(Record):
-    """The last command given to the scheduler. `restarts` counts restarts in a row at `step`.
-
-    `resumed`: the command ended for a pause or a retry, which is neither a cancellation nor a
-    death.
-    """
-
-    id: str = ""
-    step: int = 0
-    restarts: int = 0
-    resumed: bool = False
-
-
 class MegatronTrainer:
     """A ports.Trainer: each job is one command, named after the job, on a scheduler."""
 
     def __init__(
-        self, home: Home, scheduler: Scheduler, resources: Resources | None = None
+        self,
+        home: Home,
+        scheduler: Scheduler,
+        resources: Resources | None = None,
+        session_idle_seconds: float = 600.0,
     ) -> None:
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
+        self.session_idle_seconds = session_idle_seconds
         self._starting = threading.Lock()  # taken by everything that may start a job
 
     def submit(self, spec: JobSpec) -> JobStatus:
@@ -132,9 +129,12 @@ class MegatronTrainer:
             return self._describe(journal, spec, "cancelled")
         if (ended := self._final_status(journal)) is not None:
             return ended
-        command = self.scheduler.status(journal.job_id)
+        session = self._session_of(journal)
+        command = self.scheduler.status(session.session_id if session else journal.job_id)
+        if session is not None and command.state == "running":
+            command = session_view(session, journal, command)
         if command.state == "queued" and journal.paused:
-            self.scheduler.cancel(journal.job_id)  # no process of it yet could see the pause
+            self._withdraw(journal, session)  # no process of it yet could see the pause
             return self._describe(journal, spec, "paused")
         if command.state in ("queued", "running"):
             return self._describe(journal, spec, command.state)
@@ -146,8 +146,13 @@ class MegatronTrainer:
 
     def _go_on(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
         """Restart a job whose command ended early, unless somebody cancelled the command."""
-        if read_handover(journal).resumed:
+        last, session = read_handover(journal), self._session_of(journal)
+        if last.resumed:
             self._hand_over(journal, Handover(step=journal.step))
+            return self._describe(journal, spec, "queued")
+        # a session that ended before it took the job up did not fail it
+        if session is not None and session.current != journal.job_id:
+            self._hand_over(journal, last)
             return self._describe(journal, spec, "queued")
         if command.state == "cancelled":  # by somebody else, with the scheduler's own tools
             journal.cancel()
@@ -161,8 +166,20 @@ class MegatronTrainer:
         if (ended := self._final_status(journal)) is not None:
             return ended
         journal.cancel()
-        self.scheduler.cancel(job_id)
+        self._withdraw(journal, self._session_of(journal))
         return self.status(job_id)
+
+    def _withdraw(self, journal: JobJournal, session: SessionJournal | None) -> None:
+        """End a job's command, or take it from its session, whose ranks see its end themselves."""
+        if session is None:
+            self.scheduler.cancel(journal.job_id)
+        else:
+            session.withdraw(journal.job_id)
+
+    def _session_of(self, journal: JobJournal) -> SessionJournal | None:
+        """Return the session that a job was handed to last; None if it has its own processes."""
+        session = read_handover(journal).session
+        return SessionJournal(self.home, session) if session else None
 
     def pause(self, job_id: str) -> JobStatus:
         """Let the job save and stop after its current step. Raises NotFound, BadInput.
@@ -192,7 +209,7 @@ class MegatronTrainer:
         return self.status(job_id)
 
     def _note_resumed(self, journal: JobJournal) -> None:
-        _note(journal, read_handover(journal).model_copy(update={"resumed": True}))
+        note_handover(journal, read_handover(journal).model_copy(update={"resumed": True}))
 
     # ---- restarts
     def _restart(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
@@ -211,22 +228,54 @@ class MegatronTrainer:
         return failed
 
     def _hand_over(self, journal: JobJournal, handover: Handover) -> None:
+        """Start the job's command, or put it into its session's queue and see that this runs."""
         spec = journal.spec()
-        world, gpus = spec.layout.world, self.resources.gpus is not None
+        if spec.session is None:
+            note_handover(journal, handover)
+            module, argument = "job.job", journal.folder / "spec.json"
+            command = self._command(journal.job_id, journal.log, module, argument, spec.layout)
+        else:
+            session_spec = SessionSpec(
+                name=spec.session, layout=spec.layout, idle_seconds=self.session_idle_seconds
+            )
+            session = SessionJournal(self.home, session_spec.id)
+            session.write_spec(session_spec)
+            session.stay()
+            handover = handover.model_copy(update={"session": session_spec.id})
+            note_handover(journal, handover)
+            session.hand_over(journal.job_id)
+            module = "session.session_process"
+            command = self._command(
+                session_spec.id, session.log, module, session.folder, spec.layout
+            )
+        scheduler_id = self.scheduler.submit(command)
+        note_handover(journal, handover.model_copy(update={"id": scheduler_id}))
+        if self.scheduler.status(command.name).state == "queued":
+            self._free_idle_sessions(handover.session)
+
+    def _free_idle_sessions(self, keep: str) -> None:
+        """Ask the sessions that have no job to end, so that a queued command finds room."""
+        for session in sessions(self.home):
+            if session.session_id != keep and not session.queue():
+                session.ask_to_end()
+
+    def _command(
+        self, name: str, log: Path, module: str, argument: Path, layout: Layout
+    ) -> Command:
+        world, gpus = layout.world, self.resources.gpus is not None
         environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
         if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        _note(journal, handover)
-        command = Command(
-            name=journal.job_id,
+        return Command(
+            name=name,
             argv=[
                 sys.executable,
                 "-m",
-                "cray_agents.trainers.job.job",
-                str((journal.folder / "spec.json").resolve()),
+                f"cray_agents.trainers.{module}",
+                str(argument.resolve()),
             ],
-            directory=str(journal.folder.resolve()),
-            log=str(journal.log.resolve()),
+            directory=str(log.parent.resolve()),
+            log=str(log.resolve()),
             environment=environment,
             nodes=self.resources.nodes_for(world),
             ranks=world,
@@ -234,8 +283,6 @@ class MegatronTrainer:
             gpus=gpus,
             minutes=self.resources.minutes,
         )
-        scheduler_id = self.scheduler.submit(command)
-        _note(journal, handover.model_copy(update={"id": scheduler_id}))
 
     # ---- statuses
     def _final_status(self, journal: JobJournal) -> JobStatus | None:
@@ -243,13 +290,31 @@ class MegatronTrainer:
         if status is None:
             return None
         # a kill between the scheduler's answer and our note of it leaves no id
-        scheduler_id = read_handover(journal).id or self.scheduler.status(journal.job_id).id
+        last = read_handover(journal)
+        scheduler_id = last.id or self.scheduler.status(last.session or journal.job_id).id
         added = {"scheduler": self.scheduler.name, "scheduler_job_id": scheduler_id}
+        added["session"] = last.session
         return status.model_copy(update={**added, "metrics": newest_measures(journal)})
 
     def _describe(self, journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         status = describe(journal, spec, state)
         return status.model_copy(update={"scheduler": self.scheduler.name})
+
+
+def session_view(
+    session: SessionJournal, journal: JobJournal, command: CommandStatus
+) -> CommandStatus:
+    """Return a running session's command as one of its jobs sees it.
+
+    The job is queued while another one is trained. A job that the session let go of unfinished, for
+    a pause that is over since, is handed over again.
+    """
+    if session.current == journal.job_id:
+        return command
+    if not journal.ended and not journal.paused:
+        session.hand_over(journal.job_id)
+    waits = journal.job_id in session.queue()
+    return command.model_copy(update={"state": "queued" if waits else "unknown"})
 
 
 def should_retry(journal: JobJournal, spec: JobSpec) -> bool:
@@ -261,51 +326,3 @@ def should_retry(journal: JobJournal, spec: JobSpec) -> bool:
     if ended is not None and ended.checkpoint is not None:
         return checkpoints.read_pruned(journal.home.checkpoint(ended.checkpoint)) is not None
     return ended is not None and ended.state == "failed" and bool(changes(journal.spec(), spec))
-
-
-def read_status(home: Home, job_id: str) -> JobStatus:
-    """Return a job's status from its folder alone, without a scheduler. Raises NotFound."""
-    journal = JobJournal(home, job_id)
-    spec = journal.spec()
-    if (ended := journal.status()) is not None:
-        scheduler_id = read_handover(journal).id
-        added = {"scheduler_job_id": scheduler_id, "metrics": newest_measures(journal)}
-        return ended.model_copy(update=added)
-    state: JobState = "running" if journal.attempts else "queued"
-    state = "paused" if journal.paused else state
-    return describe(journal, spec, "cancelled" if journal.cancelled else state)
-
-
-def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
-    """Return the status of a job without a status.json, from its events."""
-    steps = [e for e in journal.events() if e.get("event") == "step"]
-    return JobStatus(
-        id=spec.id,
-        state=state,
-        scheduler_job_id=read_handover(journal).id,
-        step=steps[-1]["step"] if steps else 0,
-        steps=spec.hyperparameters.steps,
-        attempts=journal.attempts,
-        loss_first=steps[0]["loss"] if steps else None,
-        loss_last=steps[-1]["loss"] if steps else None,
-        trained_tokens=sum(e["tokens"] for e in steps),
-        seconds=sum(e["seconds"] for e in steps),
-        metrics=measures(steps[-1]) if steps else {},
-    )
-
-
-def newest_measures(journal: JobJournal) -> dict[str, Any]:
-    """Return `JobStatus.metrics`, also of a job that has ended."""
-    newest = journal.last_step
-    return measures(newest) if newest is not None else {}
-
-
-def read_handover(journal: JobJournal) -> Handover:
-    """Return a job's last handover to the scheduler; an empty one if there was none."""
-    path = journal.folder / "scheduler.json"
-    return checksums.read_record(Handover, path) if path.exists() else Handover()
-
-
-def _note(journal: JobJournal, handover: Handover) -> None:
-    text = checksums.with_crc(handover.model_dump_json().encode())
-    durable.replace_file(journal.folder / "scheduler.json", text)

@@ -9,8 +9,8 @@ import os
 import resource as limits
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from cray_agents.errors import JobError
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
+from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.job import engine_agreement
 from cray_agents.trainers.job.baselines import Baselines
@@ -28,10 +29,15 @@ from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0, join_ranks
 from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
+from cray_agents.training_jobs import Layout
 
 RECENT = 50  # steps whose gradient norms a new norm is compared with
 EXPLODED = 1000.0  # times the largest recent norm
 SMALL = 1.0  # floor for the largest recent norm: smaller gradients are not clipped by default
+
+
+class FailedEverywhere(JobError):
+    """Raised on every rank at the same point: the job failed, and the ranks are still in step."""
 
 
 @dataclass
@@ -49,7 +55,8 @@ class JobTotals:
     def add(self, report: StepReport, seconds: float, before: int) -> None:
         """Count a step that follows `before` steps.
 
-        Raises JobError if the loss or the gradient norm is not finite, or the norm exploded.
+        Raises FailedEverywhere if the loss or the gradient norm is not finite, or the norm
+        exploded.
         """
         for name, value in (("loss", report.loss), ("gradient norm", report.grad_norm)):
             if not math.isfinite(value):
@@ -78,8 +85,8 @@ class JobTotals:
         return totals
 
 
-def _nonsense(problem: str, report: StepReport, before: int) -> JobError:
-    return JobError(
+def _nonsense(problem: str, report: StepReport, before: int) -> FailedEverywhere:
+    return FailedEverywhere(
         f"{problem} after {before} whole steps (learning rate {report.learning_rate:g}): nothing"
         " was saved from there; lower the learning rate, or look at the parent's weights and the"
         " samples"
@@ -91,24 +98,31 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
 
     When asked to stop or superseded, it ends within a step or between two slices of a longer task.
     """
-    spec = work.spec
+    join(work.spec.layout, rank, store, on_cpu)
+    attempt, *points = broadcast_from_rank0((work.attempt, *work.points))
+    work = work.at(attempt, *points)  # each node read them at its own time
+    training = build(work, on_cpu, stop)
+    finished = execute(training, work)
+    code = 0 if finished or not may_publish(work) else EX_TEMPFAIL
+    torch.distributed.destroy_process_group()
+    return code
+
+
+def join(layout: Layout, rank: int, store: Any, on_cpu: bool) -> None:
+    """Set up this rank's process, and join the other ranks. Collective."""
     # such warnings would fill the log's tail, which must show the cause of a death
     warnings.filterwarnings("ignore", category=FutureWarning)
     if on_cpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu)
-    attempt, *points = broadcast_from_rank0(
-        (work.attempt, *(p and str(p) for p in (work.resume_from, work.optimizer_from)))
-    )
+    join_ranks(layout, rank, layout.world, store, on_cpu)
 
-    def asked_to_stop() -> bool:
-        return stop.set or (
-            is_rank0() and (work.journal.paused or bool(work.journal.fenced(attempt)))
-        )
 
-    training = Training(
+def build(work: JobInputs, on_cpu: bool, stop: StopFlag) -> Training:
+    """Build the job's model and optimizer on this rank, with the parent's weights. Collective."""
+    spec = work.spec
+    return Training(
         work.model,
         spec.layout,
         spec.hyperparameters,
@@ -116,27 +130,45 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
         on_cpu,
         method=spec.method,
         recompute=spec.recompute,
-        asked_to_stop=asked_to_stop,
+        asked_to_stop=stop_check(work, stop),
     )
+
+
+def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:
+    """Return a function that tells whether this rank was asked to stop the job."""
+
+    def asked_to_stop() -> bool:
+        return stop.set or (
+            is_rank0() and (work.journal.paused or bool(work.journal.fenced(work.attempt)))
+        )
+
+    return asked_to_stop
+
+
+def execute(training: Training, work: JobInputs, *, optimizer_in_memory: bool = False) -> bool:
+    """Train the job to its end and publish it; return False if stopped before. Collective.
+
+    `training` holds the parent's weights, and with `optimizer_in_memory` the moments that
+    `spec.optimizer_from` left.
+    """
+    spec, home = work.spec, work.journal.home
     try:
         baseline, validation = score_baselines(training, work)
-        totals = restore(training, *(point and Path(point) for point in points))
-        finished = train(training, work, baseline, validation, attempt, totals)
-        if finished and may_publish(work, attempt):
+        totals = restore(training, work, optimizer_in_memory)
+        finished = train(training, work, baseline, validation, totals)
+        if finished and may_publish(work):
             training.finish()
             hf_export.publish(
                 training,
                 spec,
                 probe_prompts(work.samples),
                 {**totals.summary(), "steps": training.done},
-                work.journal.home.checkpoint(f".{spec.id}.{attempt}"),
-                work.journal.home.checkpoint(spec.id),
+                home.checkpoint(f".{spec.id}.{work.attempt}"),
+                home.checkpoint(spec.id),
             )
     except Stopped:
-        finished = False
-    code = 0 if finished or not may_publish(work, attempt) else EX_TEMPFAIL
-    torch.distributed.destroy_process_group()
-    return code
+        return False
+    return finished
 
 
 def score_baselines(
@@ -152,7 +184,10 @@ def score_baselines(
         limit = engine_agreement.difference_limit(work.spec)
         if is_rank0():
             work.journal.event("agreement", **vars(agreement), limit=limit)
-        agreement.refuse(limit)
+        try:
+            agreement.refuse(limit)
+        except JobError as reason:  # all ranks compared the same numbers
+            raise FailedEverywhere(str(reason)) from None
     baselines = Baselines(training, work.spec, work.reference, work.journal.folder / "baselines")
     baseline = baselines.of_training(work.samples)
     if work.validation is None:
@@ -160,13 +195,17 @@ def score_baselines(
     return baseline, baselines.of_validation(work.validation)
 
 
-def restore(training: Training, point: Path | None, optimizer_from: Path | None) -> JobTotals:
+def restore(training: Training, work: JobInputs, optimizer_in_memory: bool = False) -> JobTotals:
     """Continue from a resume point of this job, or take another job's optimizer, or start anew."""
-    if point is not None:
-        return JobTotals(**resume.load(training, point))
-    if optimizer_from is not None:
-        resume.load(training, optimizer_from)
+    if work.resume_from is not None:
+        return JobTotals(**resume.load(training, work.resume_from))
+    if optimizer_in_memory:
+        return JobTotals()
+    if work.optimizer_from is not None:
+        resume.load(training, work.optimizer_from)
         training.restart()
+    else:
+        allocate_moments(training, 0)  # a session's optimizer may hold another job's
     return JobTotals()
 
 
@@ -175,7 +214,6 @@ def train(
     work: JobInputs,
     baseline: BaselineLogprobs,
     validation: BaselineLogprobs | None,
-    attempt: int,
     totals: JobTotals,
 ) -> bool:
     """Train to the last step, saving on the way; return False if stopped or paused before it."""
@@ -183,9 +221,9 @@ def train(
     saver = Saver(
         training,
         work.megatron,
-        attempt,
+        work.attempt,
         spec.keep,
-        may_publish=lambda: work.journal.fenced(attempt) is None,
+        may_publish=lambda: work.journal.fenced(work.attempt) is None,
         report=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
     )
 
@@ -195,21 +233,24 @@ def train(
         return validation is not None and due and totals.evaluated < done
 
     first, stopped = training.done, False
-    while not stopped and (training.done < steps or to_evaluate()):
-        try:
-            if validation is not None and to_evaluate():
-                evaluate(training, work, validation, totals)
-            else:
-                stopped = step(training, work, baseline, totals)
-        except Stopped:
-            stopped = True
-        if stopped and not may_publish(work, attempt):
-            return False  # do not save: another attempt took over, or the job was cancelled
-        due = training.done == steps or training.done % spec.save_every == 0
-        if training.done > first and (stopped or (due and not to_evaluate())):
-            saver.save(totals.state())
-        saver.poll()
-    saver.finish()
+    try:
+        while not stopped and (training.done < steps or to_evaluate()):
+            try:
+                if validation is not None and to_evaluate():
+                    evaluate(training, work, validation, totals)
+                else:
+                    stopped = step(training, work, baseline, totals)
+            except Stopped:
+                stopped = True
+            if stopped and not may_publish(work):
+                return False  # do not save: another attempt took over, or the job was cancelled
+            due = training.done == steps or training.done % spec.save_every == 0
+            if training.done > first and (stopped or (due and not to_evaluate())):
+                saver.save(totals.state())
+            saver.poll()
+        saver.finish()
+    finally:
+        saver.close()
     return training.done == steps and not to_evaluate()
 
 
@@ -266,6 +307,6 @@ def evaluate(
         work.journal.event("evaluation", step=training.done, loss=loss, tokens=tokens, **measures)
 
 
-def may_publish(work: JobInputs, attempt: int) -> bool:
+def may_publish(work: JobInputs) -> bool:
     """Return True if this attempt is still the newest, as rank 0 sees it. Collective."""
-    return broadcast_from_rank0(work.journal.fenced(attempt) if is_rank0() else None) is None
+    return broadcast_from_rank0(work.journal.fenced(work.attempt) if is_rank0() else None) is None

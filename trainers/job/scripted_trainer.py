@@ -16,8 +16,8 @@ from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import hash_files, publish_folder
+from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import read_status
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 

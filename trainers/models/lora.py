@@ -36,14 +36,16 @@ _COLUMN = ("qkv", "fc1")
 class LoraLinear(torch.nn.Module):
     """A frozen parallel linear `base` with its adapter: `a` and `b`, this rank's share.
 
-    `merged` returns the equivalent single weight. `seed` decides A's initial values.
+    `merged` returns the equivalent single weight. `place` is the linear's layer and name.
     """
 
-    def __init__(self, base: Any, target: Target, config: Any, lora: Lora, seed: int) -> None:
+    def __init__(
+        self, base: Any, target: Target, config: Any, lora: Lora, place: tuple[int, str]
+    ) -> None:
         from megatron.core import parallel_state as ps
 
         super().__init__()
-        self.base, self.seed = base, seed
+        self.base, self.place = base, place
         self.column = target in _COLUMN
         self.gated = target == "fc1" and config.gated_linear_unit
         self.sequence_parallel = config.sequence_parallel
@@ -54,7 +56,6 @@ class LoraLinear(torch.nn.Module):
         self.a = torch.nn.Parameter(base.weight.new_empty(lora.rank, inner))
         self.b = torch.nn.Parameter(base.weight.new_empty(out, lora.rank))
         self._mark()
-        self.start()
 
     def _mark(self) -> None:
         """Mark for Megatron which gradients count once per tensor rank, and which are summed."""
@@ -66,12 +67,13 @@ class LoraLinear(torch.nn.Module):
         whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def start(self) -> None:
+    def start(self, seed: int) -> None:
         """Draw A from PEFT's distribution, the same under every layout; set B to zero."""
         rank, size = self.group.rank(), self.group.size()
         ranks, inner = self.a.shape
         whole = torch.empty(ranks, inner if self.column else inner * size)
-        random = torch.Generator().manual_seed(self.seed)
+        own_seed = int(digest([seed, *self.place], 15), 16)
+        random = torch.Generator().manual_seed(own_seed)
         torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=random)
         self.a.copy_(whole if self.column else whole.chunk(size, 1)[rank])
         self.b.zero_()
@@ -179,8 +181,10 @@ def add_lora(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> N
             for target in targets:
                 place, name = _PLACES[target]
                 owner = getattr(layer, place)
-                own_seed = int(digest([seed, layer.layer_number, name], 15), 16)
-                linear = LoraLinear(getattr(owner, name), target, chunk.config, lora, own_seed)
+                linear = LoraLinear(
+                    getattr(owner, name), target, chunk.config, lora, (layer.layer_number, name)
+                )
+                linear.start(seed)
                 setattr(owner, name, linear)
         if chunk.pre_process and chunk.config.recompute_granularity:
             # without a gradient of its input, a recomputed block would compute none for its weights
@@ -195,10 +199,23 @@ def adapters(chunks: list[Any]) -> Iterator[tuple[Any, str, LoraLinear]]:
                 yield chunk, name, module
 
 
+Folded = list[tuple[Any, str, LoraLinear]]  # (owner, attribute, adapter)
+
+
 @torch.no_grad()
-def fold_adapters(chunks: list[Any]) -> None:
-    """Add the adapters to their weights, for good; plain linears remain."""
+def fold_adapters(chunks: list[Any]) -> Folded:
+    """Add the adapters to their weights and put plain linears in their places; return them."""
+    folded: Folded = []
     for chunk, name, adapter in list(adapters(chunks)):
-        owner, _, last = name.rpartition(".")
+        path, _, last = name.rpartition(".")
+        owner = chunk.get_submodule(path)
         adapter.base.weight.copy_(adapter.merged())
-        setattr(chunk.get_submodule(owner), last, adapter.base)
+        setattr(owner, last, adapter.base)
+        folded.append((owner, last, adapter))
+    return folded
+
+
+def unfold_adapters(folded: Folded) -> None:
+    """Put adapters back around their linears, whose weights stay as they were merged."""
+    for owner, last, adapter in folded:
+        setattr(owner, last, adapter)

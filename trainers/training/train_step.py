@@ -24,7 +24,13 @@ from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.lora import adapters, add_lora
+from cray_agents.trainers.models.lora import (
+    Folded,
+    adapters,
+    add_lora,
+    fold_adapters,
+    unfold_adapters,
+)
 from cray_agents.trainers.models.model import build_model
 from cray_agents.trainers.models.weights import SafeTensors, load_weights, weight_source
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
@@ -59,11 +65,16 @@ class StepReport:
     measures: dict[str, float] = field(default_factory=dict)
 
 
+#: Hyperparameters that decide how model and optimizer are built; the others may change in between.
+BUILT_IN = ("dtype", "lora", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+
+
 class Training:
     """One rank's share of a training job. All methods are collective.
 
     Each step calls `asked_to_stop` and reports the answer. `score` and `evaluate` call it at
     intervals and raise Stopped. `overlap`: see `wrap` in optimizer.py; None means only on GPUs.
+    Where `fits` says so, `begin` takes up another job with the same model and optimizer.
     """
 
     def __init__(
@@ -81,6 +92,7 @@ class Training:
     ) -> None:
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
         self.on_cpu, self.method, self.asked_to_stop = on_cpu, method, asked_to_stop
+        self.recompute = recompute
         self.ranks = Ranks(layout, on_cpu)
         self.done = 0  # steps
         self.chunks = build_model(model, layout, hyper, on_cpu, recompute)
@@ -91,14 +103,50 @@ class Training:
         self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = next((chunk.head for chunk in self.chunks if chunk.post_process), None)
+        self._folded: Folded = []
+
+    def fits(
+        self, model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str
+    ) -> bool:
+        """Return True if a job can be trained with this model and optimizer as they are built."""
+        same = all(getattr(hyper, name) == getattr(self.hyper, name) for name in BUILT_IN)
+        return same and (model, layout, recompute) == (self.model, self.layout, self.recompute)
+
+    def begin(
+        self,
+        parent: Path,
+        hyper: Hyperparameters,
+        method: MethodName,
+        asked_to_stop: Callable[[], bool],
+        *,
+        in_memory: bool,
+    ) -> None:
+        """Take up another job that `fits`, at step 0; the optimizer's moments stay.
+
+        With `in_memory`, this rank holds the parent's weights already, rounded as they are stored.
+        """
+        self.parent, self.hyper, self.method = parent, hyper, method
+        self.asked_to_stop = asked_to_stop
+        self.ranks = Ranks(self.layout, self.on_cpu)
+        unfold_adapters(self._folded)
+        self._folded = []
+        if in_memory:
+            self._start_from_weights()
+        else:
+            self.take_weights()
+        self.done = 0
 
     def take_weights(self, checkpoint: Path | None = None) -> None:
         """Load a checkpoint's weights; with None, the weights that the job starts from."""
         first = weight_source(self.parent, self.model, self.hyper)
         source = first if checkpoint is None else SafeTensors(checkpoint, tied=self.model.tied)
         load_weights(self.chunks, self.model, source)
+        self._start_from_weights()
+
+    def _start_from_weights(self) -> None:
+        """Begin adapters anew, and give the optimizer the weights that the model has now."""
         for _, _, adapter in adapters(self.chunks):
-            adapter.start()
+            adapter.start(self.hyper.seed)
         self.optimizer.reload_model_params()
 
     def restart(self) -> None:
@@ -109,6 +157,10 @@ class Training:
     def finish(self) -> None:
         """Fetch the last step's weights to every rank, for readers of the weights."""
         gather_weights(self.wrapped_chunks)
+
+    def fold_adapters(self) -> None:
+        """Merge the adapters into the weights; only `begin` makes training possible again."""
+        self._folded = fold_adapters(self.chunks)
 
     # ---- learning
     def step(self, baseline: BaselineLogprobs) -> StepReport:

@@ -158,8 +158,8 @@ def call_platform(
 def _without_platform(home: Home, job_id: str) -> str:
     """Say how a job stands without a platform, and how to pause, resume or end it."""
     from cray_agents.runtime.scheduler.choose import site_cluster
+    from cray_agents.trainers.job.job_status import read_handover, read_status
     from cray_agents.trainers.job.journal import JobJournal
-    from cray_agents.trainers.job.megatron_trainer import read_handover, read_status
 
     status = read_status(home, job_id)
     if status.state in ("succeeded", "failed", "cancelled"):
@@ -196,7 +196,7 @@ def print_state(job: JobStatus) -> None:
 
 def report_end(home: Home, job_id: str) -> None:
     """Say on stderr how a job ended. Raises JobError unless it succeeded."""
-    from cray_agents.trainers.job.megatron_trainer import read_status
+    from cray_agents.trainers.job.job_status import read_status
 
     status = read_status(home, job_id)
     if status.state != "succeeded":
@@ -211,8 +211,8 @@ def named_job(home: Home, given: str) -> str:
 
     Raises NotFound, and BadInput when several jobs match.
     """
+    from cray_agents.trainers.job.job_status import read_handover
     from cray_agents.trainers.job.journal import JobJournal
-    from cray_agents.trainers.job.megatron_trainer import read_handover
 
     ids = job_ids(home)
     if given in ids:
@@ -236,8 +236,8 @@ def job_ids(home: Home) -> list[str]:
 
 def job_rows(home: Home) -> list[dict[str, Any]]:
     """Return a row for each job: its status, method, dataset, parent and submission time."""
+    from cray_agents.trainers.job.job_status import read_status
     from cray_agents.trainers.job.journal import JobJournal
-    from cray_agents.trainers.job.megatron_trainer import read_status
 
     rows = []
     for name in job_ids(home):

@@ -74,7 +74,8 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
             say(f"scheduler: {scheduler.reason}")
             resources = resources_of(config, here=scheduler.on_this_host)
             say(f"trainer: {resources}")
-            trainer = MegatronTrainer(home, scheduler, resources)
+            idle = 60 * config.train_session_idle_minutes
+            trainer = MegatronTrainer(home, scheduler, resources, idle)
             platform = describe_platform(config, scheduler, resources)
             uvloop.run(run(config, registry, trainer, platform, version, replicas, listener, token))
 

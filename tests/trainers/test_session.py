@@ -1,0 +1,219 @@
+"""Training sessions: jobs trained one after the other in memory end as jobs trained alone."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.paths import Home
+from cray_agents.records import Manifest
+from cray_agents.runtime.disk import checksums
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.training_jobs import JobSpec, Layout
+
+pytestmark = pytest.mark.megatron
+
+
+class RunningSession:
+    """A session's process, forked from this one: Megatron is loaded already."""
+
+    def __init__(self, home: Home, layout: Layout, idle_seconds: float = 600.0) -> None:
+        from cray_agents.trainers.models.cpu_megatron import load_megatron
+        from cray_agents.trainers.session import resident, session_process  # noqa: F401
+
+        load_megatron()
+        spec = SessionSpec(name="loop", layout=layout, idle_seconds=idle_seconds)
+        self.journal = SessionJournal(home, spec.id)
+        self.journal.write_spec(spec)
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                log = os.open(self.journal.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)
+                code = session_process.main([str(self.journal.folder)])
+            finally:
+                os._exit(code)
+
+    def train(self, spec: JobSpec) -> JobJournal:
+        """Hand a job over, and wait for its end."""
+        job = self.start(spec)
+        while not job.ended or self.journal.current == spec.id:
+            self.check()
+            time.sleep(0.01)
+        return job
+
+    def start(self, spec: JobSpec) -> JobJournal:
+        job = JobJournal(self.journal.home, spec.id)
+        job.write_spec(spec)
+        self.journal.hand_over(spec.id)
+        return job
+
+    def check(self) -> None:
+        """Fail if the session has ended."""
+        ended, _ = os.waitpid(self.pid, os.WNOHANG)
+        current = JobJournal(self.journal.home, self.journal.current or "none")
+        assert not ended, f"{self.log}\n{current.log_tail()}\n{current.status()}"
+
+    def end(self) -> int:
+        self.journal.ask_to_end()
+        return self.wait()
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    @property
+    def log(self) -> str:
+        logs = sorted((self.journal.folder / "logs").glob("*"))
+        return "\n".join([self.journal.log.read_text(), *(p.read_text() for p in logs)])
+
+
+def chain(lab: Any, layout: dict[str, int], hyper: dict[str, Any], train: Any) -> list[Any]:
+    """Three jobs, each with the checkpoint of the one before; the third without its optimizer."""
+    lab.dataset()
+    lab.dataset("other", ids=[[i, i + 1, i + 2, i + 3, i + 4, i + 7] for i in range(3, 40)])
+    parent, before, results = lab.models("qwen3"), None, []
+    for number in range(3):
+        spec = lab.spec(
+            parent,
+            dataset="ds" if number != 1 else "other",
+            layout=layout,
+            hyper={**hyper, "steps": 4, "seed": number},
+            optimizer_from=before if number == 1 and not hyper.get("lora") else None,
+        )
+        job = train(spec)
+        status = job.status()
+        assert status is not None and status.state == "succeeded", (status, job.log_tail())
+        parent, before = lab.home.checkpoint(spec.id), spec.id
+        results.append(outcome(lab.home, job))
+    return results
+
+
+def outcome(home: Home, job: JobJournal) -> Any:
+    manifest = checksums.read_record(Manifest, home.checkpoint(job.job_id) / "manifest.json")
+    steps = [e for e in job.events() if e["event"] == "step"]
+    numbers = [(e["step"], e["loss"], e["grad_norm"]) for e in steps]
+    names_parent = "adapter/adapter_config.json"  # by its path, which is another in each home
+    files = {name: sha256 for name, sha256 in manifest.files.items() if name != names_parent}
+    return files, manifest.probe, numbers
+
+
+@pytest.mark.parametrize(
+    ("layout", "hyper"),
+    [
+        ({}, {}),
+        ({"data": 2}, {"dtype": "bfloat16"}),
+        ({"tensor": 2}, {}),
+        ({}, {"lora": {"rank": 2}}),
+    ],
+    ids=["one rank", "data, bfloat16", "tensor", "lora"],
+)
+def test_jobs_in_memory_end_as_jobs_of_their_own(
+    lab: Any, tmp_path: Path, layout: dict[str, int], hyper: dict[str, Any]
+) -> None:
+    session = RunningSession(lab.home, Layout(**layout))
+    in_session = chain(lab, layout, hyper, session.train)
+    assert session.end() == 0, session.log
+    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
+    assert chain(alone, layout, hyper, lambda spec: alone.run(spec).journal) == in_session
+
+
+def test_a_session_takes_jobs_of_other_kinds_too(lab: Any, tmp_path: Path) -> None:
+    """Another method, another model, another dtype: built anew, with the same results as alone."""
+
+    def jobs(lab: Any, train: Any) -> list[Any]:
+        lab.dataset()
+        lab.dataset("pairs", method="dpo")
+        lab.dataset("policy", method="grpo")
+        specs = [
+            lab.spec("qwen3", hyper={"steps": 2}),
+            lab.spec("qwen3", dataset="policy", method="grpo", hyper={"steps": 2}),
+            lab.spec("llama-tied", hyper={"steps": 2}),
+            lab.spec("qwen3", dataset="pairs", method="dpo", hyper={"steps": 2}),
+            lab.spec("qwen3", hyper={"steps": 2, "dtype": "bfloat16", "lora": {"rank": 2}}),
+        ]
+        return [outcome(lab.home, train(spec)) for spec in specs]
+
+    session = RunningSession(lab.home, Layout())
+    in_session = jobs(lab, session.train)
+    assert session.end() == 0, session.log
+    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
+    assert jobs(alone, lambda spec: alone.run(spec).journal) == in_session
+
+
+def test_a_bad_job_fails_and_the_next_is_trained(lab: Any) -> None:
+    lab.dataset()
+    lab.dataset("empty", ids=[[1, 2, 3]], masks=[[0, 0, 0]])
+    session = RunningSession(lab.home, Layout(data=2))
+    lost = session.train(lab.spec("qwen3", dataset="gone", layout={"data": 2}))
+    assert lost.status().state == "failed" and "gone" in lost.status().error
+    wild = lab.spec("qwen3", layout={"data": 2}, hyper={"learning_rate": 1e30, "warmup_steps": 0})
+    exploded = session.train(wild)
+    assert exploded.status().state == "failed" and "lower the learning rate" in (
+        exploded.status().error
+    )
+    whole = session.train(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2}))
+    assert whole.status().state == "succeeded", session.log
+    assert session.end() == 0, session.log
+
+
+def test_a_job_is_paused_and_cancelled_without_its_session(lab: Any) -> None:
+    lab.dataset()
+    session = RunningSession(lab.home, Layout())
+    long = session.start(lab.spec("qwen3", hyper={"steps": 5000}))
+    while long.step < 5:
+        session.check()
+        time.sleep(0.005)
+    long.pause()
+    while session.journal.current is not None:
+        session.check()
+        time.sleep(0.005)
+    assert long.status() is None and session.journal.queue() == []
+    short = session.train(lab.spec("qwen3", hyper={"steps": 2}))
+    assert short.status().state == "succeeded"
+    paused_at = long.step
+    long.resume()
+    session.journal.hand_over(long.job_id)
+    while long.step < paused_at + 5:
+        session.check()
+        time.sleep(0.005)
+    long.cancel()
+    while long.job_id in session.journal.queue():
+        session.check()
+        time.sleep(0.005)
+    assert [e["from_step"] for e in long.events() if e["event"] == "started"] == [0, paused_at]
+    assert session.end() == 0, session.log
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked"])
+def test_a_session_that_ended_in_a_job_goes_on_with_it(
+    lab: Any, undisturbed: Any, how: signal.Signals
+) -> None:
+    calm, whole = undisturbed
+    lab.dataset()
+    first = RunningSession(lab.home, Layout())
+    job = first.start(lab.spec("qwen3"))
+    while job.step < 4:
+        first.check()
+        time.sleep(0.002)
+    os.kill(first.pid, how)
+    assert first.wait() == (-how if how == signal.SIGKILL else 75), first.log
+    assert job.status() is None and first.journal.queue() == [job.job_id]
+    second = RunningSession(lab.home, Layout())
+    while not job.ended:
+        second.check()
+        time.sleep(0.01)
+    assert second.end() == 0
+    assert outcome(lab.home, job) == outcome(calm.home, whole.journal)
+    assert second.journal.attempts == 2 and job.attempts == 2
+
+
+def test_an_idle_session_ends(lab: Any) -> None:
+    assert RunningSession(lab.home, Layout(), idle_seconds=0.2).wait() == 0

@@ -1,0 +1,1 @@
+"""Training sessions: ranks that stay, with model and optimizer in memory, from job to job."""

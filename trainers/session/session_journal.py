@@ -1,0 +1,141 @@
+"""Session journal: a training session's folder on the shared root.
+
+    spec.json       the SessionSpec
+    attempts/<n>    created exclusively by the n-th start: the fence. Only the newest takes jobs
+    queue/<job>     a job handed to the session, until it has ended; the oldest is taken first
+    current         the job that the newest attempt works on; empty between two jobs
+    end             asks an idle session to end; a session that takes a job removes it
+    log.txt, logs/  the output of the launcher and of the ranks
+
+The trainer that submits and the session's processes share this module. Nothing here decides a
+job's result or its end: that is in the job's own journal, so a session may die at any moment. Read
+next: resident.py.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from pydantic import Field
+
+from cray_agents.errors import NotFound
+from cray_agents.paths import Home
+from cray_agents.records import Record, canonical, digest
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.training_jobs import Layout
+
+
+class SessionSpec(Record):
+    """A session's name and ranks. It ends after `idle_seconds` without a job."""
+
+    name: str
+    layout: Layout = Field(default_factory=Layout)
+    idle_seconds: float = Field(600.0, gt=0)
+
+    @property
+    def id(self) -> str:
+        """The text `session-` and a hash of name and layout."""
+        return f"session-{digest({'name': self.name, 'layout': self.layout.model_dump()})}"
+
+
+class SessionJournal:
+    """The folder of one session. Cheap to make, and without state of its own."""
+
+    def __init__(self, home: Home, session_id: str) -> None:
+        self.home, self.session_id = home, session_id
+        self.folder = home.sessions / session_id
+        self.log = self.folder / "log.txt"
+
+    def spec(self) -> SessionSpec:
+        """Return the session's spec. Raises NotFound."""
+        try:
+            return checksums.read_record(SessionSpec, self.folder / "spec.json")
+        except FileNotFoundError:
+            message = f"no training session {self.session_id!r} in {self.home.sessions}"
+            raise NotFound(message, param="session") from None
+
+    def write_spec(self, spec: SessionSpec) -> None:
+        """Record the spec; a later one of the same session changes when it is idle for too long."""
+        path = self.folder / "spec.json"
+        if not path.exists() or self.spec() != spec:
+            text = checksums.with_crc(spec.model_dump_json(indent=1).encode())
+            durable.replace_file(path, text)
+
+    # ---- attempts
+    @property
+    def attempts(self) -> int:
+        """The number of starts so far."""
+        return max((int(name) for name in _names(self.folder / "attempts")), default=0)
+
+    def claim_attempt(self) -> int:
+        """Become the newest attempt; older ones see this and take no more jobs."""
+        while True:
+            number = self.attempts + 1
+            mine = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+            text = checksums.with_crc(canonical(mine))
+            if durable.create_file(self.folder / "attempts" / str(number), text):
+                return number
+
+    # ---- jobs
+    def hand_over(self, job_id: str) -> None:
+        """Put a job into the queue, unless it is there."""
+        path = self.folder / "queue" / job_id
+        if not path.exists():
+            durable.create_file(path, checksums.with_crc(canonical({"time": time.time()})))
+
+    def withdraw(self, job_id: str) -> None:
+        """Take a job out of the queue. The job's own journal says if and how it ended."""
+        (self.folder / "queue" / job_id).unlink(missing_ok=True)
+
+    def queue(self) -> list[str]:
+        """Return the jobs that were handed over and have not ended, the oldest first."""
+        waiting = []
+        for name in _names(self.folder / "queue"):
+            try:
+                written = (self.folder / "queue" / name).stat().st_mtime_ns
+            except FileNotFoundError:  # withdrawn meanwhile
+                continue
+            waiting.append((written, name))
+        return [name for _, name in sorted(waiting)]
+
+    @property
+    def current(self) -> str | None:
+        """The job that the session works on; None between two jobs."""
+        try:
+            return (self.folder / "current").read_text() or None
+        except FileNotFoundError:
+            return None
+
+    def note_current(self, job_id: str | None) -> None:
+        """Record the job that is taken up; not waited for by the disk: a kill makes it stale."""
+        draft = self.folder / ".current"
+        draft.write_text(job_id or "")
+        draft.replace(self.folder / "current")
+
+    # ---- end
+    @property
+    def asked_to_end(self) -> bool:
+        """True if an idle session is to end before its time."""
+        return (self.folder / "end").exists()
+
+    def ask_to_end(self) -> None:
+        """Let the session end as soon as it has no job."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "end").touch()
+
+    def stay(self) -> None:
+        """Take an earlier request to end back."""
+        (self.folder / "end").unlink(missing_ok=True)
+
+
+def sessions(home: Home) -> list[SessionJournal]:
+    """Return all sessions of a root."""
+    return [SessionJournal(home, name) for name in sorted(_names(home.sessions))]
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder, without drafts; none if it does not exist."""
+    try:
+        return [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,74 @@
+"""Session process: `python -m cray_agents.trainers.session.session_process <home>/sessions/<id>`.
+
+A scheduler starts it once per node. It claims the session's next attempt, forks the ranks, and ends
+when the session was idle for too long. Whatever kills it, its jobs are unfinished jobs: the trainer
+starts the session again, and each goes on from its last resume point.
+
+    exit 0   idle for too long, or asked to end     exit 75  stopped: its jobs go on later
+    exit 1   a rank died; the job it worked on may be tried again
+
+Read next: resident.py for the work of each rank, job/launch.py for their processes.
+"""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from cray_agents.errors import JobError, SetupError
+from cray_agents.paths import Home
+from cray_agents.trainers.job.job_end import record_failure
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.launch import find_placement, run_ranks
+from cray_agents.trainers.session.session_journal import SessionJournal
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the session of a folder; return the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1:
+        print("usage: python -m cray_agents.trainers.session.session_process <home>/sessions/<id>")
+        return 2
+    folder = Path(arguments[0]).resolve()
+    session = SessionJournal(Home(folder.parents[1]), folder.name)
+    try:
+        return run(session)
+    except JobError as death:
+        report = f"--- the end of the rank's log:\n{death.log_tail}\n---\n{death}"
+        print(report, flush=True)
+        if (job_id := session.current) is not None:
+            with JobJournal(session.home, job_id).log.open("a") as log:
+                print(report, file=log)
+        return 1
+    except SetupError as problem:
+        print(problem, flush=True)
+        return 1
+
+
+def run(session: SessionJournal) -> int:
+    """Claim the session, and run its ranks on this node until they end."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
+    import torch
+
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.session import resident
+
+    spec = session.spec()
+    placement = find_placement(spec.layout.world, session.session_id)
+    attempt = session.claim_attempt() if placement.node == 0 else session.attempts
+    on_cpu = load_megatron()
+    if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
+        raise SetupError(
+            f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
+        )
+    print(f"attempt {attempt}: {spec.layout.world} ranks wait for jobs of {spec.name}", flush=True)
+    main_of_rank = partial(resident.run, session, attempt, on_cpu)
+    outcome = run_ranks(placement, session.folder / "logs", main_of_rank)
+    if outcome.refusal is not None and (job_id := session.current) is not None:
+        record_failure(JobJournal(session.home, job_id), outcome.refusal)
+        session.withdraw(job_id)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
