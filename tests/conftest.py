@@ -6,7 +6,7 @@
 
 import os
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.getoption("--note-slow"):
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for report in (each for kind in terminalreporter.stats.values() for each in kind):
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("[")[0]] += report.duration
