@@ -175,7 +175,8 @@ class JobSpec(StrictRecord):
     `parent_sha256` the hash of its weights, `parent_settings_sha256` the hash of its config,
     tokenizer and chat template (None in older jobs). `reference` is the checkpoint that dpo, kto
     and grpo's KL compare with; None: the parent. `optimizer_from` names the job whose optimizer
-    state is continued.
+    state is continued. `commands` names a run of a client's own commands, which take the place of
+    `dataset` and `method` (see platform/training_commands.py).
 
     These fields only decide how the job is run, and do not enter its id:
 
@@ -194,6 +195,7 @@ class JobSpec(StrictRecord):
 
     method: MethodName = "sft"
     dataset: str
+    commands: str | None = Field(None, min_length=1)
     parent: str
     parent_sha256: str
     parent_settings_sha256: str | None = None
@@ -238,6 +240,8 @@ class JobSpec(StrictRecord):
         decisive = self.model_dump(exclude=_EXECUTION_FIELDS, mode="json")
         if self.parent_settings_sha256 is None:  # jobs older than this field keep their ids
             del decisive["parent_settings_sha256"]
+        if self.commands is None:  # likewise
+            del decisive["commands"]
         if self.hyperparameters.policy.dual_clip is None:  # likewise
             del decisive["hyperparameters"]["policy"]["dual_clip"]
         return f"job-{digest(decisive)}"

@@ -82,7 +82,10 @@ def read_inputs(
             param="parent_settings_sha256",
         )
     reference = _reference(spec, home, parent, model)
-    samples, validation = _samples(spec, home, parent, model)
+    if spec.commands is None:
+        samples, validation = _samples(spec, home, parent, model)
+    else:
+        samples, validation = Samples.of([]), None
     places = places_of_parent(samples, home, spec.parent_sha256)
     return JobInputs(
         journal,

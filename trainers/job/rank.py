@@ -27,17 +27,19 @@ from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
+from cray_agents.trainers.session.command_run import run_commands
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0, join_ranks
-from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
+from cray_agents.trainers.training.train_step import (
+    FailedEverywhere,
+    StepReport,
+    Stopped,
+    Training,
+)
 from cray_agents.training_jobs import Layout
 
 RECENT = 50  # steps whose gradient norms a new norm is compared with
 EXPLODED = 1000.0  # times the largest recent norm
 SMALL = 1.0  # floor for the largest recent norm: smaller gradients are not clipped by default
-
-
-class FailedEverywhere(JobError):
-    """Raised on every rank at the same point: the job failed, and the ranks are still in step."""
 
 
 @dataclass
@@ -145,12 +147,25 @@ def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:
     return asked_to_stop
 
 
-def execute(training: Training, work: JobInputs, *, optimizer_in_memory: bool = False) -> bool:
+def never(seconds: float) -> bool:
+    """Return False: a job of its own waits for its next command as long as it may run."""
+    return False
+
+
+def execute(
+    training: Training,
+    work: JobInputs,
+    *,
+    optimizer_in_memory: bool = False,
+    leave: Callable[[float], bool] = never,
+) -> bool:
     """Train the job to its end and publish it; return False if stopped before. Collective.
 
     `training` holds the parent's weights, and with `optimizer_in_memory` the moments that
-    `spec.optimizer_from` left.
+    `spec.optimizer_from` left. `leave`: see command_run.py.
     """
+    if work.spec.commands is not None:
+        return run_commands(training, work, leave)
     spec, home = work.spec, work.journal.home
     try:
         baseline, validation = score_baselines(training, work)

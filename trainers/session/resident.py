@@ -13,11 +13,9 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 
 from cray_agents.errors import Corrupt, CrayError, SetupError, StoreError
 from cray_agents.records import Manifest
@@ -27,17 +25,17 @@ from cray_agents.trainers.job.job_end import already_ended, record_failure, reco
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.relay import Relay
+from cray_agents.trainers.training.train_step import FailedEverywhere, Training
 from cray_agents.training_jobs import JobSpec
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1  # seconds between two looks at the queue
-FOR_EVER = timedelta(days=7)  # rank 0 may be idle for long; its end ends the others, too
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def run(
     spec = session.spec()
     job_rank.join(spec.layout, rank, store, on_cpu)
     resident = Resident(session, attempt, on_cpu, stop)
-    orders = Orders(session, spec, attempt, stop, rank, spec.layout.world)
+    orders = Orders(session, attempt, stop)
     while (order := orders.next()).job is not None:
         resident.train(JobJournal(session.home, order.job), order.attempt)
     torch.distributed.destroy_process_group()
@@ -72,36 +70,15 @@ def run(
 
 
 class Orders:
-    """The next job, chosen by rank 0 and passed on through the ranks' store.
+    """The next job, chosen by rank 0."""
 
-    The others wait in the store, not in a collective: that would keep a GPU busy.
-    """
-
-    def __init__(
-        self,
-        session: SessionJournal,
-        spec: SessionSpec,
-        attempt: int,
-        stop: StopFlag,
-        rank: int,
-        world: int,
-    ) -> None:
-        self._session, self._spec, self._attempt, self._stop = session, spec, attempt, stop
-        self._leads, self._alone, self._number = rank == 0, world == 1, 0
-        default: Any = distributed_c10d._get_default_store()
-        self._store = default if self._alone else default.clone()
+    def __init__(self, session: SessionJournal, attempt: int, stop: StopFlag) -> None:
+        self._session, self._spec, self._attempt = session, session.spec(), attempt
+        self._stop, self._relay = stop, Relay("order")
 
     def next(self) -> Order:
         """Return the next order, the same on every rank."""
-        self._number += 1
-        key = f"order/{self._number}"
-        if self._leads:
-            order = self._choose()
-            if not self._alone:
-                self._store.set(key, json.dumps(vars(order)))
-            return order
-        self._store.wait([key], FOR_EVER)
-        return Order(**json.loads(self._store.get(key)))
+        return Order(**self._relay.next(lambda: vars(self._choose())))
 
     def _choose(self) -> Order:
         """Wait for a job that has not ended, claim it, and return it."""
@@ -142,7 +119,7 @@ class Resident:
             try:
                 work = self._read(journal, spec, attempt)
                 finished = self._execute(work)
-            except job_rank.FailedEverywhere as reason:
+            except FailedEverywhere as reason:
                 self._training = self._memory = None
                 if is_rank0():
                     record_failure(journal, str(reason))
@@ -215,10 +192,17 @@ class Resident:
                 torch.cuda.empty_cache()
             self._training = job_rank.build(work, self._on_cpu, self._stop)
         self._memory = None  # until the job is published
-        finished = job_rank.execute(self._training, work, optimizer_in_memory=optimizer)
+        finished = job_rank.execute(
+            self._training, work, optimizer_in_memory=optimizer, leave=self._leave
+        )
         if finished:
             self._memory = self._published(work)
         return finished
+
+    def _leave(self, idle: float) -> bool:
+        """Return True if a job without a command for `idle` seconds is to make room."""
+        others = len(self._session.queue()) > 1 or self._session.asked_to_end
+        return others or idle > self._session.spec().idle_seconds
 
     def _published(self, work: JobInputs) -> InMemory | None:
         """Return the state in memory after a job of this session was published.
@@ -244,7 +228,7 @@ def agree(problem: CrayError | None) -> None:
         mine = (str(problem), machine)
     every = [json.loads(one) for one in gather_from_ranks(json.dumps(mine).encode())]
     for text, machine in filter(None, every):
-        raise (SetupError if machine else job_rank.FailedEverywhere)(text)
+        raise (SetupError if machine else FailedEverywhere)(text)
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, JobError
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.data.context_parallel import ContextShard
-from cray_agents.trainers.data.packer import Packed, microbatches, step_units
+from cray_agents.trainers.data.packer import Columns, Packed, microbatches, step_units
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.learning_rate import learning_rate
@@ -41,6 +41,10 @@ Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 Item = TypeVar("Item")
 
 SCORED_TOGETHER = 128  # units per data rank that are packed together when only scoring
+
+
+class FailedEverywhere(JobError):
+    """Raised on every rank at the same point: the job failed, and the ranks are still in step."""
 
 
 class Stopped(Exception):
@@ -162,6 +166,21 @@ class Training:
         """Merge the adapters into the weights; only `begin` makes training possible again."""
         self._folded = fold_adapters(self.chunks)
 
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Let the weights be published within the context, and make training possible after it.
+
+        Training goes on from the weights as they are stored. Adapters stay as they are.
+        """
+        bases = [adapter.base.weight.detach().clone() for _, _, adapter in adapters(self.chunks)]
+        yield
+        unfold_adapters(self._folded)
+        with torch.no_grad():
+            for (_, _, adapter), weight in zip(self._folded, bases, strict=True):
+                adapter.base.weight.copy_(weight)
+        self._folded = []
+        self.optimizer.reload_model_params()
+
     # ---- learning
     def step(self, baseline: BaselineLogprobs) -> StepReport:
         """Train one step on the next units of the samples.
@@ -173,9 +192,7 @@ class Training:
         units = [samples.units[number] for number in numbers]
         self.ranks.seed(self.hyper.seed, self.done)
         drift = self._drift(baseline, units)
-        for chunk in self.wrapped_chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.drop_gradients()
         members = _members(units)
         sums = self._sums(baseline, units, drift, baseline.weight_scale(members), learn=True)
         stops, _ = sums.pop("stop")
@@ -185,7 +202,7 @@ class Training:
             measures["reward"] = float(samples.rewards[members].mean())
         rate, norm = learning_rate(self.hyper, self.done), math.nan
         if math.isfinite(loss):
-            norm = self._update(rate)
+            norm = self.update(rate)
             self.done += 1
         return StepReport(
             loss=loss,
@@ -198,12 +215,19 @@ class Training:
             measures=measures,
         )
 
-    def _update(self, rate: float) -> float:
+    def update(self, rate: float, weight_decay: float | None = None) -> float:
         """Let the optimizer take a step; return the norm of the gradient before clipping."""
+        decay = self.hyper.weight_decay if weight_decay is None else weight_decay
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
-            group["weight_decay"] = self.hyper.weight_decay * group.get("wd_mult", 1.0)
+            group["weight_decay"] = decay * group.get("wd_mult", 1.0)
         return float(self.optimizer.step()[1])
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for chunk in self.wrapped_chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def evaluate(self, baseline: BaselineLogprobs) -> tuple[float, dict[str, float]]:
@@ -235,11 +259,11 @@ class Training:
         logprobs: list[Floats] = []
         with self._without_dropout():
             for wanted in self._slices(range(len(samples)) if indices is None else indices):
-                batches, members = self._share(samples, [[i] for i in wanted])
+                batches, members = self.pack_share(samples, [[i] for i in wanted])
                 places = {i: n for n, i in enumerate(wanted)}
-                self._set_head(temperature)
+                self.set_head(temperature)
                 logprobs += self.ranks.collect(
-                    self._run(batches, self._logprobs, learn=False),
+                    self.run_passes(batches, self._logprobs, learn=False),
                     batches,
                     [[places[i] for i in batch] for batch in members],
                     [int((samples.masks[i][1:] > 0).sum()) for i in wanted],
@@ -267,10 +291,10 @@ class Training:
         learn: bool,
     ) -> Sums:
         """Return the loss over units and its measures, as sums and counts over all ranks."""
-        batches, _ = self._share(baseline.samples, units, baseline)
-        self._set_head(entropy=self.method == "grpo")
-        report = partial(self._loss, drift, scale)
-        return self.ranks.add_up(self._run(batches, report, learn=learn), self.asked_to_stop())
+        batches, _ = self.pack_share(baseline.samples, units, baseline.columns)
+        self.set_head(entropy=self.method == "grpo")
+        reports = self.run_passes(batches, partial(self._loss, drift, scale), learn=learn)
+        return self.ranks.add_up(reports, self.asked_to_stop())
 
     def _means(self, sums: Sums) -> tuple[float, dict[str, float]]:
         """Return the loss, and the means of the other measures."""
@@ -288,23 +312,24 @@ class Training:
             yield values[start : start + size]
 
     # ---- one pass through the pipeline
-    def _share(
+    def pack_share(
         self,
         samples: Samples,
         units: Sequence[Sequence[int]],
-        baseline: BaselineLogprobs | None = None,
+        columns: Columns | None = None,
     ) -> tuple[list[Packed], list[list[int]]]:
+        """Pack this data rank's share of units; return the micro-batches and their members."""
         return microbatches(
             samples,
             units,
             self.hyper.max_tokens_per_microbatch,
             self.ranks.data_rank,
             self.layout.data,
-            columns=baseline.columns if baseline else None,
+            columns=columns,
             rounds=self.layout.pipeline if self.layout.interleave > 1 else 1,
         )
 
-    def _run(self, batches: list[Packed], report: Any, *, learn: bool) -> list[Any]:
+    def run_passes(self, batches: list[Packed], report: Any, *, learn: bool) -> list[Any]:
         """Run forward (and backward) over micro-batches; the last pipeline stage gets reports."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -364,7 +389,7 @@ class Training:
         total = loss.total if len(rows) else per_token.sum() * 0.0
         return total, loss.count.int(), report
 
-    def _set_head(self, temperature: float | None = None, entropy: bool = False) -> None:
+    def set_head(self, temperature: float | None = None, entropy: bool = False) -> None:
         """Set the temperature of the next passes' logits, and if their entropy is computed."""
         if self.head is not None:
             usual = self.hyper.policy.temperature  # 1 unless the method is grpo

@@ -1,0 +1,290 @@
+"""Commands of a client's own loop: their numbers, in every layout, exactly once through kills."""
+
+import math
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.platform.training_commands import (
+    Command,
+    CommandResult,
+    Datum,
+    End,
+    ForwardBackward,
+    OptimStep,
+    Publish,
+    Save,
+    Score,
+)
+from cray_agents.records import Manifest
+from cray_agents.runtime.disk import checksums
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.training_jobs import Layout
+from tests.support.trainers.running_session import RunningSession
+
+pytestmark = pytest.mark.megatron
+
+RATE = 1e-3
+
+
+class Client:
+    """A client of one training run: sends commands, waits for their results."""
+
+    def __init__(
+        self, lab: Any, session: RunningSession, parent: str = "qwen3", **how: Any
+    ) -> None:
+        self.session, self.sequence = session, 0
+        layout = session.journal.spec().layout.model_dump()
+        spec = lab.spec("qwen3", dataset="", layout=layout, commands="mine", **how)
+        self.job = session.start(spec)
+        self.commands = CommandJournal(self.job.folder)
+
+    def send(self, command: Command) -> int:
+        self.sequence += 1
+        self.commands.append(self.sequence, command)
+        return self.sequence
+
+    def do(self, command: Command) -> CommandResult:
+        sequence = self.send(command)
+        while (result := self.commands.result(sequence)) is None:
+            self.session.check()
+            time.sleep(0.002)
+        return result
+
+    def trained(self, data: list[Datum], **how: Any) -> CommandResult:
+        """One optimizer step on data."""
+        result = self.do(ForwardBackward(data=data, **how))
+        self.do(OptimStep(learning_rate=RATE))
+        return result
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Of a checkpoint that is published now."""
+        return weights_of(self.session.journal.home, self.do(Publish()).checkpoint)
+
+
+def weights_of(home: Home, checkpoint: str | None) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for path in home.checkpoint(str(checkpoint)).glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def data_of(seed: int, count: int = 4) -> list[Datum]:
+    """Sequences of several lengths with a prompt that is not trained on."""
+    draw = random.Random(seed)
+    data = []
+    for _ in range(count):
+        length = draw.randrange(6, 14)
+        data.append(
+            Datum(
+                token_ids=[draw.randrange(3, 90) for _ in range(length)],
+                weights=[0.0, 0.0, *(draw.choice((0.5, 1.0)) for _ in range(length - 2))],
+                advantages=[draw.uniform(-1, 1) for _ in range(length)],
+                logprobs=[draw.uniform(-6, -3) for _ in range(length)],
+            )
+        )
+    return data
+
+
+def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two sets of weights."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"data": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}],
+    ids=lambda layout: "-".join(layout) or "one",
+)
+def test_steps_are_those_of_torch_and_transformers(lab: Any, layout: dict[str, int]) -> None:
+    """AdamW of torch on transformers' own model, with the sums of the same losses."""
+    from transformers import AutoModelForCausalLM
+
+    session = RunningSession(lab.home, Layout(**layout))
+    client = Client(lab, session)
+    model = AutoModelForCausalLM.from_pretrained(lab.models("qwen3"), dtype=torch.float32)
+    hyper = client.job.spec().hyperparameters
+    betas = hyper.adam_beta1, hyper.adam_beta2
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, betas=betas, eps=hyper.adam_eps, weight_decay=0.0
+    )
+    for step, loss in enumerate(("cross_entropy", "importance_sampling", "ppo", "cispo")):
+        first, second = data_of(step), data_of(step + 100)
+        total = 0.0
+        for data in (first, second):  # gradients of two passes add up
+            expected = torch.zeros(())
+            result = client.do(ForwardBackward(data=data, loss=loss))
+            for datum, row in zip(data, result.logprobs or [], strict=True):
+                logprobs = token_logprobs(model, datum)
+                seen = [0.0, *logprobs.tolist()]
+                known = [w and s for w, s in zip(datum.weights or [], seen, strict=True)]
+                assert row == pytest.approx(
+                    [k and s for k, s in zip(known, seen, strict=True)], abs=2e-5
+                )
+                expected = expected + by_hand(loss, datum, logprobs)
+            expected.backward()
+            total += float(expected)
+            assert result.loss == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert client.do(OptimStep(learning_rate=RATE)).grad_norm == pytest.approx(norm, rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = {name: p.detach() for name, p in model.named_parameters()}
+    published = client.weights()
+    assert differ({name: trained[name] for name in published}, published) < 3e-5
+    assert client.do(End()).checkpoint == client.job.job_id
+    while client.job.status() is None:
+        session.check()
+    assert client.job.status().state == "succeeded"
+    assert session.end() == 0, session.log
+
+
+def token_logprobs(model: Any, datum: Datum) -> torch.Tensor:
+    ids = torch.tensor([datum.token_ids])
+    logits = model(ids).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def by_hand(loss: str, datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
+    """The formulas of token_losses.py."""
+    weights, advantages, sampled = (
+        torch.tensor(row)[1:] for row in (datum.weights, datum.advantages, datum.logprobs)
+    )
+    ratio = (logprobs - sampled).exp()
+    bounded = ratio.clamp(0.8, 1.2)
+    values = {
+        "cross_entropy": -logprobs,
+        "importance_sampling": -ratio * advantages,
+        "ppo": -torch.minimum(ratio * advantages, bounded * advantages),
+        "cispo": -bounded.detach() * advantages * logprobs,
+    }[loss]
+    return (weights * values).sum()
+
+
+def test_a_linear_loss_has_the_gradient_of_the_clients_own(lab: Any, tmp_path: Path) -> None:
+    results = []
+    for number, linear in enumerate((False, True)):
+        here = type(lab)(Home(tmp_path / str(number)), lab.models)
+        session = RunningSession(here.home, Layout())
+        client = Client(here, session)
+        data = data_of(1)
+        if linear:  # of cross entropy
+            minus = [d.model_copy(update={"gradients": [-1.0] * len(d.token_ids)}) for d in data]
+            client.trained(minus, loss="linear", source="my_losses:nll sha256:00")
+        else:
+            client.trained(data)
+        results.append(client.weights())
+        assert session.end() == 0
+    assert differ(*results) == 0.0
+
+
+def test_publishing_and_scoring_disturb_nothing(lab: Any, tmp_path: Path) -> None:
+    """Also not adapters, which a checkpoint has folded into its weights."""
+    for number, hyper in enumerate(({}, {"lora": {"rank": 2}})):
+        results = []
+        for disturbed in (False, True):
+            here = type(lab)(Home(tmp_path / f"{number}{disturbed}"), lab.models)
+            session = RunningSession(here.home, Layout(data=2))
+            client = Client(here, session, hyper=hyper)
+            for step in range(3):
+                if disturbed:
+                    client.do(Score(data=data_of(step)))
+                    client.do(ForwardBackward(data=data_of(9), backward=False))
+                client.trained(data_of(step))
+                if disturbed:
+                    client.do(Publish())
+                    client.do(Save())
+            results.append(client.weights())
+            assert session.end() == 0
+        assert differ(*results) == 0.0
+
+
+def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Path) -> None:
+    """The results and weights of sessions that are killed are those of one that is not."""
+    commands: list[Command] = []
+    for step in range(8):
+        commands += [ForwardBackward(data=data_of(step)), ForwardBackward(data=data_of(step + 50))]
+        commands += [OptimStep(learning_rate=RATE)]
+        commands += [Publish()] if step % 3 == 1 else [Score(data=data_of(step + 70))]
+    commands.append(End())
+
+    def results(job: JobJournal) -> list[Any]:
+        journal = CommandJournal(job.folder)
+        found = [journal.result(n) for n in range(1, len(commands) + 1)]
+        assert all(result is not None and result.error is None for result in found), found
+        return [result.model_dump(exclude={"seconds"}) for result in found if result]
+
+    def files(home: Home, name: str) -> Any:
+        manifest = checksums.read_record(Manifest, home.checkpoint(name) / "manifest.json")
+        metrics = {k: v for k, v in manifest.metrics.items() if k != "seconds"}
+        return manifest.files, manifest.probe, metrics
+
+    calm = RunningSession(lab.home, Layout())
+    client = Client(lab, calm)
+    for command in commands:
+        client.do(command)
+    assert calm.end() == 0
+    kills = int(os.environ.get("CRAY_TEST_KILLS", "3"))
+    chance, done = random.Random(4), 0
+    for round_ in range(math.ceil(kills / 3)):
+        here = type(lab)(Home(tmp_path / f"killed{round_}"), lab.models)
+        session = RunningSession(here.home, Layout())
+        killed = Client(here, session, save_every=5)
+        while killed.job.status() is None:
+            if killed.sequence < len(commands):
+                killed.send(commands[killed.sequence])
+            if done < 3 * (round_ + 1) and chance.random() < 0.15:
+                time.sleep(chance.uniform(0, 0.05))
+                os.kill(session.pid, signal.SIGKILL)
+                session.wait()
+                session = RunningSession(here.home, Layout())
+                done += 1
+            session.check()
+            time.sleep(0.01)
+        assert results(killed.job) == results(client.job)
+        places = [n for n, command in enumerate(commands, 1) if command == Publish()]
+        for name in [f"{client.job.job_id}-{n}" for n in places]:
+            assert files(here.home, name) == files(lab.home, name)
+        assert files(here.home, client.job.job_id) == files(lab.home, client.job.job_id)
+        assert session.end() == 0
+    assert done
+
+
+def test_bad_commands_are_refused_and_the_run_goes_on(lab: Any) -> None:
+    session = RunningSession(lab.home, Layout())
+    client = Client(lab, session)
+    with pytest.raises(BadInput, match="out of order: the next one is 1"):
+        client.commands.append(2, Save())
+    assert "no gradients" in (client.do(OptimStep()).error or "")
+    assert "nothing was trained" in (client.do(Publish()).error or "")
+    stranger = Datum(token_ids=[1, 2, 10**6])
+    assert "another tokenizer" in (client.do(ForwardBackward(data=[stranger])).error or "")
+    nothing = Datum(token_ids=[1, 2, 3], weights=[1, 0, 0])
+    assert "nothing to compute" in (client.do(Score(data=[nothing])).error or "")
+    whole = client.trained(data_of(1))
+    huge = [d.model_copy(update={"advantages": [3e38] * len(d.token_ids)}) for d in data_of(2)]
+    client.do(ForwardBackward(data=data_of(3)))
+    assert "loss is" in (client.do(ForwardBackward(data=huge, loss="cispo")).error or "")
+    assert "no gradients" in (client.do(OptimStep()).error or "")
+    assert whole.error is None and client.trained(data_of(1)).loss < (whole.loss or 0)
+    client.do(ForwardBackward(data=data_of(1)))
+    assert "wait for an optimizer step" in (client.do(Save()).error or "")
+    with pytest.raises(BadInput, match="two clients"):
+        client.commands.append(1, Save())
+    client.do(OptimStep())
+    client.do(End())
+    with pytest.raises(BadInput, match="has ended this training run"):
+        client.send(Save())
+    assert session.end() == 0, session.log

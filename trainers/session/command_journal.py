@@ -1,0 +1,78 @@
+"""Command journal: the commands of a client and their results, in the folder of their job.
+
+    commands/<sequence>   a command, created exclusively: two clients cannot both write one
+    results/<sequence>    its result, created exclusively by rank 0 of the newest attempt
+
+A command is done when it has a result. After a death the commands since the last resume point are
+done again, in memory alone. Written by the trainer that a client asks, read by command_run.py.
+"""
+
+from pathlib import Path
+
+from cray_agents.errors import BadInput
+from cray_agents.platform.training_commands import COMMAND, Command, CommandResult, End
+from cray_agents.runtime.disk import checksums, durable
+
+
+class CommandJournal:
+    """The commands and results in a job's folder. Cheap to make, and without state of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._commands, self._results = folder / "commands", folder / "results"
+
+    def append(self, sequence: int, command: Command) -> None:
+        """Add the next command; adding the same one again changes nothing. Raises BadInput."""
+        last = self.last
+        path = self._commands / str(sequence)
+        if sequence > last + 1 or sequence < 1:
+            raise BadInput(
+                f"command {sequence} is out of order: the next one is {last + 1}", param="sequence"
+            )
+        if last and sequence > last and isinstance(self.command(last), End):
+            raise BadInput(f"command {last} has ended this training run", param="sequence")
+        content = checksums.with_crc(COMMAND.dump_json(command))
+        if not durable.create_file(path, content) and path.read_bytes() != content:
+            raise BadInput(
+                f"command {sequence} is another one already: two clients write to this training"
+                " run; let each have a run of its own",
+                param="sequence",
+            )
+
+    @property
+    def last(self) -> int:
+        """The number of the newest command; 0 without one."""
+        return max((int(path.name) for path in _files(self._commands)), default=0)
+
+    def exists(self, sequence: int) -> bool:
+        """Return True if a command was added."""
+        return (self._commands / str(sequence)).exists()
+
+    @property
+    def idle(self) -> bool:
+        """True if every command has a result."""
+        return self.last == max((int(path.name) for path in _files(self._results)), default=0)
+
+    def command(self, sequence: int) -> Command | None:
+        """Return a command; None if there is none yet. Raises Corrupt."""
+        path = self._commands / str(sequence)
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return COMMAND.validate_json(checksums.verify_crc(text, path))
+
+    def result(self, sequence: int) -> CommandResult | None:
+        """Return a command's result; None if it has none yet. Raises Corrupt."""
+        path = self._results / str(sequence)
+        return checksums.read_record(CommandResult, path) if path.exists() else None
+
+    def write_result(self, result: CommandResult) -> None:
+        """Record a result, unless the command has one."""
+        content = checksums.with_crc(result.model_dump_json().encode())
+        durable.create_file(self._results / str(result.sequence), content)
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.exists():
+        return []
+    return [path for path in folder.iterdir() if path.name.isdigit()]

@@ -1,0 +1,301 @@
+"""Command run: carry out a client's commands, one after the other, each with one result.
+
+A resume point is written after an optimizer step, when no gradients wait. After a death the
+commands since the newest point are carried out again, which gives the same state to the bit, and
+their results stay as they were written. job/rank.py calls `run_commands` on every rank. Read next:
+training/accumulation.py.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cray_agents.errors import BadInput
+from cray_agents.platform.training_commands import (
+    COMMAND,
+    Command,
+    CommandResult,
+    Datum,
+    End,
+    ForwardBackward,
+    OptimStep,
+    Publish,
+    Save,
+    Score,
+)
+from cray_agents.trainers.checkpointing import hf_export, resume
+from cray_agents.trainers.checkpointing.save import Saver
+from cray_agents.trainers.checkpointing.state import allocate_moments
+from cray_agents.trainers.data.packer import Columns
+from cray_agents.trainers.data.samples import Floats, Samples
+from cray_agents.trainers.job.job_inputs import JobInputs
+from cray_agents.trainers.methods.token_losses import token_loss
+from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.training.accumulation import Accumulation
+from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
+from cray_agents.trainers.training.relay import Relay
+from cray_agents.trainers.training.train_step import FailedEverywhere, Training
+
+SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.1  # seconds between two looks for a command
+GO, STOP = "go", "stop"
+
+
+@dataclass
+class RunTotals:
+    """Totals of the commands so far, kept in every resume point.
+
+    `commands_sha256` chains the hashes of all commands. `prompts` are the first sequences that were
+    trained on; they become the golden probe.
+    """
+
+    sequence: int = 0
+    steps: int = 0
+    trained_tokens: int = 0
+    seconds: float = 0.0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    commands_sha256: str = ""
+    prompts: list[list[int]] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the totals for a checkpoint's manifest."""
+        values = asdict(self)
+        del values["prompts"], values["sequence"]
+        return {**values, "loss_first": self.loss_first or 0.0, "loss_last": self.loss_last or 0.0}
+
+
+def run_commands(training: Training, work: JobInputs, leave: Callable[[float], bool]) -> bool:
+    """Carry out commands until `end`; return False if stopped before it. Collective.
+
+    Rank 0 calls `leave(seconds without a command)` and stops when it returns True.
+    """
+    return CommandRun(training, work, leave).run()
+
+
+class CommandRun:
+    """The commands of one job, from its newest resume point on. Methods are collective."""
+
+    def __init__(self, training: Training, work: JobInputs, leave: Callable[[float], bool]) -> None:
+        self._training, self._work, self._leave = training, work, leave
+        self._journal = CommandJournal(work.journal.folder)
+        self._relay = Relay(f"{work.spec.id}/{work.attempt}")
+        self._gradients = Accumulation(training)
+        self._totals = RunTotals()
+        self._loss: tuple[float, int] = (0.0, 0)  # of the passes since the last step, with tokens
+        self._saved = 0  # the newest resume point's command
+
+    def run(self) -> bool:
+        """Restore the newest resume point, and carry out what comes after it."""
+        work, training = self._work, self._training
+        if work.resume_from is not None:
+            self._totals = RunTotals(**resume.load(training, work.resume_from))
+        else:
+            allocate_moments(training, 0)
+        training.done = self._saved = self._totals.sequence
+        self._gradients.drop()
+        saver = Saver(
+            training,
+            work.megatron,
+            work.attempt,
+            work.spec.keep,
+            may_publish=lambda: work.journal.fenced(work.attempt) is None,
+            report=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
+        )
+        try:
+            ended = False
+            while not ended and self._relay.next(self._await_command) == GO:
+                ended = self._carry_out(self._next_command(), saver)
+            if not ended and self._may_publish():
+                self._save(saver)
+            saver.finish()
+        finally:
+            saver.close()
+        return ended
+
+    # ---- one command
+    def _await_command(self) -> str:
+        """Wait for the next command on rank 0, or for a reason to stop."""
+        since, wait = time.monotonic(), SHORTEST_WAIT
+        while True:
+            if self._training.asked_to_stop() or self._leave(time.monotonic() - since):
+                return STOP
+            if self._journal.exists(self._totals.sequence + 1):
+                return GO
+            time.sleep(wait)
+            wait = min(LONGEST_WAIT, wait * 1.02)
+
+    def _next_command(self) -> Command:
+        """Return the next command, which rank 0 reads, on every rank."""
+        text = None
+        if is_rank0():
+            command = self._journal.command(self._totals.sequence + 1)
+            assert command is not None  # `_await_command` saw it
+            text = COMMAND.dump_json(command).decode()
+        return COMMAND.validate_json(broadcast_from_rank0(text))
+
+    def _carry_out(self, command: Command, saver: Saver) -> bool:
+        """Carry out a command and write its result; return True after `end`."""
+        begun, totals = time.perf_counter(), self._totals
+        totals.sequence += 1
+        self._training.done = totals.sequence
+        content = totals.commands_sha256.encode() + COMMAND.dump_json(command)
+        totals.commands_sha256 = hashlib.sha256(content).hexdigest()
+        self._training.ranks.seed(self._work.spec.hyperparameters.seed, totals.sequence)
+        try:
+            result = self._do(command)
+        except BadInput as problem:
+            result = CommandResult(sequence=totals.sequence, error=str(problem))
+        seconds = time.perf_counter() - begun
+        totals.seconds += seconds
+        if not self._may_publish():
+            return False  # another attempt writes the results
+        if is_rank0():
+            self._journal.write_result(result.model_copy(update={"seconds": seconds}))
+        since_saved = totals.sequence - self._saved
+        due = isinstance(command, OptimStep) and since_saved >= self._work.spec.save_every
+        if (due or isinstance(command, Save)) and result.error is None:
+            self._save(saver)
+        saver.poll()
+        return isinstance(command, End) and result.error is None
+
+    def _do(self, command: Command) -> CommandResult:
+        """Return a command's result. Raises BadInput, the same on every rank."""
+        match command:
+            case ForwardBackward():
+                return self._forward_backward(command)
+            case OptimStep():
+                return self._step(command)
+            case Score():
+                samples, _ = self._samples(command.data)
+                rows = self._training.score(samples, temperature=1.0)
+                return self._result(logprobs=_spread(samples, rows))
+            case Publish():
+                name = f"{self._work.spec.id}-{self._totals.sequence}"
+                return self._publish(name, goes_on=True)
+            case End():
+                return self._publish(self._work.spec.id, goes_on=False)
+            case Save():
+                if self._gradients.pending:
+                    raise BadInput("gradients wait for an optimizer step: take it, then save")
+                return self._result()
+
+    def _forward_backward(self, command: ForwardBackward) -> CommandResult:
+        samples, columns = self._samples(command.data)
+        loss, measures, rows = self._gradients.forward_backward(
+            samples, columns, token_loss(command), backward=command.backward
+        )
+        if not np.isfinite(loss):
+            raise BadInput(
+                f"the loss is {loss}: the gradients since the last optimizer step were dropped;"
+                " look at the numbers of the data, and at the learning rate"
+            )
+        if command.backward:
+            tokens = sum(map(len, rows))
+            self._loss = self._loss[0] + loss, self._loss[1] + tokens
+            known = self._totals.prompts
+            if len(known) < hf_export.PROBE_PROMPTS:
+                samples_ = Samples.of([*known, *samples.tokens])
+                self._totals.prompts = hf_export.probe_prompts(samples_)
+        return self._result(loss=loss, measures=measures, logprobs=_spread(samples, rows))
+
+    def _step(self, command: OptimStep) -> CommandResult:
+        if not self._gradients.pending:
+            raise BadInput("there are no gradients: send forward_backward before optim_step")
+        rate = command.learning_rate
+        norm = self._gradients.update(rate, command.weight_decay, command.clip_grad)
+        if not np.isfinite(norm):
+            place = f"command {self._totals.sequence}"
+            raise FailedEverywhere(
+                f"the gradient norm is {norm} at {place}: nothing is saved of it"
+            )
+        (loss, tokens), self._loss = self._loss, (0.0, 0)
+        totals = self._totals
+        totals.steps += 1
+        totals.trained_tokens += tokens
+        totals.loss_first = loss if totals.loss_first is None else totals.loss_first
+        totals.loss_last = loss
+        if is_rank0():
+            self._work.journal.event(
+                "step", step=totals.sequence, loss=loss, lr=rate, grad_norm=norm, tokens=tokens,
+                seconds=0.0,
+            )  # fmt: skip
+        return self._result(grad_norm=norm)
+
+    def _publish(self, name: str, *, goes_on: bool) -> CommandResult:
+        if self._gradients.pending:
+            raise BadInput("gradients wait for an optimizer step: take it, then publish")
+        if not self._totals.prompts:
+            raise BadInput("nothing was trained yet: there is nothing to publish")
+        home, attempt = self._work.journal.home, self._work.attempt
+        self._training.finish()
+        with self._training.publishing() if goes_on else nullcontext():
+            hf_export.publish(
+                self._training,
+                self._work.spec,
+                self._totals.prompts,
+                self._totals.metrics(),
+                home.checkpoint(f".{name}.{attempt}"),
+                home.checkpoint(name),
+            )
+        return self._result(checkpoint=name)
+
+    # ---- helpers
+    def _result(self, **fields: Any) -> CommandResult:
+        return CommandResult(sequence=self._totals.sequence, **fields)
+
+    def _samples(self, data: list[Datum]) -> tuple[Samples, Columns]:
+        """Return samples with the columns of the losses. Raises BadInput."""
+        model, hyper = self._work.model, self._work.spec.hyperparameters
+        for number, datum in enumerate(data):
+            if (token := max(datum.token_ids)) >= model.vocab:
+                raise BadInput(
+                    f"data[{number}] holds token {token}, and the model has {model.vocab}:"
+                    " it was made with another tokenizer"
+                )
+            if len(datum.token_ids) - 1 > hyper.max_tokens_per_microbatch:
+                raise BadInput(
+                    f"data[{number}] has {len(datum.token_ids)} tokens, and a micro-batch has room"
+                    f" for {hyper.max_tokens_per_microbatch}: raise max_tokens_per_microbatch"
+                )
+        weights = [_numbers(datum, datum.weights, 1.0) for datum in data]
+        masks = [(row != 0).astype(np.float32) for row in weights]
+        if not any(mask[1:].any() for mask in masks):
+            raise BadInput("no token of the data has a weight: there is nothing to compute")
+        factors = [d.advantages if d.gradients is None else d.gradients for d in data]
+        advantages = [_numbers(*each) for each in zip(data, factors, strict=True)]
+        sampled = [_numbers(datum, datum.logprobs) for datum in data]
+        columns = {"weight": weights, "advantages": advantages, "sampled": sampled}
+        return Samples.of([datum.token_ids for datum in data], masks), columns
+
+    def _save(self, saver: Saver) -> None:
+        """Write a resume point, unless gradients wait, which no point holds."""
+        if not self._gradients.pending and self._saved < self._totals.sequence:
+            saver.save(asdict(self._totals))
+            self._saved = self._totals.sequence
+
+    def _may_publish(self) -> bool:
+        """Return True if this attempt is still the newest, as rank 0 sees it."""
+        work = self._work
+        fenced = work.journal.fenced(work.attempt) if is_rank0() else None
+        return broadcast_from_rank0(fenced) is None
+
+
+def _numbers(datum: Datum, values: list[float] | None, missing: float = 0.0) -> Floats:
+    if values is None:
+        return np.full(len(datum.token_ids), missing, np.float32)
+    return np.asarray(values, np.float32)
+
+
+def _spread(samples: Samples, rows: list[Floats]) -> list[list[float]]:
+    """Return numbers of the trained tokens as rows with one for each token, else 0."""
+    spread = []
+    for mask, row in zip(samples.masks, rows, strict=True):
+        whole = np.zeros(len(mask), np.float32)
+        whole[1:][mask[1:] > 0] = row
+        spread.append([float(value) for value in whole])
+    return spread
