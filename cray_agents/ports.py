@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from cray_agents.records import ProbePrompt, Record, WeightChange
+from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 
@@ -183,6 +184,22 @@ class Trainer(Protocol):
 
     def resume(self, job_id: str) -> JobStatus:
         """Continue a paused job. Raises BadInput, code `job_not_paused`."""
+        ...
+
+    def command(self, job_id: str, sequence: int, command: TrainingCommand) -> None:
+        """Add a command to a job that trains by commands; the same one again changes nothing.
+
+        Raises NotFound, and BadInput for a job of another kind or a number that is taken or too
+        high.
+        """
+        ...
+
+    def last_command(self, job_id: str) -> int:
+        """Return the number of the newest command; 0 without one. Raises NotFound, BadInput."""
+        ...
+
+    def result(self, job_id: str, sequence: int) -> CommandResult | None:
+        """Return a command's result; None if it has none yet. Raises NotFound."""
         ...
 
 

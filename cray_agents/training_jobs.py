@@ -176,7 +176,7 @@ class JobSpec(StrictRecord):
     tokenizer and chat template (None in older jobs). `reference` is the checkpoint that dpo, kto
     and grpo's KL compare with; None: the parent. `optimizer_from` names the job whose optimizer
     state is continued. `commands` names a run of a client's own commands, which take the place of
-    `dataset` and `method` (see platform/training_commands.py).
+    `dataset` and `method` (see training_commands.py).
 
     These fields only decide how the job is run, and do not enter its id:
 

@@ -31,6 +31,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import hash_files
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_gateway import Gateway, served
 from tests.support.vllm_pool import golden_probe
@@ -118,6 +119,15 @@ class Damaging:
 
     def resume(self, job_id: str) -> JobStatus:
         return self.scripted.resume(job_id)
+
+    def command(self, job_id: str, sequence: int, command: TrainingCommand) -> None:
+        self.scripted.command(job_id, sequence, command)
+
+    def last_command(self, job_id: str) -> int:
+        return self.scripted.last_command(job_id)
+
+    def result(self, job_id: str, sequence: int) -> CommandResult | None:
+        return self.scripted.result(job_id, sequence)
 
     def _publish(self, folder: Path, number: int) -> None:
         damage = DAMAGES[number % len(DAMAGES)] if number != self.good else None

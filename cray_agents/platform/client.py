@@ -15,6 +15,7 @@ from typing import Any
 
 from cray_agents.engines.openai_engine import OpenAIEngine, run_event
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound
+from cray_agents.platform.training_session import TrainingSession
 from cray_agents.platform.transport import Recording, Transport
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
@@ -180,6 +181,31 @@ class Platform:
     async def cancel_job(self, job_id: str) -> JobStatus:
         """End a job for good. A job that has ended does not change."""
         return JobStatus.model_validate(await self._http.post(f"/jobs/{job_id}/cancel", {}))
+
+    async def training_session(
+        self,
+        name: str,
+        *,
+        parent: str,
+        hyperparameters: Hyperparameters | None = None,
+        layout: Layout | None = None,
+    ) -> TrainingSession:
+        """Begin to train `parent` by a loop of your own, or go on with the session of this name.
+
+        `parent` is `name@N` or a checkpoint directory. Of the hyperparameters, `dtype`, `lora`, the
+        betas and epsilon of Adam, `seed` and `max_tokens_per_microbatch` count. Raises BadInput.
+        """
+        hyper = hyperparameters or Hyperparameters(steps=1)
+        body = {
+            "commands": name,
+            "session": "commands",  # clients take turns on one set of ranks
+            "parent": parent,
+            "hyperparameters": hyper.model_dump(mode="json"),
+            "layout": None if layout is None else layout.model_dump(),
+        }
+        job = JobStatus.model_validate(await self._http.post("/jobs", body))
+        last = (await self._http.get(f"/jobs/{job.id}/commands"))["last"]
+        return TrainingSession(self._http, job, last)
 
     async def wait_for(self, job: JobStatus, on_progress: Callable[[JobStatus], None]) -> JobStatus:
         """Wait for a job's end, pauses included. Raises JobError with its log's tail."""

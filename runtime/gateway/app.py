@@ -31,6 +31,7 @@ from cray_agents.runtime.gateway.routes import (
     models,
     platform,
     sampling,
+    training_commands,
     trajectories,
     uploads,
 )
@@ -46,6 +47,7 @@ ROUTERS = (
     trajectories.router,
     datasets.router,
     jobs.router,
+    training_commands.router,
     fine_tuning.router,
     loops.router,
     platform.router,

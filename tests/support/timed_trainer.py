@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cray_agents.paths import Home
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_platform import PROBE
 
@@ -33,6 +34,15 @@ class TimedTrainer:
 
     def resume(self, job_id: str) -> JobStatus:
         return self.scripted.resume(job_id)
+
+    def command(self, job_id: str, sequence: int, command: TrainingCommand) -> None:
+        self.scripted.command(job_id, sequence, command)
+
+    def last_command(self, job_id: str) -> int:
+        return self.scripted.last_command(job_id)
+
+    def result(self, job_id: str, sequence: int) -> CommandResult | None:
+        return self.scripted.result(job_id, sequence)
 
     def _moved_on(self, job: JobStatus) -> JobStatus:
         if job.state not in ("queued", "running"):

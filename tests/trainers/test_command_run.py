@@ -13,8 +13,11 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.platform.training_commands import (
-    Command,
+from cray_agents.records import Manifest
+from cray_agents.runtime.disk import checksums
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.training_commands import (
     CommandResult,
     Datum,
     End,
@@ -23,11 +26,8 @@ from cray_agents.platform.training_commands import (
     Publish,
     Save,
     Score,
+    TrainingCommand,
 )
-from cray_agents.records import Manifest
-from cray_agents.runtime.disk import checksums
-from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.training_jobs import Layout
 from tests.support.trainers.running_session import RunningSession
 
@@ -48,12 +48,12 @@ class Client:
         self.job = session.start(spec)
         self.commands = CommandJournal(self.job.folder)
 
-    def send(self, command: Command) -> int:
+    def send(self, command: TrainingCommand) -> int:
         self.sequence += 1
         self.commands.append(self.sequence, command)
         return self.sequence
 
-    def do(self, command: Command) -> CommandResult:
+    def do(self, command: TrainingCommand) -> CommandResult:
         sequence = self.send(command)
         while (result := self.commands.result(sequence)) is None:
             self.session.check()
@@ -211,7 +211,7 @@ def test_publishing_and_scoring_disturb_nothing(lab: Any, tmp_path: Path) -> Non
 
 def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Path) -> None:
     """The results and weights of sessions that are killed are those of one that is not."""
-    commands: list[Command] = []
+    commands: list[TrainingCommand] = []
     for step in range(8):
         commands += [ForwardBackward(data=data_of(step)), ForwardBackward(data=data_of(step + 50))]
         commands += [OptimStep(learning_rate=RATE)]

@@ -29,7 +29,9 @@ from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import choose_default_layout
 from cray_agents.trainers.planning.layout_limits import check_layout_fits
 from cray_agents.trainers.planning.layouts import describe_layout
+from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec, sessions
+from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobState, JobStatus, Layout
 
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
@@ -130,6 +132,12 @@ class MegatronTrainer:
         if (ended := self._final_status(journal)) is not None:
             return ended
         session = self._session_of(journal)
+        if (
+            session is not None
+            and session.current != journal.job_id
+            and waits_for_commands(spec, journal)
+        ):
+            return self._describe(journal, spec, "queued")
         command = self.scheduler.status(session.session_id if session else journal.job_id)
         if session is not None and command.state == "running":
             command = session_view(session, journal, command)
@@ -207,6 +215,31 @@ class MegatronTrainer:
             self._note_resumed(journal)
             journal.resume()
         return self.status(job_id)
+
+    # ---- commands of a client
+    def command(self, job_id: str, sequence: int, command: TrainingCommand) -> None:
+        """Add a command to a job that trains by commands. Raises NotFound, BadInput."""
+        if (state := self.status(job_id).state) not in ("queued", "running"):
+            raise BadInput(f"{job_id} is {state}: it takes no commands", param="job_id")
+        self._commands_of(job_id).append(sequence, command)
+        self.status(job_id)  # a session that left the job for want of commands takes it up again
+
+    def last_command(self, job_id: str) -> int:
+        """Return the number of the newest command; 0 without one. Raises NotFound, BadInput."""
+        return self._commands_of(job_id).last
+
+    def result(self, job_id: str, sequence: int) -> CommandResult | None:
+        """Return a command's result; None if it has none yet. Raises NotFound, BadInput."""
+        commands = self._commands_of(job_id)
+        if (result := commands.result(sequence)) is None and not commands.exists(sequence):
+            raise NotFound(f"{job_id} has no command {sequence}", param="sequence")
+        return result
+
+    def _commands_of(self, job_id: str) -> CommandJournal:
+        journal = JobJournal(self.home, job_id)
+        if journal.spec().commands is None:
+            raise BadInput(f"{job_id} trains on a dataset, not by commands", param="job_id")
+        return CommandJournal(journal.folder)
 
     def _note_resumed(self, journal: JobJournal) -> None:
         note_handover(journal, read_handover(journal).model_copy(update={"resumed": True}))
@@ -299,6 +332,11 @@ class MegatronTrainer:
     def _describe(self, journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         status = describe(journal, spec, state)
         return status.model_copy(update={"scheduler": self.scheduler.name})
+
+
+def waits_for_commands(spec: JobSpec, journal: JobJournal) -> bool:
+    """Return True for a job by commands that all have results: no process needs to run it."""
+    return spec.commands is not None and CommandJournal(journal.folder).idle
 
 
 def session_view(

@@ -18,6 +18,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import hash_files, publish_folder
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 
@@ -72,6 +73,18 @@ class ScriptedTrainer:
     def status(self, job_id: str) -> JobStatus:
         """Return the job's status. Raises NotFound."""
         return read_status(self.home, job_id).model_copy(update={"scheduler": "scripted"})
+
+    def command(self, job_id: str, sequence: int, command: TrainingCommand) -> None:
+        """Refuse: there is no model here that commands could train. Raises BadInput."""
+        raise BadInput("the scripted trainer carries out no commands", param="job_id")
+
+    def last_command(self, job_id: str) -> int:
+        """Return 0: no job here has commands."""
+        return 0
+
+    def result(self, job_id: str, sequence: int) -> CommandResult | None:
+        """Refuse: no job here has commands. Raises NotFound."""
+        raise NotFound(f"{job_id} has no command {sequence}", param="sequence")
 
     def cancel(self, job_id: str) -> JobStatus:
         """End the job, unless it has ended. Without `by_hand` a job ends within `submit`."""

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from cray_agents.platform.training_commands import ForwardBackward, LossName
 from cray_agents.trainers.methods.loss import Loss, TrainedTokens
+from cray_agents.training_commands import ForwardBackward, LossName
 
 
 def token_loss(command: ForwardBackward) -> Callable[[TrainedTokens], Loss]:

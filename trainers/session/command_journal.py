@@ -1,4 +1,4 @@
-"""Command journal: the commands of a client and their results, in the folder of their job.
+"""TrainingCommand journal: the commands of a client and their results, in the folder of their job.
 
     commands/<sequence>   a command, created exclusively: two clients cannot both write one
     results/<sequence>    its result, created exclusively by rank 0 of the newest attempt
@@ -10,8 +10,8 @@ done again, in memory alone. Written by the trainer that a client asks, read by 
 from pathlib import Path
 
 from cray_agents.errors import BadInput
-from cray_agents.platform.training_commands import COMMAND, Command, CommandResult, End
 from cray_agents.runtime.disk import checksums, durable
+from cray_agents.training_commands import COMMAND, CommandResult, End, TrainingCommand
 
 
 class CommandJournal:
@@ -20,7 +20,7 @@ class CommandJournal:
     def __init__(self, folder: Path) -> None:
         self._commands, self._results = folder / "commands", folder / "results"
 
-    def append(self, sequence: int, command: Command) -> None:
+    def append(self, sequence: int, command: TrainingCommand) -> None:
         """Add the next command; adding the same one again changes nothing. Raises BadInput."""
         last = self.last
         path = self._commands / str(sequence)
@@ -52,7 +52,7 @@ class CommandJournal:
         """True if every command has a result."""
         return self.last == max((int(path.name) for path in _files(self._results)), default=0)
 
-    def command(self, sequence: int) -> Command | None:
+    def command(self, sequence: int) -> TrainingCommand | None:
         """Return a command; None if there is none yet. Raises Corrupt."""
         path = self._commands / str(sequence)
         try:

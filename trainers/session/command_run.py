@@ -1,4 +1,4 @@
-"""Command run: carry out a client's commands, one after the other, each with one result.
+"""TrainingCommand run: carry out a client's commands, one after the other, each with one result.
 
 A resume point is written after an optimizer step, when no gradients wait. After a death the
 commands since the newest point are carried out again, which gives the same state to the bit, and
@@ -16,18 +16,6 @@ from typing import Any
 import numpy as np
 
 from cray_agents.errors import BadInput
-from cray_agents.platform.training_commands import (
-    COMMAND,
-    Command,
-    CommandResult,
-    Datum,
-    End,
-    ForwardBackward,
-    OptimStep,
-    Publish,
-    Save,
-    Score,
-)
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
@@ -40,6 +28,18 @@ from cray_agents.trainers.training.accumulation import Accumulation
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
 from cray_agents.trainers.training.relay import Relay
 from cray_agents.trainers.training.train_step import FailedEverywhere, Training
+from cray_agents.training_commands import (
+    COMMAND,
+    CommandResult,
+    Datum,
+    End,
+    ForwardBackward,
+    OptimStep,
+    Publish,
+    Save,
+    Score,
+    TrainingCommand,
+)
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.1  # seconds between two looks for a command
 GO, STOP = "go", "stop"
@@ -129,7 +129,7 @@ class CommandRun:
             time.sleep(wait)
             wait = min(LONGEST_WAIT, wait * 1.02)
 
-    def _next_command(self) -> Command:
+    def _next_command(self) -> TrainingCommand:
         """Return the next command, which rank 0 reads, on every rank."""
         text = None
         if is_rank0():
@@ -138,7 +138,7 @@ class CommandRun:
             text = COMMAND.dump_json(command).decode()
         return COMMAND.validate_json(broadcast_from_rank0(text))
 
-    def _carry_out(self, command: Command, saver: Saver) -> bool:
+    def _carry_out(self, command: TrainingCommand, saver: Saver) -> bool:
         """Carry out a command and write its result; return True after `end`."""
         begun, totals = time.perf_counter(), self._totals
         totals.sequence += 1
@@ -163,7 +163,7 @@ class CommandRun:
         saver.poll()
         return isinstance(command, End) and result.error is None
 
-    def _do(self, command: Command) -> CommandResult:
+    def _do(self, command: TrainingCommand) -> CommandResult:
         """Return a command's result. Raises BadInput, the same on every rank."""
         match command:
             case ForwardBackward():

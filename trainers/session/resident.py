@@ -35,6 +35,7 @@ from cray_agents.trainers.training.relay import Relay
 from cray_agents.trainers.training.train_step import FailedEverywhere, Training
 from cray_agents.training_jobs import JobSpec
 
+PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1  # seconds between two looks at the queue
 
 
@@ -107,14 +108,15 @@ class Resident:
         self._session, self._attempt, self._on_cpu, self._stop = session, attempt, on_cpu, stop
         self._training: Training | None = None
         self._memory: InMemory | None = None
+        self._turn = 0.0  # when the current job began
 
     def train(self, journal: JobJournal, attempt: int) -> None:
-        """Train one job to its end, or until it is stopped, paused or superseded.
+        """Train one job to its end, or until it is stopped, paused, superseded or makes room.
 
         A job that can never be trained is recorded as failed, and the session goes on. Raises
         SetupError and StoreError, which another start may mend.
         """
-        spec = journal.spec()
+        spec, self._turn = journal.spec(), time.monotonic()
         with _job_log(journal):
             try:
                 work = self._read(journal, spec, attempt)
@@ -201,8 +203,9 @@ class Resident:
 
     def _leave(self, idle: float) -> bool:
         """Return True if a job without a command for `idle` seconds is to make room."""
-        others = len(self._session.queue()) > 1 or self._session.asked_to_end
-        return others or idle > self._session.spec().idle_seconds
+        if len(self._session.queue()) > 1 or self._session.asked_to_end:
+            return idle > PATIENCE or time.monotonic() - self._turn > LONGEST_TURN
+        return idle > self._session.spec().idle_seconds
 
     def _published(self, work: JobInputs) -> InMemory | None:
         """Return the state in memory after a job of this session was published.

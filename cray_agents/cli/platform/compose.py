@@ -23,12 +23,12 @@ import uvloop
 
 from cray_agents.cli.platform.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
+from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
-from cray_agents.permissions import keep_private
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.gateway.app import create_app

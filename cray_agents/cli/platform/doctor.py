@@ -10,10 +10,10 @@ from typing import Any
 
 import typer
 
+from cray_agents.cli.platform.permissions import describe_access
 from cray_agents.cli.screen import HomeOption, JsonOption, show
 from cray_agents.config import Config, load_config
 from cray_agents.errors import ConfigError, SetupError
-from cray_agents.permissions import describe_access
 
 PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
 PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}

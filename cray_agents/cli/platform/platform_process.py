@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cray_agents.cli.platform.permissions import make_private
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config, load_config
 from cray_agents.errors import Corrupt, NotFound, SetupError
 from cray_agents.paths import Home
-from cray_agents.permissions import make_private
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive
 from cray_agents.runtime.disk import checksums

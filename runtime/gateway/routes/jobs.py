@@ -52,7 +52,7 @@ ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_paused"
 
 def _with_defaults(schema: Schema) -> Schema:
     """Return the schema of a spec whose other fields the gateway fills in."""
-    return {**schema, "required": ["dataset", "parent", "hyperparameters"]}
+    return {**schema, "required": ["parent", "hyperparameters"]}
 
 
 SPEC = EditedRecord("JobSpec", JobSpec, _with_defaults)
@@ -170,8 +170,13 @@ def _folder(services: Services, job_id: str) -> Path:
 
 def _spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
     """Return the spec with its checkpoints resolved; a missing layout is left to the trainer."""
-    dataset = field(body, "dataset", str)
-    if not ID.fullmatch(dataset) or not services.home.dataset(dataset).is_dir():
+    by_commands = body.get("commands") is not None
+    dataset = "" if by_commands else field(body, "dataset", str)
+    if by_commands and body.get("dataset"):
+        raise BadInput("a job by commands has no dataset: leave it out", param="dataset")
+    if not by_commands and (
+        not ID.fullmatch(dataset) or not services.home.dataset(dataset).is_dir()
+    ):
         raise BadInput(f"no dataset {dataset!r}: POST /v1/datasets builds one", param="dataset")
     before = body.get("optimizer_from")
     if isinstance(before, str) and not ID.fullmatch(before):
@@ -182,6 +187,7 @@ def _spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
     filled = {
         **_checkpoint(services, field(body, "parent", str), "parent", afresh, roots),
         "code": services.code,
+        "dataset": dataset,
     }
     if "reference" in given:
         reference = field(given, "reference", str)

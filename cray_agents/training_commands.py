@@ -110,10 +110,17 @@ class End(StrictRecord):
     kind: Literal["end"] = "end"
 
 
-Command = Annotated[
+TrainingCommand = Annotated[
     ForwardBackward | OptimStep | Score | Publish | Save | End, Field(discriminator="kind")
 ]
-COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
+COMMAND: TypeAdapter[TrainingCommand] = TypeAdapter(TrainingCommand)
+
+
+class CommandRequest(StrictRecord):
+    """A command and its number, counted from 1 in its job."""
+
+    sequence: int = Field(ge=1)
+    command: TrainingCommand
 
 
 class CommandResult(StrictRecord):

@@ -1,0 +1,125 @@
+"""A client's own training loop over HTTP: a gateway, real ranks, the loss of the client's own."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cray_agents import Hyperparameters, Platform, ScriptedEngine
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.platform.training_session import TrainingSession
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.trainers.session.session_journal import sessions
+from cray_agents.training_commands import Datum, OptimStep
+from tests.support.scripted_platform import platform
+
+pytestmark = pytest.mark.megatron
+
+GOOD, BAD = [5, 6, 7, 8, 9, 10], [5, 6, 11, 12, 13, 14]
+PAIR = [Datum(token_ids=ids, weights=[0, 0, 1, 1, 1, 1]) for ids in (GOOD, BAD)]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Platform]:
+    """A platform with a scripted engine and the real trainer, on local processes."""
+    make_seed_model(tmp_path / "model", seed=0, corpus=["What is 1 + 1?"])
+    home = Home(tmp_path / "home")
+    with LocalProcesses(home.slurm) as scheduler:
+        trainer = MegatronTrainer(home, scheduler, Resources(ranks=1))
+        model = tmp_path / "model"
+        with platform(home.root, ScriptedEngine(["."]), model=model, trainer=trainer) as where:
+            yield where
+        for session in sessions(home):
+            session.ask_to_end()
+
+
+def preference(logprobs: list[torch.Tensor], data: Sequence[Datum]) -> torch.Tensor:
+    """A loss over the whole batch that no sum over tokens can express."""
+    good, bad = (row.sum() for row in logprobs)
+    return -torch.nn.functional.logsigmoid(good - bad)
+
+
+def nothing(logprobs: list[torch.Tensor], data: Sequence[Datum]) -> torch.Tensor:
+    return torch.tensor(1.0)
+
+
+def not_a_number(logprobs: list[torch.Tensor], data: Sequence[Datum]) -> torch.Tensor:
+    return logprobs[0].sum() * float("nan")
+
+
+def a_list(logprobs: list[torch.Tensor], data: Sequence[Datum]) -> Any:
+    return logprobs[0]
+
+
+async def margin(session: TrainingSession) -> float:
+    good, bad = await session.score(PAIR)
+    return sum(good) - sum(bad)
+
+
+async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> None:
+    hyper = Hyperparameters(steps=1, seed=3)
+    session = await site.training_session("mine", parent="m@1", hyperparameters=hyper)
+    before = await margin(session)
+    for wrong, why in (
+        (nothing, "does not depend"),
+        (not_a_number, "is nan"),
+        (a_list, "returned"),
+    ):
+        with pytest.raises(BadInput, match=why):
+            await session.forward_backward(PAIR, wrong)
+    with pytest.raises(BadInput, match="lacks logprobs, which ppo needs"):
+        await session.forward_backward(PAIR, "ppo")
+    losses = []
+    for _ in range(3):
+        losses.append((await session.forward_backward(PAIR, preference)).loss)
+        await session.optim_step(1e-3)
+    version = await session.publish("m")
+    assert version.id == "m@2" and losses == sorted(losses, reverse=True)
+
+    # the session's processes die, and another client goes on with it
+    home = Home(tmp_path / "home")
+    [journal] = sessions(home)
+    claim = checksums.read_json(journal.folder / "attempts" / str(journal.attempts))
+    os.kill(claim["pid"], signal.SIGKILL)
+    again = await site.training_session("mine", parent="m@1", hyperparameters=hyper)
+    assert again.sequence == session.sequence
+    after = await margin(again)
+    assert after > before + 1
+    assert (await again.result(1)).logprobs == (await session.result(1)).logprobs
+    with pytest.raises(BadInput, match="two clients"):
+        session.sequence -= 2
+        await session.do(OptimStep(learning_rate=0.5))
+    last = await again.end("m")
+    assert last is not None and last.id == "m@3"
+    status = await site.wait_for(await site.job(again.job_id), lambda job: None)
+    assert status.state == "succeeded" and status.checkpoint == again.job_id
+    with pytest.raises(BadInput, match="is succeeded: it takes no commands"):
+        await again.save()
+    with pytest.raises(NotFound):
+        await again.result(99)
+
+
+async def test_two_sessions_take_turns_on_one_set_of_ranks(site: Platform) -> None:
+    """Each goes on from its own weights and optimizer."""
+
+    async def train(name: str, rate: float) -> list[float]:
+        session = await site.training_session(name, parent="m@1")
+        found = []
+        for _ in range(3):
+            found.append((await session.forward_backward(PAIR, preference)).loss)
+            await session.optim_step(rate)
+        await session.end()
+        return [loss for loss in found if loss is not None]
+
+    slow, fast = await asyncio.gather(train("slow", 1e-4), train("fast", 1e-3))
+    assert slow[0] == fast[0] and slow[-1] > fast[-1]
