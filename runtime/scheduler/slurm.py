@@ -110,6 +110,11 @@ class Slurm:
         """True if all commands run on this host, as those of a private cluster do."""
         return self.cluster is not None
 
+    @property
+    def gpus(self) -> Sequence[str] | None:
+        """The ids of this host's GPUs that commands may use; None if they run elsewhere."""
+        return self.cluster.gpus if self.cluster else None
+
     def close(self) -> None:
         """Stop a private cluster and its jobs. A site's jobs go on. Safe to call twice."""
         self._closed = True
@@ -123,7 +128,7 @@ class Slurm:
         ledger = self._ledger / command.name
         lock = self.cluster.directory / "run" / f"{command.name}.lock" if self.cluster else None
         named = command.model_copy(update={"name": self.job_name(command.name)})
-        script = batch_script(named, ledger, lock)
+        script = batch_script(named, ledger, lock, self.gpus or ())
         with self._lock:
             ledger.mkdir(parents=True, exist_ok=True)
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -279,6 +284,7 @@ class Slurm:
             try:
                 return process.communicate(script, timeout=0.5)
             except subprocess.TimeoutExpired as error:
+                script = None  # the pipe has it already; a second one would be refused
                 gone = self.cluster is not None and not self.cluster.alive
                 if gone or time.monotonic() > deadline:
                     process.kill()
