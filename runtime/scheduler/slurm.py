@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -252,7 +253,7 @@ class Slurm:
             raise error
         time.sleep(0.2)
 
-    def _run(self, *argv: str, script: str | None = None) -> str:
+    def _run(self, *argv: str, script: str = "") -> str:
         if self._closed:
             raise SchedulerError("this scheduler is closed")
         if self.cluster and not self.cluster.alive:
@@ -261,14 +262,19 @@ class Slurm:
         environment |= {"LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "%s"}
         if argv[0] == "sbatch":
             argv = (*argv, "--export=ALL")  # of this small environment, not the site's default
-        try:
-            process = subprocess.Popen(
-                argv, env=environment, stdin=-1, stdout=-1, stderr=-1, text=True
-            )
-        except FileNotFoundError as error:
-            raise SchedulerError(f"{argv[0]} is not installed; as root: {INSTALL_LINE}") from error
+        # a file: `communicate` cannot go on with an input after a timeout
+        with tempfile.TemporaryFile("w+") as stdin:
+            stdin.write(script)
+            stdin.seek(0)
+            try:
+                process = subprocess.Popen(
+                    argv, env=environment, stdin=stdin, stdout=-1, stderr=-1, text=True
+                )
+            except FileNotFoundError as error:
+                message = f"{argv[0]} is not installed; as root: {INSTALL_LINE}"
+                raise SchedulerError(message) from error
         with process:
-            stdout, stderr = self._communicate(process, script)
+            stdout, stderr = self._communicate(process)
         if process.returncode == 0:
             return stdout
         message = f"{argv[0]} ended with {process.returncode}: {stderr.strip()}"
@@ -277,14 +283,13 @@ class Slurm:
             raise Unreachable(message)
         raise SchedulerError(message)
 
-    def _communicate(self, process: "subprocess.Popen[str]", script: str | None) -> tuple[str, str]:
+    def _communicate(self, process: "subprocess.Popen[str]") -> tuple[str, str]:
         """Return a client's output. Without its cluster a client may hang for a minute."""
         deadline = time.monotonic() + CLIENT_SECONDS
         while True:
             try:
-                return process.communicate(script, timeout=0.5)
+                return process.communicate(timeout=0.5)
             except subprocess.TimeoutExpired as error:
-                script = None  # the pipe has it already; a second one would be refused
                 gone = self.cluster is not None and not self.cluster.alive
                 if gone or time.monotonic() > deadline:
                     process.kill()

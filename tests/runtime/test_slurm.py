@@ -337,6 +337,23 @@ def test_a_client_that_is_killed_is_started_again(
     assert starts.read_text() == "\n" * 4
 
 
+def test_a_client_that_reads_late_gets_the_whole_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {
+        "squeue": "",
+        "sbatch": f"sleep 1.2; cat > '{tmp_path}/got'; echo 7",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with Slurm(tmp_path / "slurm") as scheduler:
+        long = command(tmp_path, "true", environment={"LONG": "x" * 200_000})  # more than a pipe
+        assert scheduler.submit(long) == "7"
+    got = (tmp_path / "got").read_text()
+    assert "x" * 200_000 in got and got.endswith('exit "$code"\n')
+
+
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(programs, "SBIN", ())
