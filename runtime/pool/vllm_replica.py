@@ -21,10 +21,10 @@ from importlib import metadata
 from pathlib import Path
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
-from cray_agents.runtime.pool.gpu_assignment import VISIBLE
 from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.checkpoints import ADAPTER
+from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL

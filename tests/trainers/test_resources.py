@@ -12,7 +12,7 @@ from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.batch_script import batch_script
-from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
+from cray_agents.runtime.scheduler.gpu_placement import nvidia_devices
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
@@ -93,6 +93,19 @@ def test_without_gpus_ranks_are_few(tmp_path: Path) -> None:
     )
     if not nvidia_devices():
         assert resources(tmp_path) == cpu
+
+
+def test_jobs_of_this_host_use_the_gpus_that_serving_leaves(tmp_path: Path) -> None:
+    def here(*host_gpus: str, **config: Any) -> Resources:
+        return resources_of(load_config(config, tmp_path), here=True, host_gpus=host_gpus)
+
+    seven = here(*"1234567", **H100)
+    assert (seven.ranks, seven.gpus) == (7, Gpus("H100", 79, 7))
+    with pytest.raises(ConfigError, match="it has 7 GPUs"):
+        here(*"1234567", **H100, train_ranks=8)
+    assert here().gpus is None  # all are hidden from the platform
+    assert here("1", train_gpus="off").gpus is None
+    assert here("MIG-1", "MIG-2", **H100).ranks == 1  # CUDA shows a job one of them
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def _make_trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "Megat
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
-    resources = resources_of(config, here=scheduler.on_this_host)
+    resources = resources_of(config, here=scheduler.on_this_host, host_gpus=scheduler.gpus)
     say(f"scheduler: {scheduler.reason}; trainer: {resources}")
     return MegatronTrainer(config.root, scheduler, resources)
 
