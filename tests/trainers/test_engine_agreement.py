@@ -14,16 +14,17 @@ import pytest
 
 from cray_agents.errors import JobError
 from cray_agents.paths import Home
-from cray_agents.records import Manifest, ModelCall
+from cray_agents.records import LogprobDistance, Manifest, ModelCall
 from cray_agents.runtime.datasets.samples.run_samples import merge_turns, turn_of
 from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
+from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.job.engine_agreement import (
     compare,
-    difference_limit,
+    limits_of,
     places_of_parent,
     select_sampled,
 )
@@ -86,25 +87,51 @@ def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
     samples = sampled(2)
     found = compare(samples, [floats(-1, -2, -3), floats(-1.25, -2, -2.5)])
     assert found is not None
-    assert (found.tokens, found.max_difference, found.mean_difference) == (6, 0.5, 0.125)
+    assert (found.distance.tokens, found.distance.max, found.distance.mean) == (6, 0.5, 0.125)
     assert (found.run_id, found.place, found.ours, found.theirs) == ("run-1", 4, -2.5, -3)
-    found.refuse(0.5)
+    found.refuse(LogprobLimits(max=0.5))
     with pytest.raises(JobError, match=r"for token 4 of run-1 .* -2.5000, .* -3.0000; the limit"):
-        found.refuse(0.49)
+        found.refuse(LogprobLimits(max=0.49))
     broken = compare(samples, [floats(-1, np.nan, -3), floats(-1, -2, -3)])
     assert broken is not None
     with pytest.raises(JobError, match=r"for token 3 of run-0 the trainer computes .* nan"):
-        broken.refuse(1e9)
+        broken.refuse(LogprobLimits(max=1e9))
+    with pytest.raises(JobError, match=r"mean difference is nan and the 99th percentile nan"):
+        broken.refuse(LogprobLimits(mean=1e9, p99=1e9))
     assert compare(Samples.of([]), []) is None
 
 
-def test_limits(lab: Any, tmp_path: Path) -> None:
-    def limit(**changes: Any) -> float:
-        return difference_limit(lab.spec(tmp_path, parent_sha256="0" * 64, **changes))
+def test_in_bfloat16_the_distribution_is_judged() -> None:
+    """One token of 600 is far off: no reason to refuse in bfloat16, but one in float32."""
+    samples = sampled(200)
+    exact = [floats(-1, -2, -3)] * 200
+    found = compare(samples, [floats(-1, -2, -4), *exact[1:]])
+    everywhere = compare(samples, [row - 0.2 for row in exact])
+    assert found is not None and everywhere is not None
+    found.refuse(bfloat16_limits())
+    with pytest.raises(JobError, match=r"for token 4 of run-0 .*; the limit is 0.01, and the mean"):
+        found.refuse(LogprobLimits(max=0.01))
+    words = r"600 tokens the mean difference is 0.2 .* limits are mean 0.1, 99th percentile 0.5\."
+    with pytest.raises(JobError, match=words):
+        everywhere.refuse(bfloat16_limits())
+    event = found.event(bfloat16_limits())
+    assert (event["max_difference"], event["limit"], event["mean_limit"]) == (1, 0.5, 0.1)
+    assert event["agrees"] and not everywhere.event(bfloat16_limits())["agrees"]
+    assert not found.event(LogprobLimits(max=0.01))["agrees"]
 
-    assert limit() == 0.01
-    assert limit(hyper={"dtype": "bfloat16"}) == 0.5
-    assert limit(hyper={"dtype": "bfloat16"}, logprob_limit=0.2) == 0.2
+
+def test_limits(lab: Any, tmp_path: Path) -> None:
+    def limits(parent: LogprobDistance | None = None, **changes: Any) -> LogprobLimits:
+        return limits_of(lab.spec(tmp_path, parent_sha256="0" * 64, **changes), parent)
+
+    half: dict[str, Any] = {"hyper": {"dtype": "bfloat16"}}
+    close = LogprobDistance(tokens=1000, mean=0.015, p99=0.06, max=1.0)
+    assert limits() == limits(close) == LogprobLimits(max=0.01)
+    assert limits(logprob_limit=0.2) == LogprobLimits(max=0.2)
+    assert limits(**half) == LogprobLimits(mean=0.1, p99=0.5)
+    assert limits(close, **half) == LogprobLimits(mean=0.06, p99=0.24)
+    given = limits(close, **half, logprob_limit=0.2)
+    assert given == LogprobLimits(mean=0.04, p99=0.2)
 
 
 # ---- with vLLM
