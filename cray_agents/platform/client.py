@@ -148,7 +148,10 @@ class Platform:
             "method": method,
             "dataset": dataset,
             "parent": parent,
-            "hyperparameters": hyperparameters.model_dump(mode="json"),
+            # a dtype that was not given is left to the trainer
+            "hyperparameters": hyperparameters.model_dump(
+                mode="json", exclude={"dtype"} - hyperparameters.model_fields_set
+            ),
             "reference": reference,
             "optimizer_from": optimizer_from,
             "layout": layout.model_dump() if layout is not None else None,

@@ -23,7 +23,7 @@ from cray_agents.trainers.planning.cluster_resources import (
     resources_of,
 )
 from cray_agents.trainers.planning.default_layout import LOUD, usual_length
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora, with_dtype
 from tests.support.trainers.model_configs import LLAMA_2_70B
 from tests.support.waiting_scheduler import WaitingScheduler
 
@@ -201,6 +201,27 @@ def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_p
     assert again.submit(asked).state == "queued"
     assert journal.spec() == spec and len(scheduler.commands) == 1
     assert len(journal.events()) == 1
+
+
+def test_a_dtype_that_was_not_given_follows_the_ranks(home: Home, llama70: Path) -> None:
+    fields = {"dataset": "ds", "parent": str(llama70), "parent_sha256": "0" * 64}
+    asked, named = (
+        JobSpec(**fields, hyperparameters=Hyperparameters(steps=1, seed=n, **dtype))
+        for n, dtype in enumerate(({}, {"dtype": "float32"}))
+    )
+    on_gpus = Resources(16, 2, Gpus("H100", 79, 8))
+    trainer = MegatronTrainer(home, WaitingScheduler(), on_gpus)
+    decided = trainer.submit(asked).id
+    spec = JobJournal(home, decided).spec()
+    assert (spec.id, spec.hyperparameters.dtype) == (decided, "bfloat16")
+    assert decided != asked.id and trainer.submit(asked).id == decided
+    assert trainer.submit(named).id == named.id
+    assert JobJournal(home, named.id).spec().hyperparameters.dtype == "float32"
+    (event, *_) = JobJournal(home, decided).events()
+    assert any("billion parameters in bfloat16" in reason for reason in event["reasons"])
+
+    on_cpus = MegatronTrainer(home, WaitingScheduler(), Resources(ranks=2))
+    assert with_dtype(asked, on_cpus.dtype).id == asked.id  # as before there was a choice
 
 
 def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from cray_agents.errors import NotFound
-from cray_agents.records import Manifest, ProbePrompt
+from cray_agents.records import LogprobDistance, Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints, model_files
 from cray_agents.runtime.registry.model_config import TIED, read_config
@@ -139,6 +139,7 @@ def publish(
     spec: JobSpec,
     prompts: Sequence[list[int]],
     metrics: dict[str, Any],
+    agreement: LogprobDistance | None,
     draft: Path,
     final: Path,
 ) -> None:
@@ -172,6 +173,7 @@ def publish(
                 ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist())
                 for prompt, logprobs in zip(prompts, scores, strict=True)
             ],
+            agreement=agreement,
         )
         text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())
         durable.replace_file(draft / "manifest.json", text)

@@ -5,7 +5,13 @@ from pathlib import Path
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
+from cray_agents.records import LogprobDistance
+from cray_agents.runtime.registry.checkpoints import (
+    MANIFEST,
+    read_manifest,
+    settings_in,
+    settings_sha256,
+)
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.engine_agreement import places_of_parent
@@ -28,6 +34,7 @@ class JobInputs:
     model: Architecture
     samples: Samples
     parent_places: list[int]  # of the versions with the parent's weights: engine_agreement.py
+    parent_agreement: LogprobDistance | None = None  # as the job that made the parent measured it
     validation: Samples | None = None
     reference: Path | None = None  # None: the parent
     resume_from: Path | None = None  # a point of this job: continue exactly
@@ -92,6 +99,7 @@ def read_inputs(
         model,
         samples,
         places,
+        _agreement_of(parent) if hyper.init == "parent" else None,
         validation,
         reference,
     )
@@ -134,6 +142,11 @@ def _samples(
             param="evaluate_every",
         )
     return samples, validation if len(validation) else None
+
+
+def _agreement_of(parent: Path) -> LogprobDistance | None:
+    """Return what the job that made the parent measured; None for one made elsewhere."""
+    return read_manifest(parent).agreement if (parent / MANIFEST).is_file() else None
 
 
 def _check_weights(folder: Path, expected: str, init: str, param: str) -> None:

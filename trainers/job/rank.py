@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cray_agents.errors import JobError
+from cray_agents.records import LogprobDistance
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
@@ -153,6 +154,7 @@ def execute(training: Training, work: JobInputs, *, optimizer_in_memory: bool = 
     """
     spec, home = work.spec, work.journal.home
     try:
+        agreement = compare_with_engine(training, work)
         baseline, validation = score_baselines(training, work)
         totals = restore(training, work, optimizer_in_memory)
         finished = train(training, work, baseline, validation, totals)
@@ -163,6 +165,7 @@ def execute(training: Training, work: JobInputs, *, optimizer_in_memory: bool = 
                 spec,
                 probe_prompts(work.samples),
                 {**totals.summary(), "steps": training.done},
+                agreement if spec.hyperparameters.dtype == "bfloat16" else None,
                 home.checkpoint(f".{spec.id}.{work.attempt}"),
                 home.checkpoint(spec.id),
             )
@@ -171,23 +174,29 @@ def execute(training: Training, work: JobInputs, *, optimizer_in_memory: bool = 
     return finished
 
 
-def score_baselines(
-    training: Training, work: JobInputs
-) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
-    """Score the samples under the weights before training; prove that the engine agrees."""
+def compare_with_engine(training: Training, work: JobInputs) -> LogprobDistance | None:
+    """Prove that the engine agrees on the parent's weights; None if it sampled no tokens here."""
     # nodes read the registry at their own time
     parents = broadcast_from_rank0(work.parent_places)
     temperature = work.spec.hyperparameters.policy.temperature
     comparable = engine_agreement.select_sampled(work.samples, parents, temperature)
     agreement = engine_agreement.compare(comparable, training.score(comparable))
-    if agreement is not None:
-        limit = engine_agreement.difference_limit(work.spec)
-        if is_rank0():
-            work.journal.event("agreement", **vars(agreement), limit=limit)
-        try:
-            agreement.refuse(limit)
-        except JobError as reason:  # all ranks compared the same numbers
-            raise FailedEverywhere(str(reason)) from None
+    if agreement is None:
+        return None
+    allowed = engine_agreement.limits_of(work.spec, work.parent_agreement)
+    if is_rank0():
+        work.journal.event("agreement", **agreement.event(allowed))
+    try:
+        agreement.refuse(allowed)
+    except JobError as reason:  # all ranks compared the same numbers
+        raise FailedEverywhere(str(reason)) from None
+    return agreement.distance
+
+
+def score_baselines(
+    training: Training, work: JobInputs
+) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
+    """Score the samples under the weights before training."""
     baselines = Baselines(training, work.spec, work.reference, work.journal.folder / "baselines")
     baseline = baselines.of_training(work.samples)
     if work.validation is None:

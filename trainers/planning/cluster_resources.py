@@ -18,6 +18,7 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError
 from cray_agents.runtime.scheduler.gpu_placement import is_sliced, nvidia_devices
 from cray_agents.trainers.planning.hardware import find_gpu, identify
+from cray_agents.training_jobs import Dtype
 
 CPU_RANKS = 2  # per node; more rarely pays over gloo
 GPUS_PER_NODE = 8
@@ -71,6 +72,11 @@ class Resources:
     def ranks_per_node(self) -> int:
         """The ranks per node of a job without a layout."""
         return self.ranks // self.nodes
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of jobs whose spec gives none. A GPU computes float32 many times slower."""
+        return "float32" if self.gpus is None else "bfloat16"
 
     def nodes_for(self, world: int) -> int:
         """Return the number of nodes for `world` ranks: even shares, and a GPU for each rank."""

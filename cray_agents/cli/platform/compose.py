@@ -184,7 +184,7 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
     return Pool(
         hosts[:replicas],
         spares=hosts[replicas:],
-        tolerance=settings.tolerance,
+        probe_limits=settings.probe_limits,
         wait_timeout=config.swap_timeout,
         swap_mode=config.swap_mode,
         silence_timeout=config.silence_timeout,
@@ -287,7 +287,12 @@ def describe_platform(
         "version": importlib.metadata.version("cray-agents"),
         "home": str(config.root.root),
         "engine": {"name": "vllm", "version": distribution_version("vllm")},
-        "trainer": {"name": "megatron-core", "version": megatron, "uses": str(resources)},
+        "trainer": {
+            "name": "megatron-core",
+            "version": megatron,
+            "uses": str(resources),
+            "dtype": resources.dtype,
+        },
         "scheduler": {"name": scheduler.name, "reason": scheduler.reason},
     }
 
