@@ -150,8 +150,10 @@ def publish(
     metrics: dict[str, Any],
     draft: Path,
     final: Path,
+    *,
+    share: int = SHARE_BYTES,
 ) -> None:
-    """Export, probe, hash and publish as `final`, unless that exists. Collective.
+    """Export, probe and publish as `final`, unless that exists. Collective.
 
     Afterwards this rank's weights equal the files, with adapters folded in: see Training.begin.
     """
@@ -164,7 +166,7 @@ def publish(
         adapter = draft / checkpoints.ADAPTER
         write_adapter(training.chunks, training.model, lora, spec.parent, adapter)
         training.fold_adapters()
-    hashes = export_weights(training, draft)
+    hashes = export_weights(training, draft, share=share)
     scores = training.score(Samples.of(prompts), temperature=1.0)
     torch.distributed.barrier()
     if main:

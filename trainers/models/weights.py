@@ -2,8 +2,9 @@
 
 One table maps each Megatron parameter to its Hugging Face tensors. Loading reads this rank's slices
 of these and packs them. Exporting divides the parameters among all ranks that hold them: each is
-gathered on its own writer and unpacked there, one parameter at a time. The table has the names of torch's and Transformer Engine's layers; weights under an adapter
-(lora.py) keep their entries. training/train_step.py loads, checkpointing/hf_export.py exports.
+gathered on its own writer and unpacked there, one parameter at a time. The table has the names of
+torch's and Transformer Engine's layers; weights under an adapter (lora.py) keep their entries.
+training/train_step.py loads, checkpointing/hf_export.py exports.
 """
 
 import heapq
