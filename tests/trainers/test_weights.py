@@ -13,7 +13,7 @@ import pytest
 from cray_agents.errors import BadInput, JobError, NotFound
 from cray_agents.runtime.disk.durable import sha256_file
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.checkpointing.hf_export import cut, name_files
+from cray_agents.trainers.checkpointing.hf_export import cut, name_files, weights_sha256
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 LIMIT = 40_000  # bytes a file
@@ -234,6 +234,40 @@ def test_a_publish_that_fails_in_the_middle_leaves_nothing(
     }
     before = read(folder)
     assert all(bool((tensor == before[name]).all()) for name, tensor in read(out / "made").items())
+
+
+def checked(folder: Path, expected: str, rank: int, store: Any, _: Any) -> int:
+    """One rank of two: the check alone, without a model."""
+    from cray_agents.trainers.job.weights_check import check_weights
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+
+    join_ranks(Layout(data=2), rank, 2, store, on_cpu=True)
+    with check_weights(folder, expected):
+        pass
+    return 0
+
+
+@pytest.mark.megatron
+def test_a_flipped_bit_is_refused_whichever_rank_reads_it(
+    tmp_path: Path, tensors: dict[str, Any]
+) -> None:
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    written(tmp_path, tensors)
+    paths = [(tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")]
+    paths.append(tmp_path / "model-2.safetensors")
+    paths[1].write_bytes(paths[0].read_bytes()[: 1 << 20])
+    check = partial(checked, tmp_path, weights_sha256(tmp_path))
+    assert run_ranks(find_placement(2, "check"), tmp_path / "logs", check).code == 0
+    for path in paths:
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        outcome = run_ranks(find_placement(2, "check"), tmp_path / "logs", check)
+        assert outcome.refusal is not None
+        assert "were changed, or the path is wrong" in outcome.refusal
+        path.write_bytes(whole)
 
 
 @pytest.mark.megatron

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,11 +47,14 @@ def publish_folder(draft: Path, final: Path) -> bool:
     return durable.publish_directory(draft, final)
 
 
-def hash_files(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """Map each file below a folder, except its manifest, to its SHA-256, if `known` has it not."""
-    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    read = files.keys() - known.keys() - {checkpoints.MANIFEST}
-    return dict(sorted({**known, **{n: durable.sha256_file(files[n]) for n in read}}.items()))
+def hash_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Map each file below a folder, except its manifest, to its SHA-256; `known` ones are kept."""
+    hashes = dict(known or {})
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != checkpoints.MANIFEST and name not in hashes:
+            hashes[name] = durable.sha256_file(path)
+    return dict(sorted(hashes.items()))
 
 
 def weights_sha256(checkpoint: Path) -> str:
