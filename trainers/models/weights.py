@@ -288,26 +288,26 @@ def plan_export(
             origin = Origin(chunk, name, model)
             (experts if origin.expert else dense).append((chunk, name, origin))
     plan: list[ExportedParameter] = []
-    for held in filter(None, (dense, experts)):
-        plan += _divide(held, sizes, share)
+    for parameters in filter(None, (dense, experts)):
+        plan += _divide(parameters, sizes, share)
     return sorted(plan, key=lambda one: min(place[name] for name in one.origin.names))
 
 
 def _divide(
-    held: list[tuple[Any, str, Origin]], sizes: dict[str, int], share: int
+    parameters: list[tuple[Any, str, Origin]], sizes: dict[str, int], share: int
 ) -> list[ExportedParameter]:
     """Choose the writers of parameters that the same ranks hold; return this replica's."""
-    origin = held[0][2]
+    origin = parameters[0][2]
     replica, replicas = origin.replicas()
-    size_of = [sum(sizes[name] for name in one.names) for _, _, one in held]
+    size_of = [sum(sizes[name] for name in one.names) for _, _, one in parameters]
     writers = min(replicas * origin.ranks()[1], max(1, -(-sum(size_of) // share)))
     loads = [(0, writer) for writer in range(writers)]
     plan = []
-    for number in sorted(range(len(held)), key=lambda n: (-size_of[n], n)):
+    for number in sorted(range(len(parameters)), key=lambda n: (-size_of[n], n)):
         load, writer = loads[0]
         heapq.heapreplace(loads, (load + size_of[number], writer))
         if writer % replicas == replica:
-            plan.append(ExportedParameter(*held[number], writer // replicas))
+            plan.append(ExportedParameter(*parameters[number], writer // replicas))
     return plan
 
 

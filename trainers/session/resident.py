@@ -198,14 +198,14 @@ class Resident:
     def _execute(self, work: JobInputs) -> bool:
         spec, optimizer = work.spec, self._continues(work)
         if self._training is not None and self._fits(work):
-            held = self._holds(spec)
-            with contextlib.nullcontext() if held else check_parent(work.parent, spec):
+            in_memory = self._holds(spec)
+            with contextlib.nullcontext() if in_memory else check_parent(work.parent, spec):
                 self._training.begin(
                     work.parent,
                     spec.hyperparameters,
                     spec.method,
                     job_rank.stop_check(work, self._stop),
-                    in_memory=held,
+                    in_memory=in_memory,
                 )
         else:
             self._training = None  # before the next one takes as much memory
