@@ -21,7 +21,7 @@ import torch
 
 BLOCK = 16 << 20  # bytes hashed and written at a time
 AHEAD = 16  # blocks that wait for the disk
-SYNC_BYTES = 64 << 20  # written before the disk is told to begin
+SYNC_BYTES = 256 << 20  # written before the disk is told to begin
 # stored types in safetensors' order
 _NAMES = {
     torch.float64: "F64",

@@ -244,6 +244,8 @@ def round_weights(chunks: list[Any], model: Architecture, source: Source) -> Non
     for chunk in chunks:
         for name, parameter in weights_of(chunk):
             origin = Origin(chunk, name, model)
+            if all(source.dtype(wanted) == parameter.dtype for wanted in origin.names):
+                continue
             tensors = zip(unpack(origin.how, [parameter], model), origin.names, strict=True)
             rounded = [t.to(source.dtype(n)).to(parameter.dtype) for t, n in tensors]
             packed = pack(origin.how, rounded, model)
