@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -39,7 +39,7 @@ def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
 
 def write_files(
     folder: Path,
-    files: Mapping[str, Iterable[str]],
+    files: Mapping[str, Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
     tensors: Iterator[tuple[str, torch.Tensor]],
