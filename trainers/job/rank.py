@@ -26,6 +26,7 @@ from cray_agents.trainers.job import engine_agreement
 from cray_agents.trainers.job.baselines import Baselines
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0, join_ranks
@@ -35,10 +36,6 @@ from cray_agents.training_jobs import Layout
 RECENT = 50  # steps whose gradient norms a new norm is compared with
 EXPLODED = 1000.0  # times the largest recent norm
 SMALL = 1.0  # floor for the largest recent norm: smaller gradients are not clipped by default
-
-
-class FailedEverywhere(JobError):
-    """Raised on every rank at the same point: the job failed, and the ranks are still in step."""
 
 
 @dataclass
@@ -121,18 +118,22 @@ def join(layout: Layout, rank: int, store: Any, on_cpu: bool) -> None:
 
 
 def build(work: JobInputs, on_cpu: bool, stop: StopFlag) -> Training:
-    """Build the job's model and optimizer on this rank, with the parent's weights. Collective."""
+    """Build the job's model and optimizer on this rank, with the parent's weights. Collective.
+
+    Raises FailedEverywhere if these are not the weights that the job was made for.
+    """
     spec = work.spec
-    return Training(
-        work.model,
-        spec.layout,
-        spec.hyperparameters,
-        work.parent,
-        on_cpu,
-        method=spec.method,
-        recompute=spec.recompute,
-        asked_to_stop=stop_check(work, stop),
-    )
+    with check_parent(work.parent, spec):
+        return Training(
+            work.model,
+            spec.layout,
+            spec.hyperparameters,
+            work.parent,
+            on_cpu,
+            method=spec.method,
+            recompute=spec.recompute,
+            asked_to_stop=stop_check(work, stop),
+        )
 
 
 def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:
@@ -212,7 +213,8 @@ def restore(training: Training, work: JobInputs, optimizer_in_memory: bool = Fal
         return JobTotals()
     if work.optimizer_from is not None:
         resume.load(training, work.optimizer_from)
-        training.restart()
+        with check_parent(work.parent, work.spec):
+            training.restart()
     else:
         allocate_moments(training, 0)  # a session's optimizer may hold another job's
     return JobTotals()

@@ -27,6 +27,7 @@ from cray_agents.trainers.job.job_end import already_ended, record_failure, reco
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
@@ -142,7 +143,7 @@ class Resident:
             try:
                 work = self._read(journal, spec, attempt)
                 finished = self._execute(work)
-            except job_rank.FailedEverywhere as reason:
+            except FailedEverywhere as reason:
                 self._training = self._memory = None
                 if is_rank0():
                     record_failure(journal, str(reason))
@@ -164,14 +165,10 @@ class Resident:
             print(f"stopped after step {journal.step}; start it again to go on", flush=True)
 
     def _read(self, journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
-        """Read and check the inputs on every rank; choose the starting point on rank 0.
-
-        Weights that this session published itself are not hashed again: they are immutable.
-        """
+        """Read and check the inputs on every rank; choose the starting point on rank 0."""
         problem, work = None, None
         try:
-            known = not is_rank0() or self._holds(spec)
-            work = read_inputs(journal, spec, attempt, known_parent=known)
+            work = read_inputs(journal, spec, attempt)
             if is_rank0():
                 work = choose_start(work, optimizer_in_memory=self._continues(work))
                 journal.close()
@@ -201,13 +198,15 @@ class Resident:
     def _execute(self, work: JobInputs) -> bool:
         spec, optimizer = work.spec, self._continues(work)
         if self._training is not None and self._fits(work):
-            self._training.begin(
-                work.parent,
-                spec.hyperparameters,
-                spec.method,
-                job_rank.stop_check(work, self._stop),
-                in_memory=self._holds(spec),
-            )
+            in_memory = self._holds(spec)
+            with contextlib.nullcontext() if in_memory else check_parent(work.parent, spec):
+                self._training.begin(
+                    work.parent,
+                    spec.hyperparameters,
+                    spec.method,
+                    job_rank.stop_check(work, self._stop),
+                    in_memory=in_memory,
+                )
         else:
             self._training = None  # before the next one takes as much memory
             gc.collect()
@@ -244,7 +243,7 @@ def agree(problem: CrayError | None) -> None:
         mine = (str(problem), machine)
     every = [json.loads(one) for one in gather_from_ranks(json.dumps(mine).encode())]
     for text, machine in filter(None, every):
-        raise (SetupError if machine else job_rank.FailedEverywhere)(text)
+        raise (SetupError if machine else FailedEverywhere)(text)
 
 
 @contextlib.contextmanager
