@@ -68,6 +68,7 @@ def run(
     orders = Orders(session, spec, attempt, stop, rank, spec.layout.world)
     while (order := orders.next()).job is not None:
         resident.train(JobJournal(session.home, order.job), order.attempt)
+    torch.distributed.barrier()  # rank 0 holds the store that the others read the order from
     torch.distributed.destroy_process_group()
     return order.code
 
