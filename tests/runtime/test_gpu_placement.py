@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cray_agents.config import load_config
@@ -74,7 +74,6 @@ def test_spare_replicas_get_what_neither_takes() -> None:
     assert str(alone).endswith("a spare replica may have GPU 1, training jobs have no GPU")
 
 
-@settings(deadline=None)
 @given(
     total=st.integers(0, 17),
     replicas=st.integers(0, 5),
