@@ -43,8 +43,8 @@ platform's node:
 
 LoRA trains adapters beside weights in bfloat16, and each job's are merged into the next version.
 All weights, without `lora`, take some 16 bytes a parameter and a tenth of the learning rate: `plan`
-without --lora-rank says over how many GPUs. Replicas of one `up` all see the GPUs of its node: one
-replica, as large as `engine_args` makes it, is what was thought through.
+without --lora-rank says over how many GPUs. Each replica of an `up` has GPUs of its
+node to itself, as many as `engine_args` makes it take.
 """
 
 import json

@@ -66,13 +66,18 @@ class Config(BaseModel):
     )
     train_nodes: int = Field(1, gt=0, description="nodes of a job with no layout")
     train_gpus: Literal["auto", "on", "off"] = Field(
-        "auto", description="auto: if this host has NVIDIA GPUs, or train_gpu is named"
+        "auto",
+        description="auto: if this host has NVIDIA GPUs, or train_gpu is named; off: jobs train on "
+        "CPU cores, and serving may take every GPU of this host",
     )
     train_gpu: str | None = Field(
         None, description="GPU of training nodes, as H100 or A100, if this host cannot detect it"
     )
     train_gpus_per_node: int | None = Field(
-        None, gt=0, description="GPUs of a node; default: this host's number, 8 if it has none"
+        None,
+        gt=0,
+        description="GPUs of a node; default: this host's number, 8 if it has none. Where jobs run "
+        "on this host: those that jobs get; default: all that replicas leave",
     )
     train_cpus_per_rank: int | None = Field(
         None, gt=0, description="cores of a rank; default 1, with GPUs up to 4"

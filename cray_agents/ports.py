@@ -18,7 +18,7 @@ from pydantic import Field
 
 from cray_agents.records import ProbePrompt, Record, WeightChange
 from cray_agents.training_commands import CommandResult, TrainingCommand
-from cray_agents.training_jobs import JobSpec, JobStatus
+from cray_agents.training_jobs import Dtype, JobSpec, JobStatus
 
 
 class ChatEngine(Protocol):
@@ -159,10 +159,16 @@ class Scheduler(Protocol):
 class Trainer(Protocol):
     """A runner of training jobs. A job's id is the hash of its spec: submitting twice is once."""
 
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of jobs whose spec gives none."""
+        ...
+
     def submit(self, spec: JobSpec) -> JobStatus:
         """Start the job, unless it is running or finished; return its status.
 
-        Raises JobError, and BadInput or NotFound for a spec that cannot be trained.
+        A missing dtype is decided first, so the status may have another id than `spec`. Raises
+        JobError, and BadInput or NotFound for a spec that cannot be trained.
         """
         ...
 

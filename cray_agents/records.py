@@ -405,8 +405,21 @@ class ProbePrompt(Record):
     logprobs: list[float]
 
 
+class LogprobDistance(Record):
+    """The distribution of |difference| between two programs' logprobs of the same tokens, nats."""
+
+    tokens: int
+    mean: float
+    p99: float  # the 99th percentile
+    max: float
+
+
 class Manifest(Record):
-    """The contents and origin of a checkpoint, published last, beside the weights."""
+    """The contents and origin of a checkpoint, published last, beside the weights.
+
+    `agreement`: the trainer's distance from the engine for the parent's weights, before the first
+    step. Recorded where training was in bfloat16.
+    """
 
     files: dict[str, str]  # name -> sha256
     weights_sha256: str
@@ -415,6 +428,7 @@ class Manifest(Record):
     dataset: str | None = None
     metrics: dict[str, Any] = Field(default_factory=dict)
     probe: list[ProbePrompt] = Field(default_factory=list)
+    agreement: LogprobDistance | None = None
     created: float = Field(default_factory=time.time)
 
 
@@ -435,12 +449,17 @@ class ModelVersion(Record):
 
 
 class ProbeReport(Record):
-    """The distance of a replica's logprobs on the golden probe from the trainer's."""
+    """The distance of a replica's logprobs on the golden probe from the trainer's.
+
+    `tolerance` limits the maximum in float32, and the 99th percentile in 16 bits.
+    """
 
     version: str
     prompts: int
     tokens: int
     max_logprob_diff: float
+    mean_logprob_diff: float = 0.0
+    p99_logprob_diff: float = 0.0
     tolerance: float
     passed: bool
     seconds: dict[str, float] = Field(default_factory=dict)  # pause, load, prove, resume

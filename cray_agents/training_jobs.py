@@ -14,6 +14,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
 
 MethodName = Literal["sft", "dpo", "kto", "grpo"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 LoraTarget = Literal["qkv", "proj", "fc1", "fc2"]
@@ -110,6 +111,8 @@ class Hyperparameters(StrictRecord):
     job sees the same data as an undisturbed one. `weigh_loss` multiplies a sample's loss by its
     weight (sft). The schedule `wsd` is warm-up, stable, decay: constant until the last
     `decay_fraction` of the steps, then linear to the minimum.
+
+    A job whose `dtype` was not given takes the trainer's: bfloat16 on GPUs, float32 on CPUs.
     """
 
     steps: int = Field(gt=0)
@@ -128,7 +131,7 @@ class Hyperparameters(StrictRecord):
     weigh_loss: bool = False
     seed: int = Field(0, ge=0)
     max_tokens_per_microbatch: int = Field(4096, gt=0)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     init: Literal["parent", "random"] = "parent"
     lora: Lora | None = None
     preference: Preference = Field(default_factory=Preference)
@@ -190,7 +193,8 @@ class JobSpec(StrictRecord):
       and optimizer in memory. None: the job has processes of its own.
     - `oversubscribe` admits the job also if it takes more cores, memory or GPUs than there are.
     - `logprob_limit` bounds the difference between the trainer's and the engine's
-      log-probabilities (None: 0.01 in float32, 0.5 in bfloat16).
+      log-probabilities: the largest in float32 (None: 0.01), the 99th percentile in bfloat16, and
+      a fifth of it the mean (None: at most 0.5 and 0.1, less where the parent's job measured less).
     """
 
     method: MethodName = "sft"
@@ -245,6 +249,14 @@ class JobSpec(StrictRecord):
         if self.hyperparameters.policy.dual_clip is None:  # likewise
             del decisive["hyperparameters"]["policy"]["dual_clip"]
         return f"job-{digest(decisive)}"
+
+
+def with_dtype(spec: JobSpec, dtype: Dtype) -> JobSpec:
+    """Return the spec with a dtype, unless its own was given. The id is the decided dtype's."""
+    hyper = spec.hyperparameters
+    if "dtype" in hyper.model_fields_set:
+        return spec
+    return spec.model_copy(update={"hyperparameters": hyper.model_copy(update={"dtype": dtype})})
 
 
 _EXECUTION_FIELDS = {

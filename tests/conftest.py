@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.pop("COLUMNS", None)  # before the consoles are made: tables are as wide as in a log
 # a shell starts what runs in the background deaf to Ctrl-C, and so would be all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# no test fails because the machine is slow
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 SLOW = 0.7  # seconds of a test function, all its parameters and fixtures together

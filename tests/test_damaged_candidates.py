@@ -100,6 +100,7 @@ class Damaging:
 
     def __post_init__(self) -> None:
         self.scripted = ScriptedTrainer(self.home)
+        self.dtype = self.scripted.dtype
 
     def submit(self, spec: JobSpec) -> JobStatus:
         status = self.scripted.submit(spec)

@@ -26,7 +26,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
-from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, with_dtype
 from tests.support.scripted_platform import platform
 
 SAMPLES = 24
@@ -339,6 +339,30 @@ def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> Non
         there = JobJournal(site.home, asyncio.run(job).id).spec()
     assert there.parent_settings_sha256 == here.parent_settings_sha256 is not None
     assert there.model_copy(update={"code": here.code}).id == here.id
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dtype_that_was_not_given_is_the_trainers(site: Site, dtype: str) -> None:
+    root, engine = site.home.root, ScriptedEngine(lambda request: "")
+    with platform(root, engine, model=site.model, name="m", dtype=dtype) as served:
+        for hyper in ({}, {"dtype": "float32"}):
+            given = Hyperparameters.model_validate({"steps": 4, **hyper})
+            job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
+            spec = JobJournal(site.home, asyncio.run(job).id).spec()
+            assert spec.hyperparameters.dtype == hyper.get("dtype", dtype)
+
+
+def test_the_command_finds_the_job_of_its_trainers_dtype(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
+    spec = with_dtype(build_spec(site.home, read_fields(None, fields, [])), "bfloat16")
+    journal = JobJournal(site.home, spec.id)
+    journal.write_spec(spec)
+    journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
+    monkeypatch.setenv("CRAY_AGENTS_TRAIN_GPU", "h100")
+    done = here(site, capsys, "--parent", site.model, "--steps", 4)
+    assert done.code == 1 and f"{spec.id} failed before" in done.err
 
 
 def test_a_job_from_before_settings_counted_keeps_its_id() -> None:

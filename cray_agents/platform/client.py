@@ -149,7 +149,10 @@ class Platform:
             "method": method,
             "dataset": dataset,
             "parent": parent,
-            "hyperparameters": hyperparameters.model_dump(mode="json"),
+            # a dtype that was not given is left to the trainer
+            "hyperparameters": hyperparameters.model_dump(
+                mode="json", exclude={"dtype"} - hyperparameters.model_fields_set
+            ),
             "reference": reference,
             "optimizer_from": optimizer_from,
             "layout": layout.model_dump() if layout is not None else None,
@@ -200,7 +203,9 @@ class Platform:
             "commands": name,
             "session": "commands",  # clients take turns on one set of ranks
             "parent": parent,
-            "hyperparameters": hyper.model_dump(mode="json"),
+            "hyperparameters": hyper.model_dump(
+                mode="json", exclude={"dtype"} - hyper.model_fields_set
+            ),
             "layout": None if layout is None else layout.model_dump(),
         }
         job = JobStatus.model_validate(await self._http.post("/jobs", body))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     #: Log-probabilities of each datum's tokens and the data; returns a scalar with a gradient.
     OwnLoss = Callable[[list[torch.Tensor], Sequence[Datum]], torch.Tensor]
 
-WAIT = 20.0  # seconds that the platform may hold a question for a result
+WAIT = 20  # seconds that the platform may hold a question for a result
 
 
 class TrainingSession:

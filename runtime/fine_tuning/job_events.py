@@ -115,12 +115,17 @@ def _start_event(event: dict[str, Any], after_resume: bool) -> TuningEvent:
 
 def _agreement_event(event: dict[str, Any]) -> TuningEvent:
     """Describe how much the trainer's logprobs differ from the engine's."""
-    most, limit = event["max_difference"], event["limit"]
-    message = (
-        "Log-probabilities differ from the engine's by at most "
-        f"{_format_loss(most)}, limit {limit:g}"
-    )
-    agrees = most is not None and most <= limit
+    most, limit, mean_limit = event["max_difference"], event["limit"], event.get("mean_limit")
+    message = "Log-probabilities differ from the engine's by "
+    if mean_limit is None:  # float32
+        message += f"at most {_format_loss(most)}, limit {limit:g}"
+    else:
+        mean, p99 = event["mean_difference"], event["p99_difference"]
+        message += (
+            f"{_format_loss(mean)} on average, limit {mean_limit:g}, and by"
+            f" {_format_loss(p99)} in the 99th percentile, limit {limit:g}"
+        )
+    agrees = event.get("agrees", most is not None and most <= limit)
     return TuningEvent(event["time"], "agreement", message, "info" if agrees else "error")
 
 

@@ -14,6 +14,7 @@ Values of `"auto"`, for n examples (dpo: pairs) and a model of hidden size h:
                               tiny model, 1.1e-5 at h = 4096; dpo takes a tenth of it
     beta                      0.1
 
+The dtype is the trainer's: bfloat16 on GPUs, float32 on CPUs. The request recorded it.
 A batch_size above n becomes n, so that a step is at most an epoch, and the job shows it so.
 The rate warms up over the first twentieth of the steps and falls to a tenth along a cosine. The
 validation loss is computed after each epoch and at the end, over the whole file.
@@ -117,6 +118,7 @@ class Preparer:
                 warmup_steps=steps // 20,
                 schedule="cosine",
                 seed=request.seed,
+                dtype=request.dtype,
                 max_tokens_per_microbatch=max(LEAST_MICROBATCH, longest * (2 if pairs else 1)),
                 preference=Preference(beta=_auto_or(request.beta, BETA)) if pairs else Preference(),
             ),

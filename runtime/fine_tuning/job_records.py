@@ -11,7 +11,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.fine_tuning.examples import Kind
-from cray_agents.training_jobs import JobSpec
+from cray_agents.training_jobs import Dtype, JobSpec
 
 Auto = Literal["auto"]
 RecordType = TypeVar("RecordType", bound=Record)
@@ -25,7 +25,7 @@ class TuningRequest(Record):
     """A requested fine-tuning job. Its result is registered under `name`.
 
     `model` is the version `name@N` that the client's model meant at that time, and `parent` its
-    checkpoint. The parent's hashes are those of the JobSpec.
+    checkpoint. The parent's hashes and `dtype` are those of the JobSpec.
     """
 
     model: str
@@ -45,6 +45,7 @@ class TuningRequest(Record):
     seed: int = 0
     metadata: dict[str, str] = Field(default_factory=dict)
     code: str = ""
+    dtype: Dtype = "float32"
     owner: str = ""
     created: float = Field(default_factory=time.time)
 
@@ -65,6 +66,8 @@ class TuningRequest(Record):
             identity += ["validation", self.validation_sha256]
         if self.method != "supervised":
             identity += [self.method, self.beta]
+        if self.dtype != "float32":
+            identity += ["dtype", self.dtype]
         return PREFIX + digest(identity, 24)
 
 

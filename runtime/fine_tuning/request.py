@@ -16,6 +16,7 @@ from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.runtime.fine_tuning.job_records import ADDED, TuningRequest
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import NAME, Registry
+from cray_agents.training_jobs import Dtype
 
 FILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 LONGEST_NAME = 64  # of a suffix
@@ -55,9 +56,17 @@ class CreateJob(StrictRecord):
 
 
 def resolve_request(
-    body: CreateJob, registry: Registry, files: Files, code: str, owner: str = ""
+    body: CreateJob,
+    registry: Registry,
+    files: Files,
+    code: str,
+    dtype: Dtype,
+    owner: str = "",
 ) -> TuningRequest:
-    """Return the checked and resolved request. Raises BadInput, NotFound (the model)."""
+    """Return the checked and resolved request. Raises BadInput, NotFound (the model).
+
+    `code` and `dtype` are the trainer's.
+    """
     kind = _parse_method(body)
     version = registry.resolve(body.model)
     name = body.suffix or version.name
@@ -86,6 +95,7 @@ def resolve_request(
         seed=body.seed or 0,
         metadata=_check_metadata(body.metadata or {}),
         code=code,
+        dtype=dtype,
         owner=owner,
     )
 

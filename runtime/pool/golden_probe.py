@@ -11,10 +11,12 @@ from pathlib import Path
 
 from cray_agents.errors import Corrupt, SwapError
 from cray_agents.ports import Engine, probe_token_ids
-from cray_agents.records import ProbePrompt, ProbeReport
+from cray_agents.records import LogprobDistance, ProbePrompt, ProbeReport
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.logprob_limits import LogprobLimits, measure
 from cray_agents.runtime.registry.checkpoints import ADAPTER, MANIFEST, verify
 
+FLOAT32_PROBE = LogprobLimits(max=1e-3)
 #: Files that a server reads at its start alone; weights can be replaced later.
 _READ_AT_START = (
     "tokenizer.json",
@@ -30,32 +32,63 @@ _IGNORED_KEYS = ("transformers_version", "_name_or_path")  # of config.json, whe
 
 
 async def prove(
-    engine: Engine, version: str, probe: list[ProbePrompt], tolerance: float
+    engine: Engine,
+    version: str,
+    probe: list[ProbePrompt],
+    limits: LogprobLimits,
+    before: ProbeReport | None = None,
 ) -> ProbeReport:
-    """Score the probe and compare. Raises SwapError, EngineError if the engine cannot score it."""
+    """Score the probe and compare. Raises SwapError, EngineError if the engine cannot score it.
+
+    `before`: the proof of good weights in the same engine, which tightens the limits in bfloat16.
+    """
     started = time.perf_counter()
     scores = await engine.score(probe_token_ids(probe))
-    worst = 0.0
     for prompt, score in zip(probe, scores, strict=True):
         if len(score) != len(prompt.logprobs):
             raise SwapError(
                 f"a probe prompt of {version} has {len(prompt.logprobs)} logprobs, and the engine "
                 f"gave {len(score)}: the probe must hold one for each token but the first"
             )
-        worst = max([worst, *(abs(a - b) for a, b in zip(score, prompt.logprobs, strict=True))])
-    if worst > tolerance:
+    trainer = [logprob for prompt in probe for logprob in prompt.logprobs]
+    distance = measure([logprob for score in scores for logprob in score], trainer)
+    limits = limits.relative_to(_distance(before))
+    if limits.exceeded(distance):
         raise SwapError(
-            f"logprobs on the probe of {version} differ by {worst:.3g} "
-            f"(tolerance {tolerance:g}): these are not the trainer's weights"
+            f"logprobs on the probe of {version} differ by {_describe(distance, limits)}: "
+            "these are not the trainer's weights"
         )
     return ProbeReport(
         version=version,
         prompts=len(probe),
-        tokens=sum(len(prompt.logprobs) for prompt in probe),
-        max_logprob_diff=worst,
-        tolerance=tolerance,
+        tokens=distance.tokens,
+        max_logprob_diff=distance.max,
+        mean_logprob_diff=distance.mean,
+        p99_logprob_diff=distance.p99,
+        tolerance=limits.max or limits.p99 or 0.0,
         passed=True,
         seconds={"prove": time.perf_counter() - started},
+    )
+
+
+def _distance(report: ProbeReport | None) -> LogprobDistance | None:
+    """Return the distance that a proof measured."""
+    if report is None:
+        return None
+    return LogprobDistance(
+        tokens=report.tokens,
+        mean=report.mean_logprob_diff,
+        p99=report.p99_logprob_diff,
+        max=report.max_logprob_diff,
+    )
+
+
+def _describe(distance: LogprobDistance, limits: LogprobLimits) -> str:
+    if limits.max is not None:
+        return f"{distance.max:.3g} (tolerance {limits.max:g})"
+    return (
+        f"{distance.mean:.3g} on average and {distance.p99:.3g} in the 99th percentile of "
+        f"{distance.tokens} tokens (tolerance: {limits})"
     )
 
 

@@ -23,6 +23,7 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
+from cray_agents.runtime.logprob_limits import LogprobLimits
 from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import (
     LoadedVersion,
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 MAX_ADAPTERS = 4  # the incumbent, the version before it, a canary, a candidate
 
 _TRIES = 2
-_ROUNDING = 1e-2  # largest change of a logprob by merging into 16 bits
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Adapters:
     def __init__(
         self,
         engine_host: EngineHost,
-        tolerance: float,
+        probe_limits: LogprobLimits,
         requests: InFlightRequests,
         notifier: ChangeNotifier,
     ) -> None:
         self._engine_host = engine_host
-        self._tolerance = tolerance
+        self._probe_limits = probe_limits
         self._requests = requests
         self._notifier = notifier
         self._adapters: dict[str, LoadedAdapter] = {}
@@ -87,7 +87,7 @@ class Adapters:
         """Tell whether `new` can be loaded as an adapter over these weights. Raises SwapError."""
         try:
             # the probe is of the merged weights: in 16 bits these are rounded, the adapter is not
-            exact = self._tolerance > _ROUNDING or stored_type(new.checkpoint) == "float32"
+            exact = self._probe_limits.max is None or stored_type(new.checkpoint) == "float32"
             return (
                 0 < adapter_rank(new.checkpoint) <= self._engine_host.lora_rank
                 and exact
@@ -97,15 +97,15 @@ class Adapters:
         except (Corrupt, OSError) as error:
             raise SwapError(f"{new.version} was not loaded: {error}") from error
 
-    async def load(self, new: LoadedVersion) -> ProbeReport:
-        """Load and prove an adapter, in two tries.
+    async def load(self, new: LoadedVersion, base: ProbeReport | None) -> ProbeReport:
+        """Load and prove an adapter, in two tries. `base`: the proof of the weights below it.
 
         Raises SwapError, and EngineUnavailable where the engine is gone.
         """
         failures = []
         for _ in range(_TRIES):
             try:
-                return await self._load(new)
+                return await self._load(new, base)
             except EngineUnavailable:
                 raise
             except CrayError as error:
@@ -115,14 +115,15 @@ class Adapters:
             f"{'. Then: '.join(failures)}"
         )
 
-    async def _load(self, new: LoadedVersion) -> ProbeReport:
+    async def _load(self, new: LoadedVersion, base: ProbeReport | None) -> ProbeReport:
         # no name is used twice: vLLM's prefix cache is keyed by it
         name = f"{new.version} {weights_of(new.checkpoint)} {secrets.token_hex(8)}"
         started = time.monotonic()
         engine = await self._engine_host.load_adapter(new.checkpoint, name)
         seconds = time.monotonic() - started
         try:
-            report = await prove(engine, new.version, list(new.probe), self._tolerance)
+            limits = self._probe_limits
+            report = await prove(engine, new.version, list(new.probe), limits, base)
         except CrayError:
             await self._unload_adapter(name)
             raise
@@ -170,13 +171,13 @@ class Adapters:
     def _idle(self, kept: Collection[str]) -> list[str]:
         return [v for v in self._adapters if v not in kept and not self._requests.count_for(v)]
 
-    async def restore(self, versions: Collection[LoadedVersion]) -> None:
+    async def restore(self, versions: Collection[LoadedVersion], base: ProbeReport | None) -> None:
         """Load the adapters of a former process again. Raises EngineUnavailable.
 
         An adapter that cannot be proven is left out, and an error is logged.
         """
         for version in versions:
             try:
-                await self.load(version)
+                await self.load(version, base)
             except SwapError as error:
                 log.error("%s is not served any more by this replica: %s", version.version, error)

@@ -31,8 +31,9 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
+from cray_agents.runtime.logprob_limits import LogprobLimits
 from cray_agents.runtime.pool.engine_host import EngineHost
-from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE, LoadedVersion
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.replica_slot import ReplicaSlot
 
@@ -169,8 +170,7 @@ class Pool:
 
     Args:
         engines: one `Replica` each, or an `InProcessEngine` around a scripted engine.
-        tolerance: largest allowed |logprob difference| on a probe; 1e-3 suits float32, 0.1 bf16
-            and fp16.
+        probe_limits: largest allowed logprob differences on a probe, by the engines' dtype.
         wait_timeout: seconds that a request waits for its version.
         drain_timeout: seconds that a swap waits for the requests in flight. After that it changes
             nothing.
@@ -186,7 +186,7 @@ class Pool:
         self,
         engines: Sequence[EngineHost],
         *,
-        tolerance: float = 1e-3,
+        probe_limits: LogprobLimits = FLOAT32_PROBE,
         wait_timeout: float = 120.0,
         drain_timeout: float = 600.0,
         swap_mode: SwapMode = "drain",
@@ -195,7 +195,7 @@ class Pool:
         spare_seconds: float = 600.0,
     ) -> None:
         self._notifier = ChangeNotifier()
-        limits = (tolerance, drain_timeout, self._notifier)
+        limits = (probe_limits, drain_timeout, self._notifier)
         self._slots = [ReplicaSlot(engine, *limits) for engine in engines]
         self._spares = [ReplicaSlot(engine, *limits) for engine in spares]
         self._all = [*self._slots, *self._spares]

@@ -24,6 +24,7 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
+from cray_agents.runtime.logprob_limits import LogprobLimits
 from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
 from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
@@ -50,7 +51,7 @@ class ReplicaSlot:
     def __init__(
         self,
         engine_host: EngineHost,
-        tolerance: float,
+        probe_limits: LogprobLimits,
         drain_timeout: float,
         notifier: ChangeNotifier,
     ) -> None:
@@ -61,11 +62,11 @@ class ReplicaSlot:
         self.why_lost = ""
         self.report: ProbeReport | None = None
         self._engine_host = engine_host
-        self._tolerance = tolerance
+        self._probe_limits = probe_limits
         self._drain_timeout = drain_timeout
         self._notifier = notifier
         self.requests = InFlightRequests(notifier)
-        self._adapters = Adapters(engine_host, tolerance, self.requests, notifier)
+        self._adapters = Adapters(engine_host, probe_limits, self.requests, notifier)
         self._selected = ""  # the version most recently loaded or selected here
         self._error: str | None = None
         self._restarted: dict[str, Any] | None = None
@@ -225,7 +226,7 @@ class ReplicaSlot:
         """Serve an adapter beside the weights."""
         try:
             await self._adapters.make_room(new, protected, self._drain_timeout)
-            report = await self._adapters.load(new)
+            report = await self._adapters.load(new, self.report)
         except (Overtaken, PoolBusy):
             raise
         except (CrayError, OSError) as error:
@@ -445,11 +446,12 @@ class ReplicaSlot:
 
     async def _prove_and_resume(self, new: LoadedVersion, seconds: dict[str, float]) -> ProbeReport:
         engine = self._engine_host.engine
-        report = await prove(engine, new.version, list(new.probe), self._tolerance)
+        limits, before = self._probe_limits, self.report
+        report = await prove(engine, new.version, list(new.probe), limits, before)
         started = time.monotonic()
         await engine.resume()
         seconds = seconds | report.seconds | {"resume": time.monotonic() - started}
-        await self._adapters.restore(new.beside)
+        await self._adapters.restore(new.beside, report)
         return report.model_copy(update={"seconds": seconds})
 
     def _accept(self, loaded: LoadedVersion, report: ProbeReport) -> ProbeReport:

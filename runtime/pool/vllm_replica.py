@@ -21,10 +21,12 @@ from importlib import metadata
 from pathlib import Path
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
-from cray_agents.runtime.pool.gpu_assignment import VISIBLE
+from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
+from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
 from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.checkpoints import ADAPTER
+from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -64,10 +66,10 @@ class EngineSettings:
     max_lora_rank: int = 0
 
     @property
-    def tolerance(self) -> float:
-        """Largest allowed |difference| from the trainer's logprobs: the rounding of the dtype."""
+    def probe_limits(self) -> LogprobLimits:
+        """Largest allowed differences from the trainer's logprobs: the rounding of the dtype."""
         exact = self.dtype in ("float32", "float") or (self.dtype == "auto" and not has_gpu_build())
-        return 1e-3 if exact else 0.1
+        return FLOAT32_PROBE if exact else bfloat16_limits()
 
 
 def has_gpu_build() -> bool:

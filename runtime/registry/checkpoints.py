@@ -16,6 +16,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from cray_agents.runtime.registry.model_files import CONFIG, WEIGHTS
 
 MANIFEST = "manifest.json"
 ADAPTER = "adapter"
+READERS = 8  # files hashed at a time
 ASIDE = ".aside_"  # in the name of a whole checkpoint that prune.py is about to remove
 DRAFT_SECONDS = 86400.0  # without a change; an older draft is left over from a dead process
 # the files of a Hugging Face directory for serving and training; no code and no pickles
@@ -186,11 +188,13 @@ def _check_names(manifest: Manifest) -> None:
 def verify(directory: Path) -> Manifest:
     """Hash every file of the manifest, once a process; see runtime/disk/checksums.py.
 
-    Raises Corrupt, naming the file that differs.
+    Several files are hashed at a time. Raises Corrupt, naming the first file that differs.
     """
     manifest = read_manifest(directory)
-    for name, expected in manifest.files.items():
-        checksums.prove(directory / name, expected)
+    with ThreadPoolExecutor(READERS) as threads:
+        paths = [directory / name for name in manifest.files]
+        for _ in threads.map(checksums.prove, paths, manifest.files.values()):
+            pass
     return manifest
 
 

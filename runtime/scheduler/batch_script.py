@@ -12,6 +12,7 @@ Called by `slurm.py`. Tests compare its text. Besides starting the command, the 
 """
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from cray_agents.errors import SchedulerError
@@ -36,6 +37,13 @@ if ! flock --timeout 20 9; then
 fi
 """
 
+#: Slurm numbers a private cluster's GPUs from 0; the command gets their ids.
+GPU_IDS = """\
+ids=()
+for number in ${CUDA_VISIBLE_DEVICES//,/ }; do ids+=("${gpus[number]}"); done
+export CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${ids[*]}")"
+"""
+
 END = """\
 child=$!
 again=
@@ -52,12 +60,15 @@ exit "$code"
 """
 
 
-def batch_script(command: Command, ledger: Path, lock: Path | None = None) -> str:
+def batch_script(
+    command: Command, ledger: Path, lock: Path | None = None, gpus: Sequence[str] = ()
+) -> str:
     """Return the script for the stdin of `sbatch`.
 
     Args:
         ledger: the command's own folder on the shared root, for claims and exit codes.
         lock: a file on a private cluster's host.
+        gpus: the ids of a private cluster's GPUs, in Slurm's order.
 
     Raises SchedulerError for a command that cannot run.
     """
@@ -73,8 +84,11 @@ def batch_script(command: Command, ledger: Path, lock: Path | None = None) -> st
     lines.append(f"ledger={shlex.quote(str(ledger))}")
     if lock:
         lines.append(f"lock={shlex.quote(str(lock))}")
+    translation = ""
+    if command.gpus and gpus:
+        translation = f"gpus=({shlex.join(gpus)})\n{GPU_IDS}"
     start = f"{srun_prefix(command)}{shlex.join(command.argv)} &\n"
-    return "\n".join(lines) + BODY + (LOCK if lock else "") + start + END
+    return "\n".join(lines) + BODY + (LOCK if lock else "") + translation + start + END
 
 
 def sbatch_options(command: Command) -> list[str]:

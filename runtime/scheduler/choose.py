@@ -5,12 +5,13 @@ next: slurm.py, private_cluster.py, local.py.
 """
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from cray_agents.config import Config
 from cray_agents.errors import SetupError
+from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
@@ -20,15 +21,28 @@ from cray_agents.runtime.store.index import identity_of
 SchedulerKind = Literal["auto", "slurm", "local"]
 
 
-def configured_scheduler(config: Config) -> Slurm | LocalProcesses:
-    """Open the scheduler that a configuration names. Raises SetupError."""
+def configured_scheduler(config: Config, replicas: int = 0) -> Slurm | LocalProcesses:
+    """Open the scheduler that a configuration names.
+
+    On this host its jobs get the GPUs that `replicas` vLLM servers leave. Raises SetupError, and
+    BadInput if they leave too few.
+    """
     home = config.root
     options, root = config.slurm_options, identity_of(home)
-    return open_scheduler(config.scheduler, home.slurm, options=options, root=root)
+
+    def gpus() -> Sequence[str]:
+        return place_on_host(config, replicas=replicas, here=True).training
+
+    return open_scheduler(config.scheduler, home.slurm, options=options, root=root, gpus=gpus)
 
 
 def open_scheduler(
-    kind: SchedulerKind, directory: Path, *, options: Sequence[str] = (), root: str = ""
+    kind: SchedulerKind,
+    directory: Path,
+    *,
+    options: Sequence[str] = (),
+    root: str = "",
+    gpus: Callable[[], Sequence[str]] = host_gpus,
 ) -> Slurm | LocalProcesses:
     """Open a scheduler. Its `reason` explains the choice.
 
@@ -38,22 +52,26 @@ def open_scheduler(
         directory: `Home.slurm`.
         options: for a site's sbatch, such as `("--partition=gpu",)`.
         root: the shared root's id, which keeps its jobs apart from another root's at a site.
+        gpus: returns the ids of this host's GPUs that jobs may use. Not asked if jobs run at a
+            site.
 
     Raises SetupError if `kind` is `slurm` and there is none.
     """
     unused = "; slurm_options are a site's and not used" if options else ""
     if kind == "local":
-        return LocalProcesses(directory, reason=f"local processes, as asked for{unused}")
+        reason = f"local processes, as asked for{unused}"
+        return LocalProcesses(directory, reason=reason, gpus=gpus())
     if site := site_cluster():
         reason = f"the Slurm cluster {site} answers"
         return Slurm(directory, options=options, root=root, reason=reason)
-    cluster = PrivateCluster(directory)
+    cluster = PrivateCluster(directory, gpus=gpus())
     try:
         cluster.start()
     except SetupError as error:
         if kind == "slurm":
             raise
-        return LocalProcesses(directory, reason=f"local processes: {error}{unused}")
+        reason = f"local processes: {error}{unused}"
+        return LocalProcesses(directory, reason=reason, gpus=cluster.gpus)
     return Slurm(directory, cluster, reason=f"a private Slurm cluster of this host{unused}")
 
 

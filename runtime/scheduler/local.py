@@ -1,20 +1,30 @@
 """Local scheduler: run commands as processes of this machine, where there is no Slurm.
 
-`MegatronTrainer` calls this through `ports.Scheduler`; `choose.py` opens it. There is no queue: a
-command starts at once. The state is in the files `<directory>/local/<name>/<n>.command.json` and
-`<n>.ended.json`, so that a restarted platform knows the end of each command. A command without an
-end and without a supervisor died with its platform. Read next: supervisor.py.
+`MegatronTrainer` calls this through `ports.Scheduler`; `choose.py` opens it. A command starts at
+once, unless it takes GPUs: it then waits until enough of them are free, behind those that were
+submitted before it. CUDA_VISIBLE_DEVICES names the GPUs that it got. Whoever asks this scheduler
+anything starts the commands whose turn has come; the platform asks every few seconds.
+
+The state is in the files `<directory>/local/<name>/<n>.command.json`, `<n>.<time>.waiting` and
+`<n>.ended.json`, so that a restarted platform knows which commands wait, and how each ended. A
+command that does not wait, without an end and without a supervisor, died with its platform. So its
+GPUs are free again, and a new scheduler has none to remember. Read next: supervisor.py.
 """
 
 import re
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from cray_agents.errors import SchedulerError
+from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.scheduler.gpu_placement import VISIBLE, count_gpus
 from cray_agents.runtime.scheduler.programs import clean_environment
 from cray_agents.runtime.scheduler.supervised import Supervised
+from cray_agents.runtime.scheduler.supervisor import publish
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -25,18 +35,24 @@ class LocalProcesses:
     Args:
         directory: the folder for records of commands.
         grace: seconds between a cancelled command's SIGTERM and SIGKILL.
+        gpus: ids of the GPUs that commands may use, each one by one command at a time. Without any,
+            nothing waits, and a command sees what there is.
     """
 
     name = "local"
     on_this_host = True  # all commands run here
 
-    def __init__(self, directory: Path, *, grace: float = 10.0, reason: str = "") -> None:
+    def __init__(
+        self, directory: Path, *, grace: float = 10.0, reason: str = "", gpus: Sequence[str] = ()
+    ) -> None:
         self.reason = reason
+        self.gpus = tuple(gpus)
         self.grace = grace
         self._directory = directory.resolve() / "local"
         self._lock = threading.RLock()
-        self._running: set[str] = set()
-        self._supervised = Supervised(self._directory)
+        self._running: dict[str, tuple[str, ...]] = {}  # the GPUs of each command started here
+        self._supervised = Supervised(self._directory)  # ends what a killed predecessor left
+        self._waiting = waiting_commands(self._directory)
         self._closed = False
 
     def __enter__(self) -> "LocalProcesses":
@@ -57,7 +73,10 @@ class LocalProcesses:
             self._supervised.close()
 
     def submit(self, command: Command) -> str:
-        """Start a command, or find its running one; return an id. Raises SchedulerError."""
+        """Start a command, or let it wait for GPUs, or find its live one; return an id.
+
+        Raises SchedulerError.
+        """
         if not NAME.fullmatch(command.name):
             raise SchedulerError(f"{command.name!r} is no command's name: use {NAME.pattern}")
         if command.nodes != 1:
@@ -65,44 +84,46 @@ class LocalProcesses:
         with self._lock:
             self._revive_supervisor()
             now = self.status(command.name)
-            if now.state == "running":
+            if now.state in ("queued", "running"):
                 return now.id
+            needs = command.ranks if command.gpus and self.gpus else 0
+            if needs > len(self.gpus):
+                raise SchedulerError(f"{command.name}: {self._too_few(needs)}")
             number = self._newest_number(command.name) + 1
             folder = self._directory / command.name
             folder.mkdir(exist_ok=True)
-            record = folder / f"{number}.command.json"
-            draft = record.with_suffix(".tmp")
-            draft.write_text(command.model_dump_json())
-            draft.rename(record)
             command_id = f"{command.name}.{number}"
-            self._supervised.start(
-                command_id,
-                command.argv,
-                env=clean_environment(command.environment),
-                cwd=command.directory,
-                log=command.log,
-                ended=str(folder / f"{number}.ended.json"),
-                minutes=command.minutes,
-            )
-            self._running.add(command_id)
+            marker = folder / f"{number}.{time.time_ns()}.waiting"
+            if needs:  # before the record: a command with a record and no marker has started
+                marker.touch()
+            publish(folder / f"{number}.command.json", command.model_dump(mode="json"))
+            if needs:
+                self._waiting[command_id] = marker
+                self._start_waiting()
+            else:
+                self._start(command_id, command)
             return command_id
 
     def status(self, name: str) -> CommandStatus:
         """Return the status of the name's newest command."""
         with self._lock:
+            self._start_waiting()
             number = self._newest_number(name)
             if not number:
                 return CommandStatus(state="unknown", reason="no command of this name was started")
             command_id = f"{name}.{number}"
-            living = self._supervised.alive and command_id in self._running
-        ended = self._directory / name / f"{number}.ended.json"
+            if command_id in self._waiting:
+                free = f"{len(self._free_gpus())} of {count_gpus(len(self.gpus))} are free"
+                return CommandStatus(state="queued", id=command_id, reason=f"waits: {free}")
+            living = self._lives(command_id)
+        ended = self._file(command_id, "ended")
         if not ended.exists():
             if living:
                 return CommandStatus(state="running", id=command_id)
             return CommandStatus(state="failed", id=command_id, reason="it died with its platform")
         end = checksums.read_json(ended)
         code, reason = end["exit"], end["reason"]
-        code = 128 - code if code < 0 else code
+        code = 128 - code if code is not None and code < 0 else code
         if reason == "cancelled":
             return CommandStatus(state="cancelled", id=command_id, exit_code=code, reason=reason)
         state = "failed" if code or reason else "succeeded"
@@ -111,10 +132,75 @@ class LocalProcesses:
         )
 
     def cancel(self, name: str) -> None:
-        """Send SIGTERM to the command's process group, and SIGKILL after the grace period."""
-        status = self.status(name)
-        if status.state == "running":
-            self._supervised.stop(status.id, self.grace)
+        """Send SIGTERM to the command's process group, and SIGKILL after the grace period.
+
+        A command that waits is ended at once.
+        """
+        with self._lock:
+            status = self.status(name)
+            if status.state == "queued":
+                self._end_waiting(status.id, "cancelled")
+            elif status.state == "running":
+                self._supervised.stop(status.id, self.grace)
+
+    def _start(self, command_id: str, command: Command, gpus: tuple[str, ...] = ()) -> None:
+        """Start a command on its GPUs; without any it sees what there is."""
+        environment = command.environment | ({VISIBLE: ",".join(gpus)} if gpus else {})
+        self._supervised.start(
+            command_id,
+            command.argv,
+            env=clean_environment(environment),
+            cwd=command.directory,
+            log=command.log,
+            ended=str(self._file(command_id, "ended")),
+            minutes=command.minutes,
+        )
+        self._running[command_id] = gpus
+
+    def _start_waiting(self) -> None:
+        """Start the commands whose turn has come. None overtakes one that waits for more GPUs."""
+        while self._waiting and not self._closed:
+            self._revive_supervisor()
+            command_id, marker = next(iter(self._waiting.items()))
+            try:
+                command = checksums.read_record(Command, self._file(command_id, "command"))
+            except Corrupt as error:
+                self._end_waiting(command_id, str(error))
+                continue
+            if command.ranks > len(self.gpus):  # a restarted platform may have fewer
+                self._end_waiting(command_id, self._too_few(command.ranks))
+                continue
+            free = self._free_gpus()
+            if command.ranks > len(free):
+                return
+            self._start(command_id, command, free[: command.ranks])
+            del self._waiting[command_id]
+            marker.unlink()  # last: one that a kill leaves lets the command begin again
+
+    def _end_waiting(self, command_id: str, reason: str) -> None:
+        """Record the end of a command that has not started."""
+        publish(self._file(command_id, "ended"), {"exit": None, "reason": reason})
+        self._waiting.pop(command_id).unlink()
+
+    def _free_gpus(self) -> tuple[str, ...]:
+        """Return the GPUs that no living command has."""
+        living = [gpus for command_id, gpus in self._running.items() if self._lives(command_id)]
+        return tuple(gpu for gpu in self.gpus if not any(gpu in gpus for gpus in living))
+
+    def _lives(self, command_id: str) -> bool:
+        """Tell whether a command runs. The supervisor records its end before it is gone."""
+        started = self._supervised.alive and command_id in self._running
+        return started and not self._file(command_id, "ended").exists()
+
+    def _too_few(self, needs: int) -> str:
+        return (
+            f"it takes {count_gpus(needs)}, one a rank, and jobs of this host may use"
+            f" {len(self.gpus)}: submit it with a layout of fewer ranks"
+        )
+
+    def _file(self, command_id: str, kind: Literal["command", "ended"]) -> Path:
+        name, _, number = command_id.rpartition(".")
+        return self._directory / name / f"{number}.{kind}.json"
 
     def _newest_number(self, name: str) -> int:
         """Return the number of the name's newest command, or 0."""
@@ -132,3 +218,16 @@ class LocalProcesses:
             self._supervised.close()
             self._running.clear()
             self._supervised = Supervised(self._directory)
+
+
+def waiting_commands(directory: Path) -> dict[str, Path]:
+    """Return the markers of the commands that wait, by command id, the oldest first."""
+    waiting = {}
+    for marker in sorted(directory.glob("*/*.waiting"), key=lambda path: path.name.split(".")[1]):
+        number = marker.name.split(".")[0]
+        recorded = marker.with_name(f"{number}.command.json").exists()
+        if recorded and not marker.with_name(f"{number}.ended.json").exists():
+            waiting[f"{marker.parent.name}.{number}"] = marker
+        else:
+            marker.unlink()  # of a submission or a cancellation that a kill cut short
+    return waiting

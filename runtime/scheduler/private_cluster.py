@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cray_agents.errors import SchedulerError, SetupError
+from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
 from cray_agents.runtime.scheduler.supervised import Supervised, remove_scratch
 
@@ -71,7 +72,9 @@ class PrivateCluster:
     Args:
         nodes: virtual nodes on this host.
         cpus: of each node. Default: those that this process may use.
-        gpus: character devices of each node. Default: this machine's NVIDIA devices.
+        gpus: ids of the GPUs that jobs may use, as CUDA_VISIBLE_DEVICES names them. Default: those
+            of this host that this process may use. Slurm only counts them: batch_script.py turns
+            its numbers into the ids.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class PrivateCluster:
         self.directory = directory.resolve()
         self.nodes = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
         self.cpus = cpus or len(os.sched_getaffinity(0))
-        self.gpus = nvidia_devices() if gpus is None else list(gpus)
+        self.gpus = host_gpus() if gpus is None else list(gpus)
         self.configuration = self.directory / "slurm.conf"
         self.last_id = self.directory / "last-id"  # holds the highest job id ever returned
         self._supervised: Supervised | None = None
@@ -232,7 +235,10 @@ class PrivateCluster:
         ]
         gres = ""
         if self.gpus:
-            devices = f"Name=gpu File={','.join(self.gpus)}"
+            files = [run / f"gpu{number}" for number in range(len(self.gpus))]
+            for file in files:  # Slurm wants devices that it can number, and opens none
+                file.symlink_to(os.devnull)
+            devices = f"Name=gpu File={','.join(map(str, files))}"
             nodes = f"NodeName={','.join(self.nodes)}"
             (self.directory / "gres.conf").write_text(f"AutoDetect=off\n{nodes} {devices}\n")
             lines.append("GresTypes=gpu")
@@ -356,9 +362,3 @@ def user_name() -> str:
 def memory_mib() -> int:
     """Return this machine's memory in MiB."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 20)
-
-
-def nvidia_devices() -> list[str]:
-    """Return the device files of this machine's GPUs."""
-    devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-    return [str(path) for path in sorted(devices, key=lambda path: int(path.name[6:]))]

@@ -14,7 +14,10 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sc
 INSTALL_LINE = "apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client"
 
 #: Variables that a command inherits from the platform; all others are given to it by name.
-INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "SHELL", "TMPDIR", "SLURM_CONF")
+INHERITED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "SHELL", "TMPDIR", "SLURM_CONF"),
+    "CUDA_DEVICE_ORDER",  # a GPU's number is the same for vLLM and for jobs
+)
 
 #: Daemons live in sbin, which is not on every user's PATH.
 SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -110,6 +111,11 @@ class Slurm:
         """True if all commands run on this host, as those of a private cluster do."""
         return self.cluster is not None
 
+    @property
+    def gpus(self) -> Sequence[str] | None:
+        """The ids of this host's GPUs that commands may use; None if they run elsewhere."""
+        return self.cluster.gpus if self.cluster else None
+
     def close(self) -> None:
         """Stop a private cluster and its jobs. A site's jobs go on. Safe to call twice."""
         self._closed = True
@@ -123,7 +129,7 @@ class Slurm:
         ledger = self._ledger / command.name
         lock = self.cluster.directory / "run" / f"{command.name}.lock" if self.cluster else None
         named = command.model_copy(update={"name": self.job_name(command.name)})
-        script = batch_script(named, ledger, lock)
+        script = batch_script(named, ledger, lock, self.gpus or ())
         with self._lock:
             ledger.mkdir(parents=True, exist_ok=True)
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -247,7 +253,7 @@ class Slurm:
             raise error
         time.sleep(0.2)
 
-    def _run(self, *argv: str, script: str | None = None) -> str:
+    def _run(self, *argv: str, script: str = "") -> str:
         if self._closed:
             raise SchedulerError("this scheduler is closed")
         if self.cluster and not self.cluster.alive:
@@ -256,14 +262,19 @@ class Slurm:
         environment |= {"LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "%s"}
         if argv[0] == "sbatch":
             argv = (*argv, "--export=ALL")  # of this small environment, not the site's default
-        try:
-            process = subprocess.Popen(
-                argv, env=environment, stdin=-1, stdout=-1, stderr=-1, text=True
-            )
-        except FileNotFoundError as error:
-            raise SchedulerError(f"{argv[0]} is not installed; as root: {INSTALL_LINE}") from error
+        # a file: `communicate` cannot go on with an input after a timeout
+        with tempfile.TemporaryFile("w+") as stdin:
+            stdin.write(script)
+            stdin.seek(0)
+            try:
+                process = subprocess.Popen(
+                    argv, env=environment, stdin=stdin, stdout=-1, stderr=-1, text=True
+                )
+            except FileNotFoundError as error:
+                message = f"{argv[0]} is not installed; as root: {INSTALL_LINE}"
+                raise SchedulerError(message) from error
         with process:
-            stdout, stderr = self._communicate(process, script)
+            stdout, stderr = self._communicate(process)
         if process.returncode == 0:
             return stdout
         message = f"{argv[0]} ended with {process.returncode}: {stderr.strip()}"
@@ -272,12 +283,12 @@ class Slurm:
             raise Unreachable(message)
         raise SchedulerError(message)
 
-    def _communicate(self, process: "subprocess.Popen[str]", script: str | None) -> tuple[str, str]:
+    def _communicate(self, process: "subprocess.Popen[str]") -> tuple[str, str]:
         """Return a client's output. Without its cluster a client may hang for a minute."""
         deadline = time.monotonic() + CLIENT_SECONDS
         while True:
             try:
-                return process.communicate(script, timeout=0.5)
+                return process.communicate(timeout=0.5)
             except subprocess.TimeoutExpired as error:
                 gone = self.cluster is not None and not self.cluster.alive
                 if gone or time.monotonic() > deadline:

@@ -115,6 +115,25 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["sandbox"]["found"] == Sandbox().check()
 
 
+def test_doctor_says_which_gpus_serve_and_train(tmp_path: Path) -> None:
+    """vLLM's CPU build serves here, so all GPUs are left to training."""
+
+    def rows(**environment: str) -> dict[str, dict[str, str]]:
+        environment |= {"CRAY_AGENTS_SCHEDULER": "local", "CRAY_AGENTS_TRAIN_GPU": "H100"}
+        said = cli("doctor", "--json", cwd=tmp_path, **environment).stdout
+        return {row["check"]: row for row in json.loads(said)}
+
+    named = rows(CUDA_VISIBLE_DEVICES="4,GPU-5f")
+    assert named["GPUs"]["found"] == "training jobs have GPUs 4, GPU-5f"
+    assert named["training"]["found"].startswith("2 ranks on a node of 2 x H100")
+    twice = rows(CUDA_VISIBLE_DEVICES="4,4")
+    assert (
+        twice["GPUs"]["state"] == "missing"
+        and "name each GPU once" in (twice["GPUs"]["to mend it"])
+    )
+    assert "GPUs" not in rows(CUDA_VISIBLE_DEVICES="")
+
+
 def test_doctor_says_what_the_trainer_would_use(tmp_path: Path) -> None:
     def row(**environment: str) -> dict[str, str]:
         said = cli("doctor", "--json", cwd=tmp_path, **environment).stdout

@@ -50,7 +50,7 @@ def test_without_contention_no_event_loop_is_needed() -> None:
     assert admission.inside() == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps=st.lists(STEP, max_size=60))
 def test_slots_are_never_too_many_and_never_idle(
     steps: Sequence[tuple[str, str | int, bool]],
@@ -187,7 +187,7 @@ async def test_a_thousand_of_one_key_delay_another_key_by_one() -> None:
         ticket.release()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(keys=st.lists(st.sampled_from("abcde"), min_size=2, max_size=40))
 def test_keys_are_served_in_turn(keys: list[str]) -> None:
     """While a key waits, no other key is let in twice. Requests of one key keep their order."""

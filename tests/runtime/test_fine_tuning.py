@@ -148,6 +148,19 @@ def test_what_was_asked_before_settings_counted_keeps_its_id() -> None:
     assert request.id == "ftjob-2ebd93476a9dac0c469f1d3a"
 
 
+def test_a_job_takes_the_trainers_dtype(tmp_path: Path, model: Path) -> None:
+    """On GPUs that is bfloat16. It is another job than the one in float32."""
+    ids = set()
+    for dtype in ("float32", "bfloat16"):
+        site = Site(tmp_path / "root", model)
+        with site.served(dtype=dtype):
+            job = site.submitted()
+        spec = JobJournal(site.home, job.metadata["job"]).spec()
+        assert spec.hyperparameters.dtype == dtype
+        ids |= {job.id, spec.id}
+    assert len(ids) == 4
+
+
 def test_events_are_paged_newest_first_and_keep_their_ids(site: Site) -> None:
     job = site.submitted()
     site.trainer.advance(job.metadata["job"], 3)

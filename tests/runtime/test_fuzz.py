@@ -280,7 +280,6 @@ def _explore(operation: APIOperation, checks: list[Any]) -> None:
     @hypothesis.settings(
         max_examples=EXAMPLES,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

@@ -87,3 +87,130 @@ def test_open_local_states_its_reason(tmp_path: Path) -> None:
         assert isinstance(local, LocalProcesses)
         assert (local.name, local.reason) == ("local", "local processes, as asked for")
         assert os.getpgid(local.pid) != os.getpgid(0)  # out of a terminal's Ctrl-C
+
+
+# ---- GPUs: their number is told, and the commands print CUDA_VISIBLE_DEVICES
+SHOW = 'echo "$CUDA_VISIBLE_DEVICES" > {0}.gpus; while [ ! -e {0}.stop ]; do sleep 0.02; done'
+
+
+def job(folder: Path, name: str, ranks: int) -> Command:
+    """A command that writes the GPUs it sees to NAME.gpus and ends when NAME.stop is there."""
+    script = SHOW.format(folder / name)
+    return command(folder, script, name).model_copy(update={"gpus": True, "ranks": ranks})
+
+
+def gpus_of(folder: Path, name: str) -> str:
+    """The GPUs that a job sees, as soon as it has begun."""
+    deadline = time.monotonic() + 60
+    while not (folder / f"{name}.gpus").exists() or not (folder / f"{name}.gpus").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return (folder / f"{name}.gpus").read_text().strip()
+
+
+def stop(local: LocalProcesses, folder: Path, name: str) -> None:
+    (folder / f"{name}.stop").touch()
+    assert settle(local, name) == "succeeded"
+
+
+def test_no_gpu_is_given_to_two_and_the_others_wait_in_order(tmp_path: Path) -> None:
+    with LocalProcesses(tmp_path, gpus=["4", "GPU-5f", "MIG-6"]) as local:
+        first = local.submit(job(tmp_path, "first", 2))
+        wide = local.submit(job(tmp_path, "wide", 3))
+        small = local.submit(job(tmp_path, "small", 1))  # its GPU is free, and not its turn
+        assert gpus_of(tmp_path, "first") == "4,GPU-5f"
+        waiting = local.status("small")
+        assert (waiting.state, waiting.id) == ("queued", small)
+        assert waiting.reason == "waits: 1 of 3 GPUs are free"
+        assert local.submit(job(tmp_path, "wide", 3)) == wide != first
+        local.submit(command(tmp_path, "echo $$", "on-cpu"))  # a command without GPUs never waits
+        assert settle(local, "on-cpu") == "succeeded"
+        stop(local, tmp_path, "first")
+        assert local.status("wide").state == "running"
+        assert gpus_of(tmp_path, "wide") == "4,GPU-5f,MIG-6"
+        assert local.status("small").state == "queued" and not (tmp_path / "small.gpus").exists()
+        local.cancel("wide")
+        assert settle(local, "wide") == "cancelled"
+        assert gpus_of(tmp_path, "small") == "4"
+        local.submit(job(tmp_path, "last", 2))
+        assert gpus_of(tmp_path, "last") == "GPU-5f,MIG-6"
+        with pytest.raises(SchedulerError, match=r"takes 4 GPUs.*this host may use 3: .* layout"):
+            local.submit(job(tmp_path, "huge", 4))
+        assert local.status("huge").state == "unknown"
+
+
+def test_a_waiting_command_is_cancelled_at_once(tmp_path: Path) -> None:
+    with LocalProcesses(tmp_path, gpus=["0"]) as local:
+        for name in ("first", "second", "third"):
+            local.submit(job(tmp_path, name, 1))
+        local.cancel("second")
+        second = local.status("second")
+        assert (second.state, second.exit_code) == ("cancelled", None)
+        stop(local, tmp_path, "first")
+        assert gpus_of(tmp_path, "third") == "0"
+    assert not (tmp_path / "second.gpus").exists()
+    with LocalProcesses(tmp_path, gpus=["0"]) as again:
+        assert again.status("second").state == "cancelled"
+
+
+def test_without_gpus_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # the platform's own is not a job's
+    with LocalProcesses(tmp_path) as local:
+        for name in ("first", "second"):
+            local.submit(job(tmp_path, name, 2))
+            assert local.status(name).state == "running"
+        (tmp_path / "first.stop").touch()
+        assert settle(local, "first") == "succeeded"
+        assert (tmp_path / "first.gpus").read_text() == "\n"
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from cray_agents.ports import Command
+from cray_agents.runtime.scheduler.local import LocalProcesses
+local = LocalProcesses(Path(sys.argv[1]), gpus=["0", "1", "2"])
+for command in sys.argv[2:]:
+    print(local.submit(Command.model_validate_json(command)), flush=True)
+time.sleep(60)
+"""
+
+
+def test_waiting_commands_go_on_in_order_after_their_platform_was_killed(tmp_path: Path) -> None:
+    jobs = [job(tmp_path, *each) for each in (("z", 2), ("wide", 3), ("y", 1), ("x", 2), ("a", 1))]
+    argv = [sys.executable, "-c", OWNER, str(tmp_path), *(each.model_dump_json() for each in jobs)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout
+        ids = [owner.stdout.readline().strip() for _ in jobs]
+        assert gpus_of(tmp_path, "z") == "0,1"
+        owner.kill()
+    with LocalProcesses(tmp_path, gpus=["5", "6"]) as again:  # others than before, and fewer
+        assert again.status("z").state == "failed"  # it ended with its platform: its GPUs are free
+        assert again.status("wide").state == "failed"
+        assert "takes 3 GPUs, one a rank, and jobs of this host may use 2" in (
+            again.status("wide").reason
+        )
+        assert gpus_of(tmp_path, "y") == "5"
+        assert [again.status(name).id for name in ("y", "x")] == ids[2:4]
+        assert again.status("x").state == again.status("a").state == "queued"
+        stop(again, tmp_path, "y")
+        assert gpus_of(tmp_path, "x") == "5,6"
+        (tmp_path / "z.gpus").unlink()
+        again.submit(job(tmp_path, "z", 1))
+        assert again.status("z").state == "queued"
+        stop(again, tmp_path, "x")
+        assert (gpus_of(tmp_path, "a"), gpus_of(tmp_path, "z")) == ("5", "6")
+    assert not list(tmp_path.glob("local/*/*.waiting"))
+
+
+def test_a_killed_supervisor_frees_its_gpus(tmp_path: Path) -> None:
+    with LocalProcesses(tmp_path, gpus=["0", "1"]) as local:
+        local.submit(job(tmp_path, "first", 2))
+        local.submit(job(tmp_path, "second", 1))
+        assert gpus_of(tmp_path, "first") == "0,1"
+        os.kill(local.pid, 9)
+        deadline = time.monotonic() + 60
+        while local.status("second").state == "queued" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert gpus_of(tmp_path, "second") == "0"
+        assert local.status("first").state == "failed"

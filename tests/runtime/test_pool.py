@@ -12,8 +12,10 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError, EngineUnavailable, SwapError
 from cray_agents.ports import EngineCall
-from cray_agents.records import ProbePrompt
+from cray_agents.records import Manifest, ProbePrompt, ProbeReport
+from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
 from cray_agents.runtime.pool.engine_host import InProcessEngine
+from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
 from tests.support.scripted_pool import (
     Mortal,
     ask,
@@ -112,6 +114,62 @@ async def test_a_mismatch_in_place_is_mended_by_a_fresh_start(tmp_path: Path) ->
         host.start = clean  # type: ignore[method-assign, assignment]
         report = await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert report.passed and "start" in report.seconds and host.starts == 2
+
+
+def long_probe(number: int) -> list[ProbePrompt]:
+    """With enough tokens for a distribution."""
+    tokens = [number, *range(200)]
+    return [ProbePrompt(token_ids=tokens, logprobs=[-1.0] * 200)]
+
+
+def with_probe(folder: Path, number: int, probe: list[ProbePrompt]) -> Path:
+    """A checkpoint that a scripted engine scores as this probe says."""
+    directory = checkpoint(folder, number)
+    manifest = Manifest(files={}, weights_sha256=str(number), job="job-1", probe=probe)
+    (directory / "manifest.json").write_text(manifest.model_dump_json())
+    return directory
+
+
+@pytest.mark.parametrize("limits", [FLOAT32_PROBE, bfloat16_limits()])
+async def test_in_16_bits_one_token_may_be_off(tmp_path: Path, limits: LogprobLimits) -> None:
+    engine = InProcessEngine(ScriptedEngine(says_version))
+    async with serving(tmp_path, engine, probe_limits=limits) as pool:
+        (right,) = long_probe(2)
+        off = right.model_copy(update={"logprobs": [-2.0, *right.logprobs[1:]]})
+        swap = pool.swap(with_probe(tmp_path, 2, [right]), "m@2", [off])
+        if limits == FLOAT32_PROBE:
+            with pytest.raises(SwapError, match=r"differ by 1 \(tolerance 0.001\)"):
+                await swap
+            return
+        report = await swap
+        assert (report.max_logprob_diff, report.mean_logprob_diff) == (1, 0.005)
+        assert (report.p99_logprob_diff, report.tolerance) == (0, 0.5)
+
+
+async def test_in_16_bits_a_version_is_judged_by_the_one_before(tmp_path: Path) -> None:
+    """Of another 0.06 on each token: too far from a good one, and no reason to refuse a first."""
+    host = Mortal(ScriptedEngine(says_version))
+    async with serving(tmp_path, host, probe_limits=bfloat16_limits()) as pool:
+
+        def off(number: int, apart: float) -> list[ProbePrompt]:
+            (right,) = long_probe(number)
+            return [right.model_copy(update={"logprobs": [-1.0 - apart] * 200})]
+
+        async def swap(number: int, apart: float) -> ProbeReport:
+            directory = with_probe(tmp_path, number, long_probe(number))
+            return await pool.swap(directory, f"m@{number}", off(number, apart))
+
+        with pytest.raises(SwapError, match=r"differ by 0.2 on average and 0.2 in the 99th"):
+            await swap(2, 0.2)
+        first = await swap(2, 0.06)  # nothing to compare with: two tokens of m@1
+        assert first.tolerance == 0.5
+        assert (await swap(3, 0.005)).passed
+        words = r"0.06 on average .* 200 tokens \(tolerance: mean 0.04, 99th percentile 0.25\)"
+        with pytest.raises(SwapError, match=words):
+            await swap(4, 0.06)
+        assert await ask(pool, "m@3") == "m@3"
+        with pytest.raises(SwapError, match="differ by nan on average"):
+            await swap(5, float("nan"))
 
 
 async def test_an_unproven_version_of_a_job_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents.config import SLURM_OWN, Config
-from cray_agents.errors import SchedulerError, SetupError
+from cray_agents.errors import BadInput, SchedulerError, SetupError
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler import programs
 from cray_agents.runtime.scheduler import slurm as slurm_scheduler
@@ -163,7 +163,7 @@ def test_the_script_passes_sigterm_on_and_refuses_a_second_start(tmp_path: Path)
 
 @slurm
 def test_several_nodes_and_gpus(home: Path) -> None:
-    cluster = PrivateCluster(home, nodes=2, cpus=4, gpus=["/dev/null", "/dev/zero"])
+    cluster = PrivateCluster(home, nodes=2, cpus=4, gpus=["0", "1"])
     cluster.start()
     with Slurm(home, cluster) as scheduler:
         script = 'echo "$SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $SLURM_CPUS_PER_TASK"'
@@ -176,6 +176,40 @@ def test_several_nodes_and_gpus(home: Path) -> None:
         lines = sorted(Path(wide.log).read_text().splitlines())
         assert lines == ["0 127.0.0.1 0,1 4", "1 127.0.0.2 0,1 4"]
         assert end_of(scheduler, "bad").exit_code == 5  # the worst rank's
+
+
+@slurm
+def test_a_private_cluster_gives_each_gpu_to_one_job_by_its_id(home: Path) -> None:
+    cluster = PrivateCluster(home, cpus=4, gpus=["5", "GPU-5f-12", "MIG-9a"])
+    cluster.start()
+    with Slurm(home, cluster) as scheduler:
+        script = f"echo $CUDA_VISIBLE_DEVICES; while [ ! -e '{home}/stop' ]; do sleep 0.05; done"
+        sizes = {"first": 1, "second": 2, "third": 3}
+        jobs = [command(home, script, name, ranks=size, gpus=True) for name, size in sizes.items()]
+        for each in jobs:
+            scheduler.submit(each)
+        begun = [Path(each.log) for each in jobs[:2]]
+        until(lambda: all(log.exists() and log.read_text() for log in begun))
+        assert scheduler.status("third").state == "queued"
+        (home / "stop").touch()
+        assert [end_of(scheduler, name).state for name in sizes] == ["succeeded"] * 3
+        shown = [Path(each.log).read_text().strip() for each in jobs]
+        assert sorted(shown[0].split(",") + shown[1].split(",")) == ["5", "GPU-5f-12", "MIG-9a"]
+        assert shown[2] == "5,GPU-5f-12,MIG-9a"
+
+
+def test_gpus_are_divided_only_where_jobs_run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    settings = {"home": tmp_path, "scheduler": "local", "train_gpu": "H100"}
+    with configured_scheduler(Config.model_validate(settings), replicas=1) as local:
+        assert local.gpus == ("5",)
+    with configured_scheduler(Config.model_validate(settings)) as alone:
+        assert alone.gpus == ("4", "5")
+    with pytest.raises(BadInput, match="need 3 GPUs, and this host has GPUs 4, 5"):
+        configured_scheduler(Config.model_validate(settings), replicas=2)
+    assert Slurm(tmp_path).gpus is None  # a site's
 
 
 @slurm
@@ -301,6 +335,23 @@ def test_a_client_that_is_killed_is_started_again(
         with pytest.raises(SchedulerError, match="squeue ended with -9"):
             scheduler.status("job")
     assert starts.read_text() == "\n" * 4
+
+
+def test_a_client_that_reads_late_gets_the_whole_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {
+        "squeue": "",
+        "sbatch": f"sleep 1.2; cat > '{tmp_path}/got'; echo 7",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with Slurm(tmp_path / "slurm") as scheduler:
+        long = command(tmp_path, "true", environment={"LONG": "x" * 200_000})  # more than a pipe
+        assert scheduler.submit(long) == "7"
+    got = (tmp_path / "got").read_text()
+    assert "x" * 200_000 in got and got.endswith('exit "$code"\n')
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ from cray_agents.trainers.job import baselines
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Hyperparameters, JobSpec
 from tests.support.scripted_platform import PROBE, bare_model
 from tests.support.store.writer_process import events_of
@@ -198,6 +199,12 @@ def _jobs(home: Home) -> None:
     waiting.close()
     waiting.pause()
     waiting.resume()
+    session = SessionSpec(name="faults")
+    held = SessionJournal(home, session.id)
+    held.write_spec(session)
+    held.claim_attempt()
+    held.hand_over(other.id)
+    held.note_current(other.id)
     numbers = np.arange(NUMBERS, dtype=np.float32)
     (waiting.folder / "baselines").mkdir()
     baselines._write(waiting.folder / "baselines" / "train-before", numbers)
@@ -261,12 +268,22 @@ def readers(home: Home) -> dict[str, Reader]:
         found[f"upload {path.name}"] = _upload(path.name)
     for path in _in(home.jobs, "*"):
         found[f"job {path.name}"] = _job(path.name)
+    for path in _in(home.sessions, "*"):
+        found[f"session {path.name}"] = _session(path.name)
     for path in _in(home.batches, "batch_*"):
         found[f"batch {path.name}"] = _batch(path.name)
     for event in Registry(home).history("m"):
         if home.canary("m", event.number).exists():
             found["canary"] = lambda h, e=event: Canary.load(h, e).to_bytes()  # type: ignore[misc]
     return found
+
+
+def _session(session_id: str) -> Reader:
+    def read(home: Home) -> Any:
+        session = SessionJournal(home, session_id)
+        return [session.spec().model_dump(), session.current, session.queue(), session.attempts]
+
+    return read
 
 
 def _in(folder: Path, pattern: str) -> list[Path]:

@@ -18,6 +18,7 @@ class TimedTrainer:
         metrics = {"seconds": seconds, "trained_tokens": 100}
         self.scripted = ScriptedTrainer(home, metrics, PROBE, by_hand=True)
         self.seconds = seconds
+        self.dtype = self.scripted.dtype
         self._one_at_a_time = threading.Lock()
 
     def submit(self, spec: JobSpec) -> JobStatus:

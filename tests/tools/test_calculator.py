@@ -30,7 +30,7 @@ expressions = st.recursive(
 
 
 @given(expressions)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_equal_to_python(expression):
     try:
         expected = eval(expression)  # our own text: digits and operators
@@ -62,7 +62,7 @@ def test_integers_are_exact(left, symbol, right):
 
 
 @given(st.text(max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_text_gives_a_number_or_a_tool_error(text):
     try:
         assert isinstance(calculator(text), int | float)

@@ -14,19 +14,22 @@ import pytest
 
 from cray_agents.errors import JobError
 from cray_agents.paths import Home
-from cray_agents.records import Manifest, ModelCall
+from cray_agents.records import LogprobDistance, Manifest, ModelCall
 from cray_agents.runtime.datasets.samples.run_samples import merge_turns, turn_of
 from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
+from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
+from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.job.engine_agreement import (
     compare,
-    difference_limit,
+    limits_of,
     places_of_parent,
     select_sampled,
 )
+from cray_agents.trainers.job.job_inputs import read_inputs
 
 VERSION = "m@1"
 DRAWN = 24  # tokens of each request
@@ -86,25 +89,51 @@ def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
     samples = sampled(2)
     found = compare(samples, [floats(-1, -2, -3), floats(-1.25, -2, -2.5)])
     assert found is not None
-    assert (found.tokens, found.max_difference, found.mean_difference) == (6, 0.5, 0.125)
+    assert (found.distance.tokens, found.distance.max, found.distance.mean) == (6, 0.5, 0.125)
     assert (found.run_id, found.place, found.ours, found.theirs) == ("run-1", 4, -2.5, -3)
-    found.refuse(0.5)
+    found.refuse(LogprobLimits(max=0.5))
     with pytest.raises(JobError, match=r"for token 4 of run-1 .* -2.5000, .* -3.0000; the limit"):
-        found.refuse(0.49)
+        found.refuse(LogprobLimits(max=0.49))
     broken = compare(samples, [floats(-1, np.nan, -3), floats(-1, -2, -3)])
     assert broken is not None
     with pytest.raises(JobError, match=r"for token 3 of run-0 the trainer computes .* nan"):
-        broken.refuse(1e9)
+        broken.refuse(LogprobLimits(max=1e9))
+    with pytest.raises(JobError, match=r"mean difference is nan and the 99th percentile nan"):
+        broken.refuse(LogprobLimits(mean=1e9, p99=1e9))
     assert compare(Samples.of([]), []) is None
 
 
-def test_limits(lab: Any, tmp_path: Path) -> None:
-    def limit(**changes: Any) -> float:
-        return difference_limit(lab.spec(tmp_path, parent_sha256="0" * 64, **changes))
+def test_in_bfloat16_the_distribution_is_judged() -> None:
+    """One token of 600 is far off: no reason to refuse in bfloat16, but one in float32."""
+    samples = sampled(200)
+    exact = [floats(-1, -2, -3)] * 200
+    found = compare(samples, [floats(-1, -2, -4), *exact[1:]])
+    everywhere = compare(samples, [row - 0.2 for row in exact])
+    assert found is not None and everywhere is not None
+    found.refuse(bfloat16_limits())
+    with pytest.raises(JobError, match=r"for token 4 of run-0 .*; the limit is 0.01, and the mean"):
+        found.refuse(LogprobLimits(max=0.01))
+    words = r"600 tokens the mean difference is 0.2 .* limits are mean 0.1, 99th percentile 0.5\."
+    with pytest.raises(JobError, match=words):
+        everywhere.refuse(bfloat16_limits())
+    event = found.event(bfloat16_limits())
+    assert (event["max_difference"], event["limit"], event["mean_limit"]) == (1, 0.5, 0.1)
+    assert event["agrees"] and not everywhere.event(bfloat16_limits())["agrees"]
+    assert not found.event(LogprobLimits(max=0.01))["agrees"]
 
-    assert limit() == 0.01
-    assert limit(hyper={"dtype": "bfloat16"}) == 0.5
-    assert limit(hyper={"dtype": "bfloat16"}, logprob_limit=0.2) == 0.2
+
+def test_limits(lab: Any, tmp_path: Path) -> None:
+    def limits(parent: LogprobDistance | None = None, **changes: Any) -> LogprobLimits:
+        return limits_of(lab.spec(tmp_path, parent_sha256="0" * 64, **changes), parent)
+
+    half: dict[str, Any] = {"hyper": {"dtype": "bfloat16"}}
+    close = LogprobDistance(tokens=1000, mean=0.015, p99=0.06, max=1.0)
+    assert limits() == limits(close) == LogprobLimits(max=0.01)
+    assert limits(logprob_limit=0.2) == LogprobLimits(max=0.2)
+    assert limits(**half) == LogprobLimits(mean=0.1, p99=0.5)
+    assert limits(close, **half) == LogprobLimits(mean=0.06, p99=0.25)
+    given = limits(close, **half, logprob_limit=0.2)
+    assert given == LogprobLimits(mean=0.04, p99=0.2)
 
 
 # ---- with vLLM
@@ -201,3 +230,72 @@ def test_a_job_refuses_what_another_distribution_gave(lab: Any, calls: list[Mode
     publish(lab, "sft", wrong)
     said = lab.fail(lab.spec("llama", hyper={"steps": 1}))
     assert "trainer and engine do not agree on the parent's weights" in said
+
+
+# ---- in bfloat16, with transformers as the engine
+def sampled_by(model: Path, seed: int, damage: Callable[[Any], None] | None = None) -> list[Any]:
+    """Calls whose tokens an engine in bfloat16 sampled from a model; `damage` is done to it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    engine = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    torch.manual_seed(seed)
+    rows = torch.randint(3, 300, (16, 4))
+    with torch.no_grad():
+        if damage is not None:
+            damage(engine)
+        for _ in range(DRAWN):
+            now = engine(rows).logits[:, -1].float().softmax(-1)
+            rows = torch.cat([rows, torch.multinomial(now, 1)], 1)
+        all_logprobs = engine(rows).logits[:, :-1].float().log_softmax(-1)
+        logprobs = all_logprobs.gather(-1, rows[:, 1:, None])[:, 3:, 0]
+    return [
+        ModelCall(
+            id=f"call-{n}",
+            run_id=f"run-{n}",
+            model=VERSION,
+            messages=[],
+            message={},
+            sampling={"temperature": 1.0},
+            prompt_token_ids=row[:4],
+            token_ids=row[4:],
+            logprobs=numbers,
+        )
+        for n, (row, numbers) in enumerate(zip(rows.tolist(), logprobs.tolist(), strict=True))
+    ]
+
+
+@pytest.mark.megatron
+def test_a_job_in_bfloat16_judges_the_distribution(lab: Any) -> None:
+    publish(lab, "sft", sampled_by(lab.models("llama"), seed=1))
+    half = {"steps": 1, "dtype": "bfloat16"}
+    job = lab.run(lab.spec("llama", hyper=half))
+    found = reported(job)
+    assert found["tokens"] == 16 * DRAWN and found["agrees"]
+    assert 1e-3 < found["mean_difference"] < 0.04 and found["p99_difference"] < 0.2
+    assert (found["limit"], found["mean_limit"]) == (0.5, 0.1)
+    checkpoint = lab.home.checkpoint(job.journal.job_id)
+    agreement = read_manifest(checkpoint).agreement
+    assert agreement is not None and agreement.mean == found["mean_difference"]
+    assert read_inputs(job.journal, lab.spec(checkpoint, hyper=half), 1).parent_agreement == (
+        agreement
+    )
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("wrong", ["transposed", "no adapter"])
+def test_a_job_in_bfloat16_refuses_other_weights(lab: Any, wrong: str) -> None:
+    def damage(engine: Any) -> None:
+        import torch
+
+        weight = engine.model.layers[1].self_attn.o_proj.weight
+        if wrong == "transposed":
+            weight.copy_(weight.T.reshape(weight.shape).clone())
+        else:  # the engine applies one that the trainer does not have, or the other way about
+            out, inner = weight.shape
+            weight += 0.1 * (torch.randn(out, 4) @ torch.randn(4, inner)).to(weight.dtype)
+
+    publish(lab, "sft", sampled_by(lab.models("llama"), seed=1, damage=damage))
+    said = lab.fail(lab.spec("llama", hyper={"steps": 1, "dtype": "bfloat16"}))
+    assert "trainer and engine do not agree on the parent's weights" in said
+    assert "the limits are mean 0.1, 99th percentile 0.5" in said

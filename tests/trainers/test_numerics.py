@@ -147,7 +147,8 @@ def measure(
     from cray_agents.trainers.data.packer import balance
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.models.weights import export_tensors
+    from cray_agents.trainers.models.tensors import tensor_shapes
+    from cray_agents.trainers.models.weights import export_tensors, plan_export
     from cray_agents.trainers.planning.layouts import check_layout
     from cray_agents.trainers.training.train_step import Training
 
@@ -179,7 +180,8 @@ def measure(
         measured.norms.append(report.grad_norm)
         if step == 0:
             put_together(training.wrapped_chunks)
-            found = export_tensors(training.chunks, model, of=attrgetter("main_grad"))
+            plan = plan_export(training.chunks, model, dict.fromkeys(tensor_shapes(model), 0))
+            found = export_tensors(plan, model, of=attrgetter("main_grad"))
             gradients = {name: tensor.clone().contiguous() for name, tensor in found}
             save_file(gradients, out / "gradients" / f"{rank}.safetensors")
     text = json.dumps({**vars(measured), "folder": str(out)})

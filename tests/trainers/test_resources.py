@@ -12,7 +12,7 @@ from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.batch_script import batch_script
-from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
+from cray_agents.runtime.scheduler.gpu_placement import nvidia_devices
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
@@ -23,7 +23,7 @@ from cray_agents.trainers.planning.cluster_resources import (
     resources_of,
 )
 from cray_agents.trainers.planning.default_layout import LOUD, usual_length
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora, with_dtype
 from tests.support.trainers.model_configs import LLAMA_2_70B
 from tests.support.waiting_scheduler import WaitingScheduler
 
@@ -93,6 +93,19 @@ def test_without_gpus_ranks_are_few(tmp_path: Path) -> None:
     )
     if not nvidia_devices():
         assert resources(tmp_path) == cpu
+
+
+def test_jobs_of_this_host_use_the_gpus_that_serving_leaves(tmp_path: Path) -> None:
+    def here(*host_gpus: str, **config: Any) -> Resources:
+        return resources_of(load_config(config, tmp_path), here=True, host_gpus=host_gpus)
+
+    seven = here(*"1234567", **H100)
+    assert (seven.ranks, seven.gpus) == (7, Gpus("H100", 79, 7))
+    with pytest.raises(ConfigError, match="it has 7 GPUs"):
+        here(*"1234567", **H100, train_ranks=8)
+    assert here().gpus is None  # all are hidden from the platform
+    assert here("1", train_gpus="off").gpus is None
+    assert here("MIG-1", "MIG-2", **H100).ranks == 1  # CUDA shows a job one of them
 
 
 @pytest.mark.parametrize(
@@ -188,6 +201,27 @@ def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_p
     assert again.submit(asked).state == "queued"
     assert journal.spec() == spec and len(scheduler.commands) == 1
     assert len(journal.events()) == 1
+
+
+def test_a_dtype_that_was_not_given_follows_the_ranks(home: Home, llama70: Path) -> None:
+    fields = {"dataset": "ds", "parent": str(llama70), "parent_sha256": "0" * 64}
+    asked, named = (
+        JobSpec(**fields, hyperparameters=Hyperparameters(steps=1, seed=n, **dtype))
+        for n, dtype in enumerate(({}, {"dtype": "float32"}))
+    )
+    on_gpus = Resources(16, 2, Gpus("H100", 79, 8))
+    trainer = MegatronTrainer(home, WaitingScheduler(), on_gpus)
+    decided = trainer.submit(asked).id
+    spec = JobJournal(home, decided).spec()
+    assert (spec.id, spec.hyperparameters.dtype) == (decided, "bfloat16")
+    assert decided != asked.id and trainer.submit(asked).id == decided
+    assert trainer.submit(named).id == named.id
+    assert JobJournal(home, named.id).spec().hyperparameters.dtype == "float32"
+    (event, *_) = JobJournal(home, decided).events()
+    assert any("billion parameters in bfloat16" in reason for reason in event["reasons"])
+
+    on_cpus = MegatronTrainer(home, WaitingScheduler(), Resources(ranks=2))
+    assert with_dtype(asked, on_cpus.dtype).id == asked.id  # as before there was a choice
 
 
 def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path) -> None:

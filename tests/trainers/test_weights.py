@@ -1,6 +1,8 @@
 """Weights as files: read in slices, written in files of bounded size, or made from a seed."""
 
 import json
+import resource
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from cray_agents.errors import BadInput, NotFound
-from cray_agents.trainers.checkpointing.hf_export import cut, name_files
-from cray_agents.training_jobs import Hyperparameters, Layout
+from cray_agents.errors import BadInput, JobError, NotFound
+from cray_agents.runtime.disk.durable import sha256_file
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.trainers.checkpointing.hf_export import cut, name_files, weights_sha256
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 LIMIT = 40_000  # bytes a file
+SHARE = 20_000  # bytes before another rank writes too
 
 
 def copied(
@@ -60,7 +65,15 @@ def loaded_and_exported(
 
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     model = read_architecture(folder)
-    hf_export.export_weights(Training(model, layout, hyper, folder, on_cpu=True), out, LIMIT)
+    training = Training(model, layout, hyper, folder, on_cpu=True)
+    for name, limits in {
+        ".": (LIMIT, SHARE),
+        "shared": (hf_export.FILE_BYTES, SHARE),
+        "as it is": (),
+    }.items():
+        hashes = hf_export.export_weights(training, out / name, *limits)
+        paths = (out / name).glob("*.safetensors")
+        assert hashes == {path.name: sha256_file(path) for path in paths}
     if hyper.init == "parent":
         source = Counting(SafeTensors(folder))
         load_weights(build_model(model, layout, hyper, on_cpu=True), model, source)  # type: ignore
@@ -92,7 +105,8 @@ def through_megatron(folder: Path, out: Path, layout: Layout, **hyper: Any) -> d
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
-    out.mkdir(parents=True)
+    for name in ("shared", "as it is"):
+        (out / name).mkdir(parents=True)
     settings = Hyperparameters(steps=1, **hyper)
     work = partial(loaded_and_exported, folder, layout, settings, out)
     assert run_ranks(find_placement(layout.world, "weights"), out / "logs", work).code == 0
@@ -131,6 +145,130 @@ def test_files_are_cut_by_size_and_named_as_transformers_does() -> None:
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
+
+
+@pytest.fixture
+def tensors() -> dict[str, Any]:
+    """Tensors of all types, some of odd sizes, some larger than a block."""
+    import torch
+
+    torch.manual_seed(0)
+    kinds = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
+    found = {f"{n % 7}.{n}": torch.randn(n + 1).to(kinds[n % 4]) for n in range(20)}
+    return found | {"z": torch.randn(3, 2 << 20), "a": torch.randn(5 << 20).half()}
+
+
+def written(folder: Path, tensors: dict[str, Any]) -> tuple[Path, dict[str, str]]:
+    """One file of the tensors, which come in another order."""
+    from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
+
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    files = {"model.safetensors": in_file_order(dtypes)}
+    came = reversed(tensors.items())
+    return folder / "model.safetensors", write_files(folder, files, shapes, dtypes, came)
+
+
+def test_a_file_is_as_safetensors_writes_it(tmp_path: Path, tensors: dict[str, Any]) -> None:
+    from safetensors.torch import save
+
+    path, hashes = written(tmp_path, tensors)
+    assert path.read_bytes() == save(tensors, metadata={"format": "pt"})
+    assert hashes == {path.name: sha256_file(path)}
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, tensors: dict[str, Any]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            written(tmp_path, tensors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def published(folder: Path, out: Path, limit: str, rank: int, store: Any, _: Any) -> int:
+    """One rank of two: publish a checkpoint; the second ends within its file."""
+    from cray_agents.trainers.checkpointing import hf_export
+    from cray_agents.trainers.models.architecture import read_architecture
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
+
+    layout, hyper = Layout(data=2), Hyperparameters(steps=1)
+    join_ranks(layout, rank, layout.world, store, on_cpu=True)
+    training = Training(read_architecture(folder), layout, hyper, folder, on_cpu=True)
+    if rank and limit:
+        if limit == "killed":
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    spec = JobSpec(dataset="d", parent=str(folder), parent_sha256="0", hyperparameters=hyper)
+    draft, final = out / ".made.1", out / "made"
+    hf_export.publish(training, spec, [[1, 2, 3]], {}, None, draft, final, share=SHARE)
+    return 0
+
+
+@pytest.mark.megatron
+def test_a_publish_that_fails_in_the_middle_leaves_nothing(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
+
+    load_megatron()
+    folder, out = models("llama"), tmp_path / "out"
+    for limit, told in {"killed": "signal 25", "disk": "rank 1 died"}.items():
+        with pytest.raises(JobError, match=told):
+            work = partial(published, folder, out, limit)
+            run_ranks(find_placement(2, "weights"), tmp_path / "logs", work)
+        assert [path.name for path in out.iterdir()] == [".made.1"]
+        assert not (out / ".made.1" / checkpoints.MANIFEST).exists()
+    work = partial(published, folder, out, "")
+    assert run_ranks(find_placement(2, "weights"), tmp_path / "logs", work).code == 0
+    assert [path.name for path in out.iterdir()] == ["made"]
+    manifest = checkpoints.verify(out / "made")
+    assert sum(name.startswith("model-") for name in manifest.files) == 2
+    assert manifest.files.keys() >= {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+    }
+    before = read(folder)
+    assert all(bool((tensor == before[name]).all()) for name, tensor in read(out / "made").items())
+
+
+def checked(folder: Path, expected: str, rank: int, store: Any, _: Any) -> int:
+    """One rank of two: the check alone, without a model."""
+    from cray_agents.trainers.job.weights_check import check_weights
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+
+    join_ranks(Layout(data=2), rank, 2, store, on_cpu=True)
+    with check_weights(folder, expected):
+        pass
+    return 0
+
+
+@pytest.mark.megatron
+def test_a_flipped_bit_is_refused_whichever_rank_reads_it(
+    tmp_path: Path, tensors: dict[str, Any]
+) -> None:
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    written(tmp_path, tensors)
+    paths = [(tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")]
+    paths.append(tmp_path / "model-2.safetensors")
+    paths[1].write_bytes(paths[0].read_bytes()[: 1 << 20])
+    check = partial(checked, tmp_path, weights_sha256(tmp_path))
+    assert run_ranks(find_placement(2, "check"), tmp_path / "logs", check).code == 0
+    for path in paths:
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        outcome = run_ranks(find_placement(2, "check"), tmp_path / "logs", check)
+        assert outcome.refusal is not None
+        assert "were changed, or the path is wrong" in outcome.refusal
+        path.write_bytes(whole)
 
 
 @pytest.mark.megatron
@@ -203,12 +341,14 @@ def test_a_seed_gives_the_same_model_in_every_layout(
     models: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
     import torch
+    from safetensors.torch import save
 
     parent = from_seed(models(kind), tmp_path / "parent", initializer_range=0.05, vocab_size=303)
     mixed = kind == "qwen3_moe"
     layouts = {
         "one": Layout(),
         "tensor2": Layout(tensor=2, sequence_parallel=mixed),
+        "data2": Layout(data=2),
         "pipeline2": Layout(pipeline=2),
         **({"expert2": Layout(data=2, expert=2)} if mixed else {}),
     }
@@ -216,6 +356,16 @@ def test_a_seed_gives_the_same_model_in_every_layout(
         name: through_megatron(parent, tmp_path / name, layout, init="random", seed=3)
         for name, layout in layouts.items()
     }
+    for name, tensors in made.items():
+        shared = sorted((tmp_path / name / "shared").glob("*.safetensors"))
+        assert len(shared) == layouts[name].world, "each rank writes"
+        sizes = [path.stat().st_size for path in shared]
+        assert max(sizes) < 0.65 * sum(sizes) or len(sizes) == 1, "about as much as the other"
+        alone = sorted((tmp_path / name / "as it is").glob("*.safetensors"))
+        parts = layouts[name].pipeline * layouts[name].expert
+        assert len(alone) == parts, "a small model: the first holders alone"
+        expected = save(tensors, metadata={"format": "pt"})
+        assert parts > 1 or alone[0].read_bytes() == expected
     first = made.pop("one")
     assert first.keys() == read(models(kind)).keys()
     for name, tensor in first.items():

@@ -1,35 +1,36 @@
 """Export: publish trained weights as a Hugging Face directory with a manifest.
 
-The first rank that holds a tensor writes it into safetensors files of bounded size. The files are
-planned from names and shapes, so that no rank holds more than one file's tensors. Rank 0 adds the
-parent's config, tokenizer and chat template, the golden probe and the hashes, and renames the
-folder into place. Weights keep the parent's stored types, and the probe scores the weights as
-stored. Called by job/rank.py. Read next: models/weights.py.
+Every rank writes its share of the tensors into safetensors files of its own, and hashes them as it
+writes; nothing is gathered on one rank. Each tensor is written whole by one of the ranks that hold
+it (`plan_export`). Rank 0 adds the parent's config, tokenizer and chat template, the golden probe
+and all hashes, and renames the folder into place. Weights keep the parent's stored types, and the
+probe scores the weights as stored. Called by job/rank.py. Read next: weight_files.py.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from cray_agents.errors import NotFound
-from cray_agents.records import Manifest, ProbePrompt
+from cray_agents.records import LogprobDistance, Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints, model_files
 from cray_agents.runtime.registry.model_config import TIED, read_config
 from cray_agents.runtime.registry.model_files import CONFIG
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
+from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.models.tensors import tensor_shapes
 from cray_agents.trainers.models.weights import (
+    SHARE_BYTES,
     export_tensors,
-    exported_names,
+    plan_export,
     round_weights,
     weight_source,
 )
@@ -46,10 +47,14 @@ def publish_folder(draft: Path, final: Path) -> bool:
     return durable.publish_directory(draft, final)
 
 
-def hash_files(folder: Path) -> dict[str, str]:
-    """Map each file below a folder, except its manifest, to its SHA-256."""
-    files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
-    return {n: durable.sha256_file(p) for n, p in files.items() if n != checkpoints.MANIFEST}
+def hash_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Map each file below a folder, except its manifest, to its SHA-256; `known` ones are kept."""
+    hashes = dict(known or {})
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != checkpoints.MANIFEST and name not in hashes:
+            hashes[name] = durable.sha256_file(path)
+    return dict(sorted(hashes.items()))
 
 
 def weights_sha256(checkpoint: Path) -> str:
@@ -74,29 +79,35 @@ _COPIED = checkpoints.SUFFIXES - {".safetensors"}
 _OURS = {checkpoints.MANIFEST, _INDEX}
 
 
-def export_weights(training: Training, folder: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write the weights as safetensors into an existing folder. Collective.
+def export_weights(
+    training: Training, folder: Path, file_bytes: int = FILE_BYTES, share: int = SHARE_BYTES
+) -> dict[str, str]:
+    """Write the weights as safetensors into an existing folder; return each file's SHA-256.
 
     Rounds the model's own weights to the stored types first, so that model and files are equal.
+    `share`: see `plan_export`. Collective.
     """
     chunks, model = training.chunks, training.model
     source = weight_source(training.parent, model, training.hyper)
     round_weights(chunks, model, source)
-    sizes = {n: prod(s) * source.dtype(n).itemsize for n, s in tensor_shapes(model).items()}
-    mine = json.dumps(exported_names(chunks, model)).encode()
-    each = [json.loads(names) for names in gather_from_ranks(mine)]
-    files = name_files(list(chain.from_iterable(cut(n, sizes, file_bytes) for n in each)))
-    file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
-    waiting: dict[str, torch.Tensor] = {}
-    for name, tensor in export_tensors(chunks, model):
-        waiting[name] = tensor.to("cpu", source.dtype(name)).contiguous()
-        file = file_of[name]
-        if len(waiting) == len(files[file]):
-            save_file(waiting, folder / file, metadata={"format": "pt"})
-            waiting = {}
-    if torch.distributed.get_rank() == 0 and len(files) > 1:
+    shapes = tensor_shapes(model)
+    dtypes = {name: source.dtype(name) for name in shapes}
+    sizes = {n: prod(shapes[n]) * dtypes[n].itemsize for n in in_file_order(dtypes)}
+    plan = plan_export(chunks, model, sizes, share)
+    mine = in_file_order({n: dtypes[n] for one in plan if one.mine for n in one.origin.names})
+    each = [json.loads(names) for names in gather_from_ranks(json.dumps(mine).encode())]
+    groups = [cut(names, sizes, file_bytes) for names in each]
+    files = name_files(list(chain.from_iterable(groups)))
+    rank = torch.distributed.get_rank()
+    first = sum(map(len, groups[:rank]))
+    own = dict(islice(files.items(), first, first + len(groups[rank])))
+    hashes = write_files(folder, own, shapes, dtypes, export_tensors(plan, model))
+    if rank == 0 and len(files) > 1:
+        file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
+    written = [json.loads(one) for one in gather_from_ranks(json.dumps(hashes).encode())]
+    return {file: sha256 for one in written for file, sha256 in one.items()}
 
 
 def copy_settings(parent: Path, folder: Path, *, tied: bool) -> None:
@@ -139,10 +150,13 @@ def publish(
     spec: JobSpec,
     prompts: Sequence[list[int]],
     metrics: dict[str, Any],
+    agreement: LogprobDistance | None,
     draft: Path,
     final: Path,
+    *,
+    share: int = SHARE_BYTES,
 ) -> None:
-    """Export, probe, hash and publish as `final`, unless that exists. Collective.
+    """Export, probe and publish as `final`, unless that exists. Collective.
 
     Afterwards this rank's weights equal the files, with adapters folded in: see Training.begin.
     """
@@ -155,12 +169,12 @@ def publish(
         adapter = draft / checkpoints.ADAPTER
         write_adapter(training.chunks, training.model, lora, spec.parent, adapter)
         training.fold_adapters()
-    export_weights(training, draft)
+    hashes = export_weights(training, draft, share=share)
     scores = training.score(Samples.of(prompts), temperature=1.0)
     torch.distributed.barrier()
     if main:
         copy_settings(training.parent, draft, tied=training.model.tied)
-        files = hash_files(draft)
+        files = hash_files(draft, hashes)
         manifest = Manifest(
             files=files,
             weights_sha256=checkpoints.weights_sha256(files),
@@ -172,6 +186,7 @@ def publish(
                 ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist())
                 for prompt, logprobs in zip(prompts, scores, strict=True)
             ],
+            agreement=agreement,
         )
         text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())
         durable.replace_file(draft / "manifest.json", text)

@@ -17,6 +17,7 @@ from cray_agents.runtime.disk import durable
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
 from cray_agents.trainers.data.packer import Rows, samples_to_train_on
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
+from cray_agents.trainers.job.weights_check import check_parent, check_weights
 from cray_agents.trainers.training.parallel_groups import is_rank0
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
@@ -112,9 +113,11 @@ class Baselines:
             return self._parent(samples, name, places)
 
         def compute() -> list[Floats]:
-            training.take_weights(reference)
+            with check_weights(reference, self._spec.reference_sha256 or ""):
+                training.take_weights(reference)
             rows = training.score(samples, places)
-            training.take_weights()
+            with check_parent(training.parent, self._spec):
+                training.take_weights()
             return rows
 
         return self._load_or_compute(samples, name, places, compute)

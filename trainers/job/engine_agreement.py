@@ -2,46 +2,72 @@
 
 Tokens that the parent sampled were recorded with the engine's log-probabilities. Before the first
 step the trainer holds the same weights, so its own numbers must equal these but for rounding.
-Otherwise one of the two computes another model, and every ratio of policies would be wrong. job.py
-selects the comparable tokens; rank.py compares them.
+Otherwise one of the two computes another model, and every ratio of policies would be wrong. In
+float32 the largest difference is judged. In bfloat16 the mean and the 99th percentile are, also
+against those that the parent's own job measured. job_inputs.py finds the parent's versions; rank.py
+compares. Read next: runtime/logprob_limits.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from cray_agents.errors import JobError, NotFound
 from cray_agents.paths import Home
+from cray_agents.records import LogprobDistance
+from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits, measure
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.training_jobs import JobSpec
 
 MOST = 256  # samples compared, at most
-LIMITS = {"float32": 0.01, "bfloat16": 0.5}  # nats, by the trainer's dtype
+FLOAT32_LIMIT = 0.01  # nats, of the largest difference
 
 
 @dataclass(frozen=True)
 class Agreement:
     """Differences between trainer and engine in nats. `run_id`, `place`: the worst token's."""
 
-    tokens: int
-    max_difference: float
-    mean_difference: float
+    distance: LogprobDistance
     run_id: str
     place: int
     ours: float
     theirs: float
 
-    def refuse(self, limit: float) -> None:
-        """Raise JobError if the largest difference is above the limit or not a number."""
-        if self.max_difference <= limit:
+    def event(self, limits: LogprobLimits) -> dict[str, Any]:
+        """Return the fields of the journal's event `agreement`."""
+        distance = self.distance
+        return {
+            "tokens": distance.tokens,
+            "max_difference": distance.max,
+            "mean_difference": distance.mean,
+            "p99_difference": distance.p99,
+            "run_id": self.run_id,
+            "place": self.place,
+            "ours": self.ours,
+            "theirs": self.theirs,
+            "limit": limits.max or limits.p99,
+            "mean_limit": limits.mean,
+            "agrees": not limits.exceeded(distance),
+        }
+
+    def refuse(self, limits: LogprobLimits) -> None:
+        """Raise JobError if the distance is above the limits or not a number."""
+        if not limits.exceeded(self.distance):
             return
+        tokens, mean, p99 = self.distance.tokens, self.distance.mean, self.distance.p99
+        if limits.max is not None:
+            measured = f"; the limit is {limits.max:g}, and the mean difference {mean:.4g} over"
+            measured += f" {tokens} tokens"
+        else:
+            measured = f". Over {tokens} tokens the mean difference is {mean:.4g} and the 99th"
+            measured += f" percentile {p99:.4g}; the limits are {limits}"
         raise JobError(
             f"trainer and engine do not agree on the parent's weights: for token {self.place} of"
             f" {self.run_id} the trainer computes a log-probability of {self.ours:.4f}, and the"
-            f" engine recorded {self.theirs:.4f}; the limit is {limit:g}, and the mean difference"
-            f" {self.mean_difference:.4g} over {self.tokens} tokens. Either other weights answered"
+            f" engine recorded {self.theirs:.4f}{measured}. Either other weights answered"
             " under the parent's name, or the engine's options (engine_args: another dtype,"
             " quantization, logprobs mode) make another distribution of them. Raise logprob_limit"
             " if that is meant"
@@ -92,13 +118,10 @@ def compare(samples: Samples, ours: Sequence[Floats]) -> Agreement | None:
     places = [1 + np.flatnonzero(mask[1:]) for mask in samples.masks]
     theirs = np.concatenate([row[at] for row, at in zip(samples.sampled, places, strict=True)])
     mine = np.concatenate(list(ours)).astype(np.float64)
-    apart = np.abs(mine - theirs)
-    worst = int(apart.argmax())  # numpy treats nan as the largest
+    worst = int(np.abs(mine - theirs).argmax())  # numpy treats nan as the largest
     of = np.repeat(np.arange(len(samples)), [len(at) for at in places])
     return Agreement(
-        tokens=len(apart),
-        max_difference=float(apart[worst]),
-        mean_difference=float(apart.mean()),
+        distance=measure(mine, theirs),
         run_id=samples.run_ids[of[worst]],
         place=int(np.concatenate(places)[worst]),
         ours=float(mine[worst]),
@@ -106,6 +129,12 @@ def compare(samples: Samples, ours: Sequence[Floats]) -> Agreement | None:
     )
 
 
-def difference_limit(spec: JobSpec) -> float:
-    """Return the largest allowed difference, in nats."""
-    return spec.logprob_limit or LIMITS[spec.hyperparameters.dtype]
+def limits_of(spec: JobSpec, parent: LogprobDistance | None) -> LogprobLimits:
+    """Return the limits of a job. `parent`: what the job that made its parent had measured.
+
+    A `logprob_limit` of the spec's own is taken as it is.
+    """
+    given = spec.logprob_limit
+    if spec.hyperparameters.dtype == "float32":
+        return LogprobLimits(max=given or FLOAT32_LIMIT)
+    return bfloat16_limits(given) if given else bfloat16_limits().relative_to(parent)

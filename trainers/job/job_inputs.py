@@ -5,12 +5,19 @@ from pathlib import Path
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
-from cray_agents.trainers.checkpointing.hf_export import parent_sha256
+from cray_agents.records import LogprobDistance
+from cray_agents.runtime.registry.checkpoints import (
+    MANIFEST,
+    config_sha256,
+    read_manifest,
+    settings_in,
+    settings_sha256,
+)
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.engine_agreement import places_of_parent
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.weights_check import other_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import check_layout
@@ -28,6 +35,7 @@ class JobInputs:
     model: Architecture
     samples: Samples
     parent_places: list[int]  # of the versions with the parent's weights: engine_agreement.py
+    parent_agreement: LogprobDistance | None = None  # as the job that made the parent measured it
     validation: Samples | None = None
     reference: Path | None = None  # None: the parent
     resume_from: Path | None = None  # a point of this job: continue exactly
@@ -57,12 +65,10 @@ class JobInputs:
         )
 
 
-def read_inputs(
-    journal: JobJournal, spec: JobSpec, attempt: int, *, known_parent: bool = False
-) -> JobInputs:
+def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
     """Read and check all inputs; write nothing. Raises BadInput, NotFound, Corrupt.
 
-    `known_parent`: the parent's weights need not be hashed again.
+    Weights are checked by the ranks that load them: weights_check.py.
     """
     from cray_agents.trainers.models.lora import choose_targets
 
@@ -72,8 +78,9 @@ def read_inputs(
     check_layout(model, spec.layout)
     if hyper.lora is not None:
         choose_targets(model, hyper.lora)
-    if not known_parent:
-        _check_weights(parent, spec.parent_sha256, hyper.init, "parent_sha256")
+    if hyper.init == "random" and (sha256 := config_sha256(parent)) != spec.parent_sha256:
+        message = other_weights(parent, sha256, spec.parent_sha256)
+        raise BadInput(message, param="parent_sha256")
     settings = settings_sha256(settings_in(parent))
     if spec.parent_settings_sha256 not in (None, settings):
         raise BadInput(
@@ -95,6 +102,7 @@ def read_inputs(
         model,
         samples,
         places,
+        _agreement_of(parent) if hyper.init == "parent" else None,
         validation,
         reference,
     )
@@ -110,7 +118,6 @@ def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> 
         raise BadInput(
             f"the reference {reference} is another kind of model than {parent}", param="reference"
         )
-    _check_weights(reference, spec.reference_sha256, "parent", "reference_sha256")
     return reference
 
 
@@ -139,15 +146,9 @@ def _samples(
     return samples, validation if len(validation) else None
 
 
-def _check_weights(folder: Path, expected: str, init: str, param: str) -> None:
-    """Raise BadInput if the weights are not the ones that the job was made for."""
-    actual = parent_sha256(folder, init)
-    if actual != expected:
-        raise BadInput(
-            f"the weights in {folder} have hash {actual}, and the job was made for"
-            f" {expected}: they were changed, or the path is wrong",
-            param=param,
-        )
+def _agreement_of(parent: Path) -> LogprobDistance | None:
+    """Return what the job that made the parent measured; None for one made elsewhere."""
+    return read_manifest(parent).agreement if (parent / MANIFEST).is_file() else None
 
 
 def choose_start(work: JobInputs, *, optimizer_in_memory: bool = False) -> JobInputs:

@@ -2,8 +2,8 @@
 
 The platform process has one `MegatronTrainer`. All state is in the jobs' folders, so a restarted
 platform goes on. restarter.py asks for the status of jobs that no client asks for. A spec without a
-layout gets one before it is written (planning/default_layout.py). The work itself is job.py, in its
-own processes.
+dtype gets one before its id is taken, and one without a layout before it is written
+(planning/default_layout.py). The work itself is job.py, in its own processes.
 """
 
 import hashlib
@@ -32,7 +32,14 @@ from cray_agents.trainers.planning.layouts import describe_layout
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec, sessions
 from cray_agents.training_commands import CommandResult, TrainingCommand
-from cray_agents.training_jobs import JobSpec, JobState, JobStatus, Layout
+from cray_agents.training_jobs import (
+    Dtype,
+    JobSpec,
+    JobState,
+    JobStatus,
+    Layout,
+    with_dtype,
+)
 
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 MAX_RESTARTS = 3  # in a row without a step forward
@@ -67,6 +74,11 @@ class MegatronTrainer:
         self.session_idle_seconds = session_idle_seconds
         self._starting = threading.Lock()  # taken by everything that may start a job
 
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of jobs whose spec gives none: bfloat16 on GPUs, float32 on CPUs."""
+        return self.resources.dtype
+
     def submit(self, spec: JobSpec) -> JobStatus:
         """Start the job, or find it; return an ended job's status unchanged.
 
@@ -75,6 +87,7 @@ class MegatronTrainer:
         Corrupt. Raises BadInput or NotFound if its parent can never be trained, if no layout can be
         chosen for it, or if it does not fit the resources.
         """
+        spec = with_dtype(spec, self.dtype)
         journal = JobJournal(self.home, spec.id)
         with self._starting:
             if not journal.exists:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cray_agents.errors import JobError
+from cray_agents.records import LogprobDistance
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
@@ -25,16 +26,12 @@ from cray_agents.trainers.job import engine_agreement
 from cray_agents.trainers.job.baselines import Baselines
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
 from cray_agents.trainers.session.command_run import run_commands
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0, join_ranks
-from cray_agents.trainers.training.train_step import (
-    FailedEverywhere,
-    StepReport,
-    Stopped,
-    Training,
-)
+from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
 from cray_agents.training_jobs import Layout
 
 RECENT = 50  # steps whose gradient norms a new norm is compared with
@@ -122,18 +119,22 @@ def join(layout: Layout, rank: int, store: Any, on_cpu: bool) -> None:
 
 
 def build(work: JobInputs, on_cpu: bool, stop: StopFlag) -> Training:
-    """Build the job's model and optimizer on this rank, with the parent's weights. Collective."""
+    """Build the job's model and optimizer on this rank, with the parent's weights. Collective.
+
+    Raises FailedEverywhere if these are not the weights that the job was made for.
+    """
     spec = work.spec
-    return Training(
-        work.model,
-        spec.layout,
-        spec.hyperparameters,
-        work.parent,
-        on_cpu,
-        method=spec.method,
-        recompute=spec.recompute,
-        asked_to_stop=stop_check(work, stop),
-    )
+    with check_parent(work.parent, spec):
+        return Training(
+            work.model,
+            spec.layout,
+            spec.hyperparameters,
+            work.parent,
+            on_cpu,
+            method=spec.method,
+            recompute=spec.recompute,
+            asked_to_stop=stop_check(work, stop),
+        )
 
 
 def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:
@@ -168,6 +169,7 @@ def execute(
         return run_commands(training, work, leave)
     spec, home = work.spec, work.journal.home
     try:
+        agreement = compare_with_engine(training, work)
         baseline, validation = score_baselines(training, work)
         totals = restore(training, work, optimizer_in_memory)
         finished = train(training, work, baseline, validation, totals)
@@ -178,6 +180,7 @@ def execute(
                 spec,
                 probe_prompts(work.samples),
                 {**totals.summary(), "steps": training.done},
+                agreement if spec.hyperparameters.dtype == "bfloat16" else None,
                 home.checkpoint(f".{spec.id}.{work.attempt}"),
                 home.checkpoint(spec.id),
             )
@@ -186,23 +189,29 @@ def execute(
     return finished
 
 
-def score_baselines(
-    training: Training, work: JobInputs
-) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
-    """Score the samples under the weights before training; prove that the engine agrees."""
+def compare_with_engine(training: Training, work: JobInputs) -> LogprobDistance | None:
+    """Prove that the engine agrees on the parent's weights; None if it sampled no tokens here."""
     # nodes read the registry at their own time
     parents = broadcast_from_rank0(work.parent_places)
     temperature = work.spec.hyperparameters.policy.temperature
     comparable = engine_agreement.select_sampled(work.samples, parents, temperature)
     agreement = engine_agreement.compare(comparable, training.score(comparable))
-    if agreement is not None:
-        limit = engine_agreement.difference_limit(work.spec)
-        if is_rank0():
-            work.journal.event("agreement", **vars(agreement), limit=limit)
-        try:
-            agreement.refuse(limit)
-        except JobError as reason:  # all ranks compared the same numbers
-            raise FailedEverywhere(str(reason)) from None
+    if agreement is None:
+        return None
+    allowed = engine_agreement.limits_of(work.spec, work.parent_agreement)
+    if is_rank0():
+        work.journal.event("agreement", **agreement.event(allowed))
+    try:
+        agreement.refuse(allowed)
+    except JobError as reason:  # all ranks compared the same numbers
+        raise FailedEverywhere(str(reason)) from None
+    return agreement.distance
+
+
+def score_baselines(
+    training: Training, work: JobInputs
+) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
+    """Score the samples under the weights before training."""
     baselines = Baselines(training, work.spec, work.reference, work.journal.folder / "baselines")
     baseline = baselines.of_training(work.samples)
     if work.validation is None:
@@ -218,7 +227,8 @@ def restore(training: Training, work: JobInputs, optimizer_in_memory: bool = Fal
         return JobTotals()
     if work.optimizer_from is not None:
         resume.load(training, work.optimizer_from)
-        training.restart()
+        with check_parent(work.parent, work.spec):
+            training.restart()
     else:
         allocate_moments(training, 0)  # a session's optimizer may hold another job's
     return JobTotals()

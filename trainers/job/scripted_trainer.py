@@ -19,14 +19,15 @@ from cray_agents.trainers.checkpointing.hf_export import hash_files, publish_fol
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_commands import CommandResult, TrainingCommand
-from cray_agents.training_jobs import JobSpec, JobStatus
+from cray_agents.training_jobs import Dtype, JobSpec, JobStatus, with_dtype
 
 
 class ScriptedTrainer:
     """A ports.Trainer. `metrics` and `probe` go into each manifest.
 
     `failures[n]` is the error of the n-th job submitted here, counted from 0. `by_hand`: jobs go no
-    further than `advance` takes them, so that they can be paused and cancelled.
+    further than `advance` takes them, so that they can be paused and cancelled. `dtype`: of jobs
+    whose spec gives none.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ScriptedTrainer:
         failures: Mapping[int, str] | None = None,
         *,
         by_hand: bool = False,
+        dtype: Dtype = "float32",
     ) -> None:
         self.home = home
         self.metrics = {
@@ -49,10 +51,12 @@ class ScriptedTrainer:
         self.probe = probe
         self.failures = dict(failures or {})
         self.by_hand = by_hand
+        self.dtype = dtype
         self.submitted: list[JobSpec] = []
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Do the job, or find it done. Raises NotFound if the parent is missing."""
+        spec = with_dtype(spec, self.dtype)
         journal = JobJournal(self.home, spec.id)
         if not journal.exists:
             self._parent(spec)

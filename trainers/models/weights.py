@@ -1,13 +1,16 @@
 """Weights: convert between a Hugging Face directory and a Megatron GPTModel spread over ranks.
 
 One table maps each Megatron parameter to its Hugging Face tensors. Loading reads this rank's slices
-of these and packs them. Exporting gathers over tensor ranks and unpacks, one parameter at a time.
-The table has the names of torch's and Transformer Engine's layers; weights under an adapter
-(lora.py) keep their entries. training/train_step.py loads, checkpointing/hf_export.py exports.
+of these and packs them. Exporting divides the parameters among all ranks that hold them: each is
+gathered on its own writer and unpacked there, one parameter at a time. The table has the names of
+torch's and Transformer Engine's layers; weights under an adapter (lora.py) keep their entries.
+training/train_step.py loads, checkpointing/hf_export.py exports.
 """
 
+import heapq
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +147,16 @@ class Origin:
             group = ps.get_tensor_model_parallel_group()
         return group.rank(), group.size(), group
 
-    def first(self) -> bool:
-        """Return True on the first of the ranks that hold the same slice."""
+    def replicas(self) -> tuple[int, int]:
+        """Return (rank, size) of the data parallelism: the ranks that hold the same slice."""
         from megatron.core import parallel_state as ps
 
         if self.expert:
-            return bool(ps.get_expert_data_parallel_rank() == 0)
-        return bool(ps.get_data_parallel_rank(with_context_parallel=True) == 0)
+            return ps.get_expert_data_parallel_rank(), ps.get_expert_data_parallel_world_size()
+        return (
+            ps.get_data_parallel_rank(with_context_parallel=True),
+            ps.get_data_parallel_world_size(with_context_parallel=True),
+        )
 
 
 def _of_expert(match: re.Match[str], model: Architecture) -> tuple[str, list[str]]:
@@ -238,56 +244,97 @@ def round_weights(chunks: list[Any], model: Architecture, source: Source) -> Non
     for chunk in chunks:
         for name, parameter in weights_of(chunk):
             origin = Origin(chunk, name, model)
+            if all(source.dtype(wanted) == parameter.dtype for wanted in origin.names):
+                continue
             tensors = zip(unpack(origin.how, [parameter], model), origin.names, strict=True)
             rounded = [t.to(source.dtype(n)).to(parameter.dtype) for t, n in tensors]
             packed = pack(origin.how, rounded, model)
             parameter[: len(packed)] = packed
 
 
-def exported_names(chunks: list[Any], model: Architecture) -> list[str]:
-    """Return the names that `export_tensors` yields on this rank, in order."""
-    return [
-        name for _, _, origin in _mine(chunks, model) if _leads(origin) for name in origin.names
-    ]
+@dataclass(frozen=True)
+class ExportedParameter:
+    """A parameter that this rank's tensor group writes, and the tensor rank that writes it."""
+
+    chunk: Any
+    name: str
+    origin: Origin
+    writer: int
+
+    @property
+    def mine(self) -> bool:
+        """True on the rank that writes the parameter's tensors."""
+        return self.origin.ranks()[0] == self.writer
+
+
+SHARE_BYTES = 256 << 20  # at least, before another rank writes too
+
+
+def plan_export(
+    chunks: list[Any], model: Architecture, sizes: dict[str, int], share: int = SHARE_BYTES
+) -> list[ExportedParameter]:
+    """Divide the parameters among the ranks that hold them; return this tensor group's share.
+
+    `sizes` are the bytes of all tensors, in the order of writing. The largest parameter goes first,
+    each to the writer with the fewest bytes. Writers are taken from different replicas before
+    different tensor ranks, so that they spread over nodes. There are as few as give each `share`
+    bytes: a small model is written by the first holders alone. All holders compute the same plan.
+    """
+    place = {name: number for number, name in enumerate(sizes)}
+    dense: list[tuple[Any, str, Origin]] = []
+    experts: list[tuple[Any, str, Origin]] = []
+    for chunk in chunks:
+        for name, _ in weights_of(chunk):
+            if name == "output_layer.weight" and model.tied:
+                continue  # stored as the embedding, which the first pipeline stage has
+            origin = Origin(chunk, name, model)
+            (experts if origin.expert else dense).append((chunk, name, origin))
+    plan: list[ExportedParameter] = []
+    for parameters in filter(None, (dense, experts)):
+        plan += _divide(parameters, sizes, share)
+    return sorted(plan, key=lambda one: min(place[name] for name in one.origin.names))
+
+
+def _divide(
+    parameters: list[tuple[Any, str, Origin]], sizes: dict[str, int], share: int
+) -> list[ExportedParameter]:
+    """Choose the writers of parameters that the same ranks hold; return this replica's."""
+    origin = parameters[0][2]
+    replica, replicas = origin.replicas()
+    size_of = [sum(sizes[name] for name in one.names) for _, _, one in parameters]
+    writers = min(replicas * origin.ranks()[1], max(1, -(-sum(size_of) // share)))
+    loads = [(0, writer) for writer in range(writers)]
+    plan = []
+    for number in sorted(range(len(parameters)), key=lambda n: (-size_of[n], n)):
+        load, writer = loads[0]
+        heapq.heapreplace(loads, (load + size_of[number], writer))
+        if writer % replicas == replica:
+            plan.append(ExportedParameter(*parameters[number], writer // replicas))
+    return plan
 
 
 @torch.no_grad()
 def export_tensors(
-    chunks: list[Any],
+    plan: Sequence[ExportedParameter],
     model: Architecture,
     of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, whole tensor); each comes from one rank, its first holder.
+    """Yield (Hugging Face name, whole tensor) of what this rank writes, in the order of the plan.
 
     The tensor is made of the weights with their adapters merged in, or of `of(parameter)`. All
-    tensor ranks must iterate together: the first gathers from its peers, one parameter at a time.
+    tensor ranks must iterate together, to the end: they send each writer their slices.
     """
-    for chunk, name, origin in _mine(chunks, model):
-        parameter = chunk.get_parameter(name)
-        mine = _merged_weight(chunk, name) if of is None else of(parameter)
-        rank, size, group = origin.ranks()
+    for one in plan:
+        parameter = one.chunk.get_parameter(one.name)
+        mine = _merged_weight(one.chunk, one.name) if of is None else of(parameter)
+        _, size, group = one.origin.ranks()
         slices = [mine.detach().contiguous()]
-        if origin.how != "whole" and size > 1:
-            room = [torch.empty_like(slices[0]) for _ in range(size)] if rank == 0 else None
-            torch.distributed.gather(slices[0], room, group=group, group_dst=0)
+        if one.origin.how != "whole" and size > 1:
+            room = [torch.empty_like(slices[0]) for _ in range(size)] if one.mine else None
+            torch.distributed.gather(slices[0], room, group=group, group_dst=one.writer)
             slices = room or []
-        if _leads(origin):
-            yield from zip(origin.names, unpack(origin.how, slices, model), strict=True)
-
-
-def _mine(chunks: list[Any], model: Architecture) -> Iterator[tuple[Any, str, Origin]]:
-    """Yield (chunk, parameter's name, origin) of the parameters that this tensor group exports."""
-    for chunk in chunks:
-        for name, _ in weights_of(chunk):
-            if name == "output_layer.weight" and model.tied:
-                continue
-            origin = Origin(chunk, name, model)
-            if origin.first():
-                yield chunk, name, origin
-
-
-def _leads(origin: Origin) -> bool:
-    return origin.ranks()[0] == 0
+        if one.mine:
+            yield from zip(one.origin.names, unpack(one.origin.how, slices, model), strict=True)
 
 
 def _merged_weight(chunk: Any, name: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ default_layout.py, which chooses a job's layout over these resources.
 
 import os
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -15,8 +16,9 @@ from pathlib import Path
 
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError
-from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
+from cray_agents.runtime.scheduler.gpu_placement import is_sliced, nvidia_devices
 from cray_agents.trainers.planning.hardware import find_gpu, identify
+from cray_agents.training_jobs import Dtype
 
 CPU_RANKS = 2  # per node; more rarely pays over gloo
 GPUS_PER_NODE = 8
@@ -71,6 +73,11 @@ class Resources:
         """The ranks per node of a job without a layout."""
         return self.ranks // self.nodes
 
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of jobs whose spec gives none. A GPU computes float32 many times slower."""
+        return "float32" if self.gpus is None else "bfloat16"
+
     def nodes_for(self, world: int) -> int:
         """Return the number of nodes for `world` ranks: even shares, and a GPU for each rank."""
         if self.gpus is None:
@@ -89,12 +96,15 @@ class Resources:
         return f"{ranks} on {nodes} of {of}{cores}{limit}"
 
 
-def resources_of(config: Config, *, here: bool = False) -> Resources:
+def resources_of(
+    config: Config, *, here: bool = False, host_gpus: Sequence[str] | None = None
+) -> Resources:
     """Return the configured resources, with this host's as defaults. Raises ConfigError.
 
-    `here`: the scheduler runs all jobs on this host.
+    `here`: the scheduler runs all jobs on this host. `host_gpus`: the ids of the GPUs that they may
+    use here (gpu_placement.py); None: as detected.
     """
-    gpus, cores, nodes = _gpus(config), len(os.sched_getaffinity(0)), config.train_nodes
+    gpus, cores, nodes = _gpus(config, host_gpus), len(os.sched_getaffinity(0)), config.train_nodes
     most = gpus.per_node if gpus is not None else min(CPU_RANKS, cores)
     ranks = config.train_ranks or nodes * most
     if ranks % nodes:
@@ -117,9 +127,9 @@ def resources_of(config: Config, *, here: bool = False) -> Resources:
     return Resources(ranks, nodes, gpus, each, config.train_minutes, host)
 
 
-def _gpus(config: Config) -> Gpus | None:
+def _gpus(config: Config, host_gpus: Sequence[str] | None) -> Gpus | None:
     """Return the GPUs of the nodes that train; None if they train on CPU cores."""
-    name, devices = config.train_gpu, nvidia_devices()
+    name, devices = config.train_gpu, nvidia_devices() if host_gpus is None else host_gpus
     if config.train_gpus == "off":
         if name is not None:
             raise ConfigError(
@@ -131,6 +141,8 @@ def _gpus(config: Config) -> Gpus | None:
     if config.train_gpus == "auto" and name is None and not devices:
         return None
     per_node = config.train_gpus_per_node or len(devices) or GPUS_PER_NODE
+    if host_gpus and is_sliced(host_gpus):
+        per_node = 1  # a job sees no second MIG instance
     if name is not None:
         try:
             known = find_gpu(name)

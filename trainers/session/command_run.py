@@ -22,12 +22,13 @@ from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.packer import Columns
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.job.job_inputs import JobInputs
+from cray_agents.trainers.job.weights_check import FailedEverywhere
 from cray_agents.trainers.methods.token_losses import token_loss
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.training.accumulation import Accumulation
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
 from cray_agents.trainers.training.relay import Relay
-from cray_agents.trainers.training.train_step import FailedEverywhere, Training
+from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_commands import (
     COMMAND,
     CommandResult,
@@ -239,6 +240,7 @@ class CommandRun:
                 self._work.spec,
                 self._totals.prompts,
                 self._totals.metrics(),
+                None,
                 home.checkpoint(f".{name}.{attempt}"),
                 home.checkpoint(name),
             )

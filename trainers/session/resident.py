@@ -25,6 +25,7 @@ from cray_agents.trainers.job.job_end import already_ended, record_failure, reco
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
@@ -32,7 +33,7 @@ from cray_agents.trainers.training.parallel_groups import (
     is_rank0,
 )
 from cray_agents.trainers.training.relay import Relay
-from cray_agents.trainers.training.train_step import FailedEverywhere, Training
+from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
 
 PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for
@@ -66,6 +67,7 @@ def run(
     orders = Orders(session, attempt, stop)
     while (order := orders.next()).job is not None:
         resident.train(JobJournal(session.home, order.job), order.attempt)
+    torch.distributed.barrier()  # rank 0 holds the store that the others read the order from
     torch.distributed.destroy_process_group()
     return order.code
 
@@ -143,14 +145,10 @@ class Resident:
             print(f"stopped after step {journal.step}; start it again to go on", flush=True)
 
     def _read(self, journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
-        """Read and check the inputs on every rank; choose the starting point on rank 0.
-
-        Weights that this session published itself are not hashed again: they are immutable.
-        """
+        """Read and check the inputs on every rank; choose the starting point on rank 0."""
         problem, work = None, None
         try:
-            known = not is_rank0() or self._holds(spec)
-            work = read_inputs(journal, spec, attempt, known_parent=known)
+            work = read_inputs(journal, spec, attempt)
             if is_rank0():
                 work = choose_start(work, optimizer_in_memory=self._continues(work))
                 journal.close()
@@ -180,13 +178,15 @@ class Resident:
     def _execute(self, work: JobInputs) -> bool:
         spec, optimizer = work.spec, self._continues(work)
         if self._training is not None and self._fits(work):
-            self._training.begin(
-                work.parent,
-                spec.hyperparameters,
-                spec.method,
-                job_rank.stop_check(work, self._stop),
-                in_memory=self._holds(spec),
-            )
+            in_memory = self._holds(spec)
+            with contextlib.nullcontext() if in_memory else check_parent(work.parent, spec):
+                self._training.begin(
+                    work.parent,
+                    spec.hyperparameters,
+                    spec.method,
+                    job_rank.stop_check(work, self._stop),
+                    in_memory=in_memory,
+                )
         else:
             self._training = None  # before the next one takes as much memory
             gc.collect()

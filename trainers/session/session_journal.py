@@ -3,7 +3,7 @@
     spec.json       the SessionSpec
     attempts/<n>    created exclusively by the n-th start: the fence. Only the newest takes jobs
     queue/<job>     a job handed to the session, until it has ended; the oldest is taken first
-    current         the job that the newest attempt works on; empty between two jobs
+    current         the job that the newest attempt works on, or none
     end             asks an idle session to end; a session that takes a job removes it
     log.txt, logs/  the output of the launcher and of the ranks
 
@@ -100,16 +100,16 @@ class SessionJournal:
 
     @property
     def current(self) -> str | None:
-        """The job that the session works on; None between two jobs."""
+        """The job that the session works on; None between two jobs. Raises Corrupt."""
         try:
-            return (self.folder / "current").read_text() or None
+            return checksums.read_json(self.folder / "current")["job"] or None
         except FileNotFoundError:
             return None
 
     def note_current(self, job_id: str | None) -> None:
         """Record the job that is taken up; not waited for by the disk: a kill makes it stale."""
         draft = self.folder / ".current"
-        draft.write_text(job_id or "")
+        draft.write_bytes(checksums.with_crc(canonical({"job": job_id or ""})))
         draft.replace(self.folder / "current")
 
     # ---- end

@@ -18,7 +18,7 @@ from cray_agents.trainers.data.samples import Floats, Ints
 from cray_agents.trainers.methods.loss import TrainedTokens
 from cray_agents.training_jobs import Layout
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # rank 0 may hash a big checkpoint meanwhile
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a rank may hash big files meanwhile
 
 
 def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from cray_agents.errors import BadInput, JobError
+from cray_agents.errors import BadInput
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.data.context_parallel import ContextShard
 from cray_agents.trainers.data.packer import Columns, Packed, microbatches, step_units
@@ -41,10 +41,6 @@ Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 Item = TypeVar("Item")
 
 SCORED_TOGETHER = 128  # units per data rank that are packed together when only scoring
-
-
-class FailedEverywhere(JobError):
-    """Raised on every rank at the same point: the job failed, and the ranks are still in step."""
 
 
 class Stopped(Exception):

@@ -92,11 +92,16 @@ def _evaluation(event: Event) -> str:
 
 def _agreement(event: Event) -> str:
     place = f"; the most at token {event['place']} of {event['run_id']}" if "place" in event else ""
+    judged, limits = "", f"limit {_number(event, 'limit', 'g')}"
+    if event.get("mean_limit") is not None:  # bfloat16
+        judged = f" {_number(event, 'p99_difference', '.2g')} in the 99th percentile,"
+        limits = f"limits {_number(event, 'limit', 'g')} there"
+        limits += f" and {_number(event, 'mean_limit', 'g')} on average"
     return (
         "the trainer's log-probabilities differ from the engine's by"
-        f" {_number(event, 'max_difference', '.2g')} at most and"
+        f" {_number(event, 'max_difference', '.2g')} at most{',' if judged else ''}{judged} and"
         f" {_number(event, 'mean_difference', '.2g')} on average, over {event['tokens']:,} tokens"
-        f" (limit {_number(event, 'limit', 'g')}{place})"
+        f" ({limits}{place})"
     )
 
 

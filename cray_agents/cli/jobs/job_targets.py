@@ -18,6 +18,7 @@ from cray_agents.cli.jobs.job_page import sentence
 from cray_agents.cli.platform.platform_process import (
     SUBMITTER,
     client,
+    fetch,
     owner,
     running,
     submitter,
@@ -28,7 +29,7 @@ from cray_agents.errors import BadInput, EngineTimeout, EngineUnavailable, Setup
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.training_jobs import JobSpec, JobStatus
+from cray_agents.training_jobs import JobSpec, JobStatus, with_dtype
 
 if TYPE_CHECKING:
     from cray_agents.runtime.scheduler.local import LocalProcesses
@@ -54,6 +55,21 @@ def train(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
             " wait until it has started, or end it with `cray-agents down`"
         )
     return _train_without_platform(config, spec, detach=detach)
+
+
+def with_trainer_dtype(config: Config, spec: JobSpec) -> JobSpec:
+    """Return the spec with the dtype that `train` will train it in, so that its id is known.
+
+    Raises ConfigError.
+    """
+    from cray_agents.trainers.planning.cluster_resources import resources_of
+
+    if "dtype" in spec.hyperparameters.model_fields_set:
+        return spec
+    if (info := running(config.root)) is None:
+        return with_dtype(spec, resources_of(config).dtype)
+    trainer = fetch(info, "/v1/platform").get("trainer", {})
+    return with_dtype(spec, trainer.get("dtype", "float32"))
 
 
 def say(text: str) -> None:
@@ -145,7 +161,7 @@ def _make_trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "Megat
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
-    resources = resources_of(config, here=scheduler.on_this_host)
+    resources = resources_of(config, here=scheduler.on_this_host, host_gpus=scheduler.gpus)
     say(f"scheduler: {scheduler.reason}; trainer: {resources}")
     return MegatronTrainer(config.root, scheduler, resources)
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from cray_agents.cli.jobs.job_targets import say, train
+from cray_agents.cli.jobs.job_targets import say, train, with_trainer_dtype
 from cray_agents.cli.jobs.spec_options import build_spec, layout_of, read_fields
 from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.screen import HomeOption, console
@@ -97,6 +97,7 @@ def submit(
     }
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         job = build_spec(config.root, read_fields(spec, options, setting or []), epochs)
+        job = with_trainer_dtype(config, job)
         status = _train_unless_ended(config, job, detach=detach)
         if status.state == "succeeded":
             _report_result(config.root, status, name)

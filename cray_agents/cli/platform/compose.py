@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
-from cray_agents.errors import ConfigError, SetupError, StoreError
+from cray_agents.errors import ConfigError, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
@@ -37,14 +37,13 @@ from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.gpu_assignment import assign_gpus
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import configured_scheduler
+from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, host_gpus, place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.runtime.scheduler.private_cluster import nvidia_devices
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import keep_up
@@ -70,14 +69,20 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
         delete_leftovers(home)
         registry = Registry(home)
         version = first_version(registry, model, name)
-        with contextlib.closing(configured_scheduler(config)) as scheduler:
+        servers = replicas if has_gpu_build() else 0  # on GPUs
+        with contextlib.closing(configured_scheduler(config, servers)) as scheduler:
             say(f"scheduler: {scheduler.reason}")
-            resources = resources_of(config, here=scheduler.on_this_host)
+            here = scheduler.on_this_host
+            placement = place_on_host(config, replicas=servers, here=here)
+            resources = resources_of(config, here=here, host_gpus=scheduler.gpus)
             say(f"trainer: {resources}")
+            if host_gpus():
+                say(f"GPUs of this host: {placement}")
             idle = 60 * config.train_session_idle_minutes
             trainer = MegatronTrainer(home, scheduler, resources, idle)
             platform = describe_platform(config, scheduler, resources)
-            uvloop.run(run(config, registry, trainer, platform, version, replicas, listener, token))
+            pool = make_pool(config, version.name, replicas, placement)
+            uvloop.run(run(config, registry, trainer, platform, version, pool, listener, token))
 
 
 async def run(
@@ -86,7 +91,7 @@ async def run(
     trainer: MegatronTrainer,
     platform: dict[str, Any],
     version: ModelVersion,
-    replicas: int,
+    pool: Pool,
     listener: socket.socket,
     token: str,
 ) -> None:
@@ -94,7 +99,6 @@ async def run(
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
     home = config.root
-    pool = make_pool(config, version.name, replicas)
     store = await open_store(config)
     services = Services(
         home=home,
@@ -156,8 +160,8 @@ async def open_store(config: Config) -> Store:
     return await opening
 
 
-def make_pool(config: Config, name: str, replicas: int) -> Pool:
-    """Make the pool; no replica is started yet. Raises SetupError if there are too few GPUs."""
+def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement) -> Pool:
+    """Make the pool; no replica is started yet."""
     settings = EngineSettings(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -171,21 +175,16 @@ def make_pool(config: Config, name: str, replicas: int) -> Pool:
         load_timeout=config.load_timeout,
     )
     logs = config.root.logs
-    visible_gpus: Sequence[str | None] = [None] * (replicas + config.spare_replicas)
+    devices: list[str | None] = [None] * (replicas + config.spare_replicas)
     if has_gpu_build():
-        gpu_count, args = len(nvidia_devices()), settings.engine_args
-        visible_gpus = assign_gpus(replicas, args, os.environ, gpu_count)
-        for count in range(1, config.spare_replicas + 1):  # as many spares as the GPUs left allow
-            with contextlib.suppress(SetupError):
-                visible_gpus = assign_gpus(replicas + count, args, os.environ, gpu_count)
+        devices = [",".join(gpus) for gpus in (*placement.replicas, *placement.spares)]
     hosts = [
-        Replica(name, settings, logs / f"replica-{n}.log", gpus)
-        for n, gpus in enumerate(visible_gpus)
+        Replica(name, settings, logs / f"replica-{n}.log", gpus) for n, gpus in enumerate(devices)
     ]
     return Pool(
         hosts[:replicas],
         spares=hosts[replicas:],
-        tolerance=settings.tolerance,
+        probe_limits=settings.probe_limits,
         wait_timeout=config.swap_timeout,
         swap_mode=config.swap_mode,
         silence_timeout=config.silence_timeout,
@@ -288,7 +287,12 @@ def describe_platform(
         "version": importlib.metadata.version("cray-agents"),
         "home": str(config.root.root),
         "engine": {"name": "vllm", "version": distribution_version("vllm")},
-        "trainer": {"name": "megatron-core", "version": megatron, "uses": str(resources)},
+        "trainer": {
+            "name": "megatron-core",
+            "version": megatron,
+            "uses": str(resources),
+            "dtype": resources.dtype,
+        },
         "scheduler": {"name": scheduler.name, "reason": scheduler.reason},
     }
 

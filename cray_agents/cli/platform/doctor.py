@@ -13,7 +13,7 @@ import typer
 from cray_agents.cli.platform.permissions import describe_access
 from cray_agents.cli.screen import HomeOption, JsonOption, show
 from cray_agents.config import Config, load_config
-from cray_agents.errors import ConfigError, SetupError
+from cray_agents.errors import BadInput, SetupError
 
 PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
 PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}
@@ -106,13 +106,29 @@ def sandbox() -> list[dict[str, Any]]:
 
 
 def training(config: Config) -> list[dict[str, Any]]:
-    """Check the resources of a training job that names no layout."""
+    """Check the resources of a job that names no layout, and which GPUs here serve and train."""
+    from cray_agents.runtime.pool.vllm_replica import has_gpu_build
+    from cray_agents.runtime.scheduler.choose import site_cluster
+    from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
+    rows: list[dict[str, Any]] = []
+    check_name, trainable = "GPUs", None
     try:
-        return [check("training", True, str(resources_of(config)), "")]
-    except ConfigError as error:
-        return [check("training", False, "-", str(error))]
+        if host_gpus():
+            try:
+                replicas = 1 if has_gpu_build() else 0  # as many as `up` starts by default
+            except SetupError:  # no vLLM: nothing is served here
+                replicas = 0
+            here = config.scheduler == "local" or site_cluster() is None
+            placement = place_on_host(config, replicas=replicas, here=here)
+            rows.append(check(check_name, True, str(placement), ""))
+            trainable = placement.training if here else None
+        check_name = "training"
+        resources = resources_of(config, host_gpus=trainable)
+        return [*rows, check(check_name, True, str(resources), "")]
+    except BadInput as error:
+        return [*rows, check(check_name, False, "-", str(error))]
 
 
 def machine(home: Path) -> list[dict[str, Any]]:

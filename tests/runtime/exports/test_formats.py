@@ -77,7 +77,7 @@ def written(form: LineFormat, run: Run, other: Run) -> Written:
     return form.write_pair(run, other)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     messages=MESSAGES,
     read=MESSAGES,

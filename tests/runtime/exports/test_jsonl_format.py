@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cray_agents.errors import BadInput
@@ -39,7 +39,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(output=VALUES, numbers=st.lists(st.floats(-1e308, 0.0)), text=st.text())
 def test_any_values_come_back_or_are_refused(
     output: object, numbers: list[float], text: str

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import TypeAdapter
@@ -257,7 +257,6 @@ OTHERS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(ANSWERS | OTHERS, max_size=6), ANSWERS)
 def test_whatever_was_said_the_door_reads_it(
     tmp_path_factory: pytest.TempPathFactory, messages: list[Any], last: Any

@@ -115,7 +115,7 @@ def check(index: Index, facts: list[Fact], at: dict[str, Placed]) -> None:
     }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(events(), st.randoms(use_true_random=False))
 def test_order_pieces_and_repeats_do_not_matter(facts: list[Fact], rnd: random.Random) -> None:
     with TemporaryDirectory() as directory:
@@ -139,7 +139,7 @@ def test_order_pieces_and_repeats_do_not_matter(facts: list[Fact], rnd: random.R
             index.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(events(), st.randoms(use_true_random=False))
 def test_dropped_events_leave_as_if_they_had_never_come(
     facts: list[Fact], rnd: random.Random

@@ -62,7 +62,7 @@ def in_frames(lines: list[SegmentLine], broken: list[frames.Frame]) -> list[Segm
     ]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @example(where=0.0, bit=0)
 def test_a_flipped_bit(
@@ -92,7 +92,7 @@ def test_a_flipped_bit(
     _repaired(directory, findings, lines)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file(
     tmp_path_factory: pytest.TempPathFactory, intact: Sealed, where: float
@@ -114,7 +114,7 @@ def test_a_truncated_file(
     _repaired(directory, findings, lines)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     cut=st.floats(0.3, 1),
     flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), max_size=4),
@@ -144,7 +144,7 @@ def test_several_damages_at_once(
     _fetched(segments, intact, lines)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), max_size=3),
     cut=st.floats(0, 1),

@@ -57,7 +57,7 @@ def test_what_is_not_json_is_not_written() -> None:
         line_of(Event(id="e1", run_id="r", kind="run", body={"x": object()}))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.sampled_from([0, 50, 1000, 30_000, 70_000]), max_size=12),
     chunk=st.integers(1, 5),

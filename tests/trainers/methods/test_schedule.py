@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cray_agents.trainers.methods.learning_rate import learning_rate
@@ -44,7 +44,6 @@ def test_wsd_is_stable_and_then_decays() -> None:
     assert found[15:] == pytest.approx([1, 0.775, 0.55, 0.325, 0.1])  # 0.2 of 20 steps: 4 down
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 70), st.sampled_from(SCHEDULES), st.floats(0.01, 1))
 @example(4, 0, "wsd", 0.1)  # less than half a step to decay in
 @example(10, 6, "wsd", 0.9)  # the decay would begin within the warm-up

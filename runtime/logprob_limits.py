@@ -1,0 +1,88 @@
+"""Logprob limits: judge two programs' log-probabilities of the same tokens, ours and an engine's.
+
+Trainer and engine compute the same weights in different orders. In float32 every token must agree.
+In bfloat16 single tokens of good weights lie far apart by rounding alone, and with them the
+largest difference. There the distribution is judged: its mean and its 99th percentile. Called by
+pool/golden_probe.py and trainers/job/engine_agreement.py.
+
+The limits in bfloat16 are from published figures and from small models on CPUs. No GPU was seen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cray_agents.records import LogprobDistance
+
+Logprobs = Sequence[float] | npt.NDArray[np.floating]
+
+
+def measure(ours: Logprobs, theirs: Logprobs) -> LogprobDistance:
+    """Return the distribution of |ours - theirs|, both [tokens]. Without tokens all is 0."""
+    apart = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
+    if not apart.size:
+        return LogprobDistance(tokens=0, mean=0.0, p99=0.0, max=0.0)
+    with np.errstate(invalid="ignore"):  # infinite: the mean tells
+        p99 = float(np.quantile(apart, 0.99))
+    return LogprobDistance(
+        tokens=apart.size,
+        mean=float(apart.mean()),
+        p99=p99,
+        max=float(apart.max()),  # numpy treats nan as the largest
+    )
+
+
+@dataclass(frozen=True)
+class LogprobLimits:
+    """Largest allowed differences in nats. None: that one is not judged."""
+
+    max: float | None = None
+    mean: float | None = None
+    p99: float | None = None
+
+    def exceeded(self, distance: LogprobDistance) -> bool:
+        """Tell whether a distance is above any of the limits, or not a number."""
+        pairs = ((getattr(self, name), getattr(distance, name)) for name in _JUDGED)
+        return any(limit is not None and not value <= limit for limit, value in pairs)
+
+    def relative_to(self, parent: LogprobDistance | None) -> "LogprobLimits":
+        """Return tighter limits, from the distance that this site measured for good weights.
+
+        A distance of few tokens says little, and changes nothing. In float32 the limits are tight.
+        """
+        if parent is None or parent.tokens < _ENOUGH or self.mean is None or self.p99 is None:
+            return self
+        return LogprobLimits(
+            mean=min(self.mean, max(_GOOD.mean, _TIMES * parent.mean)),
+            p99=min(self.p99, max(_GOOD.p99, _TIMES * parent.p99)),
+        )
+
+    def __str__(self) -> str:
+        """Describe the limits, as in "mean 0.1, 99th percentile 0.5"."""
+        given = ((_JUDGED[name], getattr(self, name)) for name in _JUDGED)
+        return ", ".join(f"{label} {limit:g}" for label, limit in given if limit is not None)
+
+
+_JUDGED = {"max": "maximum", "mean": "mean", "p99": "99th percentile"}
+
+
+def bfloat16_limits(p99: float = 0.5) -> LogprobLimits:
+    """Return the limits in bfloat16 for a 99th percentile; the mean's is a fifth of it.
+
+    An exponential distribution's 99th percentile is 4.6 times its mean. The default mean of 0.1 is
+    what NeMo-RL accepts (mean of exp |difference| < 1.1), and three times the 0.032 published there
+    for DeepSeek-V3. Wrong weights are far beyond: a transposed matrix, a wrong RoPE base or a lost
+    tensor-parallel shard give a mean of 0.25 to 4 (tests/runtime/test_logprob_limits.py).
+    """
+    return LogprobLimits(mean=p99 / 5, p99=p99)
+
+
+#: Differences like the published ones are never refused: a mean of 0.032, and the tail of probes of
+#: 500 tokens around its 99th percentile of 0.15.
+_GOOD = LogprobDistance(tokens=0, mean=0.04, p99=0.25, max=0.0)
+#: Good weights of one site lie closer together than this, other tokens and tasks included. A stale
+#: layer or a missing adapter of a small model is further away.
+_TIMES = 4.0
+_ENOUGH = 100  # tokens that a site's own measure needs

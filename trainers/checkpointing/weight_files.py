@@ -1,0 +1,133 @@
+"""Weight files: write tensors as safetensors files, and hash the files while they are written.
+
+Each file is as safetensors' own writer makes it, byte for byte: larger types first, then by name. A
+tensor is written when it comes, so that memory holds a bounded part of a file. Two threads hash and
+write at the same time. SHA-256 in hardware is faster than a disk, so a file needs no second pass.
+Called by hf_export.py.
+"""
+
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+BLOCK = 16 << 20  # bytes hashed and written at a time
+AHEAD = 16  # blocks that wait for the disk
+SYNC_BYTES = 256 << 20  # written before the disk is told to begin
+# stored types in safetensors' order
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+_ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
+
+
+def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """Return the tensors' names in the order of a file, which keeps each one aligned."""
+    return sorted(dtypes, key=lambda name: (_ORDER[dtypes[name]], name))
+
+
+def write_files(
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+) -> dict[str, str]:
+    """Write and fsync files of named tensors; return each file's SHA-256.
+
+    `tensors` yields them in nearly the same order: one that comes early is kept. It is read to its
+    end. Raises OSError, as of a full disk.
+    """
+    hashes: dict[str, str] = {}
+    early: dict[str, torch.Tensor] = {}
+    for file, names in files.items():
+        with _HashedFile(folder / file) as written:
+            written.write(_header({name: (dtypes[name], shapes[name]) for name in names}))
+            for name in names:
+                while name not in early:
+                    came, tensor = next(tensors)
+                    early[came] = tensor.to("cpu", dtypes[came]).contiguous()
+                written.write(early.pop(name).reshape(-1).view(torch.uint8).numpy().data)
+        hashes[file] = written.sha256
+    deque(tensors, maxlen=0)  # the peers' own files need this rank's slices
+    return hashes
+
+
+def _header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> memoryview:
+    """Return the head of a safetensors file: its length, and JSON padded to 8 bytes."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+class _HashedFile:
+    """A new file that one thread hashes and another writes, while its writer goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+        self._hasher = hashlib.sha256()
+        self._hashing, self._writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._pending: deque[tuple[Future[None], Future[None]]] = deque()
+        self._unsynced = 0
+
+    @property
+    def sha256(self) -> str:
+        """The hex SHA-256 of what was written."""
+        return self._hasher.hexdigest()
+
+    def write(self, content: memoryview) -> None:
+        """Take the next bytes, which must not change until the file is closed. Raises OSError."""
+        for start in range(0, len(content), BLOCK):
+            block = content[start : start + BLOCK]
+            hashed = self._hashing.submit(self._hasher.update, block)
+            self._pending.append((hashed, self._writing.submit(self._write, block)))
+            while len(self._pending) > AHEAD:
+                self._settle()
+
+    def _settle(self) -> None:
+        for done in self._pending.popleft():
+            done.result()
+
+    def _write(self, block: memoryview) -> None:
+        while block:
+            count = self._file.write(block)
+            block = block[count:]
+            self._unsynced += count
+        if self._unsynced >= SYNC_BYTES:  # the disk is busy from the start, not only at the end
+            os.fdatasync(self._file.fileno())
+            self._unsynced = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        try:
+            while self._pending and error is None:
+                self._settle()
+        finally:
+            for thread in (self._hashing, self._writing):
+                thread.shutdown(cancel_futures=True)
+            with self._file:
+                if error is None:
+                    os.fsync(self._file.fileno())
