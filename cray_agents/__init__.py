@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from cray_agents.loop.stop_rules import Budget as Budget
     from cray_agents.loop.warmup import WarmUp as WarmUp
     from cray_agents.platform.client import Platform as Platform
+    from cray_agents.platform.training_session import TrainingSession as TrainingSession
     from cray_agents.promotion.sequential_test import Pair as Pair
     from cray_agents.promotion.sequential_test import PromotionTest as PromotionTest
     from cray_agents.promotion.sequential_test import decide as decide
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from cray_agents.rewards.reward import reward as reward
     from cray_agents.tasks.task_set import TaskSet as TaskSet
     from cray_agents.trainers.models.seed_model import make_tiny_model as make_tiny_model
+    from cray_agents.training_commands import Datum as Datum
     from cray_agents.training_jobs import Hyperparameters as Hyperparameters
     from cray_agents.training_jobs import Lora as Lora
     from cray_agents.training_jobs import Policy as Policy
@@ -64,6 +66,7 @@ _MODULES = {
     "Curriculum": "loop.curriculum",
     "decide": "promotion.sequential_test",
     "DatasetRecipe": "queries",
+    "Datum": "training_commands",
     "Environment": "agent.environment",
     "FileSession": "agent.sessions",
     "Generation": "generation",
@@ -100,6 +103,7 @@ _MODULES = {
     "tool": "agent.tool",
     "tool_call": "engines.scripted",
     "ToolError": "errors",
+    "TrainingSession": "platform.training_session",
     "Trajectory": "records",
     "warm_up": "loop.loop",
     "WarmUp": "loop.warmup",

@@ -6,6 +6,7 @@ exactly once, also when the trainer, the platform or this client dies meanwhile.
 """
 
 import asyncio
+import functools
 import hashlib
 import inspect
 import math
@@ -158,6 +159,8 @@ def gradient_of(
 
 def source_of(loss: Callable[..., Any]) -> str:
     """Return a function's module and name, and the SHA-256 of its source if it can be read."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
     try:
         digest = hashlib.sha256(inspect.getsource(loss).encode()).hexdigest()
     except (OSError, TypeError):
