@@ -1,7 +1,7 @@
 """Of every test: an index cache of its own, the usual umask, and the mark `slow` of the slow ones.
 
-`slow_tests.txt` names the tests that took longer than SLOW seconds beside two others on two cores. `pytest
---note-slow` on the whole suite writes it anew.
+`slow_tests.txt` names the tests that took longer than SLOW seconds in a whole run on two cores.
+`pytest --note-slow` on the whole suite writes it anew.
 """
 
 import os
