@@ -1,7 +1,7 @@
 """Of every test: an index cache of its own, the usual umask, and the mark `slow` of the slow ones.
 
-`slow_tests.txt` names the tests that took longer than SLOW seconds on two idle cores. `pytest
---note-slow` on the whole suite writes it anew.
+`slow_tests.txt` names the tests that took longer than SLOW seconds in a whole run on two cores.
+`pytest --note-slow` on the whole suite writes it anew.
 """
 
 import os
@@ -24,7 +24,7 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
-SLOW = 0.7  # seconds of a test function, all its parameters and fixtures together
+SLOW = 1.0  # seconds of a test function, all its parameters and fixtures together
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 
 

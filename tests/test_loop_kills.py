@@ -26,7 +26,7 @@ from cray_agents.runtime.store import Store
 from tests.support.killable_loop import KINDS
 
 ROOT = Path(__file__).parents[1]
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "2"))
 SEEDS = [int(seed) for seed in os.environ.get("CRAY_TEST_SEEDS", "1").split(",")]
 LOOPS = 0.7  # of the kills are of the loop, the others of the platform
 

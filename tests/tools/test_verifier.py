@@ -54,14 +54,16 @@ async def test_code(code: Any, expected: float) -> None:
 
 
 async def test_what_no_honest_code_does_is_suspect() -> None:
-    for code, why in (
+    # The second code writes as soon as it is imported: the judge may read that with the greeting.
+    for code, *reasons in (
         ("import os; os._exit(0)", "it ended without an answer"),
         ("import os\nfor i in range(9):\n try: os.write(i, b'1\\n')\n except OSError: pass\n"
-         + RIGHT, "it wrote an answer that it was not asked for"),
+         + RIGHT, "it wrote an answer that it was not asked for", "it wrote before it was asked"),
         (RIGHT.replace("return", "import os; os.write(4, b'[\\n'); return"), "it wrote what is"),
     ):  # fmt: skip
         given = await value(TESTS, code)
-        assert given == 0.0 and given.suspect and given.comment.startswith(f"suspect: {why}"), given
+        assert given == 0.0 and given.suspect, given
+        assert given.comment.startswith(tuple(f"suspect: {why}" for why in reasons)), given.comment
     run = run_of("import os; os._exit(0)").model_copy(update={"tags": ["a"]})
     done = await score_run(run, [verifier(TESTS, name="passes")])
     assert done.tags == ["a", "suspect"] and done.error is None and done.reward == 0
