@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from cray_agents.errors import BadInput, JobError
 from cray_agents.platform.transport import Transport
 from cray_agents.records import ModelVersion
@@ -61,7 +63,14 @@ class TrainingSession:
         and hash are recorded with the command. Raises BadInput.
         """
         if isinstance(loss, str):
-            return await self.do(ForwardBackward(data=list(data), loss=loss, **options))
+            try:
+                command = ForwardBackward(data=list(data), loss=loss, **options)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                place = ".".join(map(str, first["loc"]))
+                message = first["msg"].removeprefix("Value error, ")
+                raise BadInput(f"{place}: {message}" if place else message) from error
+            return await self.do(command)
         before = await self.do(ForwardBackward(data=list(data), backward=False))
         value, gradients = gradient_of(loss, before.logprobs or [], data)
         linear = [

@@ -190,7 +190,7 @@ class ScriptedTrainer:
             weights_sha256=checkpoints.weights_sha256(files),
             parent_sha256=spec.parent_sha256,
             job=spec.id,
-            dataset=spec.dataset,
+            dataset=spec.dataset or None,
             metrics={**self.metrics, "steps": spec.hyperparameters.steps},
             probe=self._probe_of(spec),
         )

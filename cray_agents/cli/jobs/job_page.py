@@ -215,7 +215,8 @@ def _request_rows(job: Json) -> list[tuple[str, str]]:
     }
     given = {"save_every"} | spec.model_dump(exclude_defaults=True).keys()
     return [
-        ("method", spec.method),
+        ("method", spec.method if spec.commands is None else ""),
+        ("commands", spec.commands or ""),
         ("dataset", spec.dataset),
         ("parent", spec.parent),
         ("reference", spec.reference or ""),
@@ -241,7 +242,9 @@ def _progress_rows(job: Json) -> list[tuple[str, str]]:
     attempts = [f"{a['number']}: {when(a['time'])} on {a['host']}" for a in job["attempts"]]
     pace, rate = progress["seconds_per_step"], progress["trained_tokens_per_second"]
     scheduler = f" ({status['scheduler_job_id']})" if status["scheduler_job_id"] else ""
-    state = f"{status['state']}{scheduler} after step {status['step']} of {status['steps']}"
+    state = f"{status['state']}{scheduler}"
+    if not job["spec"].get("commands"):
+        state += f" after step {status['step']} of {status['steps']}"
     if progress["seconds_left"] is not None:
         state += f", about {clock(progress['seconds_left'])} left"
     measures = {name: value for name, value in status["metrics"].items() if name not in USUAL}

@@ -238,16 +238,19 @@ def job_rows(home: Home) -> list[dict[str, Any]]:
     """Return a row for each job: its status, method, dataset, parent and submission time."""
     from cray_agents.trainers.job.job_status import read_status
     from cray_agents.trainers.job.journal import JobJournal
+    from cray_agents.trainers.session.command_journal import CommandJournal
 
     rows = []
     for name in job_ids(home):
         status, journal = read_status(home, name), JobJournal(home, name)
         spec = journal.spec()
+        by_commands = spec.commands is not None
+        commands = CommandJournal(journal.folder).last if by_commands else 0
         details = {
-            "method": spec.method,
+            "method": "commands" if by_commands else spec.method,
             "dataset": spec.dataset,
             "parent": spec.parent,
-            "done": f"{status.step}/{status.steps}",
+            "done": str(commands) if by_commands else f"{status.step}/{status.steps}",
             "when": when((journal.folder / "spec.json").stat().st_mtime),
         }
         rows.append(status.model_dump() | details)
