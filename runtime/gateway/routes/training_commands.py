@@ -80,5 +80,5 @@ async def read_training_result(services: Services, request: Request) -> Response
         if time.monotonic() > end:
             break
         await asyncio.sleep(LOOK)
-    found = None if result is None else result.model_dump(mode="json")
-    return json_response({"state": state, "result": found})
+    content = None if result is None else result.model_dump(mode="json")
+    return json_response({"state": state, "result": content})
