@@ -169,7 +169,7 @@ class MegatronTrainer:
         """Restart a job whose command ended early, unless somebody cancelled the command."""
         last, session = read_handover(journal), self._session_of(journal)
         if last.resumed:
-            self._hand_over(journal, Handover(step=journal.step))
+            self._hand_over(journal, Handover(step=progress_of(spec, journal)))
             return self._describe(journal, spec, "queued")
         # a session that ended before it took the job up did not fail it
         if session is not None and session.current != journal.job_id:
@@ -259,14 +259,15 @@ class MegatronTrainer:
 
     # ---- restarts
     def _restart(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
-        last, step = read_handover(journal), journal.step
+        last, step = read_handover(journal), progress_of(spec, journal)
         restarts = 1 if step > last.step else last.restarts + 1
         if restarts <= MAX_RESTARTS:
             self._hand_over(journal, Handover(step=step, restarts=restarts))
             return self._describe(journal, spec, "queued")
+        place = f"step {step}" if spec.commands is None else f"command {step + 1}"
         how = f"exit code {command.exit_code}" if command.exit_code is not None else command.state
         error = (
-            f"died at step {step} ({how} {command.reason}) and {MAX_RESTARTS} restarts brought it"
+            f"died at {place} ({how} {command.reason}) and {MAX_RESTARTS} restarts brought it"
             f" no further; the end of {journal.log}:\n{journal.log_tail()}"
         )
         failed = self._describe(journal, spec, "failed").model_copy(update={"error": error})
@@ -345,6 +346,11 @@ class MegatronTrainer:
     def _describe(self, journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         status = describe(journal, spec, state)
         return status.model_copy(update={"scheduler": self.scheduler.name})
+
+
+def progress_of(spec: JobSpec, journal: JobJournal) -> int:
+    """Return the number of a job's newest step, or of its newest command that has a result."""
+    return journal.step if spec.commands is None else CommandJournal(journal.folder).done
 
 
 def waits_for_commands(spec: JobSpec, journal: JobJournal) -> bool:

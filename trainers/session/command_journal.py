@@ -48,9 +48,14 @@ class CommandJournal:
         return (self._commands / str(sequence)).exists()
 
     @property
+    def done(self) -> int:
+        """The number of the newest command that has a result; 0 without one."""
+        return max((int(path.name) for path in _files(self._results)), default=0)
+
+    @property
     def idle(self) -> bool:
         """True if every command has a result."""
-        return self.last == max((int(path.name) for path in _files(self._results)), default=0)
+        return self.last == self.done
 
     def command(self, sequence: int) -> TrainingCommand | None:
         """Return a command; None if there is none yet. Raises Corrupt."""
