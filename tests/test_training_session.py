@@ -16,11 +16,13 @@ from cray_agents.paths import Home
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.session.session_journal import sessions
 from cray_agents.training_commands import Datum, OptimStep
+from cray_agents.training_jobs import JobStatus
 from tests.support.scripted_platform import platform
 
 pytestmark = pytest.mark.megatron
@@ -91,6 +93,10 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
     [journal] = sessions(home)
     claim = checksums.read_json(journal.folder / "attempts" / str(journal.attempts))
     os.kill(claim["pid"], signal.SIGKILL)
+    failed = JobStatus(id=session.job_id, state="failed", steps=1, error="the disk was full")
+    JobJournal(home, session.job_id).write_status(failed)
+    with pytest.raises(BadInput, match="is failed and takes no commands: open its session again"):
+        await session.save()
     again = await site.training_session("mine", parent="m@1", hyperparameters=hyper)
     assert again.sequence == session.sequence
     after = await margin(again)
@@ -103,7 +109,7 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
     assert last is not None and last.id == "m@3"
     status = await site.wait_for(await site.job(again.job_id), lambda job: None)
     assert status.state == "succeeded" and status.checkpoint == again.job_id
-    with pytest.raises(BadInput, match="is succeeded: it takes no commands"):
+    with pytest.raises(BadInput, match="is succeeded and takes no commands"):
         await again.save()
     with pytest.raises(NotFound):
         await again.result(99)

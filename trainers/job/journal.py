@@ -102,7 +102,8 @@ class JobJournal:
         """
         if self._next_spec.exists():
             spec = checksums.read_record(JobSpec, self._next_spec)
-            reasons = changes(self.spec(), spec) or ["its weights were pruned"]
+            pruned = "its weights were pruned" if spec.commands is None else "it was opened again"
+            reasons = changes(self.spec(), spec) or [pruned]
             self.event("retried", changes=reasons)
             self.close()
             self._next_spec.replace(self.folder / "spec.json")

@@ -233,7 +233,8 @@ class MegatronTrainer:
     def command(self, job_id: str, sequence: int, command: TrainingCommand) -> None:
         """Add a command to a job that trains by commands. Raises NotFound, BadInput."""
         if (state := self.status(job_id).state) not in ("queued", "running"):
-            raise BadInput(f"{job_id} is {state}: it takes no commands", param="job_id")
+            again = ": open its session again" if state == "failed" else ""
+            raise BadInput(f"{job_id} is {state} and takes no commands{again}", param="job_id")
         self._commands_of(job_id).append(sequence, command)
         self.status(job_id)  # a session that left the job for want of commands takes it up again
 
@@ -377,9 +378,12 @@ def session_view(
 def should_retry(journal: JobJournal, spec: JobSpec) -> bool:
     """Return True if the job's weights were pruned, or it failed and `spec` runs it differently.
 
-    Raises Corrupt.
+    A failed job by commands is tried again as it is: its client has mended the cause, such as a
+    full disk. Raises Corrupt.
     """
     ended = None if journal.cancelled else journal.status()
     if ended is not None and ended.checkpoint is not None:
         return checkpoints.read_pruned(journal.home.checkpoint(ended.checkpoint)) is not None
-    return ended is not None and ended.state == "failed" and bool(changes(journal.spec(), spec))
+    if ended is None or ended.state != "failed":
+        return False
+    return spec.commands is not None or bool(changes(journal.spec(), spec))
