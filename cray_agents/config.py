@@ -82,7 +82,8 @@ class Config(BaseModel):
     share_gpus: Literal["auto", "split", "turns"] = Field(
         "auto",
         description="GPUs of a host that serves and trains. split: each GPU does one of the two; "
-        "turns: replicas sleep while a job trains on the same GPUs; auto: turns if too few to split",
+        "turns: replicas sleep while a job trains on the same GPUs; auto: turns, if too few to "
+        "split",
     )
     train_cpus_per_rank: int | None = Field(
         None, gt=0, description="cores of a rank; default 1, with GPUs up to 4"

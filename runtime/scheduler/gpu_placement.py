@@ -57,7 +57,7 @@ def place_gpus(
     each: int = 1,
     spares: int = 0,
     training: int | None = 0,
-    share: Literal["auto", "split", "turns"] = "auto",
+    share: Literal["auto", "split", "turns"] = "split",
 ) -> GpuPlacement:
     """Divide GPUs among replicas of `each` GPUs, training, and as many `spares` as are left.
 
@@ -134,11 +134,11 @@ def check_weights_fit(name: str, weights: int, each: int, gib: float) -> None:
     """
     need = weights / 2**30
     if need > each * gib:
-        fits = ceil(need / gib) + 1
+        fits = ceil(need / gib)
         raise BadInput(
             f"the weights of {name} take {need:.4g} GiB, and a replica has {count_gpus(each)} of"
-            f" {gib:.4g} GiB. What fits: engine_args with --tensor-parallel-size {fits} on a host"
-            f" with {count_gpus(fits)}; or a smaller model",
+            f" {gib:.4g} GiB. What fits: engine_args with --tensor-parallel-size {fits} or more, on"
+            f" a host with as many; or a smaller model",
             param="engine_args",
         )
 

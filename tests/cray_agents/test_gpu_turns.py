@@ -245,7 +245,7 @@ async def test_after_a_platform_was_killed_in_a_turn_the_next_one_serves_first(
     ]
     argv = [sys.executable, "-c", KILLED, str(home.root)]
     argv += [each.model_dump_json() for each in jobs]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as platform:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as platform:  # noqa: ASYNC220
         assert platform.stdout and platform.stdout.readline() == "started\n"
         assert session.has_turn
         platform.kill()

@@ -103,7 +103,7 @@ async def test_answers_that_do_not_end_keep_the_replica_awake(tmp_path: Path) ->
     async with serving(tmp_path, first, second, drain_timeout=0.05) as pool:
         request = asyncio.create_task(ask(pool, "m@1"))
         await until(lambda: pool.status()[0]["in_flight"] == 1)
-        with pytest.raises(PoolBusy, match="1 requests were still running.*m@1 serves on"):
+        with pytest.raises(PoolBusy, match=r"1 requests were still running.*m@1 serves on"):
             async with pool.asleep():
                 raise AssertionError("it is not asleep")
         assert states(pool) == ["serving", "serving"] and not second.engine.asleep

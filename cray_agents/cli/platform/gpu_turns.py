@@ -115,7 +115,7 @@ async def one_turn(
         except (CrayError, OSError) as error:  # of those that started, the end is waited for
             log.warning("a job that waits for the GPU did not start: %s", error)
         while not await _is_over(training):
-            await asyncio.sleep(every)
+            await asyncio.sleep(every)  # noqa: ASYNC110 - other processes end, without an event
         seconds["train"] = time.monotonic() - begun
         seconds |= await asyncio.to_thread(training.end)
     pool.note_turn(seconds)
