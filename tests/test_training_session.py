@@ -11,17 +11,20 @@ import pytest
 import torch
 
 from cray_agents import Hyperparameters, Platform, ScriptedEngine
+from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.session.session_journal import sessions
 from cray_agents.training_commands import Datum, OptimStep
 from tests.support.scripted_platform import platform
+from tests.support.scripted_pool import ASK
 
 pytestmark = pytest.mark.megatron
 
@@ -107,6 +110,56 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
         await again.save()
     with pytest.raises(NotFound):
         await again.result(99)
+
+
+async def test_a_loop_of_ones_own_by_turns_with_the_replica(tmp_path: Path) -> None:
+    """The GPU is told, and one of both sides has it at a time; the numbers are those without."""
+    make_seed_model(tmp_path / "model", seed=0, corpus=["What is 1 + 1?"])
+    engine = ScriptedEngine(lambda request: ".")
+
+    async def say(where: Platform) -> Any:
+        answer = await where.engine().chat({"model": "m", **ASK})
+        return answer["choices"][0]["message"]["content"]
+
+    async def train(where: Platform) -> list[Any]:
+        hyper = Hyperparameters(steps=1, seed=3, dtype="float32")
+        session = await where.training_session("mine", parent="m@1", hyperparameters=hyper)
+        found: list[Any] = []
+        for _ in range(2):
+            found.append((await session.forward_backward(PAIR, preference)).loss)
+            found.append((await session.optim_step(1e-3)).grad_norm)
+            found.append(await say(where))
+        await session.end()
+        return found
+
+    home = Home(tmp_path / "turns")
+    gpus = Resources(gpus=Gpus("H100", 79, 1))
+    with LocalProcesses(home.slurm, gpus=["0"], turns=True) as scheduler:
+        trainer = MegatronTrainer(home, scheduler, gpus, turns=True)
+        training = TrainingSide(home, scheduler)
+
+        async def beside(pool: Pool) -> None:
+            await take_turns(pool, training, lambda: False, least=0.0, every=0.01)
+
+        with platform(
+            home.root, engine, model=tmp_path / "model", trainer=trainer, beside=beside
+        ) as where:
+            by_turns = await train(where)
+            async with asyncio.timeout(60):
+                while (spent := await where.turns())[
+                    "turns"
+                ] < 3:  # once for each question, and end
+                    await asyncio.sleep(0.05)
+        for session in sessions(home):
+            session.ask_to_end()
+    assert {"drain", "sleep", "train", "onload", "offload", "wake", "prove"} <= spent.keys()
+    home = Home(tmp_path / "alone")
+    with LocalProcesses(home.slurm) as scheduler:
+        alone = MegatronTrainer(home, scheduler, Resources(ranks=1))
+        with platform(home.root, engine, model=tmp_path / "model", trainer=alone) as where:
+            assert await train(where) == by_turns
+        for session in sessions(home):
+            session.ask_to_end()
 
 
 async def test_two_sessions_take_turns_on_one_set_of_ranks(site: Platform) -> None:

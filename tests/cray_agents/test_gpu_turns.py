@@ -153,11 +153,13 @@ async def test_a_session_stays_between_its_turns(
     async with site(tmp_path, home, scheduler) as here:
         session.hand_over("one")
         scheduler.submit(command(spec.id, session.folder, SESSION.format(session.folder)))
-        for turn, name in enumerate(("one", "two"), start=1):
+        done: list[str] = []
+        for name in ("one", "two"):
+            done.append(name)
             session.hand_over(name)
             await until(lambda: here.state == "sleeping" and session.has_turn)
             (session.folder / f"{name}.stop").touch()
-            await until(lambda turn=turn: here.turns == turn and here.state == "serving")  # type: ignore[misc]
+            await until(lambda: here.turns == len(done) and here.state == "serving")
             assert not session.has_turn and session.queue() == []
             assert scheduler.status(spec.id).state == "running"
             assert await ask(here.pool, "m@1") == "m@1"

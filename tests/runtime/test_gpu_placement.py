@@ -134,7 +134,7 @@ def test_each_gpu_has_one_use_and_all_that_is_asked_is_given_or_refused(
         (0, {"replicas": 1}, "this host has no GPU. What fits: a host with 1 GPU that CUDA_VIS"),
     ],
 )
-def test_a_refusal_says_what_fits(total: int, asked: dict[str, int], said: str) -> None:
+def test_a_refusal_says_what_fits(total: int, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput) as refused:
         place_gpus(EIGHT[:total], **asked)
     assert said in str(refused.value)

@@ -195,8 +195,8 @@ def test_jobs_that_leave_the_gpu_between_them_end_as_jobs_of_their_own(
     assert session.end() == 0, session.log
     assert [sorted(each) for each in spans] == [["offload", "onload"]] * 3
     assert all(each["offload"] > 0 for each in spans) and spans[2]["onload"] > 0
-    freed = re.findall(r"left the GPU: ([\d.]+) GiB a rank", session.log)
-    assert len(freed) == 3 and all(float(gib) > 0 for gib in freed)
+    freed = re.findall(r"left the GPU: ([\d.]+) MiB of rank 0", session.log)
+    assert len(freed) == 3 and all(float(mib) > 0 for mib in freed)
     alone = type(lab)(Home(tmp_path / "alone"), lab.models)
     assert chain(alone, layout, hyper, lambda spec: alone.run(spec).journal) == in_session
 

@@ -60,7 +60,12 @@ def _on_gpus(
 
 
 def usual_length(spec: JobSpec, home: Home) -> int:
-    """Return the tokens of a usual unit: a training sample's mean, twice that for a pair."""
+    """Return the tokens of a usual unit: a training sample's mean, twice that for a pair.
+
+    A job by commands has no dataset: its units may fill a micro-batch.
+    """
+    if spec.commands is not None:
+        return spec.hyperparameters.max_tokens_per_microbatch
     split = read_dataset(home, spec.dataset).get("splits", {}).get("train", {})
     if not split.get("samples"):
         raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")

@@ -152,8 +152,8 @@ class Resident:
         torch.distributed.barrier()
         if is_rank0():
             offload = time.perf_counter() - begun
-            gib = 0.0 if self._offload is None else self._offload.nbytes / 2**30
-            print(f"left the GPU: {gib:.3f} GiB a rank freed in {offload:.2f} s", flush=True)
+            mib = 0.0 if self._offload is None else self._offload.nbytes / 2**20
+            print(f"left the GPU: {mib:.1f} MiB of rank 0 in {offload:.2f} s", flush=True)
             self._session.end_turn({"onload": self._onload_seconds, "offload": offload})
 
     def train(self, journal: JobJournal, attempt: int) -> None:

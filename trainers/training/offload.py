@@ -101,12 +101,16 @@ def _ddp_buffers(training: Training) -> Iterator[Any]:
 def _storages(
     tensors: Iterator[torch.Tensor], training: Training
 ) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of tensors on the training's device, by address."""
+    """Return the storages of tensors on the training's device, by address.
+
+    On CPUs a storage that was read through numpy stays where it is: torch cannot empty it.
+    """
     storages = {}
     for tensor in tensors:
         if tensor.device.type == training.ranks.device.type:
             storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage
+            if storage.resizable():
+                storages[storage._cdata] = storage
     return storages
 
 
