@@ -23,6 +23,7 @@ from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.session.session_journal import sessions
 from cray_agents.training_commands import Datum, OptimStep
+from cray_agents.training_jobs import JobSpec
 from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import ASK
 
@@ -113,53 +114,41 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
 
 
 async def test_a_loop_of_ones_own_by_turns_with_the_replica(tmp_path: Path) -> None:
-    """The GPU is told, and one of both sides has it at a time; the numbers are those without."""
+    """The GPU is told. The session leaves it for each question, and goes on where it was."""
     make_seed_model(tmp_path / "model", seed=0, corpus=["What is 1 + 1?"])
-    engine = ScriptedEngine(lambda request: ".")
-
-    async def say(where: Platform) -> Any:
-        answer = await where.engine().chat({"model": "m", **ASK})
-        return answer["choices"][0]["message"]["content"]
-
-    async def train(where: Platform) -> list[Any]:
-        hyper = Hyperparameters(steps=1, seed=3, dtype="float32")
-        session = await where.training_session("mine", parent="m@1", hyperparameters=hyper)
-        found: list[Any] = []
-        for _ in range(2):
-            found.append((await session.forward_backward(PAIR, preference)).loss)
-            found.append((await session.optim_step(1e-3)).grad_norm)
-            found.append(await say(where))
-        await session.end()
-        return found
-
-    home = Home(tmp_path / "turns")
-    gpus = Resources(gpus=Gpus("H100", 79, 1))
+    home = Home(tmp_path / "home")
+    hyper = Hyperparameters(steps=1, seed=3)
     with LocalProcesses(home.slurm, gpus=["0"], turns=True) as scheduler:
+        gpus = Resources(gpus=Gpus("H100", 79, 1))
         trainer = MegatronTrainer(home, scheduler, gpus, turns=True)
+        with pytest.raises(BadInput, match="name a session, which leaves the GPU"):
+            trainer.submit(JobSpec(dataset="", parent=str(tmp_path / "model"), parent_sha256="0",
+                                   hyperparameters=hyper, commands="mine"))  # fmt: skip
         training = TrainingSide(home, scheduler)
 
         async def beside(pool: Pool) -> None:
             await take_turns(pool, training, lambda: False, least=0.0, every=0.01)
 
-        with platform(
-            home.root, engine, model=tmp_path / "model", trainer=trainer, beside=beside
-        ) as where:
-            by_turns = await train(where)
+        engine, model = ScriptedEngine(lambda request: "."), tmp_path / "model"
+        with platform(home.root, engine, model=model, trainer=trainer, beside=beside) as where:
+            session = await where.training_session("mine", parent="m@1", hyperparameters=hyper)
+            losses = []
+            for _ in range(2):
+                losses.append((await session.forward_backward(PAIR, preference)).loss or 0.0)
+                await session.optim_step(1e-3)
+                answer = await where.engine().chat({"model": "m", **ASK})
+                assert answer["choices"][0]["message"]["content"] == "."
+            assert losses[1] < losses[0]
+            await session.end()
             async with asyncio.timeout(60):
-                while (spent := await where.turns())[
-                    "turns"
-                ] < 3:  # once for each question, and end
+                spent = await where.turns()
+                while spent["turns"] < 3:  # one for each question, and the end
                     await asyncio.sleep(0.05)
-        for session in sessions(home):
-            session.ask_to_end()
-    assert {"drain", "sleep", "train", "onload", "offload", "wake", "prove"} <= spent.keys()
-    home = Home(tmp_path / "alone")
-    with LocalProcesses(home.slurm) as scheduler:
-        alone = MegatronTrainer(home, scheduler, Resources(ranks=1))
-        with platform(home.root, engine, model=tmp_path / "model", trainer=alone) as where:
-            assert await train(where) == by_turns
-        for session in sessions(home):
-            session.ask_to_end()
+                    spent = await where.turns()
+        for each in sessions(home):
+            each.ask_to_end()
+    phases = {"drain", "sleep", "train", "onload", "offload", "wake", "prove"}
+    assert spent.keys() == {"turns", *phases} and spent["train"] > spent["offload"] > 0
 
 
 async def test_two_sessions_take_turns_on_one_set_of_ranks(site: Platform) -> None:

@@ -114,8 +114,8 @@ async def one_turn(
             await asyncio.to_thread(training.start)
         except (CrayError, OSError) as error:  # of those that started, the end is waited for
             log.warning("a job that waits for the GPU did not start: %s", error)
-        while not await _is_over(training):
-            await asyncio.sleep(every)  # noqa: ASYNC110 - other processes end, without an event
+        while not await _is_over(training):  # noqa: ASYNC110 - other processes end
+            await asyncio.sleep(every)
         seconds["train"] = time.monotonic() - begun
         seconds |= await asyncio.to_thread(training.end)
     pool.note_turn(seconds)
