@@ -165,8 +165,8 @@ class _DeathSuspicion:
             self._lock.release()
 
 
-def _note_slowest(seconds: dict[str, float], others: dict[str, float]) -> None:
-    for phase, value in others.items():
+def _note_slowest(seconds: dict[str, float], replica: dict[str, float]) -> None:
+    for phase, value in replica.items():
         seconds[phase] = max(seconds.get(phase, 0.0), value)
 
 

@@ -235,20 +235,20 @@ def _refusal(
 def _refusal_of_turns(gpus: Sequence[str], replicas: int, each: int, trained: int) -> BadInput:
     """Return the error for a host whose GPUs do not suffice for one of the two sides alone."""
     total, served = len(gpus), replicas * each
-    asked, fits = [], []
+    sides, fits = [], []
     if served > total:
-        asked.append(f"{replicas} x {count_gpus(each)} for replicas")
+        sides.append(f"{replicas} x {count_gpus(each)} for replicas")
         if fewer := total // each:
             fits.append(f"--replicas {fewer}")
         if smaller := total // replicas:
             fits.append(f"engine_args for at most {count_gpus(smaller)} a replica")
     if trained > total:
-        asked.append(f"{count_gpus(trained)} for training")
+        sides.append(f"{count_gpus(trained)} for training")
         fits.append(f"train_gpus_per_node = {total}" if total else "train_gpus = 'off'")
-    both = " and ".join(fits) if len(asked) > 1 else "; or ".join(fits)
+    both = " and ".join(fits) if len(sides) > 1 else "; or ".join(fits)
     enough = f"a host with {count_gpus(max(served, trained))} that {VISIBLE}, if set, names"
     return BadInput(
-        f"{' and '.join(asked)} are more than this host has, {name_gpus(gpus)}, even by turns. What"
+        f"{' and '.join(sides)} are more than this host has, {name_gpus(gpus)}, even by turns. What"
         f" fits: {'; or '.join(filter(None, (both, enough)))}",
         param="replicas" if served > total else "train_gpus_per_node",
     )

@@ -12,14 +12,25 @@ from typing import Any
 
 import pytest
 
+from cray_agents.cli.platform import compose
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
+from cray_agents.config import load_config
 from cray_agents.engines.scripted import ScriptedEngine
+from cray_agents.errors import BadInput
+from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.paths import Home
 from cray_agents.ports import Command
+from cray_agents.records import ModelVersion
+from cray_agents.runtime.pool import vllm_replica
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_replica import Replica
+from cray_agents.runtime.pool.vllm_replica import command as vllm_command
+from cray_agents.runtime.scheduler.gpu_placement import place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import ask, says_version, serving, until
 
 #: A job by its folder: it says that it runs, and ends when it is told to.
@@ -247,10 +258,10 @@ async def test_after_a_platform_was_killed_in_a_turn_the_next_one_serves_first(
     ]
     argv = [sys.executable, "-c", KILLED, str(home.root)]
     argv += [each.model_dump_json() for each in jobs]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as platform:  # noqa: ASYNC220
-        assert platform.stdout and platform.stdout.readline() == "started\n"
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as former:  # noqa: ASYNC220
+        assert former.stdout and former.stdout.readline() == "started\n"
         assert session.has_turn
-        platform.kill()
+        former.kill()
     with LocalProcesses(home.slurm, grace=0.2, gpus=["0"], turns=True) as scheduler:
         training = TrainingSide(home, scheduler)
         assert not session.has_turn and training.is_over()  # nothing is on the GPU
@@ -259,3 +270,53 @@ async def test_after_a_platform_was_killed_in_a_turn_the_next_one_serves_first(
         async with site(tmp_path, home, scheduler):
             await until(lambda: runs(home, "second"))
             assert not session.has_turn or spec.id not in scheduler.on_gpus()
+
+
+async def test_a_generation_has_the_seconds_of_its_own_turns(tmp_path: Path) -> None:
+    pools: list[Pool] = []
+
+    async def beside(pool: Pool) -> None:
+        pools.append(pool)
+        pool.note_turn({"drain": 1.0, "train": 8.0})
+
+    with platform(tmp_path, ScriptedEngine(says_version), beside=beside) as where:
+        timer = PhaseTimer(lambda progress: None)
+        await until(lambda: bool(pools) and pools[0].turns is not None)
+        await timer.begin(where, 0)
+        assert (await timer.end(where))["turns"] == {}
+        await timer.begin(where, 1)
+        pools[0].note_turn({"drain": 0.5, "train": 2.0, "offload": 0.25})
+        spent = await timer.end(where)
+        assert spent["turns"] == {"turns": 1, "drain": 0.5, "train": 2.0, "offload": 0.25}
+        await timer.begin(where, 2)
+        pools[0]._turns = {"turns": 1.0, "drain": 0.1}  # as of another platform
+        assert (await timer.end(where))["turns"] == {"turns": 1, "drain": 0.1}
+
+
+def test_a_replica_by_turns_is_started_so_that_it_can_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_replica, "has_gpu_build", lambda: True)
+    monkeypatch.setattr(compose, "has_gpu_build", lambda: True)
+    config = load_config({"home": str(tmp_path), "train_gpu": "H100"}, tmp_path)
+    for gpus, flags in ((["0"], 1), (["0", "1"], 0)):
+        placement = place_on_host(config, replicas=1, here=True, gpus=gpus)
+        pool = compose.make_pool(config, "m", 1, placement)
+        [slot] = pool._slots
+        replica = slot._engine_host
+        assert isinstance(replica, Replica) and replica.devices == "0"
+        line = vllm_command(tmp_path, ("m",), 1, replica.settings)
+        assert line.count("--enable-sleep-mode") == flags
+
+
+def test_weights_larger_than_the_gpu_are_refused_at_the_start(tmp_path: Path) -> None:
+    config = load_config({"home": str(tmp_path), "train_gpu": "H100"}, tmp_path)
+    placement = place_on_host(config, replicas=1, here=True, gpus=["0"])
+    version = ModelVersion(name="m", number=1, checkpoint="c", weights_sha256="0")
+    folder = config.root.checkpoint("c")
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    compose.check_serving(config, version, placement, Resources(gpus=Gpus("H100", 79, 1)))
+    tiny = Resources(gpus=Gpus("H100", 2 / 2**10, 1))
+    with pytest.raises(BadInput, match=r"the weights of m@1 take .* --tensor-parallel-size 2 or"):
+        compose.check_serving(config, version, placement, tiny)

@@ -228,8 +228,8 @@ def check_serving(
 
 def asks_for_replicas(pool: Pool, admission: Admission) -> bool:
     """Tell whether requests are under way or wait, or whether versions are being changed."""
-    asked = sum(admission.inside(batch) + admission.waiting(batch) for batch in (False, True))
-    return asked > 0 or pool.swapping
+    counts = (admission.inside(batch) + admission.waiting(batch) for batch in (False, True))
+    return any(counts) or pool.swapping
 
 
 def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
