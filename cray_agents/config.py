@@ -79,6 +79,12 @@ class Config(BaseModel):
         description="GPUs of a node; default: this host's number, 8 if it has none. Where jobs run "
         "on this host: those that jobs get; default: all that replicas leave",
     )
+    share_gpus: Literal["auto", "split", "turns"] = Field(
+        "auto",
+        description="GPUs of a host that serves and trains. split: each GPU does one of the two; "
+        "turns: replicas sleep while a job trains on the same GPUs; auto: turns, if too few to "
+        "split",
+    )
     train_cpus_per_rank: int | None = Field(
         None, gt=0, description="cores of a rank; default 1, with GPUs up to 4"
     )

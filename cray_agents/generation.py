@@ -19,6 +19,8 @@ class Generation(Record):
     - `seconds` are by phase; phases of an asynchronous loop overlap. `wall` is the seconds from the
       end of the previous generation to the end of this one. `idle_share` is the fraction of `wall`
       in which no replica had a request in flight (None: the platform cannot tell).
+    - `turns` are the seconds by phase of the turns that training had on the replicas' GPUs, and
+      their number as `turns`: see Share a host's GPUs in docs/operations.md.
     - `runs` counts training runs, `tokens` the tokens sampled in them. `carried` counts runs of the
       previous generation that ended too late for its training set. `trainer_seconds` is the time of
       the job's steps alone. `session` is the training session that ran it; None: own processes.
@@ -55,6 +57,7 @@ class Generation(Record):
     probe_max_logprob_diff: float | None = None
     seconds: dict[str, float] = Field(default_factory=dict)
     wall: float = 0.0
+    turns: dict[str, float] = Field(default_factory=dict)
     idle_share: float | None = None
     version: str
     sampled_from: str | None = None

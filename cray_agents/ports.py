@@ -103,6 +103,21 @@ class Engine(Protocol):
         """Return logprobs of each prompt's tokens except its first, under the loaded weights."""
         ...
 
+    async def sleep(self, level: int) -> None:
+        """Give the GPU's memory back; the caller has drained all requests.
+
+        At level 1 the weights are kept in host memory, at level 2 they are dropped: after `wake`
+        they must be loaded. Raises EngineError.
+        """
+        ...
+
+    async def wake(self, checkpoint: Path, version: str) -> None:
+        """Take the GPU's memory again; from then on answer `score` alone, until `resume`.
+
+        `checkpoint` and `version` are those that were loaded. Raises EngineError.
+        """
+        ...
+
 
 class Command(Record):
     """A command for a scheduler. `name` is unique for ever: the same name is the same job.

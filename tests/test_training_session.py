@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from cray_agents import Hyperparameters, Platform, ScriptedEngine
+from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.session.session_journal import sessions
 from cray_agents.training_commands import Datum, OptimStep
-from cray_agents.training_jobs import JobStatus
+from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_platform import platform
+from tests.support.scripted_pool import ASK
 
 pytestmark = pytest.mark.megatron
 
@@ -113,6 +116,44 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
         await again.save()
     with pytest.raises(NotFound):
         await again.result(99)
+
+
+async def test_a_loop_of_ones_own_by_turns_with_the_replica(tmp_path: Path) -> None:
+    """The GPU is told. The session leaves it for each question, and goes on where it was."""
+    make_seed_model(tmp_path / "model", seed=0, corpus=["What is 1 + 1?"])
+    home = Home(tmp_path / "home")
+    hyper = Hyperparameters(steps=1, seed=3)
+    with LocalProcesses(home.slurm, gpus=["0"], turns=True) as scheduler:
+        gpus = Resources(gpus=Gpus("H100", 79, 1))
+        trainer = MegatronTrainer(home, scheduler, gpus, turns=True)
+        with pytest.raises(BadInput, match="name a session, which leaves the GPU"):
+            trainer.submit(JobSpec(dataset="", parent=str(tmp_path / "model"), parent_sha256="0",
+                                   hyperparameters=hyper, commands="mine"))  # fmt: skip
+        training = TrainingSide(home, scheduler)
+
+        async def beside(pool: Pool) -> None:
+            await take_turns(pool, training, lambda: False, least=0.0, every=0.01)
+
+        engine, model = ScriptedEngine(lambda request: "."), tmp_path / "model"
+        with platform(home.root, engine, model=model, trainer=trainer, beside=beside) as where:
+            session = await where.training_session("mine", parent="m@1", hyperparameters=hyper)
+            losses = []
+            for _ in range(2):
+                losses.append((await session.forward_backward(PAIR, preference)).loss or 0.0)
+                await session.optim_step(1e-3)
+                answer = await where.engine().chat({"model": "m", **ASK})
+                assert answer["choices"][0]["message"]["content"] == "."
+            assert losses[1] < losses[0]
+            await session.end()
+            async with asyncio.timeout(60):
+                spent = await where.turns()
+                while spent["turns"] < 3:  # one for each question, and the end
+                    await asyncio.sleep(0.05)
+                    spent = await where.turns()
+        for each in sessions(home):
+            each.ask_to_end()
+    phases = {"drain", "sleep", "train", "onload", "offload", "wake", "prove"}
+    assert spent.keys() == {"turns", *phases} and spent["train"] > spent["offload"] > 0
 
 
 async def test_two_sessions_take_turns_on_one_set_of_ranks(site: Platform) -> None:

@@ -64,6 +64,7 @@ class ScriptedEngine:
         self.checkpoint: Path | None = None
         self.drift = drift
         self.delay = delay
+        self.asleep = 0  # the level of its sleep
         self._proven = asyncio.Event()  # set while the loaded version may answer
         self._proven.set()
 
@@ -146,6 +147,16 @@ class ScriptedEngine:
     async def resume(self) -> None:
         """Continue the paused answers."""
         self._proven.set()
+
+    async def sleep(self, level: int) -> None:
+        """Answer nothing until `wake`."""
+        self.asleep = level
+
+    async def wake(self, checkpoint: Path, version: str) -> None:
+        """End the sleep; at level 2 the weights are gone."""
+        if self.asleep == 2:
+            self.checkpoint, self.version = None, ""
+        self.asleep = 0
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
         """Return the logprobs of the loaded checkpoint's own probe, plus `drift`.

@@ -25,15 +25,17 @@ class PhaseTimer:
         self._seconds: dict[str, float] = {}
         self._busy: float | None = None
         self._replicas = 0
+        self._turns: dict[str, float] = {}
 
     async def begin(self, platform: Platform, generation: int) -> None:
         """Start a generation."""
         self.generation = generation
         self._begun, self._seconds = time.monotonic(), {}
         self._busy, self._replicas = _busy(await platform.pool())
+        self._turns = await platform.turns()
 
     async def end(self, platform: Platform) -> dict[str, Any]:
-        """End a generation; return its fields `seconds`, `wall` and `idle_share`."""
+        """End a generation; return its fields `seconds`, `wall`, `turns` and `idle_share`."""
         wall = time.monotonic() - self._begun
         busy, replicas = _busy(await platform.pool())
         idle = None
@@ -43,6 +45,7 @@ class PhaseTimer:
         return {
             "seconds": dict(self._seconds),
             "wall": wall,
+            "turns": _since(self._turns, await platform.turns()),
             "idle_share": None if idle is None else max(0.0, idle),
         }
 
@@ -60,6 +63,13 @@ class PhaseTimer:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begun
+
+
+def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """Return how much sums have grown; all of them if they began anew with another platform."""
+    anew = any(now.get(name, 0.0) < value for name, value in before.items())
+    grown = {name: value - (0.0 if anew else before.get(name, 0.0)) for name, value in now.items()}
+    return grown if grown.get("turns") else {}
 
 
 def _busy(replicas: list[dict[str, Any]]) -> tuple[float | None, int]:

@@ -60,6 +60,14 @@ class Platform:
         pool = await self._http.get("/pool")
         return [*pool["data"], *(pool.get("spares", ()) if spares else ())]
 
+    async def turns(self) -> dict[str, float]:
+        """Return the number of turns that training had on the replicas' GPUs, as `turns`.
+
+        And all their seconds by phase. Nothing, if there were none.
+        """
+        pool = await self._http.get("/pool")
+        return pool.get("turns") or {}
+
     async def record(self, runs: list[Run]) -> None:
         """Store finished runs with their rewards. They are durable when this returns.
 

@@ -43,6 +43,10 @@ class EngineHost(Protocol):
         """Name the resource that this machine lacks to start one more engine; "": none."""
         ...
 
+    def sleep_level(self, checkpoint: Path) -> int:
+        """Return 1 if host memory has room for the weights during a sleep, else 2."""
+        ...
+
     async def wait_until_dead(self) -> None:
         """Return when the process has ended and `stop` was not called."""
         ...
@@ -87,6 +91,10 @@ class InProcessEngine:
     def missing_resource(self, checkpoint: Path) -> str:
         """Return "": starting costs nothing."""
         return ""
+
+    def sleep_level(self, checkpoint: Path) -> int:
+        """Return 1: nothing is kept on a GPU."""
+        return 1
 
     async def wait_until_dead(self) -> None:
         """Never return."""

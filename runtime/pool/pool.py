@@ -165,6 +165,11 @@ class _DeathSuspicion:
             self._lock.release()
 
 
+def _note_slowest(seconds: dict[str, float], replica: dict[str, float]) -> None:
+    for phase, value in replica.items():
+        seconds[phase] = max(seconds.get(phase, 0.0), value)
+
+
 class Pool:
     """The replicas of a platform, and the routing of requests to them.
 
@@ -209,6 +214,7 @@ class Pool:
         self._suspects = asyncio.Lock()  # suspect requests are sent again one at a time
         self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._turns: dict[str, float] | None = None
 
     async def start(self, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> None:
         """Start all replicas on a version and prove it. Raises SetupError, EngineError, SwapError.
@@ -291,6 +297,17 @@ class Pool:
         """Return a dict per spare replica that is started."""
         return [slot.status() for slot in self._spares if slot.loaded is not None]
 
+    @property
+    def turns(self) -> dict[str, float] | None:
+        """The number of turns that others had on the GPUs, and all their seconds by phase."""
+        return self._turns
+
+    def note_turn(self, seconds: dict[str, float]) -> None:
+        """Add a turn's seconds to `turns`."""
+        before = self._turns or {}
+        added = {"turns": 1.0} | seconds
+        self._turns = before | {name: before.get(name, 0.0) + added[name] for name in added}
+
     async def load_beside(
         self, checkpoint: Path, version: str, probe: list[ProbePrompt], protected: Collection[str]
     ) -> ProbeReport:
@@ -332,6 +349,39 @@ class Pool:
                 busy, since = slot.requests.busy_seconds, self._now()
             elif self._now() - since >= self._spare_seconds:
                 await slot.shut_down()
+
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[dict[str, float]]:
+        """Let all replicas sleep while the block runs: their GPUs are free for others.
+
+        Requests in flight end first. Others wait, and so do changes of versions. Yields the seconds
+        by phase (drain, sleep), to which those of the awakening are added: wake, load, prove. Each
+        is the slowest replica's. A cancelled block leaves the replicas asleep. Raises PoolBusy or
+        Overtaken, with all replicas serving, if requests do not end or a rollback waits.
+        """
+        async with self._swapping:
+            seconds: dict[str, float] = {}
+            sleeping, failed = [], []
+            results = await asyncio.gather(
+                *(slot.fall_asleep() for slot in self._all), return_exceptions=True
+            )
+            for slot, result in zip(self._all, results, strict=True):
+                if isinstance(result, BaseException):
+                    failed.append(result)
+                else:
+                    sleeping.append(slot)
+                    _note_slowest(seconds, result)
+            try:
+                if failed:
+                    raise failed[0]
+                yield seconds
+            except asyncio.CancelledError:  # the platform ends: the GPUs are still the others'
+                raise
+            except BaseException:
+                await asyncio.gather(*(slot.wake_up() for slot in sleeping))
+                raise
+            for woken in await asyncio.gather(*(slot.wake_up() for slot in sleeping)):
+                _note_slowest(seconds, woken)
 
     async def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Answer a request: see `Engine.answer`. Sets the exchange's version to the answering one.

@@ -29,11 +29,13 @@ from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
 from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 from cray_agents.runtime.pool.lora_adapters import Adapters
+from cray_agents.runtime.pool.phase_seconds import timed
 
 log = logging.getLogger(__name__)
 
-# down: being brought back; out: failed to prove a version that other replicas proved
-State = Literal["starting", "serving", "swapping", "down", "out"]
+# down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
+# job trains on its GPU
+State = Literal["starting", "serving", "swapping", "down", "out", "sleeping"]
 
 _STARTS = 3  # tries of a first start
 _LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
@@ -70,6 +72,7 @@ class ReplicaSlot:
         self._selected = ""  # the version most recently loaded or selected here
         self._error: str | None = None
         self._restarted: dict[str, Any] | None = None
+        self._sleep_level = 0  # at which it sleeps; 0: it has no process
         self._changing = asyncio.Lock()
         self._lost = asyncio.Event()
 
@@ -257,6 +260,80 @@ class ReplicaSlot:
             await self._engine_host.stop()
             self.loaded, self.report, self._error = None, None, None
             self._lost.clear()
+
+    async def fall_asleep(self) -> dict[str, float]:
+        """Let the requests in flight end, and free the GPU; nothing changes here until `wake_up`.
+
+        A replica that does not serve, or cannot sleep, is ended. `swap_mode` "keep" does not apply:
+        a kept answer would stand still for as long as a job trains. Returns seconds by phase.
+        Raises PoolBusy or Overtaken, with everything as before.
+        """
+        await self._changing.acquire()
+        before, seconds = self.state, dict[str, float]()
+        try:
+            self._set_state("sleeping")
+            if before == "serving" and self.loaded is not None:
+                with timed(seconds, "drain"):
+                    failing = f"{self.loaded.version} serves on"
+                    await self._drain(before, self.loaded, failing=failing)
+                with timed(seconds, "sleep"):
+                    await self._sleep(self.loaded)
+            else:
+                await self._engine_host.stop()
+        except BaseException:
+            if self.state == "sleeping":
+                self._mark_lost("its sleep was cut off")
+            self._changing.release()
+            raise
+        return seconds
+
+    async def _sleep(self, loaded: LoadedVersion) -> None:
+        """Free the GPU; `_sleep_level` is 0 if the process had to be ended for that."""
+        try:
+            await self._adapters.unload()
+            level = self._engine_host.sleep_level(loaded.checkpoint)
+            await self._engine_host.engine.sleep(level)
+        except (CrayError, OSError) as error:
+            log.warning("the replica of %s is ended, it does not sleep: %s", loaded.version, error)
+            self._adapters.clear()
+            await self._engine_host.stop()
+            level = 0
+        self._sleep_level = level
+
+    async def wake_up(self) -> dict[str, float]:
+        """Serve the former version again, once it is proven; return seconds by phase.
+
+        A replica that fails is marked lost, and then restarted as one that died.
+        """
+        seconds: dict[str, float] = {}
+        try:
+            level, self._sleep_level = self._sleep_level, 0
+            if self.loaded is None:  # a spare replica that held nothing
+                self._set_state("down")
+            else:
+                self._set_state("starting")
+                self._accept(self.loaded, await self._wake(self.loaded, level, seconds))
+        except (CrayError, OSError) as error:
+            self._mark_lost(f"it did not wake up: {error}")
+        except BaseException:
+            self._mark_lost("its awakening was cut off")
+            raise
+        finally:
+            self._changing.release()
+        return seconds
+
+    async def _wake(
+        self, loaded: LoadedVersion, level: int, seconds: dict[str, float]
+    ) -> ProbeReport:
+        if not level:
+            with timed(seconds, "load"):
+                return await self._start_fresh(loaded)
+        with timed(seconds, "wake"):
+            await self._engine_host.engine.wake(loaded.checkpoint, loaded.version)
+        report = await (self._reload(loaded) if level == 2 else self._prove_and_resume(loaded, {}))
+        seconds |= {"load": report.seconds.get("load", 0.0)} if level == 2 else {}
+        seconds |= {"prove": report.seconds.get("prove", 0.0)}
+        return report
 
     def missing_resource(self, new: LoadedVersion) -> str:
         """Return "" for a slot in use; else see `EngineHost.missing_resource`."""
@@ -462,7 +539,11 @@ class ReplicaSlot:
         return report
 
     async def _drain(
-        self, before: State, new: LoadedVersion, kept_version: str | None = None
+        self,
+        before: State,
+        new: LoadedVersion,
+        kept_version: str | None = None,
+        failing: str = "",
     ) -> None:
         """Wait for the requests in flight to end, except those that `kept_version` answers.
 
@@ -479,7 +560,8 @@ class ReplicaSlot:
             self._set_state(before)
             raise PoolBusy(
                 f"{self.in_flight} requests were still running after "
-                f"{self._drain_timeout:g} s; {new.version} was not loaded"
+                f"{self._drain_timeout:g} s; "
+                f"{failing or new.version + ' was not loaded'}"
             ) from None
 
     def _is_drained(self, new: LoadedVersion, kept_version: str | None) -> bool:

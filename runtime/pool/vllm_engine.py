@@ -9,9 +9,8 @@ distribution sampled from, since vllm_replica.py starts vLLM with `processed_log
 import asyncio
 import copy
 import logging
-import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from cray_agents.errors import CrayError, EngineError, EngineUnavailable, SwapEr
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
+from cray_agents.runtime.pool.phase_seconds import timed
 from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
 
 # these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
@@ -137,9 +137,9 @@ class VllmEngine:
         seconds: dict[str, float] = {}
         mode = "keep" if keep else "abort"
         try:
-            with _timed(seconds, "pause"):
+            with timed(seconds, "pause"):
                 await self._control(f"/pause?mode={mode}&clear_cache=true")
-            with _timed(seconds, "load"):
+            with timed(seconds, "load"):
                 await self._replace_weights(checkpoint)
                 await self._name_weights(checkpoint, version)
         except EngineError as error:
@@ -162,6 +162,15 @@ class VllmEngine:
     async def resume(self) -> None:
         """Answer requests again: see `Engine.resume`."""
         await self._control("/resume")
+
+    async def sleep(self, level: int) -> None:
+        """Give the GPU's memory back: see `Engine.sleep`. vLLM for CPUs gives nothing back."""
+        await self._control(f"/sleep?level={level}&mode=abort")
+
+    async def wake(self, checkpoint: Path, version: str) -> None:
+        """Take the GPU's memory again: see `Engine.wake`."""
+        await self._control("/wake_up")
+        await self._name_weights(checkpoint, version)
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
         """Return logprobs of each prompt's tokens but its first, under the weights now loaded.
@@ -302,13 +311,3 @@ def _logprob(entry: dict[str, Any] | None, token: int) -> float:
     if value is None or value != value:
         raise EngineError(f"the model gives token {token} no logprob: its weights hold NaN")
     return float(value)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Record the seconds that the block takes as `seconds[phase]`."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[phase] = time.perf_counter() - started

@@ -50,7 +50,7 @@ class EngineSettings:
     `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU. `threads`: compute threads on
     CPU; None leaves one core to the API server. `answer_timeout`: seconds without a byte of an
     answer. `kv_cache_gib`: on CPU only. `max_lora_rank`: largest rank of an adapter beside the
-    weights; 0: no adapters.
+    weights; 0: no adapters. `sleeps`: jobs train on the same GPU by turns.
     """
 
     max_model_len: int = 1024
@@ -64,6 +64,7 @@ class EngineSettings:
     load_timeout: float = 300.0
     threads: int | None = None
     max_lora_rank: int = 0
+    sleeps: bool = False
 
     @property
     def probe_limits(self) -> LogprobLimits:
@@ -151,12 +152,17 @@ class Replica:
         """Report missing memory where vLLM computes on the CPU; "" elsewhere."""
         if has_gpu_build():  # each replica has GPUs of its own
             return ""
-        weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        weights = weight_bytes(checkpoint)
         required = 2 * weights + self.settings.kv_cache_gib * 2**30 + _VLLM_BYTES
         free = _free_bytes()
         if free is None or free >= required:
             return ""
         return f"memory: it needs about {required / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+
+    def sleep_level(self, checkpoint: Path) -> int:
+        """Return 1 if the weights' copy leaves half of the free host memory: see `EngineHost`."""
+        free = _free_bytes()
+        return 1 if free is None or 2 * weight_bytes(checkpoint) <= free else 2
 
     async def stop(self) -> None:
         """End the server and everything it started; return when all of it is gone."""
@@ -264,6 +270,8 @@ def command(
         *("--scheduler-cls", "cray_agents.runtime.vllm_plugins.scheduler.scheduler"),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         *(() if has_gpu_build() else ("--enforce-eager",)),
+        # vLLM for CPUs refuses the flag; it has the routes all the same
+        *(("--enable-sleep-mode",) if settings.sleeps and has_gpu_build() else ()),
         *_lora_arguments(settings.max_lora_rank),
         *settings.engine_args,
         # the last middleware is the outermost: it sees a request first
@@ -315,6 +323,11 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         }
     )
+
+
+def weight_bytes(checkpoint: Path) -> int:
+    """Return the size of a checkpoint's weight files."""
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
 
 
 def _free_bytes() -> int | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from cray_agents.config import Config
-from cray_agents.errors import SetupError
-from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
+from cray_agents.errors import BadInput, SetupError
+from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, host_gpus, place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
@@ -30,10 +30,17 @@ def configured_scheduler(config: Config, replicas: int = 0) -> Slurm | LocalProc
     home = config.root
     options, root = config.slurm_options, identity_of(home)
 
-    def gpus() -> Sequence[str]:
-        return place_on_host(config, replicas=replicas, here=True).training
+    def place() -> GpuPlacement:
+        return place_on_host(config, replicas=replicas, here=True)
 
-    return open_scheduler(config.scheduler, home.slurm, options=options, root=root, gpus=gpus)
+    return open_scheduler(
+        config.scheduler,
+        home.slurm,
+        options=options,
+        root=root,
+        gpus=lambda: place().training,
+        turns=lambda: place().turns,
+    )
 
 
 def open_scheduler(
@@ -43,6 +50,7 @@ def open_scheduler(
     options: Sequence[str] = (),
     root: str = "",
     gpus: Callable[[], Sequence[str]] = host_gpus,
+    turns: Callable[[], bool] = lambda: False,
 ) -> Slurm | LocalProcesses:
     """Open a scheduler. Its `reason` explains the choice.
 
@@ -54,16 +62,28 @@ def open_scheduler(
         root: the shared root's id, which keeps its jobs apart from another root's at a site.
         gpus: returns the ids of this host's GPUs that jobs may use. Not asked if jobs run at a
             site.
+        turns: tells whether jobs use these GPUs by turns with replicas. They then run as local
+            processes, whose start waits for its turn. Not asked either if jobs run at a site.
 
-    Raises SetupError if `kind` is `slurm` and there is none.
+    Raises SetupError if `kind` is `slurm` and there is none, BadInput if that must take turns.
     """
     unused = "; slurm_options are a site's and not used" if options else ""
     if kind == "local":
         reason = f"local processes, as asked for{unused}"
-        return LocalProcesses(directory, reason=reason, gpus=gpus())
+        return LocalProcesses(directory, reason=reason, gpus=gpus(), turns=turns())
     if site := site_cluster():
         reason = f"the Slurm cluster {site} answers"
         return Slurm(directory, options=options, root=root, reason=reason)
+    if turns():
+        if kind == "slurm":
+            raise BadInput(
+                "scheduler = 'slurm': a private Slurm starts jobs as soon as a GPU is free, and on"
+                " this host they take turns with replicas: leave scheduler out, or share_gpus ="
+                " 'split'",
+                param="scheduler",
+            )
+        reason = f"local processes, which take turns with replicas on the GPUs{unused}"
+        return LocalProcesses(directory, reason=reason, gpus=gpus(), turns=True)
     cluster = PrivateCluster(directory, gpus=gpus())
     try:
         cluster.start()

@@ -1,18 +1,20 @@
 """GPU placement: divide a host's GPUs among vLLM replicas and training jobs.
 
 Replicas get theirs from the front. Training gets the rest, or from the end as many as it asks for;
-spare replicas may start on the GPUs between. A GPU has one use: serving and training take no turns
-on one. Both sides are told by CUDA_VISIBLE_DEVICES. pool/vllm_replica.py sets it for a replica,
-local.py and batch_script.py for a job of this host. Called by choose.py, cli/platform/compose.py
-and `doctor`. None of this was run on a GPU.
+spare replicas may start on the GPUs between. Where the GPUs do not suffice for both, both sides get
+the same ones and use them by turns (cli/platform/gpu_turns.py). Both sides are told by
+CUDA_VISIBLE_DEVICES. pool/vllm_replica.py sets it for a replica, local.py and batch_script.py for a
+job of this host. Called by choose.py, cli/platform/compose.py and `doctor`. None of this was run on
+a GPU.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 from pathlib import Path
+from typing import Literal
 
 from cray_agents.config import Config
 from cray_agents.errors import BadInput
@@ -30,18 +32,22 @@ _FLAGS = {flag: name for name, short in _SIZES.items() for flag in (name, *short
 
 @dataclass(frozen=True)
 class GpuPlacement:
-    """The ids of the GPUs of each replica, of each possible spare replica, and of training."""
+    """The ids of the GPUs of each replica, of each possible spare replica, and of training.
+
+    `turns`: replicas and training have GPUs in common, and use them by turns.
+    """
 
     replicas: tuple[tuple[str, ...], ...] = ()
     spares: tuple[tuple[str, ...], ...] = ()
     training: tuple[str, ...] = ()
+    turns: bool = False
 
     def __str__(self) -> str:
         """Describe the placement, as in "replica 0 has GPU 0, training jobs have GPUs 1, 2"."""
         uses = [f"replica {n} has {name_gpus(ids)}" for n, ids in enumerate(self.replicas)]
         uses += [f"a spare replica may have {name_gpus(ids)}" for ids in self.spares]
         uses.append(f"training jobs have {name_gpus(self.training)}")
-        return ", ".join(uses)
+        return ", ".join(uses) + ", by turns" * self.turns
 
 
 def place_gpus(
@@ -51,12 +57,16 @@ def place_gpus(
     each: int = 1,
     spares: int = 0,
     training: int | None = 0,
+    share: Literal["auto", "split", "turns"] = "split",
 ) -> GpuPlacement:
     """Divide GPUs among replicas of `each` GPUs, training, and as many `spares` as are left.
 
     Args:
         gpus: the ids of a host's GPUs, as CUDA_VISIBLE_DEVICES names them.
         training: the number of GPUs for training; None: all that the replicas leave, at least one.
+            By turns: None: all.
+        share: "turns" lets replicas and training use the same GPUs by turns, without spares; "auto"
+            does so where there are too few for both.
 
     Raises BadInput, with a list of what fits, if there are too few.
     """
@@ -69,7 +79,16 @@ def place_gpus(
             param="engine_args",
         )
     served, trained = replicas * each, 1 if training is None else training
-    if served + trained > len(gpus):
+    few = served + trained > len(gpus)
+    if share != "split" and served and trained and (few or share == "turns"):
+        if max(served, trained) > len(gpus):
+            raise _refusal(gpus, replicas, each, training, turns=True)
+        return GpuPlacement(
+            replicas=_split(tuple(gpus), replicas, each),
+            training=tuple(gpus[-(training or len(gpus)) :]),
+            turns=True,
+        )
+    if few:
         raise _refusal(gpus, replicas, each, training)
     left = tuple(gpus[served:])
     between = len(left) - (len(left) if training is None else training)
@@ -103,7 +122,25 @@ def place_on_host(
         each=gpus_per_server(config.engine_args) if replicas else 1,
         spares=config.spare_replicas if replicas else 0,
         training=config.train_gpus_per_node if trains else 0,
+        share=config.share_gpus,
     )
+
+
+def check_weights_fit(name: str, weights: int, each: int, gib: float) -> None:
+    """Raise BadInput if a replica of `each` GPUs of `gib` GiB cannot even hold `weights` bytes.
+
+    A replica that shares its GPUs is alone on them in its turn. Its KV cache comes on top: vLLM
+    itself refuses to start where nothing is left for one.
+    """
+    need = weights / 2**30
+    if need > each * gib:
+        fits = ceil(need / gib)
+        raise BadInput(
+            f"the weights of {name} take {need:.4g} GiB, and a replica has {count_gpus(each)} of"
+            f" {gib:.4g} GiB. What fits: engine_args with --tensor-parallel-size {fits} or more, on"
+            f" a host with as many; or a smaller model",
+            param="engine_args",
+        )
 
 
 def gpus_per_server(engine_args: Sequence[str]) -> int:
@@ -162,9 +199,13 @@ def _split(gpus: tuple[str, ...], shares: int, each: int) -> tuple[tuple[str, ..
     return tuple(gpus[n * each : (n + 1) * each] for n in range(shares))
 
 
-def _refusal(gpus: Sequence[str], replicas: int, each: int, training: int | None) -> BadInput:
+def _refusal(
+    gpus: Sequence[str], replicas: int, each: int, training: int | None, *, turns: bool = False
+) -> BadInput:
     """Return the error for too few GPUs: every remedy in it fits, or names what is missing."""
     total, served, trained = len(gpus), replicas * each, 1 if training is None else training
+    if turns:
+        return _refusal_of_turns(gpus, replicas, each, trained)
     uses, fits = [], []
     if replicas:
         servers = f"{replicas} replica{'' if replicas == 1 else 's'} of {count_gpus(each)}"
@@ -182,9 +223,32 @@ def _refusal(gpus: Sequence[str], replicas: int, each: int, training: int | None
             fits.append("train_gpus = 'off', which trains on CPU cores")
             fits.append("a site's Slurm, which trains on other nodes")
     fits.append(f"a host with {count_gpus(served + trained)} that {VISIBLE}, if set, names")
-    turns = " They take no turns on a GPU." if replicas and trained else ""
+    if replicas and trained and max(served, trained) <= total:
+        fits.append("share_gpus = 'turns', by which they take turns on the same GPUs")
     return BadInput(
         f"{' and '.join(uses)} need {count_gpus(served + trained)}, and this host has"
-        f" {name_gpus(gpus)}.{turns} What fits: {'; or '.join(fits)}",
+        f" {name_gpus(gpus)}. What fits: {'; or '.join(fits)}",
         param="train_gpus" if trained else "replicas",
+    )
+
+
+def _refusal_of_turns(gpus: Sequence[str], replicas: int, each: int, trained: int) -> BadInput:
+    """Return the error for a host whose GPUs do not suffice for one of the two sides alone."""
+    total, served = len(gpus), replicas * each
+    sides, fits = [], []
+    if served > total:
+        sides.append(f"{replicas} x {count_gpus(each)} for replicas")
+        if fewer := total // each:
+            fits.append(f"--replicas {fewer}")
+        if smaller := total // replicas:
+            fits.append(f"engine_args for at most {count_gpus(smaller)} a replica")
+    if trained > total:
+        sides.append(f"{count_gpus(trained)} for training")
+        fits.append(f"train_gpus_per_node = {total}" if total else "train_gpus = 'off'")
+    both = " and ".join(fits) if len(sides) > 1 else "; or ".join(fits)
+    enough = f"a host with {count_gpus(max(served, trained))} that {VISIBLE}, if set, names"
+    return BadInput(
+        f"{' and '.join(sides)} are more than this host has, {name_gpus(gpus)}, even by turns. What"
+        f" fits: {'; or '.join(filter(None, (both, enough)))}",
+        param="replicas" if served > total else "train_gpus_per_node",
     )

@@ -3,7 +3,8 @@
 `MegatronTrainer` calls this through `ports.Scheduler`; `choose.py` opens it. A command starts at
 once, unless it takes GPUs: it then waits until enough of them are free, behind those that were
 submitted before it. CUDA_VISIBLE_DEVICES names the GPUs that it got. Whoever asks this scheduler
-anything starts the commands whose turn has come; the platform asks every few seconds.
+anything starts the commands whose turn has come; the platform asks every few seconds. GPUs that
+replicas use by turns are given out by `start_turn` alone.
 
 The state is in the files `<directory>/local/<name>/<n>.command.json`, `<n>.<time>.waiting` and
 `<n>.ended.json`, so that a restarted platform knows which commands wait, and how each ended. A
@@ -37,16 +38,24 @@ class LocalProcesses:
         grace: seconds between a cancelled command's SIGTERM and SIGKILL.
         gpus: ids of the GPUs that commands may use, each one by one command at a time. Without any,
             nothing waits, and a command sees what there is.
+        turns: replicas use these GPUs, too. A command gets some only within `start_turn`.
     """
 
     name = "local"
     on_this_host = True  # all commands run here
 
     def __init__(
-        self, directory: Path, *, grace: float = 10.0, reason: str = "", gpus: Sequence[str] = ()
+        self,
+        directory: Path,
+        *,
+        grace: float = 10.0,
+        reason: str = "",
+        gpus: Sequence[str] = (),
+        turns: bool = False,
     ) -> None:
         self.reason = reason
         self.gpus = tuple(gpus)
+        self.turns = turns
         self.grace = grace
         self._directory = directory.resolve() / "local"
         self._lock = threading.RLock()
@@ -54,6 +63,7 @@ class LocalProcesses:
         self._supervised = Supervised(self._directory)  # ends what a killed predecessor left
         self._waiting = waiting_commands(self._directory)
         self._closed = False
+        self._starts_waiting = not turns
 
     def __enter__(self) -> "LocalProcesses":
         return self
@@ -114,7 +124,8 @@ class LocalProcesses:
             command_id = f"{name}.{number}"
             if command_id in self._waiting:
                 free = f"{len(self._free_gpus())} of {count_gpus(len(self.gpus))} are free"
-                return CommandStatus(state="queued", id=command_id, reason=f"waits: {free}")
+                after = ", and replicas use them first" if self.turns else ""
+                return CommandStatus(state="queued", id=command_id, reason=f"waits: {free}{after}")
             living = self._lives(command_id)
         ended = self._file(command_id, "ended")
         if not ended.exists():
@@ -143,6 +154,35 @@ class LocalProcesses:
             elif status.state == "running":
                 self._supervised.stop(status.id, self.grace)
 
+    # ---- turns on GPUs that replicas use, too
+    def turn_wanted(self) -> bool:
+        """Return True if `start_turn` would start a command."""
+        with self._lock:
+            waiting = next(iter(self._waiting), None)
+            if waiting is None or self._closed:
+                return False
+            try:
+                command = checksums.read_record(Command, self._file(waiting, "command"))
+            except Corrupt:
+                return True  # `start_turn` ends it
+            ranks = command.ranks
+            return ranks <= len(self._free_gpus()) or ranks > len(self.gpus)
+
+    def start_turn(self) -> None:
+        """Give the free GPUs to the commands that wait, as far as they suffice."""
+        with self._lock:
+            self._starts_waiting = True
+            try:
+                self._start_waiting()
+            finally:
+                self._starts_waiting = False
+
+    def on_gpus(self) -> list[str]:
+        """Return the names of the living commands that were given GPUs."""
+        with self._lock:
+            running = [each for each, gpus in self._running.items() if gpus and self._lives(each)]
+        return [command_id.rpartition(".")[0] for command_id in running]
+
     def _start(self, command_id: str, command: Command, gpus: tuple[str, ...] = ()) -> None:
         """Start a command on its GPUs; without any it sees what there is."""
         environment = command.environment | ({VISIBLE: ",".join(gpus)} if gpus else {})
@@ -159,7 +199,7 @@ class LocalProcesses:
 
     def _start_waiting(self) -> None:
         """Start the commands whose turn has come. None overtakes one that waits for more GPUs."""
-        while self._waiting and not self._closed:
+        while self._waiting and self._starts_waiting and not self._closed:
             self._revive_supervisor()
             command_id, marker = next(iter(self._waiting.items()))
             try:

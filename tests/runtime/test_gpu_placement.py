@@ -13,6 +13,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, environment
 from cray_agents.runtime.scheduler.gpu_placement import (
     GpuPlacement,
+    check_weights_fit,
     gpus_per_server,
     place_gpus,
     place_on_host,
@@ -114,8 +115,9 @@ def test_each_gpu_has_one_use_and_all_that_is_asked_is_given_or_refused(
             1,
             {"replicas": 1, "training": None},
             "1 replica of 1 GPU and training on at least 1 GPU need 2 GPUs, and this host has "
-            "GPU 0. They take no turns on a GPU. What fits: train_gpus = 'off', which trains on "
-            "CPU cores; or a site's Slurm, which trains on other nodes; or a host with 2 GPUs",
+            "GPU 0. What fits: train_gpus = 'off', which trains on CPU cores; or a site's Slurm, "
+            "which trains on other nodes; or a host with 2 GPUs that CUDA_VISIBLE_DEVICES, if set, "
+            "names; or share_gpus = 'turns', by which they take turns on the same GPUs",
         ),
         (
             4,
@@ -132,10 +134,53 @@ def test_each_gpu_has_one_use_and_all_that_is_asked_is_given_or_refused(
         (0, {"replicas": 1}, "this host has no GPU. What fits: a host with 1 GPU that CUDA_VIS"),
     ],
 )
-def test_a_refusal_says_what_fits(total: int, asked: dict[str, int], said: str) -> None:
+def test_a_refusal_says_what_fits(total: int, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput) as refused:
         place_gpus(EIGHT[:total], **asked)
     assert said in str(refused.value)
+
+
+@given(
+    total=st.integers(0, 9),
+    replicas=st.integers(1, 5),
+    each=st.integers(1, 5),
+    training=st.none() | st.integers(1, 9),
+    share=st.sampled_from(["auto", "turns"]),
+)
+def test_turns_are_possible_where_each_side_fits_alone(
+    total: int, replicas: int, each: int, training: int | None, share: Any
+) -> None:
+    gpus = [f"GPU-{number}" for number in range(total)]
+    asked: dict[str, Any] = {"replicas": replicas, "each": each, "training": training}
+    needed = max(replicas * each, training or 1)
+    if needed > total:
+        with pytest.raises(BadInput, match="even by turns") as refused:
+            place_gpus(gpus, **asked, share=share)
+        said = str(refused.value)
+        assert f"or a host with {needed} GPU" in said or f"fits: a host with {needed} GPU" in said
+        found = {key: re.search(remedy, said) for key, remedy in REMEDIES.items()}
+        fitting = asked | ({"training": int(found["training"][1])} if found["training"] else {})
+        for key in ("replicas", "each"):
+            if mended := found[key]:
+                place_gpus(gpus, **fitting | {key: int(mended[1])}, share=share)
+        if found["training"] and replicas * each <= total:
+            place_gpus(gpus, **fitting, share=share)
+        return
+    placed = place_gpus(gpus, **asked, spares=1, share=share)
+    divided = replicas * each + (training or 1) <= total
+    assert placed.turns == (share == "turns" or not divided)
+    assert [len(each_) for each_ in placed.replicas] == [each] * replicas
+    assert set(placed.training) <= set(gpus) and len(placed.training) >= (training or 1)
+    if placed.turns:
+        assert placed.spares == () and len(placed.training) == (training or total)
+
+
+def test_weights_that_no_turn_makes_fit_are_refused() -> None:
+    check_weights_fit("m@1", 140 * 2**30, each=1, gib=140)
+    with pytest.raises(
+        BadInput, match=r"m@1 take 141 GiB, .* 1 GPU of 140 .* --tensor-parallel-size 2"
+    ):
+        check_weights_fit("m@1", 141 * 2**30, each=1, gib=140)
 
 
 def test_gpus_that_cuda_would_not_show_are_refused() -> None:
@@ -162,7 +207,21 @@ def test_the_configuration_is_followed(tmp_path: Path) -> None:
     assert (site.spares, site.training) == ((("1",),), ())
     assert placed(4, train_gpus="off", train_gpu=None).training == ()
     with pytest.raises(BadInput, match=r"need 5 GPUs.*--replicas 3; or train_gpus = 'off'"):
-        placed(4)
+        placed(4, share_gpus="split")
+    by_turns = placed(4)
+    assert by_turns.turns and by_turns.training == ("0", "1", "2", "3") and by_turns.spares == ()
+    assert str(by_turns).endswith(
+        "replica 3 has GPU 3, training jobs have GPUs 0, 1, 2, 3, by turns"
+    )
+    wished = placed(share_gpus="turns", train_gpus_per_node=2)
+    assert (wished.replicas, wished.training) == ((("0",),), ("2", "3")) and wished.turns
+    assert (
+        not placed().turns
+        and not placed(share_gpus="turns", train_gpus="off", train_gpu=None).turns
+    )
+    assert (
+        not placed(share_gpus="turns", here=False).turns and not placed(0, share_gpus="turns").turns
+    )
 
 
 def test_a_replica_is_shown_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

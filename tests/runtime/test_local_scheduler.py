@@ -214,3 +214,25 @@ def test_a_killed_supervisor_frees_its_gpus(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert gpus_of(tmp_path, "second") == "0"
         assert local.status("first").state == "failed"
+
+
+def test_gpus_that_replicas_use_by_turns_are_given_out_in_a_turn(tmp_path: Path) -> None:
+    with LocalProcesses(tmp_path, gpus=["0", "1"], turns=True) as local:
+        assert not local.turn_wanted()
+        for name, ranks in (("first", 1), ("second", 1), ("third", 1)):
+            local.submit(job(tmp_path, name, ranks))
+        local.submit(command(tmp_path, "true", "on-cpu"))
+        assert settle(local, "on-cpu") == "succeeded"
+        first = local.status("first")
+        assert first.reason == "waits: 2 of 2 GPUs are free, and replicas use them first"
+        assert local.turn_wanted() and local.on_gpus() == []
+        local.start_turn()
+        assert gpus_of(tmp_path, "first") == "0" and gpus_of(tmp_path, "second") == "1"
+        assert local.on_gpus() == ["first", "second"] and not local.turn_wanted()
+        stop(local, tmp_path, "first")
+        assert local.status("third").state == "queued"  # its turn is the next one
+        assert local.on_gpus() == ["second"] and local.turn_wanted()
+    with LocalProcesses(tmp_path, gpus=["0"], turns=True) as again:
+        assert again.status("third").state == "queued" and again.turn_wanted()
+        again.start_turn()
+        assert gpus_of(tmp_path, "third") == "0"

@@ -13,7 +13,7 @@ import pytest
 from cray_agents.config import SLURM_OWN, Config
 from cray_agents.errors import BadInput, SchedulerError, SetupError
 from cray_agents.ports import Command, CommandStatus
-from cray_agents.runtime.scheduler import programs
+from cray_agents.runtime.scheduler import choose, programs
 from cray_agents.runtime.scheduler import slurm as slurm_scheduler
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.choose import (
@@ -207,8 +207,18 @@ def test_gpus_are_divided_only_where_jobs_run_here(
         assert local.gpus == ("5",)
     with configured_scheduler(Config.model_validate(settings)) as alone:
         assert alone.gpus == ("4", "5")
+    split = settings | {"share_gpus": "split"}
     with pytest.raises(BadInput, match="need 3 GPUs, and this host has GPUs 4, 5"):
-        configured_scheduler(Config.model_validate(settings), replicas=2)
+        configured_scheduler(Config.model_validate(split), replicas=2)
+    with configured_scheduler(Config.model_validate(settings), replicas=2) as by_turns:
+        assert isinstance(by_turns, LocalProcesses)
+        assert by_turns.turns and by_turns.gpus == ("4", "5") and not local.turns
+    monkeypatch.setattr(choose, "site_cluster", lambda: None)
+    auto = settings | {"scheduler": "auto"}
+    with configured_scheduler(Config.model_validate(auto), replicas=2) as chosen:
+        assert isinstance(chosen, LocalProcesses) and "turns with replicas" in chosen.reason
+    with pytest.raises(BadInput, match="a private Slurm starts jobs as soon as a GPU is free"):
+        configured_scheduler(Config.model_validate(settings | {"scheduler": "slurm"}), replicas=2)
     assert Slurm(tmp_path).gpus is None  # a site's
 
 

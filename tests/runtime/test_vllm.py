@@ -105,6 +105,33 @@ async def test_a_tool_call_is_parsed_and_the_next_turn_extends_its_tokens(servin
     assert second.prompt_token_ids[: len(before)] == before
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_it_sleeps_and_wakes_proven(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """vLLM for CPUs has the routes and computes nothing meanwhile, but keeps its memory."""
+    monkeypatch.setattr(Replica, "sleep_level", lambda self, checkpoint: level)
+    pid, (before, _) = serving.pid, await serving.chat("m@1", GREEDY)
+    url = f"http://127.0.0.1:{serving.pool.status()[0]['port']}"
+
+    async def sleeps() -> bool:
+        async with (
+            aiohttp.ClientSession(headers={HEADER: secret_of(pid)}) as http,
+            http.get(f"{url}/is_sleeping") as answer,
+        ):
+            return bool((await answer.json())["is_sleeping"])
+
+    assert not await sleeps()
+    async with serving.pool.asleep() as seconds:
+        assert await sleeps() and serving.pool.status()[0]["state"] == "sleeping"
+        waiting = asyncio.create_task(serving.chat("m@1", GREEDY))
+    after, _ = await waiting
+    assert after["choices"] == before["choices"]
+    assert serving.pid == pid and serving.pool.status()[0]["restarts"] == 0 and not await sleeps()
+    loads = {"load"} if level == 2 else set()
+    assert seconds.keys() == {"drain", "sleep", "wake", "prove"} | loads
+
+
 async def test_a_stream_samples_the_same_tokens_and_parses_the_same_call(serving: Serving) -> None:
     request = GREEDY | {"tools": [TOOL]}
     _, whole = await serving.chat("m@1", request)

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ def platform(
     trainer: Trainer | None = None,
     others: Sequence[ScriptedEngine] = (),
     spares: Sequence[ScriptedEngine] = (),
+    beside: Callable[[Pool], Coroutine[Any, Any, None]] | None = None,
     **scripted: Any,
 ) -> Iterator[Platform]:
     """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts.
 
     `engine` may come with a host of its own. `trainer`: another one than a ScriptedTrainer, which
-    `scripted` is for. `others`: of further replicas; `spares`: of those started on demand.
+    `scripted` is for. `others`: of further replicas; `spares`: of those started on demand. `beside`
+    runs beside the gateway, in its event loop.
     """
     home = Home(root)
     host = engine if isinstance(engine, InProcessEngine) else InProcessEngine(engine)
@@ -73,10 +75,14 @@ def platform(
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         url.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        background = [] if beside is None else [asyncio.create_task(beside(pool))]
         ready.set()
         await asyncio.to_thread(stop.wait)
         server.should_exit = True
         await task
+        for one in background:
+            one.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await services.close()
         await pool.stop()
         await services.store.close()

@@ -1,6 +1,7 @@
 """Training sessions: jobs trained one after the other in memory end as jobs trained alone."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -156,6 +157,46 @@ def test_a_session_that_ended_in_a_job_goes_on_with_it(
     assert second.end() == 0
     assert outcome(lab.home, job) == outcome(calm.home, whole.journal)
     assert second.journal.attempts == 2 and job.attempts == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "hyper"),
+    [({"data": 2}, {"dtype": "bfloat16"}), ({}, {"lora": {"rank": 2}})],
+    ids=["data, bfloat16", "lora"],
+)
+def test_jobs_that_leave_the_gpu_between_them_end_as_jobs_of_their_own(
+    lab: Any, tmp_path: Path, layout: dict[str, int], hyper: dict[str, Any]
+) -> None:
+    """Weights and optimizer go to host memory after each job, and come back for the next."""
+    session = RunningSession(lab.home, Layout(**layout), turns=True)
+    journal, spans = session.journal, []
+
+    def train(spec: Any) -> JobJournal:
+        job = session.start(spec)
+        time.sleep(0.15)  # longer than the session's longest wait
+        assert job.attempts == 0 and journal.current is None  # it waits for its turn
+        journal.give_turn()
+        while journal.has_turn:
+            session.check()
+            time.sleep(0.01)
+        assert job.ended
+        spans.append(journal.turn_seconds)
+        return job
+
+    bad = train(lab.spec("qwen3", dataset="gone", layout=layout)).status()
+    assert bad.state == "failed" and spans.pop()["offload"] > 0
+    in_session = chain(lab, layout, hyper, train)
+    journal.give_turn()  # for a job that was taken back
+    while journal.has_turn:
+        session.check()
+        time.sleep(0.01)
+    assert session.end() == 0, session.log
+    assert [sorted(each) for each in spans] == [["offload", "onload"]] * 3
+    assert all(each["offload"] > 0 for each in spans) and spans[2]["onload"] > 0
+    freed = re.findall(r"left the GPU: ([\d.]+) MiB of rank 0", session.log)
+    assert len(freed) == 4 and all(float(mib) > 0 for mib in freed[1:])
+    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
+    assert chain(alone, layout, hyper, lambda spec: alone.run(spec).journal) == in_session
 
 
 def test_an_idle_session_ends(lab: Any) -> None:

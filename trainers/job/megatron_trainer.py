@@ -60,7 +60,10 @@ def code_version() -> str:
 
 
 class MegatronTrainer:
-    """A ports.Trainer: each job is one command, named after the job, on a scheduler."""
+    """A ports.Trainer: each job is one command, named after the job, on a scheduler.
+
+    `turns`: jobs use GPUs by turns with replicas.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,10 @@ class MegatronTrainer:
         scheduler: Scheduler,
         resources: Resources | None = None,
         session_idle_seconds: float = 600.0,
+        *,
+        turns: bool = False,
     ) -> None:
+        self.turns = turns
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
         self.session_idle_seconds = session_idle_seconds
@@ -110,6 +116,12 @@ class MegatronTrainer:
                 read_parent(self.home.root / place, init)
             except (BadInput, NotFound) as error:
                 raise type(error)(str(error), param=param) from error
+        if self.turns and spec.commands is not None and spec.session is None:
+            raise BadInput(
+                "a job by commands keeps its GPU while it waits for the next one, and here replicas"
+                " use the GPU by turns: name a session, which leaves the GPU meanwhile",
+                param="session",
+            )
 
     def _choose_layout(self, journal: JobJournal, spec: JobSpec) -> JobSpec:
         """Return the spec with a layout; a chosen one is explained by an event and in the log."""
@@ -152,6 +164,8 @@ class MegatronTrainer:
         ):
             return self._describe(journal, spec, "queued")
         command = self.scheduler.status(session.session_id if session else journal.job_id)
+        if command.state == "queued" and self.turns:  # a session that was busy then may be idle now
+            self._free_idle_sessions(session.session_id if session else "")
         if session is not None and command.state == "running":
             command = session_view(session, journal, command)
         if command.state == "queued" and journal.paused:
@@ -284,7 +298,10 @@ class MegatronTrainer:
             command = self._command(journal.job_id, journal.log, module, argument, spec.layout)
         else:
             session_spec = SessionSpec(
-                name=spec.session, layout=spec.layout, idle_seconds=self.session_idle_seconds
+                name=spec.session,
+                layout=spec.layout,
+                idle_seconds=self.session_idle_seconds,
+                turns=self.turns,
             )
             session = SessionJournal(self.home, session_spec.id)
             session.write_spec(session_spec)

@@ -3,8 +3,9 @@
 Between two jobs model and optimizer stay in memory. A job whose parent is what the job before it
 published starts from memory, to the bit as it would from the files. A job of another kind of model
 has everything built anew. Rank 0 looks for the next job in the session's queue, and the others wait
-for its word. session_process.py calls `run` in a forked process. Read next: job/rank.py, whose
-`execute` trains a job.
+for its word. Where replicas use the same GPUs by turns, a session waits for its turn before each
+job, and moves its state to host memory after it. session_process.py calls `run` in a forked
+process. Read next: job/rank.py, whose `execute` trains a job.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.session.session_journal import SessionJournal
+from cray_agents.trainers.training.offload import Offload
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,
@@ -37,6 +39,7 @@ from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
 
 PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for
+TURN_PATIENCE = 2.0  # seconds without a command after which it leaves GPUs that replicas use, too
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1  # seconds between two looks at the queue
 
 
@@ -66,7 +69,11 @@ def run(
     resident = Resident(session, attempt, on_cpu, stop)
     orders = Orders(session, attempt, stop)
     while (order := orders.next()).job is not None:
+        if spec.turns:
+            resident.come_to_gpu()
         resident.train(JobJournal(session.home, order.job), order.attempt)
+        if spec.turns:
+            resident.leave_gpu()
     torch.distributed.barrier()  # rank 0 holds the store that the others read the order from
     torch.distributed.destroy_process_group()
     return order.code
@@ -87,17 +94,26 @@ class Orders:
         """Wait for a job that has not ended, claim it, and return it."""
         idle_since, wait = time.monotonic(), SHORTEST_WAIT
         self._session.note_current(None)
+        turns = self._spec.turns
         while True:
             if self._stop.set or self._session.attempts > self._attempt:
                 return Order(None, code=EX_TEMPFAIL)
             for job_id in self._session.queue():
                 journal = JobJournal(self._session.home, job_id)
-                if already_ended(journal, journal.spec()) is None:
+                if already_ended(journal, journal.spec()) is not None:
+                    self._session.withdraw(job_id)
+                elif turns and not self._session.has_turn:
+                    idle_since = time.monotonic()
+                    break
+                else:
                     self._session.note_current(job_id)
                     return Order(job_id, journal.claim_attempt())
-                self._session.withdraw(job_id)
+            else:
+                if turns and self._session.has_turn:  # for a job that was taken back
+                    self._session.end_turn()
             idle = time.monotonic() - idle_since
-            if self._session.asked_to_end or idle > self._spec.idle_seconds:
+            ends = self._session.asked_to_end and not self._session.queue()
+            if ends or idle > self._spec.idle_seconds:
                 return Order(None)
             time.sleep(wait)
             wait = min(LONGEST_WAIT, wait * 1.02)
@@ -111,6 +127,34 @@ class Resident:
         self._training: Training | None = None
         self._memory: InMemory | None = None
         self._turn = 0.0  # when the current job began
+        self._offload: Offload | None = None
+        self._onload_seconds = 0.0
+
+    def come_to_gpu(self) -> None:
+        """Take model and optimizer back from host memory."""
+        begun = time.perf_counter()
+        if self._offload is not None:
+            self._offload.move_in()
+        self._onload_seconds = time.perf_counter() - begun
+
+    def leave_gpu(self) -> None:
+        """Move model and optimizer to host memory; end the turn when all ranks have."""
+        begun = time.perf_counter()
+        if self._training is None:
+            self._offload = None
+        elif self._offload is None or self._offload.training is not self._training:
+            self._offload = Offload(self._training)
+        if self._offload is not None:
+            self._offload.move_out()
+        gc.collect()
+        if not self._on_cpu:
+            torch.cuda.empty_cache()
+        torch.distributed.barrier()
+        if is_rank0():
+            offload = time.perf_counter() - begun
+            mib = 0.0 if self._offload is None else self._offload.nbytes / 2**20
+            print(f"left the GPU: {mib:.1f} MiB of rank 0 in {offload:.2f} s", flush=True)
+            self._session.end_turn({"onload": self._onload_seconds, "offload": offload})
 
     def train(self, journal: JobJournal, attempt: int) -> None:
         """Train one job to its end, or until it is stopped, paused, superseded or makes room.
@@ -188,7 +232,7 @@ class Resident:
                     in_memory=in_memory,
                 )
         else:
-            self._training = None  # before the next one takes as much memory
+            self._training = self._offload = None  # before the next one takes as much memory
             gc.collect()
             if not self._on_cpu:
                 torch.cuda.empty_cache()
@@ -203,6 +247,8 @@ class Resident:
 
     def _leave(self, idle: float) -> bool:
         """Return True if a job without a command for `idle` seconds is to make room."""
+        if self._session.spec().turns and idle > TURN_PATIENCE:
+            return True  # what it waits for may need the replicas
         if len(self._session.queue()) > 1 or self._session.asked_to_end:
             return idle > PATIENCE or time.monotonic() - self._turn > LONGEST_TURN
         return idle > self._session.spec().idle_seconds

@@ -5,6 +5,8 @@
     queue/<job>     a job handed to the session, until it has ended; the oldest is taken first
     current         the job that the newest attempt works on, or none
     end             asks an idle session to end; a session that takes a job removes it
+    turn            on GPUs that replicas use too: the session may use them, until it removes this
+    offloaded       the seconds in which it left the GPUs, written before `turn` is removed
     log.txt, logs/  the output of the launcher and of the ranks
 
 The trainer that submits and the session's processes share this module. Nothing here decides a
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from cray_agents.errors import NotFound
+from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
@@ -26,11 +28,15 @@ from cray_agents.training_jobs import Layout
 
 
 class SessionSpec(Record):
-    """A session's name and ranks. It ends after `idle_seconds` without a job."""
+    """A session's name and ranks. It ends after `idle_seconds` without a job.
+
+    `turns`: it waits for its turn on the GPUs before each job, and leaves them after it.
+    """
 
     name: str
     layout: Layout = Field(default_factory=Layout)
     idle_seconds: float = Field(600.0, gt=0)
+    turns: bool = False
 
     @property
     def id(self) -> str:
@@ -111,6 +117,34 @@ class SessionJournal:
         draft = self.folder / ".current"
         draft.write_bytes(checksums.with_crc(canonical({"job": job_id or ""})))
         draft.replace(self.folder / "current")
+
+    # ---- turns on the GPUs
+    @property
+    def has_turn(self) -> bool:
+        """True while the session may use the GPUs."""
+        return (self.folder / "turn").exists()
+
+    def give_turn(self) -> None:
+        """Let the session use the GPUs, for one job."""
+        (self.folder / "offloaded").unlink(missing_ok=True)
+        (self.folder / "turn").touch()
+
+    def end_turn(self, seconds: dict[str, float] | None = None) -> None:
+        """End the turn: all ranks have left the GPUs, in these seconds by phase."""
+        if seconds is not None:
+            draft = self.folder / ".offloaded"
+            draft.write_bytes(checksums.with_crc(canonical(seconds)))
+            draft.replace(self.folder / "offloaded")
+        (self.folder / "turn").unlink(missing_ok=True)
+
+    @property
+    def turn_seconds(self) -> dict[str, float]:
+        """Seconds by phase in which the session came to the GPUs and left them; {} if unknown."""
+        try:
+            seconds = checksums.read_json(self.folder / "offloaded")
+        except (FileNotFoundError, Corrupt):
+            return {}
+        return {name: float(seconds[name]) for name in ("onload", "offload")}
 
     # ---- end
     @property

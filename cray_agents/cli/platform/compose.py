@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import uvloop
 
 from cray_agents.cli.platform.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
+from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
 from cray_agents.cli.screen import errors
@@ -38,11 +40,21 @@ from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
+from cray_agents.runtime.pool.vllm_replica import (
+    EngineSettings,
+    Replica,
+    has_gpu_build,
+    weight_bytes,
+)
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import configured_scheduler
-from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, host_gpus, place_on_host
+from cray_agents.runtime.scheduler.gpu_placement import (
+    GpuPlacement,
+    check_weights_fit,
+    host_gpus,
+    place_on_host,
+)
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
@@ -78,11 +90,17 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
             say(f"trainer: {resources}")
             if host_gpus():
                 say(f"GPUs of this host: {placement}")
+            training = None
+            if placement.turns and isinstance(scheduler, LocalProcesses):
+                check_serving(config, version, placement, resources)
+                training = TrainingSide(home, scheduler)
             idle = 60 * config.train_session_idle_minutes
-            trainer = MegatronTrainer(home, scheduler, resources, idle)
+            trainer = MegatronTrainer(home, scheduler, resources, idle, turns=training is not None)
             platform = describe_platform(config, scheduler, resources)
             pool = make_pool(config, version.name, replicas, placement)
-            uvloop.run(run(config, registry, trainer, platform, version, pool, listener, token))
+            uvloop.run(
+                run(config, registry, trainer, platform, version, pool, listener, token, training)
+            )
 
 
 async def run(
@@ -94,8 +112,12 @@ async def run(
     pool: Pool,
     listener: socket.socket,
     token: str,
+    training: TrainingSide | None = None,
 ) -> None:
-    """Run the replicas and the gateway in the event loop until the platform ends."""
+    """Run the replicas and the gateway in the event loop until the platform ends.
+
+    `training`: the jobs that use the replicas' GPUs by turns.
+    """
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
     home = config.root
@@ -132,6 +154,10 @@ async def run(
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
     upkeep = asyncio.create_task(keep_up(store))
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
+    background = [batches, upkeep, jobs]
+    if training is not None:
+        is_asked = partial(asks_for_replicas, pool, services.admission)
+        background.append(asyncio.create_task(take_turns(pool, training, is_asked, report=say)))
     await services.fine_tuning.start()
     try:
         say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
@@ -140,10 +166,9 @@ async def run(
         give_back(home, token)  # from now on no command uses this platform
         server.should_exit = True
         starting.cancel()
-        batches.cancel()
-        upkeep.cancel()
-        jobs.cancel()
-        await asyncio.gather(serving, starting, batches, upkeep, jobs, return_exceptions=True)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(serving, starting, *background, return_exceptions=True)
         await services.close()
         await pool.stop()
         await store.close()
@@ -170,6 +195,7 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
         engine_args=tuple(config.engine_args),
         kv_cache_gib=config.kv_cache_gib,
         max_lora_rank=config.max_lora_rank,
+        sleeps=placement.turns,
         start_timeout=config.start_timeout,
         answer_timeout=config.engine_timeout,
         load_timeout=config.load_timeout,
@@ -189,6 +215,21 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
         swap_mode=config.swap_mode,
         silence_timeout=config.silence_timeout,
     )
+
+
+def check_serving(
+    config: Config, version: ModelVersion, placement: GpuPlacement, resources: Resources
+) -> None:
+    """Raise BadInput if a version's weights exceed the GPUs that a replica has in its turn."""
+    if resources.gpus is not None:
+        size = weight_bytes(config.root.checkpoint(version.checkpoint))
+        check_weights_fit(version.id, size, len(placement.replicas[0]), resources.gpus.gib)
+
+
+def asks_for_replicas(pool: Pool, admission: Admission) -> bool:
+    """Tell whether requests are under way or wait, or whether versions are being changed."""
+    counts = (admission.inside(batch) + admission.waiting(batch) for batch in (False, True))
+    return any(counts) or pool.swapping
 
 
 def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:

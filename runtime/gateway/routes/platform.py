@@ -85,13 +85,21 @@ async def whoami(services: Services, request: Request) -> Response:
 @router.get(
     "/v1/pool",
     Role.admin,
-    answer=object_of({"data": list_of(ANY), "spares": list_of(ANY), "lease": or_none(LEASE)}),
+    answer=object_of(
+        {
+            "data": list_of(ANY),
+            "spares": list_of(ANY),
+            "lease": or_none(LEASE),
+            "turns": or_none(ANY),
+        }
+    ),
 )
 async def pool(services: Services, request: Request) -> Response:
     """List the replicas and the versions in them.
 
     `spares`: replicas that were started for versions that no other holds. `lease`: the holder for
-    whom the only replica has another version than the promoted one.
+    whom the only replica has another version than the promoted one. `turns`: how often jobs trained
+    on the replicas' GPUs while these slept, and all the seconds of that by phase.
     """
     lease = services.versions.leases.lease
     return json_response(
@@ -99,6 +107,7 @@ async def pool(services: Services, request: Request) -> Response:
             "data": services.pool.status(),
             "spares": services.pool.spares_status(),
             "lease": lease.status() if lease else None,
+            "turns": services.pool.turns,
         }
     )
 

@@ -1,0 +1,88 @@
+"""Offload: weights and optimizer leave a rank's memory between two steps, and nothing changes."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.trainers.data.samples import read_samples
+from cray_agents.training_jobs import JobSpec
+
+pytestmark = pytest.mark.megatron
+
+
+def sail(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: Any) -> int:
+    """One rank: four steps, with its state elsewhere after the second and the third."""
+    import torch
+
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.models.architecture import read_architecture
+    from cray_agents.trainers.training.offload import Offload, gradients, kept
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
+
+    torch.set_num_threads(1)
+    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
+    parent = Path(spec.parent)
+    training = Training(
+        read_architecture(parent), spec.layout, spec.hyperparameters, parent, on_cpu=True
+    )
+    known = BaselineLogprobs(read_samples(dataset))
+    offload, losses = Offload(training), []
+
+    def sizes() -> list[int]:
+        tensors = [*kept(training), *gradients(training)]
+        return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+    for number in range(4):
+        if number >= 2 and out.name == "moved":
+            before, state = sizes(), [tensor.clone() for tensor in kept(training)]
+            views = [tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+                     for tensor in kept(training)]  # fmt: skip
+            offload.move_out()
+            assert set(sizes()) == {0} and offload.nbytes > 3 * 4 * 30_000
+            offload.move_in()
+            assert sizes() == before
+            assert all(map(torch.equal, kept(training), state))
+            assert views == [tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+                             for tensor in kept(training)]  # fmt: skip
+            assert not any(tensor.any() for tensor in gradients(training))
+        report = training.step(known)
+        losses.append((report.loss, report.grad_norm))
+    weights = [float(each.double().sum()) for each in kept(training)]
+    (out / f"{rank}.json").write_text(json.dumps([losses, weights]))
+    return 0
+
+
+def run(spec: JobSpec, dataset: Path, out: Path) -> list[Any]:
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import offload  # noqa: F401  (loaded before the fork)
+
+    load_megatron()
+    out.mkdir()
+    place = find_placement(spec.layout.world, spec.id)
+    outcome = run_ranks(place, out / "logs", partial(sail, spec, dataset, out))
+    logs = [path.read_text() for path in sorted((out / "logs").glob("*"))]
+    assert outcome.code == 0, (outcome.refusal, logs)
+    return [json.loads((out / f"{rank}.json").read_bytes()) for rank in range(spec.layout.world)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "hyper"),
+    [
+        ("qwen3-tied", {}, {}),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {"dtype": "bfloat16"}),
+    ],
+    ids=["float32", "experts, bfloat16"],
+)
+def test_training_goes_on_to_the_bit(
+    lab: Any, tmp_path: Path, kind: str, layout: dict[str, int], hyper: dict[str, Any]
+) -> None:
+    lab.dataset()
+    spec = lab.spec(kind, layout=layout, hyper={"steps": 4, **hyper})
+    dataset = lab.home.dataset("ds")
+    moved = run(spec, dataset, tmp_path / "moved")
+    assert moved == run(spec, dataset, tmp_path / "stayed")

@@ -1,0 +1,119 @@
+"""Offload: move a training's weights and optimizer to host memory and back, to the bit.
+
+The storages of the tensors are emptied in place. So every view of a weight in Megatron's buffers,
+and the optimizer's, stays a view of it, and nothing is built anew. Gradients are not kept: each
+step begins by setting them to zero. What stays on the GPU is CUDA's context, the communicators, and
+small tensors outside model and optimizer. The host memory is pinned, and kept for the next time.
+
+session/resident.py calls this where replicas use the same GPUs by turns. On CPUs the same is done,
+in ordinary memory. No GPU has run it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cray_agents.trainers.training.train_step import Training
+
+
+class Offload:
+    """The storages of one training, and their copies in host memory.
+
+    `nbytes`: all that was freed by the last `move_out`.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self._copies: dict[int, torch.Tensor] = {}  # by storage, kept while training goes on
+        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
+        self.nbytes = 0
+
+    def move_out(self) -> None:
+        """Copy weights and optimizer to host memory, and free theirs. Drops the gradients."""
+        storages = _storages(kept(self.training), self.training)
+        dropped = _storages(gradients(self.training), self.training)
+        self._copies = {key: copy for key, copy in self._copies.items() if key in storages}
+        self._finish()  # other ranks' weights may be on their way here
+        for key, storage in storages.items():
+            dropped.pop(key, None)
+            self._moved.append((storage, self._copy(key, storage)))
+        self._moved += [(storage, storage.nbytes()) for storage in dropped.values()]
+        self._finish()  # the copies are made before their sources are freed
+        self.nbytes = sum(storage.nbytes() for storage, _ in self._moved)
+        for storage, _ in self._moved:
+            storage.resize_(0)
+
+    def move_in(self) -> None:
+        """Take the memory again, with weights and optimizer as they were and gradients of zero."""
+        while self._moved:
+            storage, source = self._moved.pop()
+            if isinstance(source, int):
+                storage.resize_(source)
+                _bytes_of(storage).zero_()
+            else:
+                storage.resize_(source.nbytes)
+                _bytes_of(storage).copy_(source, non_blocking=True)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait for all work of the GPU."""
+        if not self.training.on_cpu:
+            torch.cuda.synchronize()
+
+    def _copy(self, key: int, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a host copy of a storage, in the memory of its last one if that fits."""
+        copy = self._copies.get(key)
+        if copy is None or copy.nbytes != storage.nbytes():
+            pinned = not self.training.on_cpu
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            self._copies[key] = copy
+        return copy.copy_(_bytes_of(storage), non_blocking=True)
+
+
+def kept(training: Training) -> Iterator[torch.Tensor]:
+    """Yield the tensors of model and optimizer; some share a storage."""
+    for chunk in training.chunks:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+    for buffer in _ddp_buffers(training):
+        yield buffer.param_data  # of adapters that are folded into the weights, too
+    for optimizer in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
+        if optimizer.is_stub_optimizer:
+            continue
+        adam = optimizer.optimizer
+        for group in adam.param_groups:
+            yield from group["params"]
+        for state in adam.state.values():
+            yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+
+
+def gradients(training: Training) -> Iterator[torch.Tensor]:
+    """Yield the buffers in which Megatron's data parallelism adds up gradients."""
+    yield from (buffer.grad_data for buffer in _ddp_buffers(training))
+
+
+def _ddp_buffers(training: Training) -> Iterator[Any]:
+    for chunk in training.wrapped_chunks:
+        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def _storages(
+    tensors: Iterator[torch.Tensor], training: Training
+) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of tensors on the training's device, by address.
+
+    On CPUs a storage that was read through numpy stays where it is: torch cannot empty it.
+    """
+    storages = {}
+    for tensor in tensors:
+        if tensor.device.type == training.ranks.device.type:
+            storage = tensor.untyped_storage()
+            if storage.resizable():
+                storages[storage._cdata] = storage
+    return storages
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a storage as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
