@@ -37,6 +37,7 @@ from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
@@ -173,6 +174,7 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
         start_timeout=config.start_timeout,
         answer_timeout=config.engine_timeout,
         load_timeout=config.load_timeout,
+        load_format=load_format(config.load_format, gpu=has_gpu_build()),
     )
     logs = config.root.logs
     devices: list[str | None] = [None] * (replicas + config.spare_replicas)
@@ -187,6 +189,7 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
         probe_limits=settings.probe_limits,
         wait_timeout=config.swap_timeout,
         swap_mode=config.swap_mode,
+        swap_share=config.swap_share,
         silence_timeout=config.silence_timeout,
     )
 
