@@ -53,8 +53,13 @@ async def rolling_swap(
         finally:
             changing.remove(slot)
 
+    def may_change(slot: ReplicaSlot) -> bool:
+        """Tell whether another one serves meanwhile: some may be down."""
+        others = (other for other in slots if other is not slot and other not in changing)
+        return keep or not _serves(slot) or any(map(_serves, others))
+
     async def change_beside() -> None:
-        while waiting and not overtaken and (keep or _another_serves(slots, changing)):
+        while waiting and not overtaken and may_change(waiting[0]):
             await change_next()
 
     while waiting and not reports and not overtaken:
@@ -86,8 +91,3 @@ def most_away(replicas: int, share: float, *, keep: bool) -> int:
 
 def _serves(slot: ReplicaSlot) -> bool:
     return bool(slot.versions)
-
-
-def _another_serves(slots: Sequence[ReplicaSlot], changing: Collection[ReplicaSlot]) -> bool:
-    """Tell whether a replica serves on while one more changes: others may be down."""
-    return sum(bool(slot.versions) and slot not in changing for slot in slots) > 1
