@@ -235,9 +235,10 @@ async def test_the_last_replica_that_serves_stays_until_another_is_back(tmp_path
         await until(lambda: began == list("abc"))
         hosts["a"].broken = True
         hosts["a"].die()
+        await until(lambda: not pool.serves("m@2"))
         hosts["c"].failing = True
         hosts["c"].go.set()
-        await until(lambda: not pool.serves("m@2") and pool.status()[2]["version"] == "m@2")
+        await until(lambda: versions_and_states(pool)[2] == ("m@2", "out"))
         await asyncio.sleep(0.02)  # c is given up by now
         assert "d" not in began and pool.serves("m@1"), "only d answers"
         hosts["b"].go.set()
