@@ -249,6 +249,11 @@ class Pool:
         """Tell the same as `expects`, of the replicas without the spare ones."""
         return any(s.loaded is not None and version in s.loaded.versions for s in self._slots)
 
+    def checkpoints(self) -> set[Path]:
+        """Return the directories that replicas hold, and would start again from."""
+        held = (slot.loaded for slot in self._all if slot.loaded is not None)
+        return {v.checkpoint for loaded in held for v in (loaded, *loaded.beside)}
+
     @property
     def swapping(self) -> bool:
         """True while weights are being changed."""

@@ -4,7 +4,30 @@ vLLM loads it in the engine's process (`--worker-extension-cls`, set by
 runtime/pool/vllm_replica.py). runtime/pool/vllm_engine.py calls it over `/collective_rpc`.
 """
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+
+def read_patches(checkpoint: Path, patch: Callable[..., Any]) -> Iterator[Any]:
+    """Yield a delta checkpoint's changes as vLLM's `CheckpointWeightPatch`es. Raises Corrupt.
+
+    `checkpoint` has the folder `delta/`; its files are verified.
+    """
+    import torch
+
+    from cray_agents.runtime.registry.checkpoints import read_manifest
+    from cray_agents.runtime.registry.delta_codec import by_tensor
+    from cray_agents.runtime.registry.deltas import read_delta
+
+    dtypes = {"F64": torch.float64, "F32": torch.float32}
+    dtypes |= {"BF16": torch.bfloat16, "F16": torch.float16}
+    delta = read_manifest(checkpoint).delta
+    for file, sha256 in delta.files.items() if delta is not None else ():
+        for entry, places, values in by_tensor(read_delta(checkpoint, file, sha256)):
+            dtype = dtypes[entry.dtype]
+            numbers = torch.from_numpy(values.view(f"<i{values.itemsize}")).view(dtype)
+            yield patch(entry.name, entry.shape, dtype, numbers, torch.from_numpy(places))
 
 
 class Extension:
@@ -66,6 +89,28 @@ class Extension:
             return LogprobsTensors(column.to(torch.int32), logprobs.gather(-1, column), ranks)
 
         sampler.gather_logprobs = gather
+
+    def patch_weights(self, checkpoint: str) -> dict[str, bool]:
+        """Put the changes of a delta checkpoint into the weights, by vLLM's own patch loader.
+
+        Not on CPU, whose packed layers keep no originals. Raises Corrupt where a file of changes
+        is damaged; then, or if vLLM's loader fails half-way, all weights must be loaded again.
+        """
+        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+            CheckpointWeightPatch,
+            load_checkpoint_weight_patches,
+        )
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            return {"patched": False}
+        patches = list(read_patches(Path(checkpoint), CheckpointWeightPatch))
+        model, runner = self.model_runner.get_model(), self.model_runner
+        # each file names a tensor once, and its places ascend
+        load_checkpoint_weight_patches(model, patches, validate_unique_indices=False)
+        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            getattr(runner, reset, lambda: None)()
+        return {"patched": True}
 
     def repack_kept_weights(self) -> dict[str, int]:
         """Pack the weights again of layers that keep both the original and a packed copy.

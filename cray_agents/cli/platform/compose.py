@@ -41,6 +41,7 @@ from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
+from cray_agents.runtime.registry.deltas import materialize
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, host_gpus, place_on_host
@@ -222,6 +223,7 @@ async def start_pool(pool: Pool, home: Home, version: ModelVersion) -> None:
     """Start the replicas on a version and prove it."""
     directory = home.checkpoint(version.checkpoint)
     manifest = await asyncio.to_thread(read_manifest, directory)
+    await asyncio.to_thread(materialize, home, directory)
     started = time.monotonic()
     await pool.start(directory, version.id, manifest.probe)
     say(f"ready: {version.id} is served after {time.monotonic() - started:.0f} s")
