@@ -59,7 +59,7 @@ def test_the_formats_are_vllms() -> None:
     """Read, as importing vLLM takes seconds."""
     if (vllm := find_spec("vllm")) is None:
         pytest.skip("vLLM is not installed")
-    (folder,) = vllm.submodule_search_locations or ()
+    (folder,) = vllm.submodule_search_locations or [""]
     source = Path(folder, "model_executor", "model_loader", "__init__.py").read_text()
     assert all(f'    "{name}": ' in source for name in (AUTO, *PLAIN, *FAST))
 

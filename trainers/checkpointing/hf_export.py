@@ -115,7 +115,8 @@ def export(
     rank = torch.distributed.get_rank()
     first = sum(map(len, groups[:rank]))
     own = dict(islice(files.items(), first, first + len(groups[rank])))
-    hashes, packed = {}, {}
+    hashes: dict[str, str] = {}
+    packed: dict[str, str] = {}
     if changes:
         hashes, packed, size = _write_changes(
             training.parent, folder, own, shapes, dtypes, export_tensors(plan, model)
