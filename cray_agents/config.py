@@ -88,6 +88,11 @@ class Config(BaseModel):
     train_session_idle_minutes: float = Field(
         10, gt=0, description="minutes without a job after which a loop's training session ends"
     )
+    delta_checkpoints: bool = Field(
+        False,
+        description="jobs publish what they changed in the weights, if that is less than half; a "
+        "version is made whole before it is promoted",
+    )
     slurm_options: list[str] = Field(
         default_factory=list,
         description="more options for a site's sbatch, such as --partition=gpu, --account=me",

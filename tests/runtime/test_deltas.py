@@ -343,6 +343,20 @@ async def test_a_broken_delta_leaves_the_replicas_as_they_are(
         assert (await gateway.ask("hi")).text == "calc@1" and engine.loaded == ["calc@1"]
 
 
+async def test_a_job_gets_a_whole_parent_and_the_setting(tmp_path: Path) -> None:
+    async with served(tmp_path, delta_checkpoints=True) as gateway:
+        home = Home(tmp_path / "home")
+        after, _, child = family(home)
+        home.dataset("ds").mkdir(parents=True)
+        for body in ({}, {"changes_only": False, "save_every": 7}):
+            body = {"dataset": "ds", "parent": "two", "hyperparameters": {"steps": 1}, **body}
+            status, job = await gateway.call("POST", "/v1/jobs", json=body)
+            assert status == 200, job
+        assert_whole(child, after)
+        spec = json.loads((home.job(job["id"]) / "spec.json").read_bytes())
+        assert spec["changes_only"] is True, "the first one made the job"
+
+
 def test_a_delta_from_elsewhere_is_not_imported(home: Home, tmp_path: Path) -> None:
     _, _, child = family(home)
     elsewhere = Registry(Home(tmp_path / "other"))

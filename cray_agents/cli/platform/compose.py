@@ -113,6 +113,7 @@ async def run(
         keep_alive=config.keep_alive,
         body_timeout=config.body_timeout,
         model_roots=tuple(config.model_roots),
+        delta_checkpoints=config.delta_checkpoints,
         api_keys=config.api_keys if is_loopback(config.host) else "required",
         token=token,
         reward_limit=config.reward_limit,

@@ -189,6 +189,7 @@ def _spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
         **_checkpoint(services, field(body, "parent", str), "parent", afresh, roots),
         "code": services.code,
         "dataset": dataset,
+        "changes_only": services.delta_checkpoints,
     }
     if "reference" in given:
         reference = field(given, "reference", str)
