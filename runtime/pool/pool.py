@@ -251,8 +251,8 @@ class Pool:
 
     def checkpoints(self) -> set[Path]:
         """Return the directories that replicas hold, and would start again from."""
-        held = (slot.loaded for slot in self._all if slot.loaded is not None)
-        return {v.checkpoint for loaded in held for v in (loaded, *loaded.beside)}
+        loaded = [slot.loaded for slot in self._all if slot.loaded is not None]
+        return {v.checkpoint for one in loaded for v in (one, *one.beside)}
 
     @property
     def swapping(self) -> bool:

@@ -55,8 +55,8 @@ async def rolling_swap(
 
     def may_change(slot: ReplicaSlot) -> bool:
         """Tell whether another one serves meanwhile: some may be down."""
-        others = (other for other in slots if other is not slot and other not in changing)
-        return keep or not _serves(slot) or any(map(_serves, others))
+        stay = (one for one in slots if one is not slot and one not in changing)
+        return keep or not _serves(slot) or any(map(_serves, stay))
 
     async def change_beside() -> None:
         while waiting and not overtaken and may_change(waiting[0]):

@@ -23,6 +23,7 @@ from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
 from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
+from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import changes_from
 
 # these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
@@ -157,9 +158,9 @@ class VllmEngine:
         A patch that fails half-way is made good by that.
         """
         before, self._weights = self._weights, ""
-        if not changes_from(checkpoint, before):
+        if not (files := changes_from(checkpoint, before)):
             return False
-        kwargs = {"checkpoint": str(checkpoint)}
+        kwargs = {"folder": str(checkpoint / DELTA), "files": files}
         try:
             answer = await self._control(
                 "/collective_rpc", {"method": "patch_weights", "kwargs": kwargs}

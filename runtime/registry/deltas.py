@@ -4,14 +4,14 @@ A delta checkpoint is a checkpoint directory without its files of weights:
 
     checkpoints/<id>/manifest.json   of the full result: the hashes of all its files; `delta`: the
                                      parent's id, and the hashes of the files below
-    checkpoints/<id>/delta/<file>    what changed in <file>: see delta_codec.py
+    checkpoints/<id>/delta/<file>    what changed in <file>: see vllm_plugins/delta_codec.py
     checkpoints/<id>/config.json...  as in any checkpoint
 
 `materialize` adds the files of weights to the directory; nothing else changes then. `shadow` makes
 a whole copy on this host's own disk, to be served. Both write the parent's tensors with the changes
 put in, and compare the hash of each file with the manifest. Written by the trainer's
 delta_export.py. The platform makes a version whole before it is promoted or trained from. Read
-next: delta_codec.py.
+next: runtime/vllm_plugins/delta_codec.py.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from cray_agents.runtime.registry.checkpoints import (
 )
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.registry.delta_codec import Words
+    from cray_agents.runtime.vllm_plugins.delta_codec import Words
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class Parent:
     def __enter__(self) -> "Parent":
         import numpy as np
 
+        from cray_agents.runtime.vllm_plugins.delta_codec import words_of
+
         directory = self._directory.resolve()
         stored = model_files.read_weights(directory)
         maps = {}
@@ -70,7 +72,7 @@ class Parent:
             maps[file] = np.frombuffer(mmap(opened.fileno(), 0, access=ACCESS_READ), np.uint8)
         for name, tensor in stored.items():
             content = maps[tensor.file][tensor.start : tensor.end]
-            words = np.dtype(f"<u{max(8, model_files.BITS.get(tensor.dtype, 8)) // 8}")
+            words = words_of(tensor.dtype)
             if content.ctypes.data % words.itemsize:  # another writer's file may not be aligned
                 content = content.copy()
             self.tensors[name] = content.view(words)
@@ -121,7 +123,7 @@ def _write_file(content: bytes, base: Parent, out: BinaryIO, place: Path) -> str
     """Write one file of weights, and return its SHA-256."""
     import numpy as np
 
-    from cray_agents.runtime.registry import delta_codec
+    from cray_agents.runtime.vllm_plugins import delta_codec
 
     hasher = hashlib.sha256()
     try:
@@ -143,7 +145,7 @@ def _write_file(content: bytes, base: Parent, out: BinaryIO, place: Path) -> str
                     tensor, places, values = next(changes, (-1, None, None))
                 hasher.update(step.data)
                 out.write(step.data)
-    except (Corrupt, IndexError) as error:
+    except (delta_codec.BadPacking, IndexError) as error:
         raise Corrupt(f"{place} is damaged: {error}") from error
     out.flush()
     os.fsync(out.fileno())
@@ -178,7 +180,7 @@ def _parent_of(home: Home, directory: Path, manifest: Manifest) -> Path:
     parent = home.checkpoint(manifest.delta.parent)
     try:
         refuse_pruned(parent)
-        found = read_manifest(parent)
+        origin = read_manifest(parent)
     except NotFound as error:
         raise NotFound(
             f"{directory.name} holds what changed in {parent.name} alone, and the weights of"
@@ -186,10 +188,10 @@ def _parent_of(home: Home, directory: Path, manifest: Manifest) -> Path:
             param="checkpoint",
             code="delta_parent",
         ) from error
-    if found.weights_sha256 != manifest.delta.parent_weights_sha256:
+    if origin.weights_sha256 != manifest.delta.parent_weights_sha256:
         raise Corrupt(
             f"{directory.name} holds what changed in weights {manifest.delta.parent_weights_sha256}"
-            f", and {parent} has {found.weights_sha256}"
+            f", and {parent} has {origin.weights_sha256}"
         )
     return parent
 
@@ -262,10 +264,12 @@ def _delta_names(manifest: Manifest) -> Iterator[str]:
     return (f"{DELTA}/{file}" for file in manifest.delta.files)
 
 
-def changes_from(checkpoint: Path, weights_sha256: str) -> bool:
-    """Tell whether a directory holds what changed in these weights."""
+def changes_from(checkpoint: Path, weights_sha256: str) -> dict[str, str]:
+    """Return the files of changes in these weights, and their hashes; empty if there are none."""
     try:
         delta = read_manifest(checkpoint).delta
     except (NotFound, Corrupt):
-        return False
-    return delta is not None and delta.parent_weights_sha256 == weights_sha256
+        return {}
+    return (
+        delta.files if delta is not None and delta.parent_weights_sha256 == weights_sha256 else {}
+    )

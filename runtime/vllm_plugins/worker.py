@@ -4,30 +4,34 @@ vLLM loads it in the engine's process (`--worker-extension-cls`, set by
 runtime/pool/vllm_replica.py). runtime/pool/vllm_engine.py calls it over `/collective_rpc`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 
-def read_patches(checkpoint: Path, patch: Callable[..., Any]) -> Iterator[Any]:
-    """Yield a delta checkpoint's changes as vLLM's `CheckpointWeightPatch`es. Raises Corrupt.
+def read_patches(folder: Path, files: dict[str, str], patch: Callable[..., Any]) -> Iterator[Any]:
+    """Yield the changes in a folder's files as vLLM's `CheckpointWeightPatch`es.
 
-    `checkpoint` has the folder `delta/`; its files are verified.
+    `files`: name -> SHA-256. Raises ValueError where one is damaged.
     """
     import torch
 
-    from cray_agents.runtime.registry.checkpoints import read_manifest
-    from cray_agents.runtime.registry.delta_codec import by_tensor
-    from cray_agents.runtime.registry.deltas import read_delta
+    from cray_agents.runtime.vllm_plugins.delta_codec import by_tensor
 
     dtypes = {"F64": torch.float64, "F32": torch.float32}
     dtypes |= {"BF16": torch.bfloat16, "F16": torch.float16}
-    delta = read_manifest(checkpoint).delta
-    for file, sha256 in delta.files.items() if delta is not None else ():
-        for entry, places, values in by_tensor(read_delta(checkpoint, file, sha256)):
-            dtype = dtypes[entry.dtype]
-            numbers = torch.from_numpy(values.view(f"<i{values.itemsize}")).view(dtype)
-            yield patch(entry.name, entry.shape, dtype, numbers, torch.from_numpy(places))
+    for file, sha256 in files.items():
+        content = (folder / file).read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise ValueError(f"{folder / file} is damaged: it is not what its SHA-256 says")
+        for entry, places, values in by_tensor(content):
+            numbers = torch.from_numpy(values.view(f"<i{values.itemsize}")).view(
+                dtypes[entry.dtype]
+            )
+            yield patch(
+                entry.name, entry.shape, dtypes[entry.dtype], numbers, torch.from_numpy(places)
+            )
 
 
 class Extension:
@@ -90,11 +94,11 @@ class Extension:
 
         sampler.gather_logprobs = gather
 
-    def patch_weights(self, checkpoint: str) -> dict[str, bool]:
+    def patch_weights(self, folder: str, files: dict[str, str]) -> dict[str, bool]:
         """Put the changes of a delta checkpoint into the weights, by vLLM's own patch loader.
 
-        Not on CPU, whose packed layers keep no originals. Raises Corrupt where a file of changes
-        is damaged; then, or if vLLM's loader fails half-way, all weights must be loaded again.
+        Not on CPU, whose packed layers keep no originals. `files`: see `read_patches`. If this
+        fails, perhaps half-way, all weights must be loaded again. Raises ValueError.
         """
         from vllm.model_executor.model_loader.checkpoint_weight_patch import (
             CheckpointWeightPatch,
@@ -104,7 +108,7 @@ class Extension:
 
         if current_platform.is_cpu():
             return {"patched": False}
-        patches = list(read_patches(Path(checkpoint), CheckpointWeightPatch))
+        patches = list(read_patches(Path(folder), files, CheckpointWeightPatch))
         model, runner = self.model_runner.get_model(), self.model_runner
         # each file names a tensor once, and its places ascend
         load_checkpoint_weight_patches(model, patches, validate_unique_indices=False)

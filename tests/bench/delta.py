@@ -10,8 +10,8 @@ import numpy as np
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.checkpoints import read_manifest
-from cray_agents.runtime.registry.delta_codec import by_tensor
 from cray_agents.runtime.registry.deltas import Parent, Shadows, read_delta
+from cray_agents.runtime.vllm_plugins.delta_codec import by_tensor
 from tests.bench.rounds import row, side_by_side
 from tests.support.delta_checkpoints import bfloat16, changed, full, with_changes
 

@@ -19,11 +19,12 @@ from cray_agents.records import Manifest
 from cray_agents.runtime import fsck
 from cray_agents.runtime.disk.durable import sha256_file
 from cray_agents.runtime.pool.engine_host import InProcessEngine
-from cray_agents.runtime.registry import checkpoints, delta_codec
+from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.deltas import Shadows, changes_from, materialize
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention.prune import prune
 from cray_agents.runtime.retention.references import reasons_to_keep
+from cray_agents.runtime.vllm_plugins import delta_codec
 from cray_agents.runtime.vllm_plugins.worker import read_patches
 from tests.support.delta_checkpoints import Words, bfloat16, changed, full, header, with_changes
 from tests.support.scripted_gateway import served
@@ -280,21 +281,22 @@ def test_vllms_own_loader_takes_the_changes(home: Home) -> None:
     import torch
 
     x, y = bfloat16(6000, 1), bfloat16(100, 2)
-    full(home, "one", {ONE: {"x": x, "y": y}})
+    parent = full(home, "one", {ONE: {"x": x, "y": y}})
     new = with_changes(x, 0.02)
     child, _ = changed(home, "two", "one", {ONE: {"x": new, "y": y}})
 
     def tensor(words: Words) -> Any:
         return torch.from_numpy(words.view("<i2").copy()).view(torch.bfloat16)
 
-    patches = list(read_patches(child, lambda *fields: fields))
+    files = changes_from(child, checkpoints.read_manifest(parent).weights_sha256)
+    patches = list(read_patches(child / "delta", files, lambda *fields: fields))
     assert [patch[0] for patch in patches] == ["x"], "y did not change"
     model = patched(patches, {"x": tensor(x), "y": tensor(y)})
     assert torch.equal(model["x"], tensor(new)) and torch.equal(model["y"], tensor(y))
     path = child / "delta" / ONE
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(Corrupt, match=r"delta/model.* is damaged"):
-        list(read_patches(child, lambda *fields: fields))
+    with pytest.raises(ValueError, match=r"delta/model.* is damaged"):
+        list(read_patches(child / "delta", files, lambda *fields: fields))
 
 
 # ---- through the gateway

@@ -245,7 +245,8 @@ async def test_changes_are_put_into_the_weights_they_are_of_else_all_are_loaded(
         body = await request.json()
         methods.append(body.get("method", request.path))
         if methods[-1] == "patch_weights":
-            assert body["kwargs"] == {"checkpoint": str(checkpoint)}
+            assert body["kwargs"]["folder"] == str(checkpoint / "delta")
+            assert list(body["kwargs"]["files"]) == ["model.safetensors"]
             return web.json_response(answer, status=500 if "error" in answer else 200)
         return web.json_response({"success": True})
 

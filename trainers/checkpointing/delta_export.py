@@ -3,7 +3,7 @@
 A `DeltaFile` takes the bytes of a file of weights. It writes the elements that differ from the
 parent's into `delta/`, and hashes the whole, which is never written. Every rank does so for its
 share of the tensors. The parent's values are read from its files. Called by hf_export.py. Read
-next: runtime/registry/delta_codec.py.
+next: runtime/vllm_plugins/delta_codec.py.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from cray_agents.runtime.registry.checkpoints import DELTA
-from cray_agents.runtime.registry.delta_codec import (
+from cray_agents.runtime.vllm_plugins.delta_codec import (
     Entry,
     Words,
     elements,

@@ -6,8 +6,8 @@
 A block covers STEP elements of a tensor; a block without a change is left out. A place is coded as
 its distance from the place before. Numbers are stored byte by byte (all lowest bytes first, and so
 on), which zstd packs better. The values are the new ones, as stored. Nothing is verified here: the
-manifest has the hash of each packed file and of each full one. Used by deltas.py, by the trainer's
-delta_export.py, and inside vLLM (vllm_plugins/worker.py).
+manifest has the hash of each packed file and of each full one. Used inside vLLM (worker.py), by the
+trainer's delta_export.py, and by runtime/registry/deltas.py.
 """
 
 import json
@@ -20,16 +20,25 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from cray_agents.errors import Corrupt
-from cray_agents.runtime.registry.model_files import BITS
-
 MAGIC = b"CRAYDLT1"
 STEP = 1 << 22  # elements of a block; a place takes three bytes
 LEVEL = 3
 _BLOCK = struct.Struct("<IQII")
 _PLACE_BYTES = 3
+#: Bytes of an element, by the stored type's name.
+_WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2}
+_WIDTHS |= {"BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 
 Words = npt.NDArray[Any]  # elements as unsigned integers of their width
+
+
+class BadPacking(ValueError):
+    """A packed file is damaged, or none."""
+
+
+def words_of(dtype: str) -> np.dtype[Any]:
+    """Return the type of a stored type's elements as unsigned integers; bytes where unknown."""
+    return np.dtype(f"<u{_WIDTHS.get(dtype, 1)}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Entry:
     @property
     def words(self) -> np.dtype[Any]:
         """The type of its elements as unsigned integers."""
-        return np.dtype(f"<u{BITS[self.dtype] // 8}")
+        return words_of(self.dtype)
 
 
 def entries_of(header: bytes) -> list[Entry]:
@@ -83,17 +92,17 @@ def pack_changes(tensor: int, new: Words, old: Words | None) -> Iterator[bytes]:
 def unpack(content: bytes) -> tuple[bytes, list[Entry], Iterator[tuple[int, Words, Words]]]:
     """Return a packed file's header, its tensors, and its changes.
 
-    A change is (the tensor's number, flat places, new values). Raises Corrupt.
+    A change is (the tensor's number, flat places, new values). Raises BadPacking.
     """
     if content[: len(MAGIC)] != MAGIC:
-        raise Corrupt("it is no packed file of changed weights")
+        raise BadPacking("it is no packed file of changed weights")
     try:
         start = len(MAGIC) + 4
         end = start + int.from_bytes(content[len(MAGIC) : start], "little")
         header = _decompress(content[start:end])
         entries = entries_of(header)
     except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
-        raise Corrupt(f"its header cannot be read: {error}") from error
+        raise BadPacking(f"its header cannot be read: {error}") from error
     return header, entries, _unpack_blocks(content, end, entries)
 
 
@@ -117,17 +126,17 @@ def _unpack_blocks(
                 raise ValueError("a place lies beyond its tensor")
             yield tensor, places, values.T.copy().view(words).ravel()
     except (ValueError, IndexError, struct.error, zstandard.ZstdError) as error:
-        raise Corrupt(f"its changes cannot be read: {error}") from error
+        raise BadPacking(f"its changes cannot be read: {error}") from error
 
 
 def by_tensor(content: bytes) -> Iterator[tuple[Entry, Words, Words]]:
-    """Yield (tensor, all its changed places, new values) of a packed file. Raises Corrupt."""
+    """Yield (tensor, all its changed places, new values) of a packed file. Raises BadPacking."""
     _, entries, changes = unpack(content)
-    gathered: dict[int, list[tuple[Words, Words]]] = {}
+    changes_of: dict[int, list[tuple[Words, Words]]] = {}
     for tensor, places, values in changes:
-        gathered.setdefault(tensor, []).append((places, values))
-    for tensor, parts in gathered.items():
-        places, values = (np.concatenate(side) for side in zip(*parts, strict=True))
+        changes_of.setdefault(tensor, []).append((places, values))
+    for tensor, pieces in changes_of.items():
+        places, values = (np.concatenate(side) for side in zip(*pieces, strict=True))
         yield entries[tensor], places, values
 
 
