@@ -351,8 +351,8 @@ async def test_a_job_gets_a_whole_parent_and_the_setting(tmp_path: Path) -> None
         after, _, child = family(home)
         home.dataset("ds").mkdir(parents=True)
         for body in ({}, {"changes_only": False, "save_every": 7}):
-            body = {"dataset": "ds", "parent": "two", "hyperparameters": {"steps": 1}, **body}
-            status, job = await gateway.call("POST", "/v1/jobs", json=body)
+            asked = {"dataset": "ds", "parent": "two", "hyperparameters": {"steps": 1}, **body}
+            status, job = await gateway.call("POST", "/v1/jobs", json=asked)
             assert status == 200, job
         assert_whole(child, after)
         spec = json.loads((home.job(job["id"]) / "spec.json").read_bytes())
