@@ -94,6 +94,11 @@ class Config(BaseModel):
     train_session_idle_minutes: float = Field(
         10, gt=0, description="minutes without a job after which a loop's training session ends"
     )
+    delta_checkpoints: bool = Field(
+        False,
+        description="jobs publish what they changed in the weights, if that is less than half; a "
+        "version is made whole before it is promoted",
+    )
     slurm_options: list[str] = Field(
         default_factory=list,
         description="more options for a site's sbatch, such as --partition=gpu, --account=me",
@@ -119,6 +124,18 @@ class Config(BaseModel):
         "drain",
         description="requests in flight when weights change end first (drain), or go on under the "
         "new ones (keep), with their seams recorded",
+    )
+    swap_share: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="share of the replicas that change their weights at once, at least one; with "
+        "swap_mode drain one always serves on",
+    )
+    load_format: str = Field(
+        "auto",
+        description="how vLLM reads weights (--load-format): auto takes the fastest installed "
+        "reader on GPUs, and vLLM's own on CPU",
     )
     load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")

@@ -10,6 +10,7 @@
       sessions/<id>/                   a training session: spec.json, attempts/<n>, queue/<job>,
                                        log.txt; its jobs are in jobs/
       checkpoints/<id>/                immutable: a Hugging Face directory, manifest.json (last)
+      checkpoints/<id>/delta/          what changed in its parent: the weights may be made of it
       checkpoints/<id>.pruned          the record of one that `models prune` deleted
       models/<name>/<n>.json           versions, append-only
       models/<name>/history/<n>.json   the name's history, append-only: promotions, rollbacks,

@@ -414,8 +414,18 @@ class LogprobDistance(Record):
     max: float
 
 
+class DeltaOf(Record):
+    """The checkpoint that a delta checkpoint changes, and its files of changes: name -> sha256."""
+
+    parent: str
+    parent_weights_sha256: str
+    files: dict[str, str]
+
+
 class Manifest(Record):
     """The contents and origin of a checkpoint, published last, beside the weights.
+
+    `delta`: the weights can be rebuilt from another checkpoint, and may not be there themselves.
 
     `agreement`: the trainer's distance from the engine for the parent's weights, before the first
     step. Recorded where training was in bfloat16.
@@ -429,6 +439,7 @@ class Manifest(Record):
     metrics: dict[str, Any] = Field(default_factory=dict)
     probe: list[ProbePrompt] = Field(default_factory=list)
     agreement: LogprobDistance | None = None
+    delta: DeltaOf | None = None
     created: float = Field(default_factory=time.time)
 
 

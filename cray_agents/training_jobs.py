@@ -191,6 +191,8 @@ class JobSpec(StrictRecord):
     - `recompute` selects the activations to recompute.
     - `session` names a training session: its jobs run one after the other on ranks that keep model
       and optimizer in memory. None: the job has processes of its own.
+    - `changes_only` publishes what changed in the parent's weights, where that takes less than half
+      the space: a delta checkpoint. The platform makes it whole before it is promoted.
     - `oversubscribe` admits the job also if it takes more cores, memory or GPUs than there are.
     - `logprob_limit` bounds the difference between the trainer's and the engine's
       log-probabilities: the largest in float32 (None: 0.01), the 99th percentile in bfloat16, and
@@ -215,6 +217,7 @@ class JobSpec(StrictRecord):
     recompute: Literal["none", "selective", "full"] = "none"
     logprob_limit: float | None = Field(None, gt=0)
     session: str | None = Field(None, min_length=1)
+    changes_only: bool = False
     oversubscribe: bool = False
 
     @model_validator(mode="after")
@@ -267,6 +270,7 @@ _EXECUTION_FIELDS = {
     "recompute",
     "logprob_limit",
     "session",
+    "changes_only",
     "oversubscribe",
     "parent",
     "reference",

@@ -145,7 +145,9 @@ def _check_dataset(folder: Path) -> None:
 
 def _check_checkpoint(folder: Path) -> None:
     try:
-        checkpoints.verify(folder)
+        manifest = checkpoints.verify(folder)
+        for name, sha256 in checkpoints.delta_files(manifest).items():
+            checksums.prove(folder / name, sha256)
     except NotFound as error:
         raise Corrupt(str(error)) from error
 

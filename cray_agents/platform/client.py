@@ -146,6 +146,7 @@ class Platform:
         evaluate_every: int | None = None,
         logprob_limit: float | None = None,
         session: str | None = None,
+        changes_only: bool | None = None,
         oversubscribe: bool | None = None,
     ) -> JobStatus:
         """Start a training job, or find it; see JobSpec. The platform chooses what is None.
@@ -167,6 +168,7 @@ class Platform:
             "evaluate_every": evaluate_every,
             "logprob_limit": logprob_limit,
             "session": session,
+            "changes_only": changes_only,
             "oversubscribe": oversubscribe,
         }
         given = {name: value for name, value in body.items() if value is not None}

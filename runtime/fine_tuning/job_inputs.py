@@ -45,6 +45,7 @@ from cray_agents.runtime.fine_tuning.job_records import (
     Validated,
 )
 from cray_agents.runtime.registry.checkpoints import max_tokens
+from cray_agents.runtime.registry.deltas import materialize
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.runtime.store import Store
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Preference
@@ -94,7 +95,7 @@ class Preparer:
         if request.validation_file is not None:
             file_id = request.validation_file
             files.append(self._read(request, file_id, "validation_file", "validation"))
-        parent = self.home.checkpoint(request.parent)
+        parent = materialize(self.home, self.home.checkpoint(request.parent))
         pairs = request.method == "dpo"
         manifest = self._build_dataset(request, files, parent)
         longest = max(self._longest_sample(manifest, file, parent) for file in files)

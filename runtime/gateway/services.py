@@ -37,6 +37,7 @@ class Services:
     max_body: bytes. max_file: bytes of a file sent in one request; max_upload: of one sent in
     parts. body_timeout: seconds that a request's body may stand still. model_roots: the folders
     whose directories keys of the role `train` may name. api_keys: see Access in http/auth.py.
+    delta_checkpoints: the `changes_only` of jobs that leave it out.
     token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
     joining: taken while an upload's parts are put together. exports: the processes under way.
     """
@@ -54,6 +55,7 @@ class Services:
     max_upload: int = 2**40
     body_timeout: float = 60.0
     model_roots: tuple[Path, ...] = ()
+    delta_checkpoints: bool = False
     api_keys: Mode = "auto"
     token: str = ""
     reward_limit: float = REWARD_LIMIT

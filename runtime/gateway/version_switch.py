@@ -9,6 +9,8 @@ runtime/pool/pool.py, runtime/registry/registry.py, runtime/registry/canary.py.
 
 import asyncio
 import logging
+import os
+import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +27,7 @@ from cray_agents.errors import (
     Overtaken,
     SwapError,
 )
-from cray_agents.paths import Home
+from cray_agents.paths import Home, host_cache
 from cray_agents.platform.client import LEASE
 from cray_agents.records import ModelVersion, ProbePrompt, ProbeReport
 from cray_agents.runtime.gateway.http.metrics import Metrics
@@ -35,6 +37,7 @@ from cray_agents.runtime.gateway.replica_lease import Lease, ReplicaLeases
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary, CanaryTest, Verdict
+from cray_agents.runtime.registry.deltas import Shadows, materialize
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.store import Store
 
@@ -60,6 +63,8 @@ class VersionSwitcher:
         self.live = CanaryTraffic(home, store, registry, self._on_unstaged, self._on_verdict)
         self.leases = ReplicaLeases(self._give_back)
         self._home = home
+        self._shadow_lock = threading.Lock()  # of the threads that make shadows
+        self._shadows: Shadows | None = None  # made for the first delta checkpoint
         self._registry = registry
         self._pool = pool
         self._admission = admission
@@ -211,6 +216,7 @@ class VersionSwitcher:
         async with self._rollback_turn():
             try:
                 version = self._rollback_target(name, to, force, being_promoted)
+                await self._make_whole(version)
                 await self._prove(version, force=True)
                 await self._end_canary(name, who, f"rolled back to {version.id}")
                 event = await asyncio.to_thread(
@@ -274,6 +280,8 @@ class VersionSwitcher:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.leases.close()
         await self.live.close()
+        if self._shadows is not None:
+            await asyncio.to_thread(self._shadows.remove)
 
     @asynccontextmanager
     async def _rollback_turn(self) -> AsyncIterator[None]:
@@ -297,6 +305,7 @@ class VersionSwitcher:
         *,
         force: bool = False,
     ) -> ModelEvent:
+        await self._make_whole(version)
         self._being_promoted = version
         try:
             await self._prove(version, force=force)
@@ -313,6 +322,11 @@ class VersionSwitcher:
         )
         await self._apply_promotion(version, force=force)
         return event
+
+    async def _make_whole(self, version: ModelVersion) -> None:
+        """Rebuild a delta checkpoint's weights on the shared root. Raises NotFound, Corrupt."""
+        directory = self._home.checkpoint(version.checkpoint)
+        await asyncio.to_thread(materialize, self._home, directory)
 
     async def _apply_promotion(self, version: ModelVersion, *, force: bool) -> None:
         """Roll out a version that its name means now and that one replica serves.
@@ -468,10 +482,26 @@ class VersionSwitcher:
             )
 
     async def _weights_and_probe(self, version: ModelVersion) -> tuple[Path, list[ProbePrompt]]:
-        """Return the directory of a version's weights, and their golden probe."""
+        """Return a whole directory of a version's weights, and their golden probe.
+
+        Raises SwapError where a delta checkpoint cannot be made whole.
+        """
         directory = self._home.checkpoint(version.checkpoint)
         manifest = await asyncio.to_thread(checkpoints.read_manifest, directory)
+        if manifest.delta is not None:
+            directory = await asyncio.to_thread(self._shadow, version, directory)
         return directory, manifest.probe
+
+    def _shadow(self, version: ModelVersion, directory: Path) -> Path:
+        with self._shadow_lock:
+            if self._shadows is None:
+                self._shadows = Shadows(self._home, host_cache() / "shadows" / str(os.getpid()))
+            try:
+                shadow = self._shadows.directory(directory)
+            except (CrayError, OSError) as error:
+                raise SwapError(f"{version.id} was not loaded: {error}") from error
+            self._shadows.sweep({shadow, *self._pool.checkpoints()})
+            return shadow
 
     async def _time(
         self, version: ModelVersion, change: Coroutine[Any, Any, ProbeReport]

@@ -2,7 +2,7 @@
 
 The gateway calls `answer`, `stage`, `swap` and `status`. A replica serves a version only after the
 golden probe matched there (golden_probe.py). This module routes requests and decides which replica
-changes when. Read next: replica_slot.py, the change of one replica.
+changes when. Read next: rolling_swap.py; replica_slot.py, the change of one replica.
 """
 
 import asyncio
@@ -36,39 +36,7 @@ from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE, LoadedVersion
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.replica_slot import ReplicaSlot
-
-
-async def rolling_swap(
-    slots: Sequence[ReplicaSlot], new: LoadedVersion, *, keep: bool, protected: Collection[str] = ()
-) -> ProbeReport:
-    """Load a version on all slots, one after the other; slots that serve it are left alone.
-
-    `keep` and `protected`: see `ReplicaSlot.change`. Returns the worst report; all passed. A
-    replica that fails to prove a version that another has proven is left out.
-
-    Raises SwapError if none proved it; each then serves its former version. Raises Overtaken where
-    a rollback waits; slots that had not begun then keep their former version.
-    """
-    reports: list[ProbeReport] = []
-    failed: list[tuple[ReplicaSlot, SwapError]] = []
-    for slot in sorted(slots, key=lambda s: (new.version not in s.versions, bool(s.versions))):
-        if (report := slot.select_version(new.version)) is not None:
-            reports.append(report)
-            continue
-        try:
-            report = await slot.change(new, keep=keep, go_back=not reports, protected=protected)
-            reports.append(report)
-        except Overtaken:
-            raise
-        except SwapError as error:
-            failed.append((slot, error))
-    if not reports:
-        errors = [error for _, error in failed]
-        raise next((error for error in errors if not isinstance(error, PoolBusy)), errors[0])
-    for slot, why in failed:
-        if slot.state != "out":  # it failed first, and went back to its former version
-            await slot.leave_out(new, str(why))
-    return max(reports, key=lambda report: report.max_logprob_diff)
+from cray_agents.runtime.pool.rolling_swap import rolling_swap
 
 
 async def stage_on_one_slot(
@@ -181,6 +149,7 @@ class Pool:
             nothing.
         swap_mode: "drain" waits for requests in flight. "keep" lets them go on under the new
             weights; `SampledSequence.seams` record the positions of the changes.
+        swap_share: share of the replicas that may change at once: see rolling_swap.py.
         silence_timeout: seconds after which a silent replica is restarted.
         spares: replicas that start when a request names a version that no other holds
             (`load_beside`). No promoted version and no candidate is loaded on them.
@@ -195,6 +164,7 @@ class Pool:
         wait_timeout: float = 120.0,
         drain_timeout: float = 600.0,
         swap_mode: SwapMode = "drain",
+        swap_share: float = 0.25,
         silence_timeout: float = 60.0,
         spares: Sequence[EngineHost] = (),
         spare_seconds: float = 600.0,
@@ -206,6 +176,7 @@ class Pool:
         self._all = [*self._slots, *self._spares]
         self._spare_seconds = spare_seconds
         self.swap_mode: SwapMode = swap_mode
+        self._swap_share = swap_share
         self._incumbent = ""  # the version most recently loaded on all replicas
         self._former = ""  # the incumbent before, for a rollback
         self._candidate = ""  # the version most recently staged
@@ -283,6 +254,11 @@ class Pool:
     def holds(self, version: str) -> bool:
         """Tell the same as `expects`, of the replicas without the spare ones."""
         return any(s.loaded is not None and version in s.loaded.versions for s in self._slots)
+
+    def checkpoints(self) -> set[Path]:
+        """Return the directories that replicas hold, and would start again from."""
+        loaded = [slot.loaded for slot in self._all if slot.loaded is not None]
+        return {v.checkpoint for one in loaded for v in (one, *one.beside)}
 
     @property
     def swapping(self) -> bool:
@@ -447,7 +423,7 @@ class Pool:
         replicas: Sequence[int] | None = None,
         protected: Collection[str] = (),
     ) -> ProbeReport:
-        """Load a version on all replicas (or on those of the given indexes), one after the other.
+        """Load a version on all replicas (or on those of the given indexes), a share at a time.
 
         See `rolling_swap`. A version on all replicas becomes the incumbent. An empty probe is
         accepted only for a checkpoint that no job trained. A swap that has begun goes on if the
@@ -466,7 +442,9 @@ class Pool:
             keep, protected = self.swap_mode == "keep", {self._incumbent, *protected}
             if len(self._slots) == 1 or new.version == self._incumbent:
                 protected_too = {self._former, *protected}
-                report = await rolling_swap(self._slots, new, keep=keep, protected=protected_too)
+                report = await rolling_swap(
+                    self._slots, new, keep=keep, share=self._swap_share, protected=protected_too
+                )
             else:
                 proofs = (slot.select_version(new.version) for slot in self._slots)
                 report = next(filter(None, proofs), None) or await stage_on_one_slot(
@@ -503,7 +481,9 @@ class Pool:
             self._check_room(chosen, new, protected)
             protected = {self._incumbent, self._former, self._candidate, *protected}
             keep = self.swap_mode == "keep"
-            report = await rolling_swap(chosen, new, keep=keep, protected=protected)
+            report = await rolling_swap(
+                chosen, new, keep=keep, share=self._swap_share, protected=protected
+            )
             if replicas is None and new.version != self._incumbent:
                 self._former, self._incumbent = self._incumbent, new.version
             await self._unload_idle_adapters(protected)

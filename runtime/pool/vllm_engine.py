@@ -17,12 +17,14 @@ from typing import Any
 import aiohttp
 import orjson
 
-from cray_agents.errors import CrayError, EngineError, EngineUnavailable, SwapError
+from cray_agents.errors import CrayError, EngineError, EngineTimeout, EngineUnavailable, SwapError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
 from cray_agents.runtime.pool.phase_seconds import timed
 from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
+from cray_agents.runtime.registry.checkpoints import DELTA
+from cray_agents.runtime.registry.deltas import changes_from
 
 # these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
 CAPTURE = "x-cray-capture"
@@ -59,6 +61,8 @@ class VllmEngine:
         self.model = model
         self._http = Http(url, secret, timeout)
         self._load_timeout = load_timeout
+        self._weights = ""  # the hash of those that the server holds; "": unknown
+        self._kept = False  # whether the last sleep kept them
 
     @property
     def url(self) -> str:
@@ -140,24 +144,51 @@ class VllmEngine:
             with timed(seconds, "pause"):
                 await self._control(f"/pause?mode={mode}&clear_cache=true")
             with timed(seconds, "load"):
-                await self._replace_weights(checkpoint)
+                if not await self._patch_weights(checkpoint):
+                    await self._replace_weights(checkpoint)
+                await self._reset_prefix_cache()
                 await self._name_weights(checkpoint, version)
         except EngineError as error:
             raise SwapError(f"{self.url} did not load {checkpoint}: {error}") from error
         return seconds
 
-    async def _replace_weights(self, checkpoint: Path) -> None:
-        kwargs = {"weights_path": str(checkpoint)}
-        await self._control("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
-        await self._control("/collective_rpc", {"method": "repack_kept_weights"})
+    async def _patch_weights(self, checkpoint: Path) -> bool:
+        """Change the weights in place, where a delta checkpoint says what changed in them.
+
+        Returns False where vLLM cannot, or this is not what it holds: then all are to be loaded.
+        A patch that fails half-way is made good by that.
+        """
+        before, self._weights = self._weights, ""
+        if not (files := changes_from(checkpoint, before)):
+            return False
+        kwargs = {"folder": str(checkpoint / DELTA), "files": files}
+        try:
+            answer = await self._control(
+                "/collective_rpc", {"method": "patch_weights", "kwargs": kwargs}
+            )
+        except EngineTimeout:
+            raise
+        except EngineError as error:
+            log.warning("%s is loaded whole: its changes were not applied: %s", checkpoint, error)
+            return False
+        workers = answer.get("results") or [{}]
+        return all(isinstance(one, dict) and one.get("patched") for one in workers)
+
+    async def _reset_prefix_cache(self) -> None:
         answer = await self._control("/reset_prefix_cache")
         if not answer.get("success"):
             raise EngineError("the prefix cache was not reset: blocks of it are still in use")
 
+    async def _replace_weights(self, checkpoint: Path) -> None:
+        kwargs = {"weights_path": str(checkpoint)}
+        await self._control("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+        await self._control("/collective_rpc", {"method": "repack_kept_weights"})
+
     async def _name_weights(self, checkpoint: Path, version: str) -> None:
         """Set the label that vLLM records with tokens; until `resume` it answers `score` alone."""
-        label = f"{version} {weights_of(checkpoint)}"
-        await self._control("/update_weight_version", {"new_version": label})
+        weights = weights_of(checkpoint)
+        await self._control("/update_weight_version", {"new_version": f"{version} {weights}"})
+        self._weights = weights
 
     async def resume(self) -> None:
         """Answer requests again: see `Engine.resume`."""
@@ -166,11 +197,14 @@ class VllmEngine:
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back: see `Engine.sleep`. vLLM for CPUs gives nothing back."""
         await self._control(f"/sleep?level={level}&mode=abort")
+        self._kept = level == 1
 
     async def wake(self, checkpoint: Path, version: str) -> None:
         """Take the GPU's memory again: see `Engine.wake`."""
         await self._control("/wake_up")
         await self._name_weights(checkpoint, version)
+        if not self._kept:
+            self._weights = ""  # the memory is there, and the weights are not
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
         """Return logprobs of each prompt's tokens but its first, under the weights now loaded.

@@ -23,6 +23,7 @@ from pathlib import Path
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
 from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
 from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
+from cray_agents.runtime.pool.load_format import AUTO
 from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.checkpoints import ADAPTER
@@ -49,8 +50,9 @@ class EngineSettings:
 
     `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU. `threads`: compute threads on
     CPU; None leaves one core to the API server. `answer_timeout`: seconds without a byte of an
-    answer. `kv_cache_gib`: on CPU only. `max_lora_rank`: largest rank of an adapter beside the
-    weights; 0: no adapters. `sleeps`: jobs train on the same GPU by turns.
+    answer. `load_format`: as load_format.py chose. `kv_cache_gib`: on CPU only. `max_lora_rank`:
+    largest rank of an adapter beside the weights; 0: no adapters. `sleeps`: jobs train on the same
+    GPU by turns.
     """
 
     max_model_len: int = 1024
@@ -62,6 +64,7 @@ class EngineSettings:
     start_timeout: float = 300.0
     answer_timeout: float = 600.0
     load_timeout: float = 300.0
+    load_format: str = AUTO
     threads: int | None = None
     max_lora_rank: int = 0
     sleeps: bool = False
@@ -273,6 +276,7 @@ def command(
         # vLLM for CPUs refuses the flag; it has the routes all the same
         *(("--enable-sleep-mode",) if settings.sleeps and has_gpu_build() else ()),
         *_lora_arguments(settings.max_lora_rank),
+        *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
         *settings.engine_args,
         # the last middleware is the outermost: it sees a request first
         *("--middleware", "cray_agents.runtime.vllm_plugins.lock.Locked"),

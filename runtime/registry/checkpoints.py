@@ -36,6 +36,7 @@ from cray_agents.runtime.registry.model_files import CONFIG, WEIGHTS
 
 MANIFEST = "manifest.json"
 ADAPTER = "adapter"
+DELTA = "delta"  # the folder of what changed in the parent: see deltas.py
 READERS = 8  # files hashed at a time
 ASIDE = ".aside_"  # in the name of a whole checkpoint that prune.py is about to remove
 DRAFT_SECONDS = 86400.0  # without a change; an older draft is left over from a dead process
@@ -176,11 +177,12 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _check_names(manifest: Manifest) -> None:
     """Raise ValueError for a name that leads out of the directory."""
-    for name in manifest.files:
+    for name in (*manifest.files, *delta_files(manifest)):
         steps = name.split("/")
         if len(steps) > 2 or not {"", ".", ".."}.isdisjoint(steps) or "\0" in name:
             raise ValueError(f"{name[:200]!r} is not the name of a file in it")
-    for record in (manifest.job, manifest.dataset):
+    parent = manifest.delta.parent if manifest.delta is not None else None
+    for record in (manifest.job, manifest.dataset, parent):
         if record is not None and not _PLAIN.fullmatch(record):
             raise ValueError(f"{record[:200]!r} names no job and no dataset")
 
@@ -188,14 +190,36 @@ def _check_names(manifest: Manifest) -> None:
 def verify(directory: Path) -> Manifest:
     """Hash every file of the manifest, once a process; see runtime/disk/checksums.py.
 
-    Several files are hashed at a time. Raises Corrupt, naming the first file that differs.
+    Several files are hashed at a time. Of a delta checkpoint that is not whole, the files of
+    changes are hashed in place of the weights. Raises Corrupt, naming the first file that differs.
     """
     manifest = read_manifest(directory)
+    files = dict(manifest.files)
+    if manifest.delta is not None and not is_whole(directory, manifest):
+        for name in weight_files(manifest):
+            del files[name]
+        files |= delta_files(manifest)
     with ThreadPoolExecutor(READERS) as threads:
-        paths = [directory / name for name in manifest.files]
-        for _ in threads.map(checksums.prove, paths, manifest.files.values()):
+        paths = [directory / name for name in files]
+        for _ in threads.map(checksums.prove, paths, files.values()):
             pass
     return manifest
+
+
+def weight_files(manifest: Manifest) -> list[str]:
+    """Return the names of the files of weights, without an adapter's."""
+    return [name for name in manifest.files if name.endswith(WEIGHTS) and "/" not in name]
+
+
+def delta_files(manifest: Manifest) -> dict[str, str]:
+    """Return the names and hashes of the files of changes; empty for a full checkpoint."""
+    files = manifest.delta.files if manifest.delta is not None else {}
+    return {f"{DELTA}/{name}": sha256 for name, sha256 in files.items()}
+
+
+def is_whole(directory: Path, manifest: Manifest) -> bool:
+    """Tell whether the files of weights are there."""
+    return all((directory / name).is_file() for name in weight_files(manifest))
 
 
 def verify_settings(directory: Path) -> None:
@@ -280,7 +304,7 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
     changed = changes_of(source, config, weights)
     files |= {name: durable.sha256(content) for name, content in changed.items()}
     if own is not None:
-        return own.model_copy(update={"files": files}), changed
+        return own.model_copy(update={"files": files, "delta": None}), changed
     return Manifest(files=files, weights_sha256=sha256), changed
 
 

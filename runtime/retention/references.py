@@ -14,7 +14,7 @@ from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
-from cray_agents.runtime.registry.checkpoints import ADAPTER, read_manifest
+from cray_agents.runtime.registry.checkpoints import ADAPTER, MANIFEST, is_whole, read_manifest
 from cray_agents.runtime.registry.registry import History, Registry
 
 
@@ -61,6 +61,9 @@ def reasons_to_keep(registry: Registry, keep: int, in_use: Collection[str]) -> d
     for one in list(why):
         if (base := _base_of(home, versions[one])) is not None:
             add(by_weights.get(base, ()), f"{one} is an adapter over it")
+    for one in list(why):
+        for parent in _needed_to_rebuild(home, versions[one]):
+            add(by_checkpoint.get(parent, ()), f"{one} is stored as what changed in it")
     for one in list(why):
         add(by_checkpoint[versions[one].checkpoint], f"the same checkpoint as {one}")
     return why
@@ -139,6 +142,17 @@ def _base_of(home: Home, version: ModelVersion) -> str | None:
     """Return the hash of the weights under an adapter; None: the version has no adapter."""
     directory = home.checkpoint(version.checkpoint)
     return read_manifest(directory).parent_sha256 if (directory / ADAPTER).is_dir() else None
+
+
+def _needed_to_rebuild(home: Home, version: ModelVersion) -> Iterator[str]:
+    """Yield the checkpoints, nearest first, that a delta checkpoint is made whole from."""
+    directory = home.checkpoint(version.checkpoint)
+    while (directory / MANIFEST).is_file():
+        manifest = read_manifest(directory)
+        if manifest.delta is None or is_whole(directory, manifest):
+            return
+        yield manifest.delta.parent
+        directory = home.checkpoint(manifest.delta.parent)
 
 
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

@@ -4,7 +4,34 @@ vLLM loads it in the engine's process (`--worker-extension-cls`, set by
 runtime/pool/vllm_replica.py). runtime/pool/vllm_engine.py calls it over `/collective_rpc`.
 """
 
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+
+def read_patches(folder: Path, files: dict[str, str], patch: Callable[..., Any]) -> Iterator[Any]:
+    """Yield the changes in a folder's files as vLLM's `CheckpointWeightPatch`es.
+
+    `files`: name -> SHA-256. Raises ValueError where one is damaged.
+    """
+    import torch
+
+    from cray_agents.runtime.vllm_plugins.delta_codec import by_tensor
+
+    dtypes = {"F64": torch.float64, "F32": torch.float32}
+    dtypes |= {"BF16": torch.bfloat16, "F16": torch.float16}
+    for file, sha256 in files.items():
+        content = (folder / file).read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise ValueError(f"{folder / file} is damaged: it is not what its SHA-256 says")
+        for entry, places, values in by_tensor(content):
+            numbers = torch.from_numpy(values.view(f"<i{values.itemsize}")).view(
+                dtypes[entry.dtype]
+            )
+            yield patch(
+                entry.name, entry.shape, dtypes[entry.dtype], numbers, torch.from_numpy(places)
+            )
 
 
 class Extension:
@@ -66,6 +93,28 @@ class Extension:
             return LogprobsTensors(column.to(torch.int32), logprobs.gather(-1, column), ranks)
 
         sampler.gather_logprobs = gather
+
+    def patch_weights(self, folder: str, files: dict[str, str]) -> dict[str, bool]:
+        """Put the changes of a delta checkpoint into the weights, by vLLM's own patch loader.
+
+        Not on CPU, whose packed layers keep no originals. `files`: see `read_patches`. If this
+        fails, perhaps half-way, all weights must be loaded again. Raises ValueError.
+        """
+        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+            CheckpointWeightPatch,
+            load_checkpoint_weight_patches,
+        )
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            return {"patched": False}
+        patches = list(read_patches(Path(folder), files, CheckpointWeightPatch))
+        model, runner = self.model_runner.get_model(), self.model_runner
+        # each file names a tensor once, and its places ascend
+        load_checkpoint_weight_patches(model, patches, validate_unique_indices=False)
+        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            getattr(runner, reset, lambda: None)()
+        return {"patched": True}
 
     def repack_kept_weights(self) -> dict[str, int]:
         """Pack the weights again of layers that keep both the original and a packed copy.

@@ -3,20 +3,21 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
-from cray_agents.errors import SwapError
+from cray_agents.errors import EngineUnavailable, Overtaken, SwapError
 from cray_agents.ports import EngineCall
-from cray_agents.records import ProbePrompt
+from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.pool import replica_slot
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool, SwapMode
+from cray_agents.runtime.pool.rolling_swap import most_away
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (
     Mortal,
@@ -155,6 +156,135 @@ async def test_one_replica_serves_at_any_time_of_a_roll(tmp_path: Path) -> None:
         report = await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert report.passed and versions_and_states(pool) == [("m@2", "serving")] * 3
         assert seen == [2, 2, 2], "the one that held it was left alone"
+
+
+class Held(Mortal):
+    """Waits in its engine's load of a later version, until it is let go."""
+
+    def __init__(self, name: str, began: list[str]) -> None:
+        super().__init__(ScriptedEngine(says_version))
+        self.name, self.began = name, began
+        self.go = asyncio.Event()
+        self.failing = False
+        load = self.engine.load
+
+        async def held(directory: Path, version: str, *, keep: bool = False) -> dict[str, float]:
+            if version != "m@1":
+                began.append(self.name)
+                await self.go.wait()
+            if self.failing and version != "m@1":
+                raise EngineUnavailable("it was killed")
+            return await load(directory, version, keep=keep)
+
+        self.engine.load = held  # type: ignore[method-assign, assignment]
+
+
+@asynccontextmanager
+async def held_swap(
+    folder: Path, names: str, **settings: Any
+) -> AsyncIterator[tuple[Pool, dict[str, Held], list[str], "asyncio.Task[ProbeReport]"]]:
+    """A pool whose replicas, named by letters, are asked to change, and have not begun to."""
+    began: list[str] = []
+    hosts = {name: Held(name, began) for name in names}
+    async with serving(folder, *hosts.values(), **settings) as pool:
+        swap = asyncio.create_task(pool.swap(checkpoint(folder, 2), "m@2", probe(2)))
+        try:
+            yield pool, hosts, began, swap
+        finally:
+            swap.cancel()
+
+
+def away(pool: Pool) -> int:
+    return sum(state != "serving" for _, state in versions_and_states(pool))
+
+
+async def test_a_share_of_the_replicas_changes_at_once_after_a_first_proof(tmp_path: Path) -> None:
+    async with held_swap(tmp_path, "abcdefgh", swap_share=0.4) as (pool, hosts, began, swap):
+        await until(lambda: began == ["a"])
+        assert away(pool) == 1, "the first proves it alone"
+        hosts["a"].go.set()
+        await until(lambda: began == ["a", "b", "c", "d"])
+        assert away(pool) == 3, "0.4 of 8 are 3"
+        hosts["c"].go.set()  # the next begins as soon as one has ended
+        await until(lambda: began == ["a", "b", "c", "d", "e"])
+        assert away(pool) == 3
+        for host in hosts.values():
+            host.go.set()
+        assert (await swap).passed
+        assert began == list("abcdefgh") and versions_and_states(pool) == [("m@2", "serving")] * 8
+
+
+@pytest.mark.parametrize(
+    ("replicas", "share", "keep", "most"),
+    [
+        (1, 1.0, False, 1),
+        (3, 0.25, False, 1),
+        (4, 1.0, False, 3),
+        (4, 1.0, True, 4),
+        (8, 0.25, False, 2),
+        (100, 0.29, True, 29),
+    ],
+)
+def test_how_many_may_be_away(replicas: int, share: float, keep: bool, most: int) -> None:
+    assert most_away(replicas, share, keep=keep) == most
+
+
+async def test_the_last_replica_that_serves_stays_until_another_is_back(tmp_path: Path) -> None:
+    async with held_swap(tmp_path, "abcd", swap_share=0.5) as (pool, hosts, began, swap):
+        hosts["a"].go.set()
+        await until(lambda: began == list("abc"))
+        hosts["a"].broken = True
+        hosts["a"].die()
+        await until(lambda: not pool.serves("m@2"))
+        hosts["c"].failing = True
+        hosts["c"].go.set()
+        await until(lambda: versions_and_states(pool)[2] == ("m@2", "out"))
+        await asyncio.sleep(0.02)  # c is given up by now
+        assert "d" not in began and pool.serves("m@1"), "only d answers"
+        hosts["b"].go.set()
+        hosts["d"].go.set()
+        assert (await swap).passed
+        assert began[-1] == "d" and pool.serving == 2
+
+
+async def test_replicas_that_fail_among_others_are_left_out(tmp_path: Path) -> None:
+    async with held_swap(tmp_path, "abcde", swap_share=0.8) as (pool, hosts, began, swap):
+        hosts["a"].go.set()
+        await until(lambda: began == list("abcde"))
+        hosts["c"].failing = True
+        for host in hosts.values():
+            host.go.set()
+        assert (await swap).version == "m@2"
+        out = ("m@2", "out")
+        assert [state for state in versions_and_states(pool) if state[1] != "serving"] == [out]
+        assert "it was killed" in pool.status()[2]["error"] and began.count("c") >= 3
+        assert all(began.count(name) == 1 for name in "abde"), "its failure stops no other"
+
+
+async def test_a_rollback_lets_none_begin_and_those_that_load_end(tmp_path: Path) -> None:
+    async with held_swap(tmp_path, "abcde", swap_share=0.4) as (pool, hosts, began, swap):
+        hosts["a"].go.set()
+        await until(lambda: began == list("abc"))
+        with pool.rollback_waiting():
+            hosts["b"].go.set()
+            hosts["c"].go.set()
+            with pytest.raises(Overtaken):
+                await swap
+        assert began == list("abc")
+        assert [v for v, _ in versions_and_states(pool)] == ["m@2"] * 3 + ["m@1"] * 2
+        assert away(pool) == 0
+
+
+async def test_a_pool_that_stops_ends_all_changes_under_way(tmp_path: Path) -> None:
+    async with held_swap(tmp_path, "abcde", swap_share=0.8) as (pool, hosts, began, swap):
+        hosts["a"].go.set()
+        await until(lambda: began == list("abcde"))
+        await pool.stop()
+        with pytest.raises(asyncio.CancelledError):
+            await swap
+        assert [state for _, state in versions_and_states(pool)] == ["down"] * 5
+        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
+        assert not [name for name in names if "rolling_swap" in name]
 
 
 @pytest.mark.parametrize("first", [True, False])

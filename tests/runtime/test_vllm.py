@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -14,12 +15,17 @@ import pytest
 import pytest_asyncio
 
 from cray_agents.errors import EngineError, SwapError
+from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.processes import alive
-from cray_agents.records import new_id
+from cray_agents.records import DeltaOf, new_id
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.registry.checkpoints import MANIFEST
+from cray_agents.runtime.registry.deltas import Parent, Shadows
+from cray_agents.runtime.vllm_plugins.delta_codec import entries_of
 from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.trainers.checkpointing.delta_export import DeltaFile
 from tests.support.vllm_pool import (
     CHAT,
     PROMPTS,
@@ -29,6 +35,7 @@ from tests.support.vllm_pool import (
     distance,
     golden_probe,
     greedy,
+    manifest_of,
     secret_of,
     true_logprob,
     true_next_logprob,
@@ -191,6 +198,41 @@ async def test_an_untied_swap_in_place_has_the_new_weights_and_no_old_cache(
     assert len(before.prompt_token_ids) > 256
     await serving.swap("m@1")
     assert distance(await serving.score(), old) < 1e-5
+
+
+async def test_a_delta_is_served_from_its_copy(serving: Serving, tmp_path: Path) -> None:
+    """vLLM on CPU is asked to change the weights in place, cannot, and loads the copy."""
+    from safetensors.torch import load_file, save_file
+
+    home, whole = Home(tmp_path / "home"), tmp_path / "whole"
+    parent, child = home.checkpoint("one"), home.checkpoint("two")
+    for copy in (parent, whole, child):
+        shutil.copytree(serving.models["m@1"], copy)
+    before, file = manifest_of(parent), "model.safetensors"
+    tensors = load_file(whole / file)
+    for tensor in tensors.values():
+        tensor.view(-1)[::20] *= 1.5
+    save_file(tensors, whole / file, metadata={"format": "pt"})
+    content = memoryview((whole / file).read_bytes())
+    (child / file).unlink()
+    with Parent(parent) as base, DeltaFile(child / file, base.tensors) as written:
+        data = 8 + int.from_bytes(content[:8], "little")
+        written.write(content[:data])
+        for entry in entries_of(bytes(content[:data])):
+            written.write(content[data + entry.start : data + entry.end])
+    packed = {file: written.packed_sha256}
+    delta = DeltaOf(parent="one", parent_weights_sha256=before.weights_sha256, files=packed)
+    manifest = manifest_of(whole).model_copy(update={"delta": delta})
+    (child / MANIFEST).write_text(manifest.model_dump_json())
+
+    serving.models |= {"m@5": parent, "m@6": Shadows(home, tmp_path / "1").directory(child)}
+    await serving.swap("m@5")
+    pid = serving.pid
+    await serving.swap("m@6")
+    assert serving.pid == pid and not (child / file).exists()
+    assert distance(await serving.score(), truth(whole)) < 1e-4
+    assert distance(truth(whole), truth(parent)) > 0.01
+    await serving.swap("m@1")
 
 
 async def test_no_block_of_the_prefix_cache_outlives_its_weights(serving: Serving) -> None:

@@ -5,14 +5,19 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
+from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import to_engine_error
+from tests.support.delta_checkpoints import bfloat16, changed, full, with_changes
 
 CHUNK = b'data: {"model":"m","choices":[{"delta":{"content":"\\"model\\":\\"m\\""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -219,3 +224,53 @@ PYDANTIC = """22 validation errors:
 def test_a_refusal_in_the_clients_words(raw: str, message: str, param: str | None) -> None:
     error = to_engine_error(400, {"error": {"message": raw, "code": 400}})
     assert (str(error), error.param) == (message, param)
+
+
+# ---- changes in place
+@pytest.mark.parametrize(
+    ("held", "answer", "whole"),
+    [
+        ("parent", {"results": [{"patched": True}] * 2}, False),
+        ("parent", {"results": [{"patched": True}, {"patched": False}]}, True),  # such as a CPU
+        ("parent", {"error": {"message": "no final copy", "code": 500}}, True),
+        ("other", {"results": [{"patched": True}]}, True),
+    ],
+)
+async def test_changes_are_put_into_the_weights_they_are_of_else_all_are_loaded(
+    tmp_path: Path, held: str, answer: dict[str, Any], whole: bool
+) -> None:
+    methods: list[str] = []
+
+    async def vllm(request: web.Request) -> web.Response:
+        body = await request.json()
+        methods.append(body.get("method", request.path))
+        if methods[-1] == "patch_weights":
+            assert body["kwargs"]["folder"] == str(checkpoint / "delta")
+            assert list(body["kwargs"]["files"]) == ["model.safetensors"]
+            return web.json_response(answer, status=500 if "error" in answer else 200)
+        return web.json_response({"success": True})
+
+    home = Home(tmp_path / "home")
+    weights = bfloat16(100)
+    parent = full(home, "parent", {"model.safetensors": {"x": weights}})
+    full(home, "other", {"model.safetensors": {"x": weights + 1}})
+    changes = {"model.safetensors": {"x": with_changes(weights, 0.1)}}
+    checkpoint, _ = changed(home, "child", "parent", changes)
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", vllm)
+    async with TestServer(application) as server:
+        engine = VllmEngine(str(server.make_url("")).rstrip("/"), "m", "s3cret", timeout=5)
+        await engine.prepare(home.checkpoint(held), "m@1")
+        methods.clear()
+        await engine.load(checkpoint, "m@2")
+        asked = ["patch_weights"] if held == "parent" else []
+        asked += ["reload_weights", "repack_kept_weights"] if whole else []
+        assert methods[1:-1] == [*asked, "/reset_prefix_cache"]
+        # a second try, as after a probe that did not match, loads all
+        methods.clear()
+        await engine.load(checkpoint, "m@2")
+        assert "patch_weights" not in methods and "reload_weights" in methods
+        methods.clear()
+        await engine.load(parent, "m@1")
+        assert "reload_weights" in methods
+        await engine.close()

@@ -9,7 +9,7 @@ probe scores the weights as stored. Called by job/rank.py. Read next: weight_fil
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -18,11 +18,14 @@ from typing import Any
 import torch
 
 from cray_agents.errors import NotFound
-from cray_agents.records import LogprobDistance, Manifest, ProbePrompt
+from cray_agents.records import DeltaOf, LogprobDistance, Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints, model_files
+from cray_agents.runtime.registry.checkpoints import DELTA
+from cray_agents.runtime.registry.deltas import Parent
 from cray_agents.runtime.registry.model_config import TIED, read_config
 from cray_agents.runtime.registry.model_files import CONFIG
+from cray_agents.trainers.checkpointing.delta_export import LARGEST_SHARE, DeltaFile
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
 from cray_agents.trainers.data.samples import Samples
@@ -87,6 +90,17 @@ def export_weights(
     Rounds the model's own weights to the stored types first, so that model and files are equal.
     `share`: see `plan_export`. Collective.
     """
+    return export(training, folder, file_bytes, share, changes=False)[0]
+
+
+def export(
+    training: Training, folder: Path, file_bytes: int, share: int, *, changes: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Do as `export_weights`; return also the SHA-256 of each file of changes.
+
+    With `changes` only the elements that differ from the parent's are written, unless that takes
+    more than half the space of the full files, which are then written instead.
+    """
     chunks, model = training.chunks, training.model
     source = weight_source(training.parent, model, training.hyper)
     round_weights(chunks, model, source)
@@ -101,13 +115,47 @@ def export_weights(
     rank = torch.distributed.get_rank()
     first = sum(map(len, groups[:rank]))
     own = dict(islice(files.items(), first, first + len(groups[rank])))
-    hashes = write_files(folder, own, shapes, dtypes, export_tensors(plan, model))
+    hashes: dict[str, str] = {}
+    packed: dict[str, str] = {}
+    if changes:
+        hashes, packed, size = _write_changes(
+            training.parent, folder, own, shapes, dtypes, export_tensors(plan, model)
+        )
+        packed_size = sum(int(one) for one in gather_from_ranks(str(size).encode()))
+        changes = packed_size <= LARGEST_SHARE * sum(sizes.values())
+    if not changes:
+        packed = {}
+        if rank == 0:
+            shutil.rmtree(folder / DELTA, ignore_errors=True)
+        hashes = write_files(folder, own, shapes, dtypes, export_tensors(plan, model))
     if rank == 0 and len(files) > 1:
         file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
-    written = [json.loads(one) for one in gather_from_ranks(json.dumps(hashes).encode())]
-    return {file: sha256 for one in written for file, sha256 in one.items()}
+    written = [json.loads(one) for one in gather_from_ranks(json.dumps([hashes, packed]).encode())]
+    whole = {file: sha256 for one, _ in written for file, sha256 in one.items()}
+    return whole, {file: sha256 for _, one in written for file, sha256 in one.items()}
+
+
+def _write_changes(
+    parent: Path,
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+) -> tuple[dict[str, str], dict[str, str], int]:
+    """Write this rank's files of changes; return both kinds of hashes, and the bytes written."""
+    opened: dict[str, DeltaFile] = {}
+    with Parent(parent) as base:
+
+        def open_file(path: Path) -> DeltaFile:
+            opened[path.name] = DeltaFile(path, base.tensors)
+            return opened[path.name]
+
+        hashes = write_files(folder, files, shapes, dtypes, tensors, open_file)
+    size = sum(file.size for file in opened.values())
+    return hashes, {name: file.packed_sha256 for name, file in opened.items()}, size
 
 
 def copy_settings(parent: Path, folder: Path, *, tied: bool) -> None:
@@ -158,6 +206,7 @@ def publish(
 ) -> None:
     """Export, probe and publish as `final`, unless that exists. Collective.
 
+    With `spec.changes_only` a delta checkpoint, where the parent is a checkpoint of this root.
     Afterwards this rank's weights equal the files, with adapters folded in: see Training.begin.
     """
     main = torch.distributed.get_rank() == 0
@@ -169,12 +218,17 @@ def publish(
         adapter = draft / checkpoints.ADAPTER
         write_adapter(training.chunks, training.model, lora, spec.parent, adapter)
         training.fold_adapters()
-    hashes = export_weights(training, draft, share=share)
+    ours = training.parent.resolve().parent == final.parent.resolve()
+    changes = spec.changes_only and ours and training.hyper.init != "random"
+    hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes)
     scores = training.score(Samples.of(prompts), temperature=1.0)
     torch.distributed.barrier()
     if main:
         copy_settings(training.parent, draft, tied=training.model.tied)
         files = hash_files(draft, hashes)
+        files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
+        parent, sha256 = training.parent.name, spec.parent_sha256
+        delta = DeltaOf(parent=parent, parent_weights_sha256=sha256, files=packed)
         manifest = Manifest(
             files=files,
             weights_sha256=checkpoints.weights_sha256(files),
@@ -187,6 +241,7 @@ def publish(
                 for prompt, logprobs in zip(prompts, scores, strict=True)
             ],
             agreement=agreement,
+            delta=delta if packed else None,
         )
         text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())
         durable.replace_file(draft / "manifest.json", text)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+
+from cray_agents.trainers.checkpointing.delta_export import DeltaFile
 
 BLOCK = 16 << 20  # bytes hashed and written at a time
 AHEAD = 16  # blocks that wait for the disk
@@ -43,16 +45,18 @@ def write_files(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
     tensors: Iterator[tuple[str, torch.Tensor]],
+    open_file: "Callable[[Path], _HashedFile | DeltaFile] | None" = None,
 ) -> dict[str, str]:
     """Write and fsync files of named tensors; return each file's SHA-256.
 
-    `tensors` yields them in nearly the same order: one that comes early is kept. It is read to its
-    end. Raises OSError, as of a full disk.
+    `open_file` may open another kind of file, such as DeltaFile. `tensors` yields them in nearly
+    the same order: one that comes early is kept. It is read to its end. Raises OSError, as of a
+    full disk.
     """
     hashes: dict[str, str] = {}
     early: dict[str, torch.Tensor] = {}
     for file, names in files.items():
-        with _HashedFile(folder / file) as written:
+        with (open_file or _HashedFile)(folder / file) as written:
             written.write(_header({name: (dtypes[name], shapes[name]) for name in names}))
             for name in names:
                 while name not in early:

@@ -137,9 +137,11 @@ def steps_of_epochs(dataset: Fields, spec: JobSpec, epochs: float) -> dict[str, 
 
 
 def _directory(registry: Any, model: str) -> Path:
+    from cray_agents.runtime.registry.deltas import materialize
+
     folder = Path(model).expanduser().absolute()
     directory: Path = folder if folder.is_dir() else registry.directory(model)
-    return directory
+    return materialize(registry.home, directory)
 
 
 def _trainable(directory: Path, param: str, init: str) -> Any:

@@ -39,6 +39,7 @@ from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import (
     EngineSettings,
@@ -47,6 +48,7 @@ from cray_agents.runtime.pool.vllm_replica import (
     weight_bytes,
 )
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
+from cray_agents.runtime.registry.deltas import materialize
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import (
@@ -133,6 +135,7 @@ async def run(
         keep_alive=config.keep_alive,
         body_timeout=config.body_timeout,
         model_roots=tuple(config.model_roots),
+        delta_checkpoints=config.delta_checkpoints,
         api_keys=config.api_keys if is_loopback(config.host) else "required",
         token=token,
         reward_limit=config.reward_limit,
@@ -199,6 +202,7 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
         start_timeout=config.start_timeout,
         answer_timeout=config.engine_timeout,
         load_timeout=config.load_timeout,
+        load_format=load_format(config.load_format, gpu=has_gpu_build()),
     )
     logs = config.root.logs
     devices: list[str | None] = [None] * (replicas + config.spare_replicas)
@@ -213,6 +217,7 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
         probe_limits=settings.probe_limits,
         wait_timeout=config.swap_timeout,
         swap_mode=config.swap_mode,
+        swap_share=config.swap_share,
         silence_timeout=config.silence_timeout,
     )
 
@@ -260,6 +265,7 @@ async def start_pool(pool: Pool, home: Home, version: ModelVersion) -> None:
     """Start the replicas on a version and prove it."""
     directory = home.checkpoint(version.checkpoint)
     manifest = await asyncio.to_thread(read_manifest, directory)
+    await asyncio.to_thread(materialize, home, directory)
     started = time.monotonic()
     await pool.start(directory, version.id, manifest.probe)
     say(f"ready: {version.id} is served after {time.monotonic() - started:.0f} s")

@@ -41,7 +41,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     page_of,
 )
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry import checkpoints, deltas
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 PAGE_LIMIT = 1000  # jobs in a page
@@ -189,6 +189,7 @@ def _spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
         **_checkpoint(services, field(body, "parent", str), "parent", afresh, roots),
         "code": services.code,
         "dataset": dataset,
+        "changes_only": services.delta_checkpoints,
     }
     if "reference" in given:
         reference = field(given, "reference", str)
@@ -240,6 +241,7 @@ def _checkpoint(
         else:
             if not checkpoints.is_ours(services.home, directory):
                 checkpoints.inspect(directory, with_manifest=True)
+            deltas.materialize(services.home, directory)
             manifest = checkpoints.read_manifest(directory)
             sha256, files = manifest.weights_sha256, manifest.files
     except (BadInput, NotFound) as error:

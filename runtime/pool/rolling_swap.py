@@ -1,0 +1,93 @@
+"""Rolling swap: change the version of many replicas, a share of them at a time.
+
+The first replica proves the version alone. After that a share of the replicas change side by side,
+and as each one ends the next one begins. Replicas of one host then read a checkpoint while it is
+in the page cache. In drain mode one replica always serves on, unless there is only one. Called by
+pool.py. Read next: replica_slot.py, the change of one replica.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from cray_agents.errors import Overtaken, PoolBusy, SwapError
+from cray_agents.records import ProbeReport
+from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.replica_slot import ReplicaSlot
+
+
+async def rolling_swap(
+    slots: Sequence[ReplicaSlot],
+    new: LoadedVersion,
+    *,
+    keep: bool,
+    share: float,
+    protected: Collection[str] = (),
+) -> ProbeReport:
+    """Load a version on all slots; slots that serve it are left alone.
+
+    `keep` and `protected`: see `ReplicaSlot.change`. `share`: see `most_away`. Returns the worst
+    report; all passed. A replica that fails to prove a version that another has proven is left out.
+
+    Raises SwapError if none proved it; each then serves its former version. Raises Overtaken where
+    a rollback waits; slots that had not begun then keep their former version.
+    """
+    proofs = [(slot, slot.select_version(new.version)) for slot in slots]
+    reports = [report for _, report in proofs if report is not None]
+    # those that serve nothing change first
+    waiting = deque(sorted((s for s, report in proofs if report is None), key=_serves))
+    failed: list[tuple[ReplicaSlot, SwapError]] = []
+    changing: set[ReplicaSlot] = set()
+    overtaken: list[Overtaken] = []
+
+    async def change_next() -> None:
+        slot = waiting.popleft()
+        changing.add(slot)
+        try:
+            change = slot.change(new, keep=keep, go_back=not reports, protected=protected)
+            reports.append(await change)
+        except Overtaken as error:
+            overtaken.append(error)
+        except SwapError as error:
+            failed.append((slot, error))
+        finally:
+            changing.remove(slot)
+
+    def may_change(slot: ReplicaSlot) -> bool:
+        """Tell whether another one serves meanwhile: some may be down."""
+        stay = (one for one in slots if one is not slot and one not in changing)
+        return keep or not _serves(slot) or any(map(_serves, stay))
+
+    async def change_beside() -> None:
+        while waiting and not overtaken and may_change(waiting[0]):
+            await change_next()
+
+    while waiting and not reports and not overtaken:
+        await change_next()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(most_away(len(slots), share, keep=keep)):
+            group.create_task(change_beside())
+    while waiting and not overtaken:  # the only one that serves, as others are down
+        await change_next()
+    if overtaken:
+        raise overtaken[0]
+    if not reports:
+        errors = [error for _, error in failed]
+        raise next((error for error in errors if not isinstance(error, PoolBusy)), errors[0])
+    for slot, why in failed:
+        if slot.state != "out":  # it failed first, and went back to its former version
+            await slot.leave_out(new, str(why))
+    return max(reports, key=lambda report: report.max_logprob_diff)
+
+
+def most_away(replicas: int, share: float, *, keep: bool) -> int:
+    """Return how many replicas may change at once: a share of them, at least one.
+
+    Without `keep` one stays, since a replica that drains answers no new request.
+    """
+    most = max(1, int(replicas * share + 1e-9))
+    return most if keep else min(most, max(1, replicas - 1))
+
+
+def _serves(slot: ReplicaSlot) -> bool:
+    return bool(slot.versions)
