@@ -26,6 +26,7 @@ from cray_agents.trainers.job.launch import (
     RankPlacement,
     RanksOutcome,
     find_placement,
+    must_spawn,
     run_ranks,
 )
 
@@ -90,7 +91,7 @@ def _train(work: JobInputs, placement: RankPlacement) -> RanksOutcome:
             f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
         )
     if placement.node == 0:
-        work = choose_start(work)
+        work = choose_start(work, on_cpu, spawned=must_spawn())
         work.journal.close()
     return run_ranks(placement, work.journal.folder / "logs", partial(rank.run, work, on_cpu))
 

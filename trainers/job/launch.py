@@ -2,12 +2,17 @@
 
 Forking after Megatron's import makes ranks start in milliseconds. Each rank dies with this process,
 writes its own log, and holds a pipe to the launcher. The default is a single node. Under Slurm with
-several nodes, each node's launcher starts its share of the ranks. Read next: rank_monitor.py.
+several nodes, each node's launcher starts its share of the ranks.
+
+CUDA cannot be used in a fork of a process that has initialised it, and some packages initialise it
+when they are imported (flash-attn under Transformer Engine). Then each rank is spawned: a new
+Python, which imports Megatron again and unpickles its work. Read next: rank_monitor.py.
 """
 
 import ctypes
 import faulthandler
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -16,6 +21,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -122,21 +128,35 @@ def listen_for_ranks(placement: RankPlacement) -> socket.socket:
     return socket.create_server((host, placement.port))
 
 
+def must_spawn() -> bool:
+    """Return True if CUDA was initialised in this process: its forks could not use it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
 def run_ranks(placement: RankPlacement, logs: Path, main: RankMain) -> RanksOutcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
-    Raises JobError with the rank and its log's tail if one dies or no longer responds.
+    Ranks are spawned if they must be; `main` can then be pickled. Raises JobError with the rank and
+    its log's tail if one dies or no longer responds.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    spawn = must_spawn()
+    if spawn:
+        print("an import initialised CUDA, which forks cannot use: ranks are spawned", flush=True)
     first_of_many = placement.node == 0 and placement.world > 1
     listener = listen_for_ranks(placement) if first_of_many else None
+    work = _pickled(placement, main) if spawn else None
+    start = partial(_fork, main) if work is None else partial(_spawn, work)
     ranks: list[RankProcess] = []
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
         received = _forward_signals(ranks)
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
         for rank in placement.ranks:
-            ranks.append(_fork(rank, placement, listener, _log(logs, rank), main))
+            ranks.append(start(rank, placement, listener, _log(logs, rank)))
+        if work is not None:
+            os.close(work)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         if received:  # another thread took the signal before all ranks were forked
             os.kill(os.getpid(), signal.SIGTERM)
@@ -191,28 +211,68 @@ def _end(ranks: list[RankProcess]) -> None:
 
 
 def _fork(
-    rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path, main: RankMain
+    main: RankMain, rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path
 ) -> RankProcess:
     launcher = os.getpid()
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
-        _be_rank(rank, launcher, placement, listener, log, main, write_end)
+        _be_rank(
+            launcher,
+            log,
+            write_end,
+            lambda stop: main(rank, _store(rank, placement, listener), stop),
+        )
     os.close(write_end)
     return RankProcess(rank, pid, read_end)
 
 
-def _be_rank(
-    rank: int,
-    launcher: int,
-    placement: RankPlacement,
-    listener: socket.socket | None,
-    log: Path,
-    main: RankMain,
-    pipe: int,
-) -> NoReturn:
-    """Run a rank in the forked child, log any error, and exit."""
+def _spawn(
+    work: int, rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path
+) -> RankProcess:
+    """Start a rank in a new Python, which inherits the pipe, the listener and `work`."""
+    read_end, write_end = os.pipe()
+    inherited = [write_end, work, *([] if listener is None else [listener.fileno()])]
+    for handle in inherited:
+        os.set_inheritable(handle, True)
+    program = f"from {__name__} import be_spawned_rank; be_spawned_rank()"
+    numbers = [str(number) for number in (rank, os.getpid(), *inherited)]
+    command = [sys.executable, "-c", program, str(log), *numbers]
+    # not by fork and exec: between the two, another thread's lock could block the child
+    pid = os.posix_spawn(sys.executable, command, os.environ)
+    os.close(write_end)
+    return RankProcess(rank, pid, read_end)
+
+
+def _pickled(placement: RankPlacement, main: RankMain) -> int:
+    """Return a file in memory with all that a spawned rank needs. Only our children can open it."""
+    handle = os.memfd_create("ranks")
+    with open(handle, "wb", closefd=False) as file:
+        pickle.dump((placement, main), file, pickle.HIGHEST_PROTOCOL)
+    return handle
+
+
+def be_spawned_rank() -> NoReturn:
+    """Run the rank that `_spawn` describes in the arguments of this new Python."""
+    log, *numbers = sys.argv[1:]
+    rank, launcher, pipe, work, *rest = map(int, numbers)
+
+    def main(stop: StopFlag) -> int:
+        from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+        load_megatron()  # before anything that is unpickled imports a part of it
+        with Path(f"/proc/self/fd/{work}").open("rb") as file:  # opened anew: from its start
+            placement, main_of_rank = pickle.load(file)
+        os.close(work)
+        listener = socket.socket(fileno=rest[0]) if rest else None
+        return int(main_of_rank(rank, _store(rank, placement, listener), stop))
+
+    _be_rank(launcher, Path(log), pipe, main)
+
+
+def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int]) -> NoReturn:
+    """Run a rank in this child of the launcher, log any error, and exit."""
     code = 1
     try:
         stop = StopFlag()
@@ -227,7 +287,7 @@ def _be_rank(
         sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)
         faulthandler.enable()
         pulse(pipe)
-        code = main(rank, _store(rank, placement, listener), stop)
+        code = main(stop)
     except CrayError as problem:
         if _restart_may_help(problem):
             print(problem)

@@ -100,5 +100,4 @@ class Accumulation:
         sums = {"loss": (found.total.detach(), found.count), **found.measures}
         # a micro-batch of filler teaches nothing, but every rank must send a gradient
         total = found.total if len(rows) else per_token.sum() * 0.0
-        places = share.places[rows], logprobs.detach().cpu().numpy()
-        return total, found.count.int(), (places, sums)
+        return total, found.count.int(), ((share.places[rows], logprobs.detach()), sums)

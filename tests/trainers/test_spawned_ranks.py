@@ -1,0 +1,80 @@
+"""Ranks of a launcher in which an import initialised CUDA: each is a new Python."""
+
+import os
+import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.paths import Home
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+
+# Megatron imports the package if it is there, as Transformer Engine does
+OPENS_CUDA = """
+import os
+from pathlib import Path
+import torch
+torch.cuda._initialized = True
+with Path(os.environ["IMPORTED_BY"]).open("a") as file:
+    print(os.getpid(), file=file)
+raise ImportError("this build of flash_attn has no kernel for this GPU")
+"""
+
+
+@pytest.mark.megatron
+def test_an_import_that_opens_cuda_makes_ranks_spawn_and_changes_no_bit(
+    lab: Any, tmp_path: Path
+) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2})
+    forked = lab.run(spec)
+    assert [e["spawned"] for e in forked.journal.events() if e["event"] == "started"] == [False]
+
+    package = tmp_path / "packages" / "flash_attn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(OPENS_CUDA)
+    home = Home(tmp_path / "other")
+    home.dataset("ds").parent.mkdir(parents=True)
+    home.dataset("ds").symlink_to(lab.home.dataset("ds"))
+    journal = JobJournal(home, spec.id)
+    journal.write_spec(spec)
+    path = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "cray_agents.trainers.job.job",
+            str(journal.folder / "spec.json"),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "IMPORTED_BY": str(tmp_path / "pids"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranks are spawned" in done.stdout
+    assert len(set((tmp_path / "pids").read_text().split())) == 3  # the launcher and both ranks
+    events = journal.events()
+    assert [e["spawned"] for e in events if e["event"] == "started"] == [True]
+    assert [e["loss"] for e in events if e["event"] == "step"] == forked.losses
+    ours, theirs = home.checkpoint(spec.id), lab.home.checkpoint(spec.id)
+    assert weights_sha256(ours) == weights_sha256(theirs)
+
+
+def test_the_work_of_a_sessions_rank_can_be_pickled(tmp_path: Path) -> None:
+    from cray_agents.trainers.session import resident
+
+    session = SessionJournal(Home(tmp_path), "s")
+    session.write_spec(SessionSpec(name="s"))
+    work = pickle.loads(pickle.dumps(partial(resident.run, session, 1, True)))
+    assert work.func is resident.run and work.args[0].spec() == session.spec()
