@@ -10,7 +10,6 @@ goes on from the last resume point. Starting a finished job trains nothing.
 Read next: launch.py for the ranks' processes, rank.py for the work of each.
 """
 
-import os
 import signal
 import sys
 from functools import partial
@@ -26,6 +25,7 @@ from cray_agents.trainers.job.launch import (
     RankPlacement,
     RanksOutcome,
     find_placement,
+    load_for_ranks,
     must_spawn,
     run_ranks,
 )
@@ -79,17 +79,9 @@ def run(journal: JobJournal) -> int:
 
 def _train(work: JobInputs, placement: RankPlacement) -> RanksOutcome:
     """Import Megatron, choose the starting point, run this node's ranks."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
-    import torch
-
+    on_cpu = load_for_ranks(placement, work.spec.layout)
     from cray_agents.trainers.job import rank
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
 
-    on_cpu = load_megatron()
-    if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
-        raise SetupError(
-            f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
-        )
     if placement.node == 0:
         work = choose_start(work, on_cpu, spawned=must_spawn())
         work.journal.close()

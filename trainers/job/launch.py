@@ -34,6 +34,7 @@ from cray_agents.trainers.job.rank_monitor import (
     refuse,
     watch,
 )
+from cray_agents.training_jobs import Layout
 
 EX_TEMPFAIL = 75  # go on later
 _PR_SET_PDEATHSIG = 1
@@ -126,6 +127,26 @@ def listen_for_ranks(placement: RankPlacement) -> socket.socket:
     """
     host = placement.host if placement.host.startswith("127.") else ""
     return socket.create_server((host, placement.port))
+
+
+def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
+    """Load Megatron for this node's ranks; return True if they have to train on the CPU.
+
+    Raises SetupError if the node has too few GPUs.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
+    if layout.tensor > 1:  # CUDA reads it once: Megatron's order of transfers and products needs it
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    import torch
+
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    on_cpu = load_megatron()
+    if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
+        raise SetupError(
+            f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
+        )
+    return on_cpu
 
 
 def must_spawn() -> bool:

@@ -5,6 +5,7 @@ before each forward pass and reads `entropy` after it. Megatron's GPTModel compu
 log-probabilities from these logits, unless there are so many that the Head does it in chunks.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Head:
       memory and time. The labels of a forward pass must be of the same rows.
     - `entropy` [n], float32: of each row's distribution, after a forward pass with `want_entropy`.
     - `most_logits`: a forward pass with labels and more logits holds no more than these at once,
-      and computes them again in the backward pass.
+      and computes them again in the backward pass. That costs time, so CPUs hold all of them.
 
     Logits of the vocabulary's padding are -inf, so that the softmax ignores it.
     """
@@ -35,7 +36,7 @@ class Head:
         self.want_entropy = False
         self.entropy: torch.Tensor | None = None
         self.temperature = temperature
-        self.most_logits = MOST_LOGITS
+        self.most_logits = sys.maxsize
         self.layer = layer = chunk.output_layer
         self.group = layer.tp_group
         self.columns = layer.output_size_per_partition
@@ -67,7 +68,9 @@ class Head:
                 return hidden, None
         logits, bias = self._multiply(hidden, weight, **options)
         logits = self._finish(logits)
-        self.entropy = self._entropy(logits.detach()) if self.want_entropy else None
+        self.entropy = None
+        if self.want_entropy:
+            self.entropy = self.entropies(logits.detach().flatten(0, 1))
         return logits, bias
 
     def _losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -93,15 +96,18 @@ class Head:
             logits.detach()[..., self.real :] = -torch.inf
         return logits
 
-    def _entropy(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return entropies [n] of logits [n, 1, this rank's columns]."""
-        flat = logits.flatten(0, 1)
-        size = max(1, _ENTROPY_NUMBERS // flat.shape[1])
-        return torch.cat([self._entropy_of(rows.float()) for rows in torch.split(flat, size)])
-
-    def _entropy_of(self, logits: torch.Tensor) -> torch.Tensor:
-        chances = (logits - self.log_normalizer(logits)[:, None]).exp()
-        return self.sum_over_ranks(torch.special.entr(chances).sum(-1))
+    def entropies(
+        self, logits: torch.Tensor, normalizers: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return entropies [n] of logits [n, this rank's columns], a few rows at a time."""
+        size, found = max(1, _ENTROPY_NUMBERS // logits.shape[1]), []
+        for place in range(0, len(logits), size):
+            some = slice(place, place + size)
+            rows = logits[some].float()
+            normalizer = self.log_normalizer(rows) if normalizers is None else normalizers[some]
+            chances = (rows - normalizer[:, None]).exp()
+            found.append(self.sum_over_ranks(torch.special.entr(chances).sum(-1)))
+        return torch.cat(found)
 
     def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
         """Return log sum exp [n] of logits [n, this rank's columns] over all ranks' columns."""
@@ -160,7 +166,7 @@ class ChunkedLosses(torch.autograd.Function):
             targeted = torch.where(mine, logits.gather(1, columns), 0.0)  # padding is -inf
             found.append(head.sum_over_ranks(targeted.sum(1)))
             if head.want_entropy:
-                entropies.append(head._entropy(logits[:, None]))
+                entropies.append(head.entropies(logits, normalizers[-1]))
         normalizer = torch.cat(normalizers)
         ctx.save_for_backward(hidden, weight, labels, normalizer)
         ctx.head, ctx.parameter = head, weight

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import PackedAttention, RMSNorm
 from cray_agents.trainers.models.experts import grouped_experts
-from cray_agents.trainers.models.head import Head, padded_vocab
+from cray_agents.trainers.models.head import MOST_LOGITS, Head, padded_vocab
 from cray_agents.trainers.models.kernel_trial import confirm
 from cray_agents.trainers.models.layer_choice import LayerChoice, choose_layers
 from cray_agents.trainers.models.rope import rope_frequencies
@@ -61,6 +61,8 @@ def build_model(
         chunk.head = None
         if chunk.post_process:
             chunk.head = Head(chunk, model.vocab, hyper.policy.temperature)
+            if not on_cpu:
+                chunk.head.most_logits = MOST_LOGITS
     return chunks if on_cpu else [chunk.cuda(torch.cuda.current_device()) for chunk in chunks]
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a launcher in which an import initialised CUDA: each is a new Python."""
+"""The launcher: CUDA before the ranks, and ranks that are new Pythons if an import opened it."""
 
 import os
 import pickle
@@ -13,7 +13,9 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.launch import find_placement, load_for_ranks
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.training_jobs import Layout
 
 # Megatron imports the package if it is there, as Transformer Engine does
 OPENS_CUDA = """
@@ -69,6 +71,17 @@ def test_an_import_that_opens_cuda_makes_ranks_spawn_and_changes_no_bit(
     assert [e["loss"] for e in events if e["event"] == "step"] == forked.losses
     ours, theirs = home.checkpoint(spec.id), lab.home.checkpoint(spec.id)
     assert weights_sha256(ours) == weights_sha256(theirs)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("tensor", "connections"), [(1, None), (2, "1")])
+def test_cuda_keeps_the_order_that_tensor_parallel_layers_need(
+    monkeypatch: pytest.MonkeyPatch, tensor: int, connections: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # restored afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    load_for_ranks(find_placement(tensor, "job"), Layout(tensor=tensor))
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
 def test_the_work_of_a_sessions_rank_can_be_pickled(tmp_path: Path) -> None:
