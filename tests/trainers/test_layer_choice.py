@@ -22,9 +22,6 @@ from cray_agents.trainers.models.layer_choice import LayerChoice, choose_layers
 from cray_agents.training_jobs import Layout
 
 choose = partial(choose_layers, gpu=True, transformer_engine=False)
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="runs kernels that torch has for GPUs alone"
-)
 
 
 @pytest.fixture
@@ -104,23 +101,29 @@ def test_a_kernel_that_fails_is_not_used(model: Architecture, capsys: Any) -> No
     assert "the kernel 'varlen' does not work on cpu" in capsys.readouterr().out
 
 
-@needs_gpu
-def test_kernels_work_on_the_gpu(model: Architecture) -> None:
+def on_a_gpu(model: Architecture, rank: int, store: Any, stop: Any) -> int:
+    """One rank: both kernels pass their trial, and attention is right for usual lengths too."""
     gpu = torch.device("cuda")
     assert confirm(choose(experts=True), model, gpu) == choose(experts=True)
-
-
-@needs_gpu
-def test_attention_to_all_sequences_equals_one_call_per_length() -> None:
     lengths = [300, 7, 7, 1000, 1]
     q, k, v = (
-        torch.randn(sum(lengths), heads, 64, device="cuda", dtype=torch.bfloat16)
+        torch.randn(sum(lengths), heads, 64, device=gpu, dtype=torch.bfloat16)
         for heads in (8, 2, 2)
     )
-    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    bounds = torch.tensor([0, *lengths], device=gpu).cumsum(0).int()
     ours = attend_to_all(q, k, v, bounds, max(lengths), None)
     theirs = torch.cat(list(attend_by_length(q, k, v, lengths, None)))
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    return 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has these kernels on GPUs alone")
+def test_kernels_work_on_a_gpu(model: Architecture, tmp_path: Path) -> None:
+    """In a rank of its own, so that CUDA stays untouched by the process that forks ranks."""
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+
+    work = partial(on_a_gpu, model)
+    assert run_ranks(find_placement(1, "kernels"), tmp_path / "logs", work).code == 0
 
 
 def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any) -> int:

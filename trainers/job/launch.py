@@ -280,8 +280,12 @@ def be_spawned_rank() -> NoReturn:
     rank, launcher, pipe, work, *rest = map(int, numbers)
 
     def main(stop: StopFlag) -> int:
+        import torch
+
         from cray_agents.trainers.models.cpu_megatron import load_megatron
 
+        if torch.cuda.is_available():  # or the import would take memory of GPU 0 for every rank
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         load_megatron()  # before anything that is unpickled imports a part of it
         with Path(f"/proc/self/fd/{work}").open("rb") as file:  # opened anew: from its start
             placement, main_of_rank = pickle.load(file)
