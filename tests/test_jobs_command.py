@@ -218,10 +218,10 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
         "moved: place elsewhere",
         "failed: the gradient norm is nan",
     ]
-    assert said[7:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
+    assert said[8:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
     lines = root.jobs("logs", journal.job_id, "--json").out.splitlines()
     assert [json.loads(line) for line in lines] == journal.events()
-    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[6], said[8]]
+    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[7], said[9]]
     told = root.jobs("logs", journal.job_id, "--rank", 1, "--tail", 2).out
     assert told == "line 198\nline 199\n"
     assert "its ranks are 0 to 1" in root.refused("logs", journal.job_id, "--rank", 2)

@@ -90,11 +90,8 @@ def count_reads(
         training.step(known)
         step, score = (partial(training.step, known), partial(training.score, samples))
         packed = training.pack_share(samples, samples.units)[0]
-        if on_cpu:
-            reads = [dict(reads_in(step)), dict(reads_in(score))]
-        else:
-            reads = [waits_in(step), waits_in(score)]
-        found[name] = (len(packed), *reads)
+        count: Callable[..., Any] = reads_in if on_cpu else waits_in
+        found[name] = (len(packed), count(step), count(score))
     (out / "found.json").write_text(json.dumps(found))
     return 0
 
@@ -122,8 +119,8 @@ def test_the_reads_of_a_step_do_not_grow_with_its_micro_batches(lab: Any, tmp_pa
     for method in METHODS:
         lab.dataset(method, method=method)
         for tokens in (90, 4096):
-            hyper = {"steps": 2, "max_tokens_per_microbatch": tokens, "batch_size": 12}
-            hyper["dtype"] = "float32" if on_cpu else "bfloat16"
+            hyper: dict[str, Any] = {"steps": 2, "max_tokens_per_microbatch": tokens}
+            hyper |= {"batch_size": 12, "dtype": "float32" if on_cpu else "bfloat16"}
             spec = lab.spec("qwen3", dataset=method, method=method, hyper=hyper)
             specs[f"{method} {tokens}"] = spec
     work = partial(count_reads, specs, lab.home.dataset("sft").parent, tmp_path)

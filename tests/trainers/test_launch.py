@@ -1,10 +1,8 @@
 """The launcher: CUDA before the ranks, and ranks that are new Pythons if an import opened it."""
 
 import os
-import pickle
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +82,11 @@ def test_cuda_keeps_the_order_that_tensor_parallel_layers_need(
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
-def test_the_work_of_a_sessions_rank_can_be_pickled(tmp_path: Path) -> None:
-    from cray_agents.trainers.session import resident
+def test_a_sessions_rank_in_a_new_python_runs_what_a_forked_one_does(tmp_path: Path) -> None:
+    from cray_agents.trainers.session import resident, session_process
 
     session = SessionJournal(Home(tmp_path), "s")
     session.write_spec(SessionSpec(name="s"))
-    work = pickle.loads(pickle.dumps(partial(resident.run, session, 1, True)))
-    assert work.func is resident.run and work.args[0].spec() == session.spec()
+    made = session_process.rank_main(True, str(session.home.root), "s", 3)
+    assert made.func is resident.run and made.args[0].spec() == session.spec()
+    assert made.args[1:] == (3, True)

@@ -6,13 +6,14 @@ several nodes, each node's launcher starts its share of the ranks.
 
 CUDA cannot be used in a fork of a process that has initialised it, and some packages initialise it
 when they are imported (flash-attn under Transformer Engine). Then each rank is spawned: a new
-Python, which imports Megatron again and unpickles its work. Read next: rank_monitor.py.
+Python, which imports Megatron and reads the job again. Read next: rank_monitor.py.
 """
 
 import ctypes
 import faulthandler
+import importlib
+import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -117,6 +118,8 @@ class StopFlag:
 
 
 RankMain = Callable[[int, Any, StopFlag], int]
+#: A module, and what its `rank_main(on_cpu, ...)` makes a RankMain of, as JSON can hold it.
+Recipe = tuple[str, list[Any]]
 
 
 def listen_for_ranks(placement: RankPlacement) -> socket.socket:
@@ -155,20 +158,21 @@ def must_spawn() -> bool:
     return torch is not None and bool(torch.cuda.is_initialized())
 
 
-def run_ranks(placement: RankPlacement, logs: Path, main: RankMain) -> RanksOutcome:
+def run_ranks(
+    placement: RankPlacement, logs: Path, main: RankMain, recipe: Recipe | None = None
+) -> RanksOutcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
-    Ranks are spawned if they must be; `main` can then be pickled. Raises JobError with the rank and
-    its log's tail if one dies or no longer responds.
+    With a recipe, ranks are spawned if they must be. Raises JobError with the rank and its log's
+    tail if one dies or no longer responds.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    spawn = must_spawn()
-    if spawn:
+    start = partial(_fork, main)
+    if recipe is not None and must_spawn():
+        start = partial(_spawn, recipe)
         print("an import initialised CUDA, which forks cannot use: ranks are spawned", flush=True)
     first_of_many = placement.node == 0 and placement.world > 1
     listener = listen_for_ranks(placement) if first_of_many else None
-    work = _pickled(placement, main) if spawn else None
-    start = partial(_fork, main) if work is None else partial(_spawn, work)
     ranks: list[RankProcess] = []
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
@@ -176,8 +180,6 @@ def run_ranks(placement: RankPlacement, logs: Path, main: RankMain) -> RanksOutc
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
         for rank in placement.ranks:
             ranks.append(start(rank, placement, listener, _log(logs, rank)))
-        if work is not None:
-            os.close(work)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         if received:  # another thread took the signal before all ranks were forked
             os.kill(os.getpid(), signal.SIGTERM)
@@ -250,34 +252,26 @@ def _fork(
 
 
 def _spawn(
-    work: int, rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path
+    recipe: Recipe, rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path
 ) -> RankProcess:
-    """Start a rank in a new Python, which inherits the pipe, the listener and `work`."""
+    """Start a rank in a new Python, which inherits the pipe and the listener."""
     read_end, write_end = os.pipe()
-    inherited = [write_end, work, *([] if listener is None else [listener.fileno()])]
-    for handle in inherited:
-        os.set_inheritable(handle, True)
+    os.set_inheritable(write_end, True)
+    if listener is not None:
+        listener.set_inheritable(True)
+    handles = [write_end, None if listener is None else listener.fileno()]
     program = f"from {__name__} import be_spawned_rank; be_spawned_rank()"
-    numbers = [str(number) for number in (rank, os.getpid(), *inherited)]
-    command = [sys.executable, "-c", program, str(log), *numbers]
+    described = json.dumps([rank, os.getpid(), str(log), *handles, vars(placement), recipe])
     # not by fork and exec: between the two, another thread's lock could block the child
-    pid = os.posix_spawn(sys.executable, command, os.environ)
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", program, described], os.environ)
     os.close(write_end)
     return RankProcess(rank, pid, read_end)
 
 
-def _pickled(placement: RankPlacement, main: RankMain) -> int:
-    """Return a file in memory with all that a spawned rank needs. Only our children can open it."""
-    handle = os.memfd_create("ranks")
-    with open(handle, "wb", closefd=False) as file:
-        pickle.dump((placement, main), file, pickle.HIGHEST_PROTOCOL)
-    return handle
-
-
 def be_spawned_rank() -> NoReturn:
-    """Run the rank that `_spawn` describes in the arguments of this new Python."""
-    log, *numbers = sys.argv[1:]
-    rank, launcher, pipe, work, *rest = map(int, numbers)
+    """Run the rank that `_spawn` describes in the argument of this new Python."""
+    rank, launcher, log, pipe, listening, place, (module, arguments) = json.loads(sys.argv[1])
+    placement = RankPlacement(**place)
 
     def main(stop: StopFlag) -> int:
         import torch
@@ -286,12 +280,10 @@ def be_spawned_rank() -> NoReturn:
 
         if torch.cuda.is_available():  # or the import would take memory of GPU 0 for every rank
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        load_megatron()  # before anything that is unpickled imports a part of it
-        with Path(f"/proc/self/fd/{work}").open("rb") as file:  # opened anew: from its start
-            placement, main_of_rank = pickle.load(file)
-        os.close(work)
-        listener = socket.socket(fileno=rest[0]) if rest else None
-        return int(main_of_rank(rank, _store(rank, placement, listener), stop))
+        on_cpu = load_megatron()
+        main_of_rank: RankMain = importlib.import_module(module).rank_main(on_cpu, *arguments)
+        listener = None if listening is None else socket.socket(fileno=listening)
+        return main_of_rank(rank, _store(rank, placement, listener), stop)
 
     _be_rank(launcher, Path(log), pipe, main)
 

@@ -161,7 +161,7 @@ def attend_to_all(
     """Attend within all sequences by FlashAttention's kernel for unequal lengths."""
     from torch.nn.attention.varlen import varlen_attn
 
-    attended: torch.Tensor = varlen_attn(
+    attended = varlen_attn(
         query,
         key,
         value,
@@ -173,6 +173,7 @@ def attend_to_all(
         window_size=(-1, 0),  # all tokens before, none after
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(attended, torch.Tensor)  # alone, unless more is asked for
     return attended
 
 

@@ -100,14 +100,14 @@ class Head:
         self, logits: torch.Tensor, normalizers: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return entropies [n] of logits [n, this rank's columns], a few rows at a time."""
-        size, found = max(1, _ENTROPY_NUMBERS // logits.shape[1]), []
+        size, entropies = max(1, _ENTROPY_NUMBERS // logits.shape[1]), []
         for place in range(0, len(logits), size):
             some = slice(place, place + size)
             rows = logits[some].float()
             normalizer = self.log_normalizer(rows) if normalizers is None else normalizers[some]
             chances = (rows - normalizer[:, None]).exp()
-            found.append(self.sum_over_ranks(torch.special.entr(chances).sum(-1)))
-        return torch.cat(found)
+            entropies.append(self.sum_over_ranks(torch.special.entr(chances).sum(-1)))
+        return torch.cat(entropies)
 
     def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
         """Return log sum exp [n] of logits [n, this rank's columns] over all ranks' columns."""
@@ -158,13 +158,13 @@ class ChunkedLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: Head
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found, normalizers, entropies = [], [], []
+        label_logits, normalizers, entropies = [], [], []
         for rows, targets in head.chunks(hidden, labels):
             logits = head.logits(rows, weight)
             columns, mine = head.local(targets)
             normalizers.append(head.log_normalizer(logits))
             targeted = torch.where(mine, logits.gather(1, columns), 0.0)  # padding is -inf
-            found.append(head.sum_over_ranks(targeted.sum(1)))
+            label_logits.append(head.sum_over_ranks(targeted.sum(1)))
             if head.want_entropy:
                 entropies.append(head.entropies(logits, normalizers[-1]))
         normalizer = torch.cat(normalizers)
@@ -172,7 +172,7 @@ class ChunkedLosses(torch.autograd.Function):
         ctx.head, ctx.parameter = head, weight
         entropy = torch.cat(entropies) if entropies else normalizer.new_empty(0)
         ctx.mark_non_differentiable(entropy)
-        return normalizer - torch.cat(found), entropy
+        return normalizer - torch.cat(label_logits), entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:

@@ -30,7 +30,11 @@ def confirm(layers: LayerChoice, model: Architecture, device: torch.device) -> L
     failed = {name: why for name, why in problems.items() if why is not None}
     for name, why in failed.items():
         print(f"the kernel {name!r} does not work on {device}, a slower one is used: {why}")
-    return replace(layers, **dict.fromkeys(failed, False))
+    return replace(
+        layers,
+        varlen=layers.varlen and "varlen" not in failed,
+        grouped=layers.grouped and "grouped" not in failed,
+    )
 
 
 def varlen_problem(model: Architecture, device: torch.device) -> str | None:
@@ -39,8 +43,8 @@ def varlen_problem(model: Architecture, device: torch.device) -> str | None:
     shapes = [(sum(LENGTHS), heads, model.head_size) for heads in (groups, 1, 1)]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
     return _difference(
-        lambda *given: attend_to_all(*given, bounds, max(LENGTHS), scale),
-        lambda *given: torch.cat(list(attend_by_length(*given, LENGTHS, scale))),
+        lambda q, k, v: attend_to_all(q, k, v, bounds, max(LENGTHS), scale),
+        lambda q, k, v: torch.cat(list(attend_by_length(q, k, v, LENGTHS, scale))),
         shapes,
         device,
     )
@@ -48,7 +52,7 @@ def varlen_problem(model: Architecture, device: torch.device) -> str | None:
 
 def grouped_problem(model: Architecture, device: torch.device) -> str | None:
     """Return what is wrong with the product of all experts; None if nothing is."""
-    sizes = (LENGTHS[0], 0, *LENGTHS[1:])  # one expert without tokens
+    sizes = [LENGTHS[0], 0, *LENGTHS[1:]]  # one expert without tokens
     ends = torch.tensor(sizes).cumsum(0).to(device, torch.int32)
     shapes = [(sum(sizes), model.hidden), *[(model.expert_ffn, model.hidden)] * len(sizes)]
 
@@ -70,16 +74,17 @@ def _difference(
     """Compare values and gradients of two functions of bfloat16 tensors of the given shapes."""
     random = torch.Generator().manual_seed(1)
     drawn = [torch.randn(shape, generator=random).bfloat16().to(device) for shape in shapes]
-    found = []
+    results = []
     for function in (fast, plain):
         given = [tensor.clone().requires_grad_() for tensor in drawn]
         try:
             out = function(*given)
-            out.backward(torch.linspace(-1, 1, out.numel()).to(out).view_as(out))
+            upstream = torch.linspace(-1, 1, out.numel()).to(out).view_as(out)
+            torch.autograd.backward(out, upstream)
         except (RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        found.append([out.detach(), *(tensor.grad for tensor in given)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([out.detach(), *(tensor.grad for tensor in given)])
+    for ours, theirs in zip(*results, strict=True):
         assert ours is not None and theirs is not None  # every input has a gradient
         apart, largest = (ours - theirs).abs().max(), theirs.abs().max()
         if not bool(apart <= TOLERANCE * largest):

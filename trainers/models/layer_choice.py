@@ -77,8 +77,8 @@ def _varlen_obstacle(dtype: str, head_size: int | None, contexts: int) -> str | 
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return "this torch has no varlen_attn"
-    needed = {"scale", "window_size", "enable_gqa"}
-    if missing := needed - inspect.signature(varlen_attn).parameters.keys():
+    arguments = {"scale", "window_size", "enable_gqa"}
+    if missing := arguments - inspect.signature(varlen_attn).parameters.keys():
         return f"varlen_attn of this torch has no {', '.join(sorted(missing))}"
     return None
 

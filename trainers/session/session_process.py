@@ -18,7 +18,12 @@ from cray_agents.errors import JobError, SetupError
 from cray_agents.paths import Home
 from cray_agents.trainers.job.job_end import record_failure
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.launch import find_placement, load_for_ranks, run_ranks
+from cray_agents.trainers.job.launch import (
+    RankMain,
+    find_placement,
+    load_for_ranks,
+    run_ranks,
+)
 from cray_agents.trainers.session.session_journal import SessionJournal
 
 
@@ -54,11 +59,21 @@ def run(session: SessionJournal) -> int:
 
     print(f"attempt {attempt}: {spec.layout.world} ranks wait for jobs of {spec.name}", flush=True)
     main_of_rank = partial(resident.run, session, attempt, on_cpu)
-    outcome = run_ranks(placement, session.folder / "logs", main_of_rank)
+    arguments = [str(session.home.root), session.session_id, attempt]
+    recipe = ("cray_agents.trainers.session.session_process", arguments)
+    outcome = run_ranks(placement, session.folder / "logs", main_of_rank, recipe)
     if outcome.refusal is not None and (job_id := session.current) is not None:
         record_failure(JobJournal(session.home, job_id), outcome.refusal)
         session.withdraw(job_id)
     return outcome.code
+
+
+def rank_main(on_cpu: bool, root: str, session_id: str, attempt: int) -> RankMain:
+    """Return what a rank in a new Python runs."""
+    from cray_agents.trainers.session import resident
+
+    session = SessionJournal(Home(Path(root)), session_id)
+    return partial(resident.run, session, attempt, on_cpu)
 
 
 if __name__ == "__main__":
