@@ -87,6 +87,6 @@ def test_a_sessions_rank_in_a_new_python_runs_what_a_forked_one_does(tmp_path: P
 
     session = SessionJournal(Home(tmp_path), "s")
     session.write_spec(SessionSpec(name="s"))
-    made = session_process.rank_main(True, str(session.home.root), "s", 3)
+    made: Any = session_process.rank_main(True, str(session.home.root), "s", 3)
     assert made.func is resident.run and made.args[0].spec() == session.spec()
     assert made.args[1:] == (3, True)
