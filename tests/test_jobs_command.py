@@ -197,6 +197,7 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
     journal.event("started", attempt=1, from_step=0, left_out=3, layout={"data": 2, "tensor": 1})
     steps(journal, 1, kl=lambda step: math.inf, clip_fraction=lambda step: 0.25)
     journal.event("evaluation", step=1, loss=0.5, tokens=1000)
+    journal.event("started", attempt=2, from_step=1, layers="of torch", spawned=True)
     journal.event("corrupt", message="resume point 7: a file is missing")
     journal.event("moved", place="elsewhere")  # of newer code
     journal.event("failed", message="the gradient norm is nan")
@@ -205,20 +206,22 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
     rank.parent.mkdir()
     rank.write_text("".join(f"line {n}\n" for n in range(200)))
     said = root.jobs("logs", journal.job_id).out.splitlines()
-    assert [line[10:] for line in said[:7]] == [
+    assert [line[10:] for line in said[:8]] == [
         "spread over data 2, full recomputation: so; there",
         "attempt 1 starts after step 0 on data 2; 3 samples without anything to learn are left out",
         "step 1/4  loss 2.0000  lr 1.00e-03  grad norm 1.000  kl inf  clip fraction 0.25"
         "  20 tokens/s",
         "evaluation after step 1: loss 0.5000 over 1,000 tokens",
+        "attempt 2 starts after step 1; layers: of torch; each rank is a new Python, because an"
+        " import opened CUDA before the ranks",
         "resume point 7: a file is missing: set aside, the one before it is used",
         "moved: place elsewhere",
         "failed: the gradient norm is nan",
     ]
-    assert said[7:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
+    assert said[8:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
     lines = root.jobs("logs", journal.job_id, "--json").out.splitlines()
     assert [json.loads(line) for line in lines] == journal.events()
-    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[6], said[8]]
+    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[7], said[9]]
     told = root.jobs("logs", journal.job_id, "--rank", 1, "--tail", 2).out
     assert told == "line 198\nline 199\n"
     assert "its ranks are 0 to 1" in root.refused("logs", journal.job_id, "--rank", 2)

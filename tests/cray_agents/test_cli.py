@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents.tools.sandbox import Sandbox, backends
+from cray_agents.trainers.models.layer_choice import choose_layers, has_transformer_engine
 from tests.support.bare_models import bare_model
 from tests.support.command_line import cli
 
@@ -135,13 +136,18 @@ def test_doctor_says_which_gpus_serve_and_train(tmp_path: Path) -> None:
 
 
 def test_doctor_says_what_the_trainer_would_use(tmp_path: Path) -> None:
-    def row(**environment: str) -> dict[str, str]:
+    def rows(**environment: str) -> dict[str, dict[str, str]]:
         said = cli("doctor", "--json", cwd=tmp_path, **environment).stdout
-        return next(row for row in json.loads(said) if row["check"] == "training")
+        return {row["check"]: row for row in json.loads(said)}
 
     gpus = {"CRAY_AGENTS_TRAIN_GPU": "H200", "CRAY_AGENTS_TRAIN_GPUS_PER_NODE": "4"}
-    found = row(**gpus, CRAY_AGENTS_TRAIN_CPUS_PER_RANK="2")
+    on_gpus = rows(**gpus, CRAY_AGENTS_TRAIN_CPUS_PER_RANK="2")
+    found, layers = on_gpus["training"], on_gpus["layers"]
     assert found["state"] == "ok"
     assert found["found"] == "4 ranks on a node of 4 x H200 (140 GiB), 2 cores each"
-    wrong = row(**gpus, CRAY_AGENTS_TRAIN_RANKS="5")
+    te = has_transformer_engine()
+    assert layers["state"] == ("ok" if te else "absent")
+    assert layers["found"] == choose_layers(gpu=True, transformer_engine=te, experts=True).text
+    assert te or "transformer-engine[pytorch]" in layers["to mend it"]
+    wrong = rows(**gpus, CRAY_AGENTS_TRAIN_RANKS="5")["training"]
     assert wrong["state"] == "missing" and "it has 4 GPUs" in wrong["to mend it"]

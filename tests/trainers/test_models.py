@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cray_agents.errors import BadInput, NotFound
@@ -129,8 +130,8 @@ VOCAB, TOKENS, TEMPERATURE = 303, 16, 0.7
 def logits_of(folder: Path, layout: Layout, out: Path, rank: int, store: Any, stop: Any) -> int:
     """One rank: its share of a prompt's logits, whole and of some rows."""
     import torch
-    from megatron.core.packed_seq_params import PackedSeqParams
 
+    from cray_agents.trainers.models.attention import packed_sequences
     from cray_agents.trainers.models.model import build_model
     from cray_agents.trainers.models.weights import SafeTensors, load_weights
     from cray_agents.trainers.training.parallel_groups import join_ranks
@@ -141,14 +142,7 @@ def logits_of(folder: Path, layout: Layout, out: Path, rank: int, store: Any, st
     parts = build_model(model, layout, hyper, on_cpu=True)
     load_weights(parts, model, SafeTensors(folder))
     (part,) = parts
-    bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=TOKENS,
-        max_seqlen_kv=TOKENS,
-    )
+    packed = packed_sequences(np.array([0, TOKENS], np.int32), torch.device("cpu"))
     tokens = torch.arange(TOKENS)[None]
     found = {}
     for name, rows in {"whole": None, "rows": torch.tensor([2, 3, 11])}.items():

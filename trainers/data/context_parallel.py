@@ -38,11 +38,6 @@ class ContextShard:
     bounds: npt.NDArray[np.int32]  # [sequences + 1], of the filled-up sequences before the cut
     chosen: Floats  # [sequences]
 
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest filled-up sequence, before the cut."""
-        return int(np.diff(self.bounds).max())
-
 
 def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextShard:
     """Return the share of a micro-batch of one of `ranks` context ranks.

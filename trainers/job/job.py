@@ -10,9 +10,9 @@ goes on from the last resume point. Starting a finished job trains nothing.
 Read next: launch.py for the ranks' processes, rank.py for the work of each.
 """
 
-import os
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +23,12 @@ from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_in
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
     EX_TEMPFAIL,
+    RankMain,
     RankPlacement,
     RanksOutcome,
     find_placement,
+    load_for_ranks,
+    must_spawn,
     run_ranks,
 )
 
@@ -78,21 +81,27 @@ def run(journal: JobJournal) -> int:
 
 def _train(work: JobInputs, placement: RankPlacement) -> RanksOutcome:
     """Import Megatron, choose the starting point, run this node's ranks."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
-    import torch
-
-    from cray_agents.trainers.job import rank
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
-
-    on_cpu = load_megatron()
-    if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
-        raise SetupError(
-            f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
-        )
+    on_cpu = load_for_ranks(placement, work.spec.layout)
     if placement.node == 0:
-        work = choose_start(work)
+        work = choose_start(work, on_cpu, spawned=must_spawn())
         work.journal.close()
-    return run_ranks(placement, work.journal.folder / "logs", partial(rank.run, work, on_cpu))
+    from cray_agents.trainers.job import rank
+
+    journal = work.journal
+    arguments = [str(journal.home.root), journal.job_id, work.attempt, work.points]
+    recipe = ("cray_agents.trainers.job.job", arguments)
+    return run_ranks(placement, journal.folder / "logs", partial(rank.run, work, on_cpu), recipe)
+
+
+def rank_main(
+    on_cpu: bool, root: str, job_id: str, attempt: int, points: Sequence[str | None]
+) -> RankMain:
+    """Return what a rank in a new Python runs: it reads the inputs as its launcher did."""
+    from cray_agents.trainers.job import rank
+
+    journal = JobJournal(Home(Path(root)), job_id)
+    work = read_inputs(journal, journal.spec(), attempt)
+    return partial(rank.run, work.at(attempt, *points), on_cpu)
 
 
 def _stop_early(number: int, frame: object) -> None:

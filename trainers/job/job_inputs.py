@@ -151,13 +151,17 @@ def _agreement_of(parent: Path) -> LogprobDistance | None:
     return read_manifest(parent).agreement if (parent / MANIFEST).is_file() else None
 
 
-def choose_start(work: JobInputs, *, optimizer_in_memory: bool = False) -> JobInputs:
+def choose_start(
+    work: JobInputs, on_cpu: bool, *, spawned: bool = False, optimizer_in_memory: bool = False
+) -> JobInputs:
     """Choose the resume point to start from, sweep drafts, and write the event `started`.
 
-    Called by one process, before the ranks start. With `optimizer_in_memory` the point of
-    `optimizer_from` is not looked for. Raises NotFound, Corrupt.
+    Called by one process, before the ranks start; Megatron must be loaded. `spawned` is only
+    recorded. With `optimizer_in_memory` the point of `optimizer_from` is not looked for. Raises
+    NotFound, Corrupt.
     """
     from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.models.model import layers_of
 
     resume.sweep(work.megatron)
     final = work.journal.home.checkpoint(work.spec.id)
@@ -174,12 +178,15 @@ def choose_start(work: JobInputs, *, optimizer_in_memory: bool = False) -> JobIn
     for problem in problems:
         print(f"{problem}; set aside, the one before it is used", flush=True)
         work.journal.event("corrupt", message=problem)
+    spec = work.spec
     work.journal.event(
         "started",
         attempt=work.attempt,
         from_step=step,
         left_out=work.samples.left_out,
-        layout=work.spec.layout.model_dump(),
+        layout=spec.layout.model_dump(),
+        layers=layers_of(work.model, spec.layout, spec.hyperparameters.dtype, on_cpu).text,
+        spawned=spawned,
     )
     print(f"attempt {work.attempt} starts at step {step}", flush=True)
     return work

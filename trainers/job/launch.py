@@ -2,11 +2,17 @@
 
 Forking after Megatron's import makes ranks start in milliseconds. Each rank dies with this process,
 writes its own log, and holds a pipe to the launcher. The default is a single node. Under Slurm with
-several nodes, each node's launcher starts its share of the ranks. Read next: rank_monitor.py.
+several nodes, each node's launcher starts its share of the ranks.
+
+CUDA cannot be used in a fork of a process that has initialised it, and some packages initialise it
+when they are imported (flash-attn under Transformer Engine). Then each rank is spawned: a new
+Python, which imports Megatron and reads the job again. Read next: rank_monitor.py.
 """
 
 import ctypes
 import faulthandler
+import importlib
+import json
 import os
 import signal
 import socket
@@ -16,6 +22,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +35,7 @@ from cray_agents.trainers.job.rank_monitor import (
     refuse,
     watch,
 )
+from cray_agents.training_jobs import Layout
 
 EX_TEMPFAIL = 75  # go on later
 _PR_SET_PDEATHSIG = 1
@@ -110,6 +118,8 @@ class StopFlag:
 
 
 RankMain = Callable[[int, Any, StopFlag], int]
+#: A module, and what its `rank_main(on_cpu, ...)` makes a RankMain of, as JSON can hold it.
+Recipe = tuple[str, list[Any]]
 
 
 def listen_for_ranks(placement: RankPlacement) -> socket.socket:
@@ -122,12 +132,45 @@ def listen_for_ranks(placement: RankPlacement) -> socket.socket:
     return socket.create_server((host, placement.port))
 
 
-def run_ranks(placement: RankPlacement, logs: Path, main: RankMain) -> RanksOutcome:
+def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
+    """Load Megatron for this node's ranks; return True if they have to train on the CPU.
+
+    Raises SetupError if the node has too few GPUs.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
+    if layout.tensor > 1:  # CUDA reads it once: Megatron's order of transfers and products needs it
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    import torch
+
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    on_cpu = load_megatron()
+    if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
+        raise SetupError(
+            f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
+        )
+    return on_cpu
+
+
+def must_spawn() -> bool:
+    """Return True if CUDA was initialised in this process: its forks could not use it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def run_ranks(
+    placement: RankPlacement, logs: Path, main: RankMain, recipe: Recipe | None = None
+) -> RanksOutcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
-    Raises JobError with the rank and its log's tail if one dies or no longer responds.
+    With a recipe, ranks are spawned if they must be. Raises JobError with the rank and its log's
+    tail if one dies or no longer responds.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    start = partial(_fork, main)
+    if recipe is not None and must_spawn():
+        start = partial(_spawn, recipe)
+        print("an import initialised CUDA, which forks cannot use: ranks are spawned", flush=True)
     first_of_many = placement.node == 0 and placement.world > 1
     listener = listen_for_ranks(placement) if first_of_many else None
     ranks: list[RankProcess] = []
@@ -136,7 +179,7 @@ def run_ranks(placement: RankPlacement, logs: Path, main: RankMain) -> RanksOutc
         received = _forward_signals(ranks)
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
         for rank in placement.ranks:
-            ranks.append(_fork(rank, placement, listener, _log(logs, rank), main))
+            ranks.append(start(rank, placement, listener, _log(logs, rank)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         if received:  # another thread took the signal before all ranks were forked
             os.kill(os.getpid(), signal.SIGTERM)
@@ -191,28 +234,62 @@ def _end(ranks: list[RankProcess]) -> None:
 
 
 def _fork(
-    rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path, main: RankMain
+    main: RankMain, rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path
 ) -> RankProcess:
     launcher = os.getpid()
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
-        _be_rank(rank, launcher, placement, listener, log, main, write_end)
+        _be_rank(
+            launcher,
+            log,
+            write_end,
+            lambda stop: main(rank, _store(rank, placement, listener), stop),
+        )
     os.close(write_end)
     return RankProcess(rank, pid, read_end)
 
 
-def _be_rank(
-    rank: int,
-    launcher: int,
-    placement: RankPlacement,
-    listener: socket.socket | None,
-    log: Path,
-    main: RankMain,
-    pipe: int,
-) -> NoReturn:
-    """Run a rank in the forked child, log any error, and exit."""
+def _spawn(
+    recipe: Recipe, rank: int, placement: RankPlacement, listener: socket.socket | None, log: Path
+) -> RankProcess:
+    """Start a rank in a new Python, which inherits the pipe and the listener."""
+    read_end, write_end = os.pipe()
+    os.set_inheritable(write_end, True)
+    if listener is not None:
+        listener.set_inheritable(True)
+    handles = [write_end, None if listener is None else listener.fileno()]
+    program = f"from {__name__} import be_spawned_rank; be_spawned_rank()"
+    described = json.dumps([rank, os.getpid(), str(log), *handles, vars(placement), recipe])
+    # not by fork and exec: between the two, another thread's lock could block the child
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", program, described], os.environ)
+    os.close(write_end)
+    return RankProcess(rank, pid, read_end)
+
+
+def be_spawned_rank() -> NoReturn:
+    """Run the rank that `_spawn` describes in the argument of this new Python."""
+    rank, launcher, log, pipe, listening, place, (module, arguments) = json.loads(sys.argv[1])
+    placement = RankPlacement(**place)
+
+    def main(stop: StopFlag) -> int:
+        import torch
+
+        from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+        if torch.cuda.is_available():  # or the import would take memory of GPU 0 for every rank
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        on_cpu = load_megatron()
+        main_of_rank: RankMain = importlib.import_module(module).rank_main(on_cpu, *arguments)
+        listener = None if listening is None else socket.socket(fileno=listening)
+        return main_of_rank(rank, _store(rank, placement, listener), stop)
+
+    _be_rank(launcher, Path(log), pipe, main)
+
+
+def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int]) -> NoReturn:
+    """Run a rank in this child of the launcher, log any error, and exit."""
     code = 1
     try:
         stop = StopFlag()
@@ -227,7 +304,7 @@ def _be_rank(
         sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)
         faulthandler.enable()
         pulse(pipe)
-        code = main(rank, _store(rank, placement, listener), stop)
+        code = main(stop)
     except CrayError as problem:
         if _restart_may_help(problem):
             print(problem)

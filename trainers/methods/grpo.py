@@ -111,4 +111,4 @@ def _k3(logs: torch.Tensor) -> torch.Tensor:
 
 
 def _number(values: torch.Tensor) -> torch.Tensor:
-    return values.new_tensor(float(len(values)))
+    return values.new_full((), float(len(values)))

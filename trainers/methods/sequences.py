@@ -21,7 +21,7 @@ def loss_of(tokens: TrainedTokens, losses: torch.Tensor, measures: dict[str, tor
         total = total - total.detach()
 
     def number(values: torch.Tensor) -> torch.Tensor:
-        return losses.new_tensor(share * len(values))
+        return losses.new_full((), share * len(values))
 
     reported = {
         name: (share * values.detach().sum(), number(values)) for name, values in measures.items()

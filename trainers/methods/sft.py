@@ -4,8 +4,6 @@ Rejection-sampling fine-tuning is the same method over runs chosen by their rewa
 `weigh_loss` a sample's tokens count by its weight, whose mean over the batch's tokens is 1.
 """
 
-import torch
-
 from cray_agents.trainers.methods.loss import Loss, TrainedTokens
 from cray_agents.training_jobs import Hyperparameters
 
@@ -15,5 +13,5 @@ def loss(tokens: TrainedTokens, hyper: Hyperparameters) -> Loss:
     values = -tokens.logprobs
     if hyper.weigh_loss:
         values = values * tokens.weight
-    count = torch.tensor(float(len(values)), device=values.device)
+    count = values.new_full((), float(len(values)))
     return Loss(values.sum(), count)

@@ -25,7 +25,7 @@ def token_loss(command: ForwardBackward) -> Callable[[TrainedTokens], Loss]:
 
     def loss(tokens: TrainedTokens) -> Loss:
         values = tokens.weight * values_of(tokens, command)
-        count = torch.tensor(float(len(values)), device=values.device)
+        count = values.new_full((), float(len(values)))
         ratios = torch.exp((tokens.logprobs - tokens.sampled).detach())
         known = 0.0 if command.loss in WITHOUT_RATIO else 1.0
         return Loss(values.sum(), count, {"ratio": (known * ratios.sum(), known * count)})

@@ -1,15 +1,18 @@
 """Attention over packed sequences, and a norm, in torch: Megatron has them on CUDA only.
 
-model.py puts them into the layers if Transformer Engine is missing. Read next: cpu_megatron.py for
-the CPU's other replacements, data/context_parallel.py for the cut of sequences over ranks.
+model.py puts them into the layers if Transformer Engine is missing. Nothing here waits for the
+device: the lengths of the sequences are numbers of the host. Read next: layer_choice.py for when
+which kernel is used, cpu_megatron.py for the CPU's other replacements, data/context_parallel.py for
+the cut of sequences over ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
@@ -31,12 +34,54 @@ class RMSNorm(torch.nn.RMSNorm):
         return super().forward(x)
 
 
+def packed_sequences(bounds: npt.NDArray[np.int32], device: torch.device) -> Any:
+    """Return whole sequences' bounds [sequences + 1] as PackedSeqParams of Megatron.
+
+    Their attribute `lengths` is what attention needs on the host: [sequences], numpy.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = np.diff(bounds)
+    on_device = send(bounds, device)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
+        max_seqlen_q=int(lengths.max()),
+        max_seqlen_kv=int(lengths.max()),
+    )
+    packed.lengths = lengths
+    return packed
+
+
+def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device. A GPU's queue takes it up; nobody waits for it."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def token_positions(bounds: torch.Tensor, tokens: int, rank: int, ranks: int) -> torch.Tensor:
+    """Return [tokens]: the position in its sequence of each token that `cut` gives to a rank.
+
+    Computed on the device of `bounds` [sequences + 1], which are of the whole sequences.
+    """
+    bounds = bounds.long()
+    place = torch.arange(tokens, device=bounds.device)
+    sequence = torch.searchsorted(bounds[1:] // ranks, place, right=True)
+    nth = place - bounds[:-1][sequence] // ranks
+    if ranks == 1:
+        return nth
+    chunk = bounds.diff()[sequence] // (2 * ranks)
+    return nth + chunk * torch.where(nth < chunk, rank, 2 * (ranks - 1) - rank)
+
+
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each of the packed sequences (`thd`), by torch's fused kernel.
+    """Causal attention within each of the packed sequences (`thd`), by torch's fused kernels.
 
     Sequences lie one after the other in queries, keys and values: [tokens, heads, head size].
-    `cu_seqlens_q` of the PackedSeqParams are the whole sequences' bounds. With context parallelism
-    a rank has the tokens that `cut` selects, and gathers its peers' keys and values.
+    PackedSeqParams are those of `packed_sequences`. With `varlen`, one kernel attends within all
+    sequences. With context parallelism a rank has the tokens that `cut` selects, and gathers its
+    peers' keys and values.
     """
 
     def __init__(
@@ -47,11 +92,12 @@ class PackedAttention(torch.nn.Module):
         attention_type: str,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
+        varlen: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.varlen = varlen
         self.scale = softmax_scale
-        self.grouped = config.num_attention_heads != config.num_query_groups
         self.contexts = pg_collection.cp
 
     def forward(
@@ -65,21 +111,16 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """Attend; return [tokens, heads * head size]."""
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        alone = self.contexts.size() == 1
-        attend = self._sequences if alone else self._chunks
-        out = [block.flatten(0, 1) for block in attend(query, key, value, np.diff(bounds))]
+        packed = packed_seq_params
+        if self.varlen:
+            bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            return attend_to_all(query, key, value, bounds, longest, self.scale).flatten(1)
+        if self.contexts.size() == 1:
+            blocks = attend_by_length(query, key, value, packed.lengths.tolist(), self.scale)
+        else:
+            blocks = self._chunks(query, key, value, packed.lengths)
+        out = list(blocks)
         return (torch.cat(out) if len(out) > 1 else out[0]).flatten(1)
-
-    def _sequences(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any
-    ) -> Iterator[torch.Tensor]:
-        """Attend within whole sequences; neighbours of equal length share a call."""
-        alike = [(length, len(list(group))) for length, group in groupby(lengths.tolist())]
-        sizes = [length * number for length, number in alike]
-        split = (torch.split(tensor, sizes) for tensor in (query, key, value))
-        for (length, _), *tensors in zip(alike, *split, strict=True):
-            yield self._attend(*(tensor.unflatten(0, (-1, length)) for tensor in tensors))
 
     def _chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any
@@ -92,7 +133,7 @@ class PackedAttention(torch.nn.Module):
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         rank, ranks = self.contexts.rank(), self.contexts.size()
-        order = torch.from_numpy(_order(tuple(lengths.tolist()), ranks)).to(key.device)
+        order = send(_order(tuple(lengths.tolist()), ranks), key.device)
         gathered = gather_from_sequence_parallel_region(
             torch.cat([key, value], 1), group=self.contexts
         )
@@ -105,25 +146,70 @@ class PackedAttention(torch.nn.Module):
                 end = (place + 1) * chunk
                 k, v = both[None, :end].chunk(2, dim=2)
                 mask = torch.ones(chunk, end, dtype=torch.bool, device=key.device)
-                yield self._attend(next(queries)[None], k, v, mask.tril(end - chunk))
+                mask = mask.tril(end - chunk)
+                yield _attend(next(queries)[None], k, v, self.scale, mask).flatten(0, 1)
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend over [sequences, tokens, heads, size], in and out; causal without a mask."""
-        return F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        ).transpose(1, 2)
+
+def attend_to_all(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attend within all sequences by FlashAttention's kernel for unequal lengths."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),  # all tokens before, none after
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, torch.Tensor)  # alone, unless more is asked for
+    return attended
+
+
+def attend_by_length(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float | None,
+) -> Iterator[torch.Tensor]:
+    """Attend within whole sequences, one after the other; neighbours of a length share a call."""
+    alike = [(length, len(list(group))) for length, group in groupby(lengths)]
+    sizes = [length * number for length, number in alike]
+    split = (torch.split(tensor, sizes) for tensor in (query, key, value))
+    for (length, _), *tensors in zip(alike, *split, strict=True):
+        q, k, v = (tensor.unflatten(0, (-1, length)) for tensor in tensors)
+        yield _attend(q, k, v, scale).flatten(0, 1)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend over [sequences, tokens, heads, size], in and out; causal without a mask."""
+    return F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    ).transpose(1, 2)
 
 
 @lru_cache(maxsize=4)

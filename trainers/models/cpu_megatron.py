@@ -1,6 +1,7 @@
 """CPU Megatron: adapt megatron-core 0.16.1 to machines without CUDA.
 
-job/job.py calls `load_megatron` once, before any other use of Megatron; with CUDA it only imports.
+job/job.py calls `load_megatron` once, before any other use of Megatron. With CUDA it only imports,
+and replaces the rotation of packed sequences, which waits for the device in each layer.
 Megatron writes `torch.cuda.current_device()`, `device="cuda"` and the like all over its modules.
 torch itself is not patched. Instead the name `torch` in every loaded `megatron.core` module becomes
 a view whose `cuda` is the CPU. Two methods of Tensor are out of reach and are replaced, in the
@@ -18,11 +19,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
-from cray_agents.trainers.data.context_parallel import cut
 from cray_agents.trainers.models import kernels
+from cray_agents.trainers.models.attention import token_positions
 
 _PLAIN = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange")
 _FACTORIES = (*_PLAIN, "empty_like", "zeros_like", "ones_like", "rand", "randn", "randint")
@@ -121,6 +121,7 @@ def load_megatron() -> bool:
     if torch.cuda.is_available():
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
+        _adapt_rotation()
         return False
     if isinstance(getattr(sys.modules.get("megatron.core.optimizer"), "torch", None), _View):
         return True
@@ -142,6 +143,7 @@ def load_megatron() -> bool:
     _adapt_experts()
     _adapt_collectives()
     _adapt_uneven_gathers()
+    _adapt_rotation()
     _adapt_kernels()
     return True
 
@@ -229,19 +231,17 @@ def _adapt_uneven_gathers() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter
 
 
-def _adapt_kernels() -> None:
-    """Install kernels.py wherever Megatron has a fused kernel on GPUs only."""
+def _adapt_rotation() -> None:
+    """Rotate packed sequences by kernels.py. Transformer Engine's layers have their own kernel."""
     rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    mlp: Any = importlib.import_module("megatron.core.transformer.mlp")
-    loss: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
 
     @lru_cache(maxsize=1)  # all layers of a micro-batch use the same angles
     def angles(
-        bounds: torch.Tensor, freqs: torch.Tensor, group: Any
+        bounds: torch.Tensor, freqs: torch.Tensor, tokens: int, dtype: torch.dtype, group: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        positions, _ = cut(np.diff(bounds.numpy()), group.rank(), group.size())
-        chosen = freqs[torch.from_numpy(positions), 0]
-        return chosen.cos(), chosen.sin()
+        positions = token_positions(bounds, tokens, group.rank(), group.size())
+        chosen = freqs[positions, 0]
+        return chosen.cos().to(dtype), chosen.sin().to(dtype)
 
     def rotate(
         tokens: torch.Tensor,
@@ -250,8 +250,16 @@ def _adapt_kernels() -> None:
         cp_group: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        cos, sin = angles(cu_seqlens, freqs, cp_group)
-        return kernels.rotate(tokens, cos.to(tokens.dtype), sin.to(tokens.dtype))
+        cos, sin = angles(cu_seqlens, freqs, len(tokens), tokens.dtype, cp_group)
+        return kernels.rotate(tokens, cos, sin)
+
+    rope._apply_rotary_pos_emb_thd = rotate
+
+
+def _adapt_kernels() -> None:
+    """Install kernels.py wherever Megatron has a fused kernel on GPUs only."""
+    mlp: Any = importlib.import_module("megatron.core.transformer.mlp")
+    loss: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
 
     def weighted_swiglu(
         x: torch.Tensor, bias: None, weights: torch.Tensor, *_: Any
@@ -262,7 +270,6 @@ def _adapt_kernels() -> None:
         logits = logits.float()
         return logits, logits.amax(-1)  # max() also returns places: four times slower
 
-    rope._apply_rotary_pos_emb_thd = rotate
     mlp.bias_swiglu_impl = lambda x, bias, *_: kernels.swiglu(x if bias is None else x + bias)
     mlp.weighted_bias_swiglu_impl = weighted_swiglu
     loss.VocabParallelCrossEntropy.calculate_logits_max = staticmethod(highest)

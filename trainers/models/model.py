@@ -2,8 +2,8 @@
 
 training/train_step.py calls `build_model` once the process groups exist. On GPUs the layers are
 Transformer Engine's if it is installed. Else they are Megatron's local ones, with attention.py's
-modules for layers that Megatron has on CUDA only. Read next: head.py for the logits, weights.py for
-filling the model.
+modules for layers that Megatron has on CUDA only: see layer_choice.py. Read next: head.py for the
+logits, weights.py for filling the model, kernel_trial.py for kernels that fail.
 """
 
 from typing import Any
@@ -13,7 +13,10 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import PackedAttention, RMSNorm
-from cray_agents.trainers.models.head import Head, padded_vocab
+from cray_agents.trainers.models.experts import grouped_experts
+from cray_agents.trainers.models.head import MOST_LOGITS, Head, padded_vocab
+from cray_agents.trainers.models.kernel_trial import confirm
+from cray_agents.trainers.models.layer_choice import LayerChoice, choose_layers
 from cray_agents.trainers.models.rope import rope_frequencies
 from cray_agents.training_jobs import Hyperparameters, Layout
 
@@ -42,30 +45,51 @@ def build_model(
     There is one, or `layout.interleave` of them in the order of the forward pass. The attribute
     `head` is a Head on the chunk with the output layer, else None.
     """
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    te: bool = not on_cpu and gpt_layer_specs.HAVE_TE
+    layers = layers_of(model, layout, hyper.dtype, on_cpu)
+    if not on_cpu:
+        layers = confirm(layers, model, torch.device("cuda"))
+    te = layers.transformer_engine
     inverse, scaling = rope_frequencies(model.rope, model.head_size)
     config = transformer_config(model, layout, hyper.dtype, on_cpu, te, recompute)
     if scaling != 1.0:  # a factor of both queries and keys
         config.softmax_scale = scaling**2 / model.head_size**0.5
     several = layout.interleave > 1
     stages = range(layout.interleave) if several else [None]
-    chunks = [_chunk(model, config, layout, te, stage) for stage in stages]
+    chunks = [_chunk(model, config, layout, layers, stage) for stage in stages]
     for chunk in chunks:
         chunk.rotary_pos_emb.inv_freq = inverse.to(chunk.rotary_pos_emb.inv_freq.device)
         chunk.head = None
         if chunk.post_process:
-            chunk.head = Head(chunk.output_layer, model.vocab, hyper.policy.temperature)
+            chunk.head = Head(chunk, model.vocab, hyper.policy.temperature)
+            if not on_cpu:
+                chunk.head.most_logits = MOST_LOGITS
     return chunks if on_cpu else [chunk.cuda(torch.cuda.current_device()) for chunk in chunks]
 
 
-def _chunk(model: Architecture, config: Any, layout: Layout, te: bool, stage: int | None) -> Any:
+def layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bool) -> LayerChoice:
+    """Return the layers that `build_model` makes. Megatron must be loaded."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return choose_layers(
+        gpu=not on_cpu,
+        transformer_engine=gpt_layer_specs.HAVE_TE,
+        dtype=dtype,
+        head_size=model.head_size,
+        contexts=layout.context,
+        experts=bool(model.experts),
+    )
+
+
+def _chunk(
+    model: Architecture, config: Any, layout: Layout, layers: LayerChoice, stage: int | None
+) -> Any:
     """Build one chunk; `stage` is its number among this rank's, None if there is one."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
+    te = layers.transformer_engine
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=stage
     )
@@ -74,7 +98,11 @@ def _chunk(model: Architecture, config: Any, layout: Layout, te: bool, stage: in
         for layer in spec.layer_specs:
             attention = layer.submodules.self_attention.submodules
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-            attention.core_attention = PackedAttention
+            attention.core_attention = ModuleSpec(
+                module=PackedAttention, params={"varlen": layers.varlen}
+            )
+            if layers.grouped:
+                layer.submodules.mlp.submodules.experts.module = grouped_experts()
             if model.qk_norm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
     return GPTModel(

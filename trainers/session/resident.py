@@ -194,7 +194,8 @@ class Resident:
         try:
             work = read_inputs(journal, spec, attempt)
             if is_rank0():
-                work = choose_start(work, optimizer_in_memory=self._continues(work))
+                in_memory = self._continues(work)
+                work = choose_start(work, self._on_cpu, optimizer_in_memory=in_memory)
                 journal.close()
         except CrayError as error:
             problem = error

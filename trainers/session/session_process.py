@@ -10,7 +10,6 @@ starts the session again, and each goes on from its last resume point.
 Read next: resident.py for the work of each rank, job/launch.py for their processes.
 """
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,12 @@ from cray_agents.errors import JobError, SetupError
 from cray_agents.paths import Home
 from cray_agents.trainers.job.job_end import record_failure
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.launch import find_placement, run_ranks
+from cray_agents.trainers.job.launch import (
+    RankMain,
+    find_placement,
+    load_for_ranks,
+    run_ranks,
+)
 from cray_agents.trainers.session.session_journal import SessionJournal
 
 
@@ -47,27 +51,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(session: SessionJournal) -> int:
     """Claim the session, and run its ranks on this node until they end."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
-    import torch
-
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
-    from cray_agents.trainers.session import resident
-
     spec = session.spec()
     placement = find_placement(spec.layout.world, session.session_id)
     attempt = session.claim_attempt() if placement.node == 0 else session.attempts
-    on_cpu = load_megatron()
-    if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
-        raise SetupError(
-            f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
-        )
+    on_cpu = load_for_ranks(placement, spec.layout)
+    from cray_agents.trainers.session import resident
+
     print(f"attempt {attempt}: {spec.layout.world} ranks wait for jobs of {spec.name}", flush=True)
     main_of_rank = partial(resident.run, session, attempt, on_cpu)
-    outcome = run_ranks(placement, session.folder / "logs", main_of_rank)
+    arguments = [str(session.home.root), session.session_id, attempt]
+    recipe = ("cray_agents.trainers.session.session_process", arguments)
+    outcome = run_ranks(placement, session.folder / "logs", main_of_rank, recipe)
     if outcome.refusal is not None and (job_id := session.current) is not None:
         record_failure(JobJournal(session.home, job_id), outcome.refusal)
         session.withdraw(job_id)
     return outcome.code
+
+
+def rank_main(on_cpu: bool, root: str, session_id: str, attempt: int) -> RankMain:
+    """Return what a rank in a new Python runs."""
+    from cray_agents.trainers.session import resident
+
+    session = SessionJournal(Home(Path(root)), session_id)
+    return partial(resident.run, session, attempt, on_cpu)
 
 
 if __name__ == "__main__":

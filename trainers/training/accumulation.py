@@ -100,5 +100,4 @@ class Accumulation:
         sums = {"loss": (summed.total.detach(), summed.count), **summed.measures}
         # a micro-batch of filler teaches nothing, but every rank must send a gradient
         total = summed.total if len(rows) else per_token.sum() * 0.0
-        places = share.places[rows], logprobs.detach().cpu().numpy()
-        return total, summed.count.int(), (places, sums)
+        return total, summed.count.int(), ((share.places[rows], logprobs.detach()), sums)

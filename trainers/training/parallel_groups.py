@@ -16,6 +16,7 @@ from cray_agents.trainers.data.context_parallel import ContextShard, share
 from cray_agents.trainers.data.packer import Packed
 from cray_agents.trainers.data.samples import Floats, Ints
 from cray_agents.trainers.methods.loss import TrainedTokens
+from cray_agents.trainers.models.attention import packed_sequences, send
 from cray_agents.training_jobs import Layout
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a rank may hash big files meanwhile
@@ -76,16 +77,7 @@ class Ranks:
 
     def packed_layout(self, share: ContextShard) -> Any:
         """Return the bounds of a share's sequences in the form of Megatron's attention."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        bounds = torch.from_numpy(share.bounds).to(self.device)
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=share.longest,
-            max_seqlen_kv=share.longest,
-        )
+        return packed_sequences(share.bounds, self.device)
 
     def trained_tokens(
         self,
@@ -102,18 +94,18 @@ class Ranks:
 
         def column(name: str) -> torch.Tensor:
             values = share.columns.get(name)
-            return zeros if values is None else torch.from_numpy(values[rows]).to(self.device)
+            return zeros if values is None else send(values[rows], self.device)
 
         return TrainedTokens(
             logprobs=logprobs,
-            sequence=torch.from_numpy(share.sequence[rows]).to(self.device),
+            sequence=send(share.sequence[rows], self.device),
             sequences=len(share.chosen),
             weight=column("weight") * scale,
             advantages=column("advantages"),
             sampled=column("sampled"),
             before=column("before"),
             reference=column("reference"),
-            chosen=torch.from_numpy(share.chosen).to(self.device),
+            chosen=send(share.chosen, self.device),
             drift=drift,
             context=ps.get_context_parallel_group() if self.layout.context > 1 else None,
             counts=self.context_rank == 0,
@@ -131,20 +123,20 @@ class Ranks:
     def add_up(self, reports: Sequence[dict[str, Any]], stop: bool) -> dict[str, Any]:
         """Sum reports: name -> (sum, count) over micro-batches, data and context ranks.
 
-        "stop" counts the ranks that were asked to stop. Collective.
+        "stop" counts the ranks that were asked to stop. All is added on the device, and read once:
+        a read waits for all work before it. Collective.
         """
         from megatron.core import parallel_state as ps
 
         if self._names is None:  # only the last pipeline stage knows the names; exchange them once
             self._names = self._longest(list(reports[0]) if reports else [])
-        mine = torch.zeros(len(self._names) + 1, 2, dtype=torch.float64)
+        mine = torch.zeros(len(self._names) + 1, 2, dtype=torch.float64, device=self.device)
         if reports and ps.get_tensor_model_parallel_rank() == 0:
             for report in reports:
                 pairs = [torch.stack([v.detach().double() for v in report[n]]) for n in self._names]
-                mine[:-1] += torch.stack(pairs).cpu()
+                mine[:-1] += torch.stack(pairs)
         mine[-1, 0] = float(stop)
         if self.layout.world > 1:
-            mine = mine.to(self.device)
             torch.distributed.all_reduce(mine)
         sums = [(total, count) for total, count in mine.tolist()]
         return {**dict(zip(self._names, sums, strict=False)), "stop": (sums[-1][0], 1.0)}
@@ -158,7 +150,7 @@ class Ranks:
 
     def collect(
         self,
-        rows: Sequence[tuple[Ints, Floats]],
+        rows: Sequence[tuple[Ints, torch.Tensor]],
         batches: Sequence[Packed],
         members: Sequence[Sequence[int]],
         sizes: Sequence[int],
@@ -172,12 +164,14 @@ class Ranks:
 
         ends = np.cumsum([0, *sizes])
         whole = torch.zeros(int(ends[-1]), dtype=torch.float32)
-        if ps.get_tensor_model_parallel_rank() == 0:
-            for (places, values), packed, batch in zip(rows, batches, members, strict=False):
+        if rows and ps.get_tensor_model_parallel_rank() == 0:
+            values = torch.cat([numbers for _, numbers in rows]).cpu()  # one read for all
+            each = torch.split(values, [len(places) for places, _ in rows])
+            for (places, _), mine, packed, batch in zip(rows, each, batches, members, strict=False):
                 if batch:
                     targets = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in batch])
                     order = np.cumsum(packed.mask > 0) - 1
-                    whole[targets[order[places]]] = torch.from_numpy(values)
+                    whole[targets[order[places]]] = mine
         if self.layout.world > 1:
             whole = whole.to(self.device)
             torch.distributed.all_reduce(whole)

@@ -24,6 +24,7 @@ from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.attention import send
 from cray_agents.trainers.models.lora import (
     Folded,
     adapters,
@@ -342,29 +343,33 @@ class Training:
         return reports
 
     def _forward(self, report: Any, batches: Iterator[Packed], chunk: Any) -> tuple[Any, Any]:
-        """Run a chunk's forward pass over the next micro-batch; the last chunk returns losses."""
+        """Run a chunk's forward pass over the next micro-batch; the last chunk returns losses.
+
+        It never waits for a GPU, which therefore computes while the next micro-batch is prepared.
+        """
         share = self.ranks.share(next(batches))
-        tokens, labels, positions = (
-            torch.from_numpy(array)[None].to(self.ranks.device, torch.int64)
-            for array in (share.tokens, share.labels, share.positions)
-        )
         rows = np.flatnonzero(share.mask)
         # only trained tokens need logits; without any, one row keeps the graph alive
         with_logits = rows if len(rows) else np.zeros(1, np.int64)
-        selected = torch.from_numpy(with_logits).to(self.ranks.device)
+        tokens, labels, positions, selected = (
+            send(array.astype(np.int64, copy=False), self.ranks.device)
+            for array in (share.tokens, share.labels[with_logits], share.positions, with_logits)
+        )
         if self.head is not None:
             self.head.rows = selected
         layout = self.ranks.packed_layout(share)
-        out = chunk(tokens, positions, None, labels=labels[:, selected], packed_seq_params=layout)
+        out = chunk(
+            tokens[None], positions[None], None, labels=labels[None], packed_seq_params=layout
+        )
         return out, partial(report, share, rows)
 
     def _logprobs(
         self, share: ContextShard, rows: Ints, per_token: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Report log-probabilities in place of a loss."""
-        logprobs = -per_token[0, : len(rows)].float().cpu().numpy()
-        places = share.places[rows]
-        return per_token.sum(), torch.ones((), dtype=torch.int), (places, logprobs)
+        logprobs = -per_token[0, : len(rows)].detach().float()
+        count = torch.ones((), dtype=torch.int)
+        return per_token.sum(), count, (share.places[rows], logprobs)
 
     def _loss(
         self,

@@ -82,6 +82,9 @@ def _started(event: Event) -> str:
     text += f" on {layout_text(event['layout'])}" if event.get("layout") else ""
     if event.get("left_out"):
         text += f"; {event['left_out']} samples without anything to learn are left out"
+    text += f"; layers: {event['layers']}" if event.get("layers") else ""
+    if event.get("spawned"):
+        text += "; each rank is a new Python, because an import opened CUDA before the ranks"
     return text
 
 

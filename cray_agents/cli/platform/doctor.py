@@ -126,9 +126,23 @@ def training(config: Config) -> list[dict[str, Any]]:
             trainable = placement.training if here else None
         check_name = "training"
         resources = resources_of(config, host_gpus=trainable)
-        return [*rows, check(check_name, True, str(resources), "")]
+        rows.append(check(check_name, True, str(resources), ""))
     except BadInput as error:
         return [*rows, check(check_name, False, "-", str(error))]
+    return [*rows, *layers(gpu=resources.gpus is not None)]
+
+
+def layers(*, gpu: bool) -> list[dict[str, Any]]:
+    """Check which layers and kernels train a usual model, as this Python's packages decide."""
+    from cray_agents.trainers.models.layer_choice import (
+        INSTALL_TE,
+        choose_layers,
+        has_transformer_engine,
+    )
+
+    choice = choose_layers(gpu=gpu, transformer_engine=has_transformer_engine(), experts=True)
+    complete = choice.transformer_engine or not gpu
+    return [check("layers", complete, choice.text, INSTALL_TE, required=False)]
 
 
 def machine(home: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,172 @@
+"""The layers that GPUs get: what is chosen, what is said of it, and what of it runs on a CPU."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cray_agents.trainers.data.context_parallel import cut
+from cray_agents.trainers.models.architecture import Architecture, read_architecture
+from cray_agents.trainers.models.attention import (
+    PackedAttention,
+    attend_by_length,
+    attend_to_all,
+    packed_sequences,
+    token_positions,
+)
+from cray_agents.trainers.models.kernel_trial import confirm, grouped_problem, varlen_problem
+from cray_agents.trainers.models.layer_choice import LayerChoice, choose_layers
+from cray_agents.training_jobs import Layout
+
+choose = partial(choose_layers, gpu=True, transformer_engine=False)
+
+
+@pytest.fixture
+def model(models: Any) -> Architecture:
+    return read_architecture(models("qwen3_moe"))
+
+
+def test_a_choice_says_what_it_takes_and_why() -> None:
+    assert choose_layers(gpu=False, transformer_engine=True).text.endswith("of cray-agents")
+    assert choose_layers(gpu=True, transformer_engine=True).text == "Transformer Engine"
+    fast = choose(experts=True)
+    assert (fast.varlen, fast.grouped) == (True, True)
+    assert "varlen_attn, experts by grouped_mm" in fast.text
+    assert "without Transformer Engine" in fast.text and "not fused" in fast.text
+    for obstacle, words in (
+        ({"dtype": "float32"}, "takes no float32"),
+        ({"head_size": 512}, "at most 256"),
+        ({"head_size": 36}, "a multiple of 8, not 36"),
+        ({"contexts": 2}, "context parallelism gathers keys"),
+    ):
+        slow = choose(**obstacle)
+        assert not slow.varlen and words in slow.text and "call per sequence length" in slow.text
+    one_by_one = choose(experts=True, dtype="float32")
+    assert not one_by_one.grouped and "one expert after the other" in one_by_one.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_positions_on_the_device_are_those_of_the_cut(ranks: int) -> None:
+    random = np.random.default_rng(ranks)
+    for _ in range(20):
+        lengths = random.integers(1, 9, random.integers(1, 6)) * (1 if ranks == 1 else 2 * ranks)
+        bounds = torch.tensor([0, *lengths.cumsum()], dtype=torch.int32)
+        for rank in range(ranks):
+            positions, _ = cut(lengths, rank, ranks)
+            found = token_positions(bounds, len(positions), rank, ranks)
+            np.testing.assert_array_equal(found, positions)
+
+
+class OneContext:
+    """A process group of one rank, as attention sees it."""
+
+    def size(self) -> int:
+        return 1
+
+
+def attention(varlen: bool) -> PackedAttention:
+    config: Any = None
+    ranks = type("Groups", (), {"cp": OneContext()})
+    return PackedAttention(config, 1, None, "self", pg_collection=ranks, varlen=varlen)
+
+
+@pytest.mark.megatron
+def test_attention_to_all_sequences_never_reads_from_the_device() -> None:
+    """Tensors of the device `meta` have no numbers: whatever reads one fails."""
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    shapes = [(20, 4, 32), (20, 2, 32), (20, 2, 32)]
+    given = [torch.empty(s, device="meta", dtype=torch.bfloat16).requires_grad_() for s in shapes]
+    packed = packed_sequences(np.array([0, 7, 8, 20], np.int32), torch.device("cpu"))
+    packed.cu_seqlens_q = packed.cu_seqlens_q.to("meta")
+    for varlen in (True, False):
+        out = attention(varlen)(*given, packed_seq_params=packed)
+        assert out.shape == (20, 128)
+        out.sum().backward()
+        assert [tensor.grad.shape for tensor in given] == [torch.Size(s) for s in shapes]
+    assert token_positions(packed.cu_seqlens_q, 20, 0, 1).shape == (20,)
+
+
+def test_a_kernel_that_fails_is_not_used(model: Architecture, capsys: Any) -> None:
+    """torch's attention for unequal lengths has no CPU version, its grouped product has one."""
+    cpu = torch.device("cpu")
+    assert grouped_problem(model, cpu) is None
+    assert "_flash_attention_forward" in (varlen_problem(model, cpu) or "")
+    layers = LayerChoice(False, True, True, "")
+    assert confirm(layers, model, cpu) == LayerChoice(False, False, True, "")
+    assert "the kernel 'varlen' does not work on cpu" in capsys.readouterr().out
+
+
+def on_a_gpu(model: Architecture, rank: int, store: Any, stop: Any) -> int:
+    """One rank: both kernels pass their trial, and attention is right for usual lengths too."""
+    gpu = torch.device("cuda")
+    assert confirm(choose(experts=True), model, gpu) == choose(experts=True)
+    lengths = [300, 7, 7, 1000, 1]
+    q, k, v = (
+        torch.randn(sum(lengths), heads, 64, device=gpu, dtype=torch.bfloat16)
+        for heads in (8, 2, 2)
+    )
+    bounds = torch.tensor([0, *lengths], device=gpu).cumsum(0).int()
+    ours = attend_to_all(q, k, v, bounds, max(lengths), None)
+    theirs = torch.cat(list(attend_by_length(q, k, v, lengths, None)))
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    return 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has these kernels on GPUs alone")
+def test_kernels_work_on_a_gpu(model: Architecture, tmp_path: Path) -> None:
+    """In a rank of its own, so that CUDA stays untouched by the process that forks ranks."""
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+
+    work = partial(on_a_gpu, model)
+    assert run_ranks(find_placement(1, "kernels"), tmp_path / "logs", work).code == 0
+
+
+def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any) -> int:
+    """One rank: a layer's experts, one after the other and all at once."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from cray_agents.trainers.models.experts import grouped_experts
+    from cray_agents.trainers.models.model import build_model
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.training_jobs import Hyperparameters
+
+    join_ranks(Layout(), rank, 1, store, on_cpu=True)
+    model = read_architecture(folder)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        hyper = Hyperparameters(steps=1, dtype=dtype)
+        (chunk,) = build_model(model, Layout(), hyper, on_cpu=True)
+        experts = chunk.decoder.layers[0].mlp.experts
+        assert type(experts) is SequentialMLP
+        counts = torch.tensor([5, 0, 9, 2])
+        tokens = torch.randn(16, model.hidden).to(next(experts.parameters()).dtype)
+        for kind in (SequentialMLP, grouped_experts()):
+            experts.__class__ = kind
+            x, probs = tokens.clone().requires_grad_(), torch.linspace(0, 1, 16).requires_grad_()
+            experts.zero_grad()
+            y, _ = experts(x, counts, probs)
+            y.backward(torch.linspace(-1, 1, y.numel()).to(y.dtype).view_as(y))
+            weights = {name: p.grad.clone() for name, p in experts.named_parameters()}
+            found.append({"y": y.detach(), "x": x.grad, "probs": probs.grad, **weights})
+    torch.save(found, out / "found.pt")
+    return 0
+
+
+@pytest.mark.megatron
+def test_experts_at_once_equal_one_after_the_other(models: Any, tmp_path: Path) -> None:
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+
+    load_megatron()
+    work = partial(product_of_experts, models("qwen3_moe"), tmp_path)
+    assert run_ranks(find_placement(1, "experts"), tmp_path / "logs", work).code == 0
+    single, at_once, half, half_at_once = torch.load(tmp_path / "found.pt")
+    for these, those, error in ((single, at_once, 1e-5), (half, half_at_once, 0.02)):
+        assert these.keys() == those.keys() and len(these) == 3 + 2 * 4
+        for name, numbers in these.items():
+            torch.testing.assert_close(those[name], numbers, rtol=error, atol=error, msg=name)
