@@ -21,6 +21,7 @@ from tests.gpu.bench import Bench, Failed, sequences
 
 STEPS = 4
 KEPT = ("LD_LIBRARY_PATH",)
+PATHS = tuple(sys.path)  # before packages add folders of their own
 
 
 def main(bench: Bench, stage: str, name: str) -> None:
@@ -38,7 +39,7 @@ def main(bench: Bench, stage: str, name: str) -> None:
     about = bench.report.read()["about"]
     has = None if bench.on_cpu else Gpus(about["device"], about["device GiB"], 1)
     with LocalProcesses(home.logs, gpus=gpus) as scheduler:
-        trainer = MegatronTrainer(home, AsHere(scheduler), Resources(gpus=has), 60.0)
+        trainer = MegatronTrainer(home, AsHere(scheduler), Resources(gpus=has))
         before: JobSpec | None = None
         for number in range(bench.scale.jobs):
             if bench.over:
@@ -79,8 +80,11 @@ class AsHere:
         self.name, self._scheduler = scheduler.name, scheduler
 
     def submit(self, command: Command) -> str:
+        """Start a command. Raises Failed where a session ended before: it was not asked to."""
+        if self._scheduler.status(command.name).state in ("failed", "succeeded"):
+            raise Failed(f"the session ended: {Path(command.log).read_text()[-2000:]}")
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)
+        paths = os.pathsep.join(str(Path(path).resolve()) for path in PATHS)
         environment = {**kept, "PYTHONPATH": paths, **command.environment}
         return self._scheduler.submit(command.model_copy(update={"environment": environment}))
 
