@@ -46,6 +46,7 @@ def test_sizes_are_powers_of_two() -> None:
 def test_more_memory_is_more_tokens(tmp_path: Path, gpu: str, tokens: int) -> None:
     """LoRA of an 8B model. The next size does not fit, by the planner's own estimate."""
     assert chosen(tmp_path, LLAMA_31_8B, GIB[gpu]) == tokens
+    assert chosen(tmp_path, LLAMA_31_8B, GIB[gpu], layout=Layout(), recompute="none") == tokens
     model, room = written(tmp_path, LLAMA_31_8B), GIB[gpu] * (1 - RESERVE)
 
     def gib(size: int) -> float:
@@ -158,6 +159,15 @@ def test_a_job_by_commands_gets_one_too(home: Home, ask: Any) -> None:
     job = on_gpus(home, 22).submit(asked)
     assert tokens_of(home, job.id) == 65536
     assert JobJournal(home, job.id).spec().layout == Layout()
+
+
+def test_fine_tuning_gets_one_before_its_data_is_read(
+    home: Home, models: Any, tmp_path: Path
+) -> None:
+    parent, on_cpus = models("llama"), MegatronTrainer(home, WaitingScheduler(), Resources())
+    assert on_gpus(home, 22).microbatch(parent) == 65536
+    assert 4096 < on_gpus(home, 0.08).microbatch(parent) < 65536
+    assert on_cpus.microbatch(parent) == on_gpus(home, 22).microbatch(tmp_path / "gone") == 4096
 
 
 # ---- the plan

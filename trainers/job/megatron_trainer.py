@@ -30,7 +30,7 @@ from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import choose_default_layout
 from cray_agents.trainers.planning.layout_limits import check_layout_fits
 from cray_agents.trainers.planning.layouts import describe_layout
-from cray_agents.trainers.planning.microbatch import decide_hyperparameters
+from cray_agents.trainers.planning.microbatch import decide_hyperparameters, usual_microbatch
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec, sessions
 from cray_agents.training_commands import CommandResult, TrainingCommand
@@ -79,6 +79,10 @@ class MegatronTrainer:
     def dtype(self) -> Dtype:
         """The dtype of jobs whose spec gives none: bfloat16 on GPUs, float32 on CPUs."""
         return self.resources.dtype
+
+    def microbatch(self, parent: Path) -> int:
+        """Return the tokens of a micro-batch that suit all weights of a parent."""
+        return usual_microbatch(parent, self.resources)
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Start the job, or find it; return an ended job's status unchanged.

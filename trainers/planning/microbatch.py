@@ -5,11 +5,13 @@ a job's id, `cray-agents plan` calls `choose_microbatch`. No GPU was seen. Read 
 the estimate, layout_choice.py for the layouts.
 """
 
+from pathlib import Path
+
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
-from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.planning.default_layout import usual_length
+from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
+from cray_agents.trainers.planning.default_layout import COMMANDED, usual_length
 from cray_agents.trainers.planning.layout_choice import RESERVE, choose_layout, slowdown
 from cray_agents.trainers.planning.memory import Recompute, estimate_memory
 from cray_agents.training_jobs import MICROBATCH, Hyperparameters, JobSpec, Layout, with_dtype
@@ -38,17 +40,45 @@ def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> J
         length = usual_length(spec, home)
     except (BadInput, NotFound):
         return spec
-    tokens = choose_microbatch(
+    layout = spec.layout if "layout" in spec.model_fields_set else None
+    recompute = spec.recompute if "recompute" in spec.model_fields_set else None
+    return sized[_on_gpus(model, hyper, resources, gpus, length, layout, recompute)]
+
+
+def usual_microbatch(parent: Path, resources: Resources) -> int:
+    """Return the tokens of a micro-batch for a parent whose data and settings come later.
+
+    4,096 for a parent that cannot be read: the job's checks will say what is wrong.
+    """
+    if resources.gpus is None:
+        return MICROBATCH
+    try:
+        model = read_architecture(parent)
+    except (BadInput, NotFound):
+        return MICROBATCH
+    hyper = Hyperparameters(steps=1, dtype=resources.dtype)
+    return _on_gpus(model, hyper, resources, resources.gpus, COMMANDED)
+
+
+def _on_gpus(
+    model: Architecture,
+    hyper: Hyperparameters,
+    resources: Resources,
+    gpus: Gpus,
+    length: int,
+    layout: Layout | None = None,
+    recompute: Recompute | None = None,
+) -> int:
+    return choose_microbatch(
         model,
         hyper,
         resources.ranks,
         memory_gib_per_rank=gpus.gib,
         ranks_per_node=resources.ranks_per_node,
         sequence_length=length,
-        layout=spec.layout if "layout" in spec.model_fields_set else None,
-        recompute=spec.recompute if "recompute" in spec.model_fields_set else None,
+        layout=layout,
+        recompute=recompute,
     )
-    return sized[tokens]
 
 
 def _sized(spec: JobSpec, tokens: int) -> JobSpec:
