@@ -4,9 +4,10 @@
 # make lint    ruff and mypy
 # make docs    set up, then build the site into site/
 # make bench   set up, then measure             make soak    set up, then long fault campaigns
+# make gpu     measure the trainer on this machine's GPU, without set-up: CONTRIBUTING.md
 PY := .venv/bin/python
 
-.PHONY: setup demo test test-fast lint docs bench soak format
+.PHONY: setup demo test test-fast lint docs bench soak gpu format
 setup:
 	@requirements/setup.sh
 
@@ -48,3 +49,7 @@ soak: setup
 	@CRAY_TEST_KILLS=100 $(PY) -m pytest -s --timeout 3600 tests/test_loop_kills.py
 	@CRAY_TEST_ATTACKS=all $(PY) -m pytest -s tests/tools/test_verifier_attacks.py
 	@CRAY_TEST_METHODS=rft,grpo $(PY) -m pytest tests/cookbook/test_02.py
+
+# by .venv, or by the machine's own Python with what it lacks in .gpu-packages
+gpu:
+	@$(or $(wildcard $(PY)),PYTHONPATH="$(CURDIR)/.gpu-packages:$$PYTHONPATH" python3) -m tests.gpu $(ARGS)

@@ -179,11 +179,15 @@ class Trainer(Protocol):
         """The dtype of jobs whose spec gives none."""
         ...
 
+    def microbatch(self, parent: Path) -> int:
+        """Return the tokens of a micro-batch that suit all weights of a parent, in `dtype`."""
+        ...
+
     def submit(self, spec: JobSpec) -> JobStatus:
         """Start the job, unless it is running or finished; return its status.
 
-        A missing dtype is decided first, so the status may have another id than `spec`. Raises
-        JobError, and BadInput or NotFound for a spec that cannot be trained.
+        A missing dtype or micro-batch is decided first, so the status may have another id than
+        `spec`. Raises JobError, and BadInput or NotFound for a spec that cannot be trained.
         """
         ...
 

@@ -15,7 +15,8 @@ from cray_agents.records import Record, StrictRecord, digest
 
 MethodName = Literal["sft", "dpo", "kto", "grpo"]
 Dtype = Literal["float32", "bfloat16"]
-
+MICROBATCH = 4096  # tokens, where no GPU's memory decides
+DECIDED_BY_TRAINER = {"dtype", "max_tokens_per_microbatch"}  # hyperparameters, if not given
 
 LoraTarget = Literal["qkv", "proj", "fc1", "fc2"]
 
@@ -112,7 +113,9 @@ class Hyperparameters(StrictRecord):
     weight (sft). The schedule `wsd` is warm-up, stable, decay: constant until the last
     `decay_fraction` of the steps, then linear to the minimum.
 
-    A job whose `dtype` was not given takes the trainer's: bfloat16 on GPUs, float32 on CPUs.
+    A job whose `dtype` was not given takes the trainer's: bfloat16 on GPUs, float32 on CPUs. If
+    `max_tokens_per_microbatch`, the tokens of a forward pass, was not given, it is 4,096 on CPUs.
+    On GPUs it is as large as their memory allows, up to 65,536. A longer sequence is refused.
     """
 
     steps: int = Field(gt=0)
@@ -130,7 +133,7 @@ class Hyperparameters(StrictRecord):
     order: Literal["epoch", "weighted"] = "epoch"
     weigh_loss: bool = False
     seed: int = Field(0, ge=0)
-    max_tokens_per_microbatch: int = Field(4096, gt=0)
+    max_tokens_per_microbatch: int = Field(MICROBATCH, gt=0)
     dtype: Dtype = "float32"
     init: Literal["parent", "random"] = "parent"
     lora: Lora | None = None

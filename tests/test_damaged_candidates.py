@@ -101,6 +101,7 @@ class Damaging:
     def __post_init__(self) -> None:
         self.scripted = ScriptedTrainer(self.home)
         self.dtype = self.scripted.dtype
+        self.microbatch = self.scripted.microbatch
 
     def submit(self, spec: JobSpec) -> JobStatus:
         status = self.scripted.submit(spec)

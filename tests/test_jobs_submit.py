@@ -25,9 +25,12 @@ from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, with_dtype
 from tests.support.scripted_platform import platform
+from tests.support.waiting_scheduler import WaitingScheduler
 
 SAMPLES = 24
 CHATS = [
@@ -350,6 +353,18 @@ def test_a_dtype_that_was_not_given_is_the_trainers(site: Site, dtype: str) -> N
             job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
             spec = JobJournal(site.home, asyncio.run(job).id).spec()
             assert spec.hyperparameters.dtype == hyper.get("dtype", dtype)
+
+
+def test_a_micro_batch_that_was_not_given_is_the_trainers(site: Site) -> None:
+    gpus = Resources(1, 1, Gpus("L4", 22, 1))
+    trainer = MegatronTrainer(site.home, WaitingScheduler(), gpus)
+    root, engine = site.home.root, ScriptedEngine(lambda request: "")
+    with platform(root, engine, model=site.model, name="m", trainer=trainer) as served:
+        for hyper in ({}, {"max_tokens_per_microbatch": 4096}):
+            given = Hyperparameters.model_validate({"steps": 4, **hyper})
+            job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
+            spec = JobJournal(site.home, asyncio.run(job).id).spec()
+            assert spec.hyperparameters.max_tokens_per_microbatch == (4096 if hyper else 65536)
 
 
 def test_the_command_finds_the_job_of_its_trainers_dtype(

@@ -19,7 +19,14 @@ from cray_agents.platform.training_session import TrainingSession
 from cray_agents.platform.transport import Recording, Transport
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
-from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout, MethodName
+from cray_agents.training_jobs import (
+    DECIDED_BY_TRAINER,
+    Hyperparameters,
+    JobSpec,
+    JobStatus,
+    Layout,
+    MethodName,
+)
 
 URL = "http://127.0.0.1:8000"
 POLL = 0.02, 0.25  # seconds between looks at a running job, at least and at most
@@ -158,10 +165,7 @@ class Platform:
             "method": method,
             "dataset": dataset,
             "parent": parent,
-            # a dtype that was not given is left to the trainer
-            "hyperparameters": hyperparameters.model_dump(
-                mode="json", exclude={"dtype"} - hyperparameters.model_fields_set
-            ),
+            "hyperparameters": _given(hyperparameters),
             "reference": reference,
             "optimizer_from": optimizer_from,
             "layout": layout.model_dump() if layout is not None else None,
@@ -213,9 +217,7 @@ class Platform:
             "commands": name,
             "session": "commands",  # clients take turns on one set of ranks
             "parent": parent,
-            "hyperparameters": hyper.model_dump(
-                mode="json", exclude={"dtype"} - hyper.model_fields_set
-            ),
+            "hyperparameters": _given(hyper),
             "layout": None if layout is None else layout.model_dump(),
         }
         job = JobStatus.model_validate(await self._http.post("/jobs", body))
@@ -411,3 +413,9 @@ class Platform:
         """Close this event loop's connections."""
         self._recording.pop(asyncio.get_running_loop(), None)
         await self._http.engine.close()
+
+
+def _given(hyper: Hyperparameters) -> dict[str, Any]:
+    """Return hyperparameters as JSON; those that the trainer decides stay out if not given."""
+    left = DECIDED_BY_TRAINER - hyper.model_fields_set
+    return hyper.model_dump(mode="json", exclude=left)

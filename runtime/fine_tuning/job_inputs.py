@@ -14,7 +14,8 @@ Values of `"auto"`, for n examples (dpo: pairs) and a model of hidden size h:
                               tiny model, 1.1e-5 at h = 4096; dpo takes a tenth of it
     beta                      0.1
 
-The dtype is the trainer's: bfloat16 on GPUs, float32 on CPUs. The request recorded it.
+The dtype is the trainer's: bfloat16 on GPUs, float32 on CPUs. So is the micro-batch, unless the
+longest sample has more tokens. The request recorded both.
 A batch_size above n becomes n, so that a step is at most an epoch, and the job shows it so.
 The rate warms up over the first twentieth of the steps and falls to a tenth along a cosine. The
 validation loss is computed after each epoch and at the end, over the whole file.
@@ -54,7 +55,6 @@ EPOCHS, MOST_EPOCHS = 3, 25
 LEAST_SEEN, MOST_SEEN = 100, 25_000  # examples, counted in every epoch
 BATCH, BETA = 16, 0.1
 TINY_HIDDEN, TINY_RATE, DPO_RATE = 128, 2e-3, 0.1
-LEAST_MICROBATCH = 4096  # tokens
 
 
 def validate(home: Home, job_id: str, code: str) -> None:
@@ -120,7 +120,7 @@ class Preparer:
                 schedule="cosine",
                 seed=request.seed,
                 dtype=request.dtype,
-                max_tokens_per_microbatch=max(LEAST_MICROBATCH, longest * (2 if pairs else 1)),
+                max_tokens_per_microbatch=max(request.microbatch, longest * (2 if pairs else 1)),
                 preference=Preference(beta=_auto_or(request.beta, BETA)) if pairs else Preference(),
             ),
             code=self.code,

@@ -11,7 +11,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.fine_tuning.examples import Kind
-from cray_agents.training_jobs import Dtype, JobSpec
+from cray_agents.training_jobs import MICROBATCH, Dtype, JobSpec
 
 Auto = Literal["auto"]
 RecordType = TypeVar("RecordType", bound=Record)
@@ -25,7 +25,8 @@ class TuningRequest(Record):
     """A requested fine-tuning job. Its result is registered under `name`.
 
     `model` is the version `name@N` that the client's model meant at that time, and `parent` its
-    checkpoint. The parent's hashes and `dtype` are those of the JobSpec.
+    checkpoint. The parent's hashes and `dtype` are those of the JobSpec. `microbatch` counts the
+    tokens of its micro-batches, unless a sample has more.
     """
 
     model: str
@@ -46,6 +47,7 @@ class TuningRequest(Record):
     metadata: dict[str, str] = Field(default_factory=dict)
     code: str = ""
     dtype: Dtype = "float32"
+    microbatch: int = MICROBATCH
     owner: str = ""
     created: float = Field(default_factory=time.time)
 
@@ -68,6 +70,8 @@ class TuningRequest(Record):
             identity += [self.method, self.beta]
         if self.dtype != "float32":
             identity += ["dtype", self.dtype]
+        if self.microbatch != MICROBATCH:
+            identity += ["microbatch", self.microbatch]
         return PREFIX + digest(identity, 24)
 
 

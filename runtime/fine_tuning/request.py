@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import Field
 
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.ports import Trainer
 from cray_agents.records import StrictRecord
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.runtime.fine_tuning.job_records import ADDED, TuningRequest
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import NAME, Registry
-from cray_agents.training_jobs import Dtype
 
 FILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 LONGEST_NAME = 64  # of a suffix
@@ -60,12 +60,12 @@ def resolve_request(
     registry: Registry,
     files: Files,
     code: str,
-    dtype: Dtype,
+    trainer: Trainer,
     owner: str = "",
 ) -> TuningRequest:
     """Return the checked and resolved request. Raises BadInput, NotFound (the model).
 
-    `code` and `dtype` are the trainer's.
+    `code` is the trainer's, which also gives dtype and micro-batch.
     """
     kind = _parse_method(body)
     version = registry.resolve(body.model)
@@ -76,7 +76,8 @@ def resolve_request(
             "digits, '.', '_' and '-'",
             param="suffix",
         )
-    parent = checkpoints.manifest_of(registry.home.checkpoint(version.checkpoint))
+    folder = registry.home.checkpoint(version.checkpoint)
+    parent = checkpoints.manifest_of(folder)
     validation = body.validation_file
     return TuningRequest(
         model=version.id,
@@ -95,7 +96,8 @@ def resolve_request(
         seed=body.seed or 0,
         metadata=_check_metadata(body.metadata or {}),
         code=code,
-        dtype=dtype,
+        dtype=trainer.dtype,
+        microbatch=trainer.microbatch(folder),
         owner=owner,
     )
 

@@ -161,6 +161,19 @@ def test_a_job_takes_the_trainers_dtype(tmp_path: Path, model: Path) -> None:
     assert len(ids) == 4
 
 
+def test_a_job_takes_the_trainers_micro_batch(tmp_path: Path, model: Path) -> None:
+    """What fits into its GPUs, or 4,096 tokens. It is another job, too."""
+    ids = set()
+    for tokens in (4096, 32768):
+        site = Site(tmp_path / "root", model)
+        with site.served(tokens=tokens):
+            job = site.submitted()
+        spec = JobJournal(site.home, job.metadata["job"]).spec()
+        assert spec.hyperparameters.max_tokens_per_microbatch == tokens
+        ids |= {job.id, spec.id}
+    assert len(ids) == 4
+
+
 def test_events_are_paged_newest_first_and_keep_their_ids(site: Site) -> None:
     job = site.submitted()
     site.trainer.advance(job.metadata["job"], 3)

@@ -19,6 +19,7 @@ class TimedTrainer:
         self.scripted = ScriptedTrainer(home, metrics, PROBE, by_hand=True)
         self.seconds = seconds
         self.dtype = self.scripted.dtype
+        self.microbatch = self.scripted.microbatch
         self._one_at_a_time = threading.Lock()
 
     def submit(self, spec: JobSpec) -> JobStatus:

@@ -1,9 +1,10 @@
 """Megatron trainer: submit, watch, restart, pause and cancel training jobs over a scheduler.
 
 The platform process has one `MegatronTrainer`. All state is in the jobs' folders, so a restarted
-platform goes on. restarter.py asks for the status of jobs that no client asks for. A spec without a
-dtype gets one before its id is taken, and one without a layout before it is written
-(planning/default_layout.py). The work itself is job.py, in its own processes.
+platform goes on. restarter.py asks for the status of jobs that no client asks for. A spec without
+dtype or micro-batch gets them before its id is taken (planning/microbatch.py), and one without a
+layout before it is written (planning/default_layout.py). The work itself is job.py, in its own
+processes.
 """
 
 import hashlib
@@ -29,6 +30,7 @@ from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import choose_default_layout
 from cray_agents.trainers.planning.layout_limits import check_layout_fits
 from cray_agents.trainers.planning.layouts import describe_layout
+from cray_agents.trainers.planning.microbatch import decide_hyperparameters, usual_microbatch
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec, sessions
 from cray_agents.training_commands import CommandResult, TrainingCommand
@@ -38,7 +40,6 @@ from cray_agents.training_jobs import (
     JobState,
     JobStatus,
     Layout,
-    with_dtype,
 )
 
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
@@ -85,6 +86,10 @@ class MegatronTrainer:
         """The dtype of jobs whose spec gives none: bfloat16 on GPUs, float32 on CPUs."""
         return self.resources.dtype
 
+    def microbatch(self, parent: Path) -> int:
+        """Return the tokens of a micro-batch that suit all weights of a parent."""
+        return usual_microbatch(parent, self.resources)
+
     def submit(self, spec: JobSpec) -> JobStatus:
         """Start the job, or find it; return an ended job's status unchanged.
 
@@ -93,7 +98,7 @@ class MegatronTrainer:
         Corrupt. Raises BadInput or NotFound if its parent can never be trained, if no layout can be
         chosen for it, or if it does not fit the resources.
         """
-        spec = with_dtype(spec, self.dtype)
+        spec = decide_hyperparameters(spec, self.home, self.resources)
         journal = JobJournal(self.home, spec.id)
         with self._starting:
             if not journal.exists:

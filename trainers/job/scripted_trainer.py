@@ -19,15 +19,15 @@ from cray_agents.trainers.checkpointing.hf_export import hash_files, publish_fol
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_commands import CommandResult, TrainingCommand
-from cray_agents.training_jobs import Dtype, JobSpec, JobStatus, with_dtype
+from cray_agents.training_jobs import MICROBATCH, Dtype, JobSpec, JobStatus, with_dtype
 
 
 class ScriptedTrainer:
     """A ports.Trainer. `metrics` and `probe` go into each manifest.
 
     `failures[n]` is the error of the n-th job submitted here, counted from 0. `by_hand`: jobs go no
-    further than `advance` takes them, so that they can be paused and cancelled. `dtype`: of jobs
-    whose spec gives none.
+    further than `advance` takes them, so that they can be paused and cancelled. `dtype` and
+    `tokens`, of a micro-batch: of jobs whose spec gives none.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ScriptedTrainer:
         *,
         by_hand: bool = False,
         dtype: Dtype = "float32",
+        tokens: int = MICROBATCH,
     ) -> None:
         self.home = home
         self.metrics = {
@@ -52,7 +53,12 @@ class ScriptedTrainer:
         self.failures = dict(failures or {})
         self.by_hand = by_hand
         self.dtype = dtype
+        self.tokens = tokens
         self.submitted: list[JobSpec] = []
+
+    def microbatch(self, parent: Path) -> int:
+        """Return the tokens of a micro-batch, of any parent."""
+        return self.tokens
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Do the job, or find it done. Raises NotFound if the parent is missing."""

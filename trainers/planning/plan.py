@@ -76,7 +76,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of a run. `choice` is None if only a number of parameters was known."""
+    """The needs of a run. Without `choice`, `microbatch` only a number of parameters was known."""
 
     parameters: float
     weights_per_token: float  # without the embedding and idle experts
@@ -86,6 +86,7 @@ class Plan:
     slowdown: float
     floor: float  # bytes of a GPU for weights, gradients and optimizer, if all are split evenly
     choice: Choice | None = None
+    microbatch: int | None = None  # tokens
 
     @property
     def seconds(self) -> float:
@@ -107,6 +108,7 @@ class Plan:
             "dollars": self.cluster.dollars(self.seconds),
             "layout": choice.layout.model_dump() if choice else None,
             "recompute": choice.recompute if choice else None,
+            "microbatch_tokens": self.microbatch,
             "fits": choice.fits if choice else None,
             "memory_gib": gib(choice.memory) if choice else None,
             "least_gib": self.floor / GIB,
@@ -151,7 +153,8 @@ def make_plan(
     flops += workload.scored * flops_per_scored_token(model, length)
     total, used = count_weights(model).total, weights_per_token(model)
     floor = least_memory(total, cluster, lora=hyper.lora is not None, half=hyper.dtype != "float32")
-    return Plan(total, used, workload, cluster, flops, choice.slowdown, floor, choice)
+    tokens = hyper.max_tokens_per_microbatch
+    return Plan(total, used, workload, cluster, flops, choice.slowdown, floor, choice, tokens)
 
 
 def plan_by_size(

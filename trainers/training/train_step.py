@@ -33,7 +33,12 @@ from cray_agents.trainers.models.lora import (
     unfold_adapters,
 )
 from cray_agents.trainers.models.model import build_model
-from cray_agents.trainers.models.weights import SafeTensors, load_weights, weight_source
+from cray_agents.trainers.models.weights import (
+    SafeTensors,
+    Source,
+    load_weights,
+    weight_source,
+)
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
 from cray_agents.trainers.training.parallel_groups import Ranks
 from cray_agents.training_jobs import Hyperparameters, Layout, MethodName
@@ -75,6 +80,7 @@ class Training:
 
     Each step calls `asked_to_stop` and reports the answer. `score` and `evaluate` call it at
     intervals and raise Stopped. `overlap`: see `wrap` in optimizer.py; None means only on GPUs.
+    `source` None: the first weights are the parent's, or random ones, as the hyperparameters say.
     Where `fits` says so, `begin` takes up another job with the same model and optimizer.
     """
 
@@ -90,6 +96,7 @@ class Training:
         recompute: str = "none",
         overlap: bool | None = None,
         asked_to_stop: Callable[[], bool] = _never,
+        source: Source | None = None,
     ) -> None:
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
         self.on_cpu, self.method, self.asked_to_stop = on_cpu, method, asked_to_stop
@@ -97,7 +104,7 @@ class Training:
         self.ranks = Ranks(layout, on_cpu)
         self.done = 0  # steps
         self.chunks = build_model(model, layout, hyper, on_cpu, recompute)
-        load_weights(self.chunks, model, weight_source(parent, model, hyper))
+        load_weights(self.chunks, model, source or weight_source(parent, model, hyper))
         if hyper.lora is not None:
             add_lora(self.chunks, model, hyper.lora, hyper.seed)
         overlap = not on_cpu if overlap is None else overlap

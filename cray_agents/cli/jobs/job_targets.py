@@ -57,19 +57,22 @@ def train(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
     return _train_without_platform(config, spec, detach=detach)
 
 
-def with_trainer_dtype(config: Config, spec: JobSpec) -> JobSpec:
-    """Return the spec with the dtype that `train` will train it in, so that its id is known.
+def with_trainer_choices(config: Config, spec: JobSpec) -> JobSpec:
+    """Return the spec with what `train` decides before it takes the job's id, so that it is known.
 
     Raises ConfigError.
     """
-    from cray_agents.trainers.planning.cluster_resources import resources_of
+    from cray_agents.trainers.planning.cluster_resources import Gpus, Resources, resources_of
+    from cray_agents.trainers.planning.microbatch import decide_hyperparameters
 
-    if "dtype" in spec.hyperparameters.model_fields_set:
-        return spec
     if (info := running(config.root)) is None:
-        return with_dtype(spec, resources_of(config).dtype)
+        return decide_hyperparameters(spec, config.root, resources_of(config))
     trainer = fetch(info, "/v1/platform").get("trainer", {})
-    return with_dtype(spec, trainer.get("dtype", "float32"))
+    spec = with_dtype(spec, trainer.get("dtype", "float32"))
+    if not (gpus := trainer.get("gpus")):
+        return spec
+    resources = Resources(trainer["ranks"], trainer["nodes"], Gpus(**gpus))
+    return decide_hyperparameters(spec, config.root, resources)
 
 
 def say(text: str) -> None:

@@ -80,7 +80,7 @@ class MethodOptions:
     lora_rank: Annotated[int | None, _method(min=1)] = None
     dtype: Annotated[str, _method()] = "bfloat16"
     batch_size: Annotated[int, _method("Sequences of a step.", min=1)] = 128
-    microbatch_tokens: Annotated[int | None, _method(min=1)] = None
+    microbatch_tokens: Annotated[int | None, _method("Default: as many as fit.", min=1)] = None
     recompute: Annotated[str, _method("auto, none, selective, full.")] = "auto"
 
 
@@ -122,16 +122,16 @@ def plan(
     if isinstance(known, float):
         estimate = plan_by_size(known, workload, cluster, lora=how.lora_rank is not None)
     else:
-        at_once = how.microbatch_tokens or max(length, LENGTH)
-        _check_length(length, known, at_once)
+        policy: Any = None if how.recompute == "auto" else how.recompute
         hyper = Hyperparameters(
             steps=1,
             batch_size=how.batch_size,
-            max_tokens_per_microbatch=at_once,
             dtype=how.dtype,
             lora=Lora(rank=how.lora_rank) if how.lora_rank else None,
         )
-        policy: Any = None if how.recompute == "auto" else how.recompute
+        at_once = how.microbatch_tokens or _microbatch(known, hyper, cluster, length, policy)
+        _check_length(length, known, at_once)
+        hyper = hyper.model_copy(update={"max_tokens_per_microbatch": at_once})
         estimate = make_plan(known, workload, cluster, hyper, policy)
     if as_json:
         print(json.dumps(estimate.data(), indent=2))
@@ -216,6 +216,24 @@ def _chosen_cluster(options: ClusterOptions) -> "Cluster":
         )
     mfu = _positive("mfu", options.mfu, 1.0)
     return Cluster(find_gpu(options.gpu), all_gpus, each, mfu, options.price)
+
+
+def _microbatch(
+    model: "Architecture", hyper: Hyperparameters, cluster: "Cluster", length: int, recompute: Any
+) -> int:
+    """Return the tokens that a trainer on this cluster would choose, or those of a sequence."""
+    from cray_agents.trainers.planning.microbatch import choose_microbatch
+
+    chosen = choose_microbatch(
+        model,
+        hyper,
+        cluster.gpus,
+        memory_gib_per_rank=cluster.gpu.gib,
+        ranks_per_node=cluster.gpus_per_node,
+        sequence_length=length,
+        recompute=recompute,
+    )
+    return max(chosen, length)
 
 
 def _check_length(length: int, model: "Architecture", at_once: int) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from cray_agents.cli.jobs.job_targets import say, train, with_trainer_dtype
+from cray_agents.cli.jobs.job_targets import say, train, with_trainer_choices
 from cray_agents.cli.jobs.spec_options import build_spec, layout_of, read_fields
 from cray_agents.cli.platform.root_access import open_root
 from cray_agents.cli.screen import HomeOption, console
@@ -97,7 +97,7 @@ def submit(
     }
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         job = build_spec(config.root, read_fields(spec, options, setting or []), epochs)
-        job = with_trainer_dtype(config, job)
+        job = with_trainer_choices(config, job)
         status = _train_unless_ended(config, job, detach=detach)
         if status.state == "succeeded":
             _report_result(config.root, status, name)
@@ -134,7 +134,8 @@ def _print_spec(spec: JobSpec) -> None:
     hyper = spec.hyperparameters
     start = "from scratch, by the config of" if hyper.init == "random" else "from"
     lora = f", LoRA of rank {hyper.lora.rank}" if hyper.lora is not None else ""
-    rate = f"learning rate {hyper.learning_rate:g}, {hyper.dtype}{lora}"
+    rate = f"learning rate {hyper.learning_rate:g}, {hyper.dtype}{lora}, micro-batches of"
+    rate += f" {hyper.max_tokens_per_microbatch:,} tokens"
     say(f"{spec.method} on {spec.dataset} {start} {spec.parent}")
     say(f"{hyper.steps} steps of {hyper.batch_size}, {rate}")
     if (

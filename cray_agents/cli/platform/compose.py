@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,9 @@ def describe_platform(
             "version": megatron,
             "uses": str(resources),
             "dtype": resources.dtype,
+            "ranks": resources.ranks,
+            "nodes": resources.nodes,
+            "gpus": asdict(resources.gpus) if resources.gpus is not None else None,
         },
         "scheduler": {"name": scheduler.name, "reason": scheduler.reason},
     }

@@ -149,7 +149,7 @@ async def create_fine_tuning_job(services: Services, request: Request) -> Respon
     """
     tuning = services.fine_tuning
     body = parse(CreateJob, await read_json(request, services.max_body))
-    trainer = (services.code, services.trainer.dtype)
+    trainer = (services.code, services.trainer)
     owner = caller_of(request).key_id
     spec = await asyncio.to_thread(
         resolve_request, body, services.registry, tuning.files, *trainer, owner

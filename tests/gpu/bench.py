@@ -1,0 +1,233 @@
+"""Bench of the GPU stages: their sizes, models, data and kernels, and the ranks they run in.
+
+Models start from random weights that are made on the device, so nothing large is read. A stage
+runs in ranks forked by the trainer's own launcher: a stage that dies takes nothing with it.
+"""
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cray_agents.trainers.models.architecture import Architecture, read_architecture
+from cray_agents.training_jobs import Hyperparameters, Layout
+from tests.gpu.report import Report
+from tests.support.trainers.model_configs import LLAMA_31_8B, QWEN3_06B
+
+_ANY = {"max_position_embeddings": 40960, "dtype": "bfloat16"}
+LLAMA_32_3B = LLAMA_31_8B | {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 24,
+    "head_dim": 128,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": True,
+}
+LLAMA_32_1B = LLAMA_32_3B | {
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "head_dim": 64,
+    "num_hidden_layers": 16,
+}
+QWEN3_4B = QWEN3_06B | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+}
+#: Of the comparison with the CPU, whose float32 arithmetic should not take long either.
+SMALL = QWEN3_06B | TINY | {"hidden_size": 256, "num_hidden_layers": 4, "head_dim": 64}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of all stages. `longest`: tokens of a sequence; `tokens`: of a step."""
+
+    configs: dict[str, dict[str, Any]]
+    longest: int
+    tokens: int
+    microbatches: tuple[int, ...]
+    steps: int
+    jobs: int  # of the session
+
+    def config(self, name: str) -> dict[str, Any]:
+        return _ANY | self.configs[name]
+
+
+FULL = Scale(
+    {"1B": LLAMA_32_1B, "3B": LLAMA_32_3B, "4B": QWEN3_4B, "8B": LLAMA_31_8B, "small": SMALL},
+    longest=4096,
+    tokens=32768,
+    microbatches=(4096, 16384, 32768),
+    steps=4,
+    jobs=4,
+)
+ONE_CORE = Scale(
+    {"1B": LLAMA_32_1B | TINY, "3B": LLAMA_32_3B | TINY, "4B": QWEN3_4B | TINY}
+    | {"8B": LLAMA_31_8B | TINY, "small": QWEN3_06B | TINY},
+    longest=24,
+    tokens=96,
+    microbatches=(24, 96),
+    steps=1,
+    jobs=2,
+)
+
+
+class Failed(Exception):
+    """A stage's figures are out of their bounds. They are in the report."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What stages share. `deadline`: by time.monotonic. `teraflops`: the peak, if given by hand."""
+
+    report: Report
+    folder: Path
+    scale: Scale
+    on_cpu: bool
+    deadline: float
+    teraflops: float | None = None
+
+    @property
+    def over(self) -> bool:
+        """True if there is no time for another measurement."""
+        return time.monotonic() > self.deadline
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.on_cpu else "cuda"
+
+    @property
+    def gib(self) -> float:
+        """The device's memory."""
+        return float(self.report.read()["about"]["device GiB"])
+
+    def model(self, name: str) -> tuple[Path, Architecture]:
+        """Return the folder with a model's config.json, and what training reads there."""
+        folder = self.folder / "models" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.scale.config(name)))
+        return folder, read_architecture(folder)
+
+    def build(self, name: str, hyper: Hyperparameters, recompute: str = "none") -> Any:
+        """Build the `Training` of a model whose random weights are made on the device."""
+        from cray_agents.trainers.models.initial import InitialWeights
+        from cray_agents.trainers.training.train_step import Training
+
+        parent, model = self.model(name)
+        return Training(
+            model,
+            Layout(),
+            hyper,
+            parent,
+            self.on_cpu,
+            recompute=recompute,
+            source=InitialWeights(model, hyper.seed, self.device),
+        )
+
+    def in_rank(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Call `work(bench, *arguments)` in a rank, forked as a job's are.
+
+        Raises JobError, with its log, if it dies.
+        """
+        from cray_agents.trainers.job.launch import RankPlacement, run_ranks
+
+        placement = RankPlacement(0, 1, 1, "127.0.0.1", 0)
+        main = partial(_be_rank, self, work, arguments)
+        run_ranks(placement, self.folder / "logs", main)
+
+
+def _be_rank(
+    bench: Bench, work: Callable[..., None], arguments: tuple[Any, ...], *rank: Any
+) -> int:
+    """Work as the only rank."""
+    import torch
+
+    from cray_agents.trainers.job import rank as job_rank
+
+    number, store, _ = rank
+    job_rank.join(Layout(), number, store, bench.on_cpu)
+    work(bench, *arguments)
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def sequences(scale: Scale, vocab: int, shape: str = "equal") -> list[list[int]]:
+    """A step's random sequences: of one length, or of lengths such as chats have."""
+    random = np.random.default_rng(0)
+    if shape == "equal":
+        sizes = [scale.longest] * (scale.tokens // scale.longest)
+    else:
+        median = max(4, scale.longest // 23)  # 180 of 4,096
+        each = np.exp(random.normal(np.log(median), 0.8, scale.tokens)).astype(int)
+        each = each.clip(min(16, median), scale.longest)
+        sizes = each[: int((each.cumsum() <= scale.tokens).sum())].tolist()
+    # the last token is only ever a target
+    return [random.integers(0, vocab, size + 1).tolist() for size in sizes]
+
+
+# ---- kernels
+def kernel_paths(on_cpu: bool) -> list[str]:
+    """The kinds of layers that the trainer can build here; its own choice comes first."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if on_cpu:
+        return ["cpu"]
+    return ["Transformer Engine", "torch"] if gpt_layer_specs.HAVE_TE else ["torch"]
+
+
+@contextmanager
+def layers_of(path: str) -> Iterator[None]:
+    """Let models that are built within the context have a path's layers."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    before = gpt_layer_specs.HAVE_TE
+    gpt_layer_specs.HAVE_TE = before and path != "torch"
+    try:
+        yield
+    finally:
+        gpt_layer_specs.HAVE_TE = before
+
+
+# ---- the device
+def synchronize(bench: Bench) -> None:
+    """Wait until the device has done its work, so that a clock may be read."""
+    import torch
+
+    if not bench.on_cpu:
+        torch.cuda.synchronize()
+
+
+def seconds_of(bench: Bench, work: Callable[[], object]) -> float:
+    """Time some work on the device."""
+    synchronize(bench)
+    begun = time.perf_counter()
+    work()
+    synchronize(bench)
+    return time.perf_counter() - begun
+
+
+def free_memory(bench: Bench) -> None:
+    """Give the device what nothing holds any more."""
+    import torch
+
+    gc.collect()
+    if not bench.on_cpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,87 @@
+"""`make gpu`: its stages in tiny sizes on the CPU, and what it says where they cannot run."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import __main__ as gpu
+from tests.gpu.bench import ONE_CORE, Bench, Failed
+from tests.gpu.report import Report
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.megatron
+def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    command = [sys.executable, "-m", "tests.gpu", "--cpu-tiny", "--peak", "0.1", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = json.loads((out / "gpu.json").read_bytes())["stages"]
+    assert {name: stage["state"] for name, stage in stages.items()} == dict.fromkeys(
+        ["imports", *gpu.STAGES], "done"
+    )
+    rows = {name: stage["rows"] for name, stage in stages.items()}
+    assert not any("problem" in row for stage in rows.values() for row in stage)
+    assert rows["imports"] == [{"layers": "cpu", "cuda_initialized_by_imports": False}]
+    float32, bfloat16 = rows["golden"]
+    assert float32["loss_apart"] == float32["gradient_apart"] == 0  # it is the golden run again
+    assert 0 < bfloat16["gradient_apart"] < bfloat16["gradient_bound"]
+    for name in ("train-1B", "train-3B", "train-4B", "lora-8B"):
+        assert [row["sequences"] for row in rows[name]] == ["equal", "equal", "chats"]
+        assert all(row["mfu"] > 0 and row["planned_gib"] > 0 for row in rows[name])
+    for row in rows["transformers"]:  # the same weights and data: the same loss, but for rounding
+        ours, theirs = row["trainer_first_loss"], row["transformers_first_loss"]
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    assert [row["starts"] for row in rows["session"]] == ["the session", "from memory"]
+    assert all(row["latency"] > 0 for row in rows["session"])
+    assert {row["against"] for row in rows["logprobs"]} == {"float32", "chosen by torch"}
+    assert any("export" in row["what"] for row in rows["export"])
+    table = (out / "gpu.md").read_text()
+    assert "tiny, on the CPU" in table and table.count("| model |") == len(gpu.STAGES) - 1
+
+
+def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(bench: Bench) -> None:
+        bench.report.add("broken", seen=1.5)
+        raise RuntimeError("out of luck")
+
+    def refused(bench: Bench) -> None:
+        raise Failed("out of bounds")
+
+    def endless(bench: Bench) -> None:
+        signal.raise_signal(signal.SIGALRM)  # as when the minutes are over
+
+    stages = {"broken": broken, "refused": refused, "good": lambda b: b.report.add("good", n=1)}
+    stages |= {"endless": endless}
+    monkeypatch.setattr(gpu, "STAGES", stages)
+    monkeypatch.setattr(gpu, "imports", lambda bench: bench.report.begin({}))
+    for later, failed, states in (
+        (3600.0, ["broken", "refused", "endless"], ["failed", "failed", "done", "failed"]),
+        (-1.0, [], ["skipped"] * 4),
+    ):
+        report = Report(tmp_path / str(later))
+        deadline = time.monotonic() + later
+        bench = Bench(report, tmp_path, ONE_CORE, on_cpu=True, deadline=deadline)
+        assert gpu.run(bench, list(stages)) == failed
+        found: dict[str, Any] = report.read()["stages"]
+        assert [found[name]["state"] for name in stages] == states
+        if failed:
+            assert found["broken"]["rows"] == [{"seen": 1.5}]
+            assert "out of luck" in found["broken"]["problem"]
+            assert "minutes are over" in found["endless"]["problem"]
+
+
+def test_a_machine_without_a_gpu_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu.main(["--out", str(tmp_path / "none")]) == gpu.NO_GPU == 2
+    assert "no GPU" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
