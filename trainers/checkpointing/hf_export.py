@@ -180,7 +180,7 @@ def publish(
             weights_sha256=checkpoints.weights_sha256(files),
             parent_sha256=spec.parent_sha256,
             job=spec.id,
-            dataset=spec.dataset,
+            dataset=spec.dataset or None,
             metrics=metrics,
             probe=[
                 ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist())
