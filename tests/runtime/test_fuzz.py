@@ -137,6 +137,8 @@ async def _furnish(site: Site) -> None:
     site.known["known-dataset"] = dataset["id"]
     job = await made("/v1/jobs", orjson.dumps(BODIES["/v1/jobs"]))
     site.known["known-job"] = job["id"]
+    for name in ("create_model", "create_sampling_session"):
+        await made(f"/api/v1/{name}", orjson.dumps(BODIES[f"/api/v1/{name}"]))
     wire.close()
 
 

@@ -1,6 +1,7 @@
 """Tinker's wire API: the real client against the real gateway, over scripted engine and trainer."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,11 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.tinker.protobuf import (
+    message,
+    messages,
+    read_fields,
+    real,
+    text,
     write_bytes,
     write_whole,
 )
@@ -16,9 +22,11 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.training_commands import ForwardBackward, OptimStep, Publish, Save
+from tests.support.scripted_gateway import Gateway, Reply, served
 from tests.support.scripted_platform import platform
 from tests.support.tinker.environment import TokenEngine, run
 
+RETRIEVE = "/api/v1/retrieve_future"
 SCRIPT = Path(__file__).parents[1] / "support" / "tinker" / "script.py"
 
 
@@ -92,25 +100,43 @@ async def test_a_script_trains_saves_and_samples(tmp_path: Path) -> None:
     registry = Registry(home)
     assert [version.id for version in registry.versions("m")] == ["m@1", "m@2"]
     assert registry.promoted("m").id == "m@1"
+    assert registry.resolve("m@2").job == home_job(home, model)
     store = Store(home)
-    runs = [run async for run in store.runs()] if hasattr(store, "runs") else []
+    runs = store.runs()
     await store.close()
+    calls = [call for run in runs for call in run.calls]
+    assert sorted((call.model, call.token_ids) for call in calls) == sorted(
+        (f"m@{version}", [version, k]) for version in (1, 1, 2, 2) for k in range(2)
+    )
+    assert {tag for run in runs for tag in run.tags} == {
+        f"{model.removesuffix(':train:0')}:sample:{number}" for number in range(3)
+    }
+
+
+def home_job(home: Home, model: str) -> str:
+    return str(json.loads((home.tinker / "models" / model / "model.json").read_text())["job"])
+
+
+async def send(gateway: Gateway, body: bytes) -> Reply:
+    """A pass, as the client sends it."""
+    headers = {"content-type": "application/x-protobuf"}
+    url = gateway.url + "/api/v1/forward_backward"
+    async with gateway.http.post(url, data=body, headers=headers) as response:
+        return Reply(response.status, dict(response.headers), await response.read())
 
 
 def datum(tokens: list[int], targets: list[int], weights: list[float]) -> bytes:
-    import struct
-
     def tensor(kind: int, content: bytes, length: int) -> bytes:
         return write_bytes(1, content) + write_whole(3, kind) + write_whole(4, length)
 
     def column(name: str, content: bytes) -> bytes:
         return write_bytes(2, write_bytes(1, name.encode()) + write_bytes(2, content))
 
-    text = write_bytes(1, struct.pack(f"<{len(tokens)}i", *tokens))
+    ids_in = write_bytes(1, struct.pack(f"<{len(tokens)}i", *tokens))
     ids = struct.pack(f"<{len(targets)}q", *targets)
     numbers = struct.pack(f"<{len(weights)}f", *weights)
     return (
-        write_bytes(1, write_bytes(1, text))
+        write_bytes(1, write_bytes(1, ids_in))
         + column("target_tokens", tensor(2, ids, len(targets)))
         + column("weights", tensor(1, numbers, len(weights)))
     )
@@ -123,3 +149,65 @@ def forward_backward(model_id: str, sequence: int, *data: bytes) -> bytes:
         + b"".join(write_bytes(3, one) for one in data)
         + write_bytes(4, b"cross_entropy")
     )
+
+
+async def test_futures_outlive_the_gateway(tmp_path: Path) -> None:
+    """The same request is the same future, another one under its number is refused."""
+    new = {"session_id": "s", "model_seq_id": 3, "base_model": "calc"}
+    right = datum([1, 2, 3], [2, 3, 4], [0, 1, 0.5])
+    other = datum([1, 2, 3], [2, 3, 5], [0, 1, 1])
+    async with served(tmp_path) as gateway:
+        _, made = await gateway.call("POST", "/api/v1/create_model", json=new)
+        assert made == {"request_id": "s:train:3/create", "model_id": "s:train:3"}
+        first = await send(gateway, forward_backward("s:train:3", 1, right))
+        assert first.json == {"request_id": "s:train:3/1/pass", "model_id": "s:train:3"}
+    async with served(tmp_path) as gateway:
+        assert (await send(gateway, forward_backward("s:train:3", 1, right))).json == first.json
+        refused = await send(gateway, forward_backward("s:train:3", 1, other))
+        assert refused.status == 400 and b"two clients" in refused.body
+        late = await send(gateway, forward_backward("s:train:3", 7, right))
+        assert late.status == 400 and b"the next one is 2" in late.body
+        assert (await gateway.call("POST", "/api/v1/create_model", json=new))[1] == made
+        ask = {"request_id": "s:train:3/1/pass"}
+        async with gateway.http.post(gateway.url + RETRIEVE, json=ask) as response:
+            assert response.headers["content-type"] == "application/x-protobuf"
+            result = read_fields(await response.read())
+        record = read_fields(message(result, 2))
+        logprobs = read_fields(message(read_fields(message(record, 2)), 2))
+        assert struct.unpack("<3f", message(logprobs, 1)) == (0, -0.5, -0.5)
+        loss = read_fields(messages(result, 3)[0])
+        assert (text(loss, 1), real(loss, 2)) == ("loss:sum", 0.75)
+        sample = {"request_id": "s:sample:0/sample/0"}  # of the process before
+        assert (await gateway.call("POST", RETRIEVE, json=sample))[0] == 410
+        for unknown in ("nothing", "s:train:4/1/pass", "s:train:3/9/pass", "s:train:3/x/pass"):
+            assert (await gateway.call("POST", RETRIEVE, json={"request_id": unknown}))[0] == 404
+        unload = {"model_id": "s:train:3"}
+        assert (await gateway.call("POST", "/api/v1/unload_model", json=unload))[0] == 200
+        after = await send(gateway, forward_backward("s:train:3", 2, right))
+        assert b"is cancelled: it takes no commands" in after.body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xff", b"\x0b", b"\x0a\x05ab", write_whole(3, 1), write_bytes(3, b"\xff"), bytes(9)],
+)
+async def test_what_is_no_request_is_refused(tmp_path: Path, body: bytes) -> None:
+    async with served(tmp_path) as gateway:
+        assert (await send(gateway, body)).status == 400
+
+
+async def test_a_client_needs_a_key_that_may_train(tmp_path: Path) -> None:
+    new = {"session_id": "s", "model_seq_id": 0, "base_model": "calc"}
+    async with served(tmp_path) as gateway:
+        keys = Keys(gateway.services.home)
+        secrets = {role: keys.create(role.name, role)[1] for role in Role}
+        for secret, status in (
+            ("tml-nobody", 401),
+            (f"tml-{secrets[Role.use]}", 403),
+            (f"tml-{secrets[Role.train]}", 200),
+            (secrets[Role.train], 200),
+        ):
+            headers = {"x-api-key": secret}
+            url = gateway.url + "/api/v1/create_model"
+            async with gateway.http.post(url, json=new, headers=headers) as response:
+                assert response.status == status

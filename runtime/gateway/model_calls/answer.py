@@ -115,7 +115,7 @@ async def _answer(
     return EventStream(recorder, await recorder.first_piece(), headers)
 
 
-def start_call(
+async def start_call(
     services: Services, request: Request, api: SamplingApi, body: Body
 ) -> "tuple[Call, asyncio.Task[bytes]]":
     """Return a call and the task that answers and records it, though the request may end before.
@@ -123,6 +123,8 @@ def start_call(
     Raises BadInput, NotFound, TooManyRequests; the task raises EngineError and its kinds.
     """
     call = _parse_call(services, api, request, body)
+    if _named_run(request) is not None:
+        await services.run_owners.check_call(caller_of(request), call.run_id)
     wanted = resolve_version(services, call.exchange)
     ticket = take_ticket(services, request, body["model"])
 

@@ -3,7 +3,7 @@
 A script of the `tinker` client runs against this platform with `TINKER_BASE_URL` and a key. Every
 request that takes time is answered with a name, under which its result is fetched; the name is made
 of the request, so that the same request again is the same future. What is not served is refused by
-name. Read next: tinker_training.py, models and their commands; gateway/tinker/, the wire.
+name. Read next: tinker_models.py, models and their commands; gateway/tinker/, the wire.
 """
 
 import asyncio
@@ -17,37 +17,42 @@ from cray_agents.errors import BadInput, CrayError, EngineError, NotFound
 from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import ID, field, json_response, path_id, read_json
-from cray_agents.runtime.gateway.http.error_envelope import status_of
+from cray_agents.runtime.gateway.http.bodies import (
+    ID,
+    field,
+    json_response,
+    parse,
+    path_id,
+    read_json,
+)
+from cray_agents.runtime.gateway.http.error_envelope import envelope, status_of
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.http.shapes import (
     ANY,
     BOOL,
     BYTES,
-    COUNT,
     TEXT,
-    TEXT_OR_NONE,
     list_of,
     object_of,
 )
-from cray_agents.runtime.gateway.model_calls.answer import start_call
+from cray_agents.runtime.gateway.model_calls.answer import TAG_LENGTH, start_call
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
-from cray_agents.runtime.gateway.routes.tinker_training import (
+from cray_agents.runtime.gateway.routes.tinker_models import (
     HOLD,
     base_version,
-    sampler_id,
     saved_version,
     training_future,
 )
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.tinker.requests import NewSampler, SampleRequest
 from cray_agents.runtime.gateway.tinker.samples import (
     TinkerSample,
     completion_request,
     write_samples,
 )
-from cray_agents.runtime.gateway.tinker.training_runs import Sampler
+from cray_agents.runtime.gateway.tinker.training_runs import Sampler, name_of_sampler
 
-PROTOBUF = "application/x-protobuf"
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
 GONE = 410  # tells a script to sample again
 #: Flags that this platform sets in every client.
 CLIENT_FLAGS = {
@@ -83,13 +88,13 @@ async def check_tinker_health(services: Services, request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-@router.post("/api/v1/client/config", Role.use, body=ANY, body_optional=True, answer=ANY)
+@router.post("/api/v1/client/config", Role.use, answer=ANY)
 async def read_tinker_flags(services: Services, request: Request) -> Response:
     """Return the flags that a client goes by."""
     return json_response(CLIENT_FLAGS)
 
 
-@router.post("/api/v1/client/dynamic_config", Role.use, body=ANY, body_optional=True, answer=ANY)
+@router.post("/api/v1/client/dynamic_config", Role.use, answer=ANY)
 async def read_tinker_changing_flags(services: Services, request: Request) -> Response:
     """Return the flags that a client asks for again and again."""
     return json_response({"sample_cancel_enabled": True})
@@ -103,22 +108,21 @@ async def list_tinker_models(services: Services, request: Request) -> Response:
     return json_response({"supported_models": models})
 
 
-@router.post("/api/v1/create_session", Role.use, body=ANY, answer=object_of({"session_id": TEXT}))
+@router.post("/api/v1/create_session", Role.use, answer=object_of({"session_id": TEXT}))
 async def create_tinker_session(services: Services, request: Request) -> Response:
     """Begin a session of a script."""
-    await read_json(request, services.max_body)
     return json_response(
         {"type": "create_session", "session_id": new_id("tinker"), "warning_message": WARNING}
     )
 
 
-@router.post("/api/v1/session_heartbeat", Role.use, body=ANY, body_optional=True, answer=ANY)
+@router.post("/api/v1/session_heartbeat", Role.use, answer=ANY)
 async def continue_tinker_session(services: Services, request: Request) -> Response:
     """Take note of nothing: a job without commands gives its place to others by itself."""
     return json_response({"type": "session_heartbeat"})
 
 
-@router.post("/api/v1/telemetry", Role.use, body=ANY, body_optional=True, answer=ANY)
+@router.post("/api/v1/telemetry", Role.use, answer=ANY)
 async def drop_tinker_telemetry(services: Services, request: Request) -> Response:
     """Drop a client's reports about itself."""
     return json_response({"status": "accepted"})
@@ -128,26 +132,23 @@ async def drop_tinker_telemetry(services: Services, request: Request) -> Respons
 @router.post(
     "/api/v1/create_sampling_session",
     Role.use,
-    body=object_of(
-        {"session_id": TEXT, "sampling_session_seq_id": COUNT},
-        {"base_model": TEXT_OR_NONE, "model_path": TEXT_OR_NONE},
-    ),
+    body=NewSampler,
     answer=object_of({"sampling_session_id": TEXT}),
     fails="404 model_not_found, 404 not_found, 400 invalid_value",
 )
 async def create_tinker_sampler(services: Services, request: Request) -> Response:
     """Make a sampler of a model, or of saved weights. It stays with their version."""
-    body = await read_json(request, services.max_body)
-    sequence = field(body, "sampling_session_seq_id", int)
-    name = sampler_id(field(body, "session_id", str), sequence)
-    path, base = body.get("model_path"), body.get("base_model")
-    if path is not None:  # a path wins: the client sends both
-        saved = await asyncio.to_thread(services.tinker.saved, field(body, "model_path", str))
+    new = parse(NewSampler, await read_json(request, services.max_body))
+    name = name_of_sampler(new.session_id, new.sampling_session_seq_id)
+    if new.model_path is not None:
+        saved = await asyncio.to_thread(services.tinker.saved, new.model_path)
         version = await asyncio.to_thread(saved_version, services, saved)
         base = (await asyncio.to_thread(services.tinker.model, saved.model)).base_model
+    elif new.base_model is not None:
+        version, base = base_version(services, new.base_model), new.base_model
     else:
-        version = base_version(services, field(body, "base_model", str))
-    sampler = Sampler(id=name, version=version.id, base_model=base, path=path)
+        raise BadInput("base_model or model_path must be given", param="base_model")
+    sampler = Sampler(id=name, version=version.id, base_model=base, path=new.model_path)
     await asyncio.to_thread(services.tinker.add_sampler, sampler)
     return json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
@@ -164,28 +165,21 @@ async def retrieve_tinker_sampler(services: Services, request: Request) -> Respo
 @router.post(
     "/api/v1/asample",
     Role.use,
-    body=object_of(
-        {"prompt": ANY, "sampling_params": ANY},
-        {"sampling_session_id": TEXT, "seq_id": COUNT, "num_samples": COUNT},
-    ),
+    body=SampleRequest,
     answer=object_of({"request_id": TEXT, "sample_sequence_ids": list_of(TEXT)}),
     fails="404 not_found, 400 invalid_value, 429 rate_limit_exceeded",
-    rate_limited=True,
 )
 async def begin_tinker_sample(services: Services, request: Request) -> Response:
     """Sample from a sampler's version. Recorded as a completion of token ids is."""
-    body = await read_json(request, services.max_body)
-    if body.get("sampling_session_id") is None:
-        raise BadInput("sampling_session_id is needed: make a sampler first", param="prompt")
-    sequence, name = field(body, "seq_id", int), field(body, "sampling_session_id", str)
-    sampler = await asyncio.to_thread(services.tinker.sampler, name)
-    request_id = f"{sampler.id}/sample/{sequence}"
-    wanted = completion_request(body, sampler.version)
+    given = parse(SampleRequest, await read_json(request, services.max_body))
+    sampler = await asyncio.to_thread(services.tinker.sampler, given.sampling_session_id)
+    request_id = f"{sampler.id}/sample/{given.seq_id}"
     if services.tinker_samples.get(request_id) is None:
-        call, task = start_call(services, request, COMPLETIONS, wanted)
-        call.tags.append(sampler.id[:100])
+        wanted = completion_request(given, sampler.version)
+        call, task = await start_call(services, request, COMPLETIONS, wanted)
+        call.tags.append(sampler.id[:TAG_LENGTH])
         services.tinker_samples.add(request_id, TinkerSample(call, task))
-    ids = [f"{request_id}/{number}" for number in range(wanted["n"])]
+    ids = [f"{request_id}/{number}" for number in range(given.num_samples)]
     return json_response({"request_id": request_id, "sample_sequence_ids": ids})
 
 
@@ -236,10 +230,8 @@ async def _sample_result(services: Services, request_id: str) -> bytes | Respons
     """Return a sample's sequences; None if they take longer. Raises EngineError."""
     sample = services.tinker_samples.get(request_id)
     if sample is None:
-        error = {"message": "the platform was restarted: sample again", "code": "sample_gone"}
-        response = json_response({"error": error})
-        response.status_code = GONE
-        return response
+        message = "the platform was restarted since: sample again"
+        return Response(envelope(GONE, message, "sample_gone"), GONE, media_type=JSON)
     done, _ = await asyncio.wait({sample.task}, timeout=HOLD)
     if not done:
         return None
@@ -272,7 +264,7 @@ def _refuse(path: str, reason: str) -> None:
     refuse.__name__ = f"refuse_tinker_{path.replace('/', '_')}"
     refuse.__doc__ = f"Refuse: {reason}."
     declare: Callable[[Callable[[Any, Request], Awaitable[Response]]], Any] = router.post(
-        f"/api/v1/{path}", Role.use, body=ANY, body_optional=True, fails="400 unsupported"
+        f"/api/v1/{path}", Role.use, fails="400 unsupported"
     )
     declare(refuse)
 

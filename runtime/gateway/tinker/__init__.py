@@ -1,1 +1,1 @@
-"""Tinker's wire API: what scripts of the `tinker` client ask, over training commands and the pool."""
+"""Tinker's wire API: the requests of the `tinker` client, and their records."""

@@ -58,7 +58,7 @@ def read_request(body: bytes) -> TinkerPass:
             " forward_backward_custom with a function of your own",
             param="loss_fn",
         )
-    data = [_Row.read(datum, index, loss) for index, datum in enumerate(messages(fields, 3))]
+    data = [_TargetRow.read(datum, index, loss) for index, datum in enumerate(messages(fields, 3))]
     unweighted = not any(any(row.weights) for row in data)
     rows = [row.datum(whole_row=not backward or unweighted) for row in data]
     body_ = {"data": rows, "loss": loss, "backward": backward, **_clipping(fields, loss)}
@@ -91,7 +91,7 @@ def write_result(result: CommandResult) -> bytes:
     )
 
 
-class _Row(NamedTuple):
+class _TargetRow(NamedTuple):
     """A datum: our tokens, and lists with a number for each target."""
 
     tokens: list[int]
@@ -100,7 +100,7 @@ class _Row(NamedTuple):
     columns: dict[str, Numbers]
 
     @classmethod
-    def read(cls, content: bytes, index: int, loss: str) -> "_Row":
+    def read(cls, content: bytes, index: int, loss: str) -> "_TargetRow":
         """Return a datum of a request. Raises BadInput, which names what is not served."""
         fields, place = read_fields(content), f"data[{index}]"
         inputs = _input_tokens(fields, place)

@@ -18,12 +18,12 @@ import orjson
 
 from cray_agents.errors import BadInput, EngineError
 from cray_agents.ports import SampledSequence
-from cray_agents.runtime.gateway.http.bodies import field
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.tinker.protobuf import write_bytes, write_whole
+from cray_agents.runtime.gateway.tinker.requests import SampleRequest
 
 MOST_ENDED = 10_000  # samples that are kept for scripts that may ask once more
-LEAST_TOKENS = 16  # sampled where a script names no limit, as for a completion
+DEFAULT_TOKENS = 16  # sampled where a script names no limit, as for a completion
 STOPS = {"stop": 0, "length": 1}
 #: Fields of a request that are not served.
 NOT_SERVED = (
@@ -36,51 +36,40 @@ NOT_SERVED = (
 )
 
 
-def completion_request(body: dict[str, Any], version: str) -> dict[str, Any]:
+def completion_request(sample: SampleRequest, version: str) -> dict[str, Any]:
     """Return the completion by a `version` that a sample asks for.
 
     Raises BadInput, which names what is not served.
     """
     for name in NOT_SERVED:
-        if body.get(name):
+        if getattr(sample, name):
             raise BadInput(f"{name} is not served: leave it out", param=name)
-    params = field(body, "sampling_params", dict)
+    params = sample.sampling_params
     request: dict[str, Any] = {
         "model": version,
-        "prompt": prompt_tokens(field(body, "prompt", dict)),
-        "n": field(body, "num_samples", int, 1),
-        "max_tokens": params.get("max_tokens", LEAST_TOKENS),
-        "temperature": params.get("temperature", 1.0),
-        "top_p": params.get("top_p", 1.0),
-        "top_k": params.get("top_k", -1),
+        "prompt": sample.prompt.tokens,
+        "n": sample.num_samples,
+        "max_tokens": DEFAULT_TOKENS if params.max_tokens is None else params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
     }
-    if params.get("seed") is not None:
-        request["seed"] = params["seed"]
-    request |= _stops(params.get("stop"))
-    if body.get("prompt_logprobs"):
+    if not request["prompt"]:
+        raise BadInput("the prompt has no tokens", param="prompt")
+    if params.seed is not None:
+        request["seed"] = params.seed
+    if sample.prompt_logprobs:
         request["prompt_logprobs"] = 0
-    return request
+    return request | _stops(params.stop)
 
 
-def prompt_tokens(model_input: dict[str, Any]) -> list[int]:
-    """Return the tokens of a `ModelInput`. Raises BadInput for images and sound."""
-    tokens: list[int] = []
-    for chunk in field(model_input, "chunks", list):
-        if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
-            raise BadInput("only prompts of tokens are served, no images or sound", param="prompt")
-        tokens += field(chunk, "tokens", list)
-    if not tokens or not all(type(token) is int for token in tokens):
-        raise BadInput("the prompt must be a list of token ids, and not empty", param="prompt")
-    return tokens
-
-
-def _stops(stop: Any) -> dict[str, Any]:
+def _stops(stop: str | list[int] | list[str] | None) -> dict[str, Any]:
     """Return the fields of a completion for `stop`: None, a text, texts, or token ids."""
     if stop is None:
         return {}
     if stop == []:  # nothing ends the sample before `max_tokens`
         return {"ignore_eos": True}
-    if isinstance(stop, list) and all(type(token) is int for token in stop):
+    if isinstance(stop, list) and isinstance(stop[0], int):
         return {"stop_token_ids": stop}
     return {"stop": stop}
 

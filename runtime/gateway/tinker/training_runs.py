@@ -74,6 +74,27 @@ class Sampler(Record):
     path: str | None = None
 
 
+def name_of_sampler(session_id: str, sequence: int) -> str:
+    """Return the id of the sampler that a session makes with a request. Raises BadInput."""
+    return _name(f"{session_id}:sample:{sequence}")
+
+
+def name_of_model(session_id: str, sequence: int) -> str:
+    """Return the id of a session's model, as the client knows it. Raises BadInput."""
+    return _name(f"{session_id}:train:{sequence}")
+
+
+def session_of(model_id: str) -> str:
+    """Return the session of a model."""
+    return model_id.rpartition(":train:")[0]
+
+
+def _name(name: str) -> str:
+    if not ID.fullmatch(name):
+        raise BadInput(f"{name[:200]!r} names no session", param="session_id")
+    return name
+
+
 class TinkerFiles:
     """The files below `tinker/` in the home. Without state of its own."""
 
@@ -88,7 +109,9 @@ class TinkerFiles:
 
     def model(self, model_id: str) -> TinkerModel:
         """Return a model. Raises NotFound."""
-        return _read(TinkerModel, self._model(model_id) / "model.json", f"no model {model_id!r}")
+        return _read(
+            TinkerModel, self._model(model_id) / "model.json", f"no model {model_id!r}", "model_id"
+        )
 
     def models(self) -> list[TinkerModel]:
         """Return all models, newest first."""
@@ -123,8 +146,8 @@ class TinkerFiles:
                 f"{name[:200]!r} cannot name weights: letters, digits and '._:@-', at most 200",
                 param="path",
             )
-        found = self._saved_of(model_id, kind, sequence)
-        if found is None:
+        existing = self._saved_of(model_id, kind, sequence)
+        if existing is None:
             saved = SavedWeights(
                 model=model_id,
                 kind=kind,
@@ -135,36 +158,36 @@ class TinkerFiles:
                 metadata=metadata or {},
             )
             _create(self._saved(saved), saved)
-            found = checksums.read_record(SavedWeights, self._saved(saved))
-        if found.sequence != sequence or found.name != name:
+            existing = checksums.read_record(SavedWeights, self._saved(saved))
+        if existing.sequence != sequence or existing.name != name:
             raise BadInput(
-                f"{found.path} was saved by request {found.sequence}: saved weights never change,"
-                " so give others another name",
+                f"{existing.path} was saved by request {existing.sequence}: saved weights never"
+                " change, so give others another name",
                 param="path",
             )
-        return found
+        return existing
 
     def saved(self, path: str) -> SavedWeights:
         """Return the weights at a path `tinker://MODEL/weights/NAME`. Raises BadInput, NotFound."""
-        parts = path.removeprefix(SCHEME).split("/")
-        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
+        names = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(names) != 3 or names[1] not in KINDS:
             raise BadInput(
                 f"{path[:200]!r} is no path of weights: {SCHEME}MODEL/weights/NAME or"
                 f" {SCHEME}MODEL/sampler_weights/NAME",
                 param="path",
             )
-        model_id, kind, name = parts
+        model_id, kind, name = names
         missing = f"no weights at {path[:200]!r}"
         if not ID.fullmatch(name):
             raise NotFound(missing, param="path")
-        return _read(SavedWeights, self._model(model_id) / kind / f"{name}.json", missing)
+        return _read(SavedWeights, self._model(model_id) / kind / f"{name}.json", missing, "path")
 
     def all_saved(self, model_id: str) -> list[SavedWeights]:
         """Return all weights that were saved of a model, oldest first. Raises NotFound."""
         folder = self._model(model_id)
         paths = [path for kind in KINDS for path in folder.glob(f"{kind}/*.json")]
-        found = [checksums.read_record(SavedWeights, path) for path in paths]
-        return sorted(found, key=lambda saved: saved.sequence)
+        existing = [checksums.read_record(SavedWeights, path) for path in paths]
+        return sorted(existing, key=lambda saved: saved.sequence)
 
     def _saved_of(self, model_id: str, kind: SavedKind, sequence: int) -> SavedWeights | None:
         same = (s for s in self.all_saved(model_id) if (s.kind, s.sequence) == (kind, sequence))
@@ -189,14 +212,19 @@ class TinkerFiles:
         """Record a sampler, or return the one of its id. Raises BadInput if that is another."""
         path = self._sampler(sampler.id)
         _create(path, sampler)
-        found = checksums.read_record(Sampler, path)
-        if found.version != sampler.version:
-            raise BadInput(f"the sampler {sampler.id} is one of {found.version} already")
-        return found
+        existing = checksums.read_record(Sampler, path)
+        if existing.version != sampler.version:
+            raise BadInput(
+                f"the sampler {sampler.id} is one of {existing.version} already",
+                param="sampling_session_seq_id",
+            )
+        return existing
 
     def sampler(self, sampler_id: str) -> Sampler:
         """Return a sampler. Raises NotFound."""
-        return _read(Sampler, self._sampler(sampler_id), f"no sampler {sampler_id!r}")
+        return _read(
+            Sampler, self._sampler(sampler_id), f"no sampler {sampler_id!r}", "sampling_session_id"
+        )
 
     # ---- paths
     def _model(self, model_id: str) -> Path:
@@ -217,8 +245,8 @@ def _create(path: Path, record: Record) -> None:
     durable.create_file(path, checksums.with_crc(record.model_dump_json().encode()))
 
 
-def _read(kind: type[Kind], path: Path, missing: str) -> Kind:
+def _read(kind: type[Kind], path: Path, missing: str, param: str) -> Kind:
     try:
         return checksums.read_record(kind, path)
     except FileNotFoundError:
-        raise NotFound(missing) from None
+        raise NotFound(missing, param=param) from None

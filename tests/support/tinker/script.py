@@ -15,7 +15,7 @@ SAMPLED = [8, 9]
 def failure(call: Callable[[], Any]) -> str:
     try:
         call()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
 

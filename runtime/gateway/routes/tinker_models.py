@@ -17,7 +17,9 @@ from cray_agents.errors import BadInput, EngineError, JobError, NotFound
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import (
-    ID,
+    COUNT as COUNT_TEXT,
+)
+from cray_agents.runtime.gateway.http.bodies import (
     field,
     json_response,
     number,
@@ -29,10 +31,8 @@ from cray_agents.runtime.gateway.http.bodies import (
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
     ANY,
-    BYTES,
     COUNT,
     TEXT,
-    NamedShape,
     list_of,
     object_of,
 )
@@ -40,26 +40,34 @@ from cray_agents.runtime.gateway.routes.jobs import job_spec
 from cray_agents.runtime.gateway.routes.training_commands import await_result
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.gateway.tinker import forward_backward
+from cray_agents.runtime.gateway.tinker.requests import (
+    CreateModel,
+    LoadWeights,
+    LoraConfig,
+    ModelRequest,
+    NewModel,
+    SaveRequest,
+    StepRequest,
+)
 from cray_agents.runtime.gateway.tinker.training_runs import (
     BASE,
     Sampler,
     SavedKind,
     SavedWeights,
     TinkerModel,
+    name_of_model,
+    name_of_sampler,
+    session_of,
 )
-from cray_agents.runtime.registry.registry import NAME
 from cray_agents.training_commands import OptimStep, Publish, Save, TrainingCommand
 
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
 RANKS = "tinker"  # the training session on whose ranks the scripts' models take turns
 ALPHA = 32.0  # of Tinker's adapters, whatever their rank
 NO_CLIPPING = 1e30  # a bound that no norm reaches, so that the norm is measured all the same
-ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}  # a script's defaults
 PAGE_LIMIT = 1000
-PROTOBUF_BODY = NamedShape("ProtocolBuffer", BYTES)
 FUTURE = object_of({"request_id": TEXT, "model_id": TEXT})
 FAILS = "404 not_found, 400 invalid_value"
-IN_MODEL = {"model_id": TEXT, "seq_id": COUNT}
 
 router = Router("Tinker")
 
@@ -68,9 +76,7 @@ router = Router("Tinker")
 @router.post(
     "/api/v1/create_model",
     Role.train,
-    body=object_of(
-        {"session_id": TEXT, "model_seq_id": COUNT, "base_model": TEXT}, {"lora_config": ANY}
-    ),
+    body=CreateModel,
     answer=FUTURE,
     fails="404 model_not_found, 400 invalid_value",
 )
@@ -79,19 +85,14 @@ async def create_tinker_model(services: Services, request: Request) -> Response:
 
     `base_model` is a name of this platform, `name@N`, or a hub's `owner/name`.
     """
-    body = await read_json(request, services.max_body)
-    base = base_version(services, field(body, "base_model", str))
-    model = await asyncio.to_thread(_begin, services, body, base, body["base_model"])
+    new = parse(CreateModel, await read_json(request, services.max_body))
+    base = base_version(services, new.base_model)
+    lora = new.lora_config
+    model = await asyncio.to_thread(_begin, services, new, lora, base, new.base_model)
     return _future(f"{model.id}/create", model.id)
 
 
-@router.post(
-    "/api/v1/load_weights",
-    Role.train,
-    body=object_of({"path": TEXT}, {"session_id": TEXT, "model_seq_id": COUNT}),
-    answer=FUTURE,
-    fails=FAILS,
-)
+@router.post("/api/v1/load_weights", Role.train, body=LoadWeights, answer=FUTURE, fails=FAILS)
 async def load_tinker_weights(services: Services, request: Request) -> Response:
     """Begin to train a model from saved weights, with a new optimizer."""
     body = await read_json(request, services.max_body)
@@ -101,41 +102,35 @@ async def load_tinker_weights(services: Services, request: Request) -> Response:
             " create_training_client_from_state",
             param="model_id",
         )
-    if body.get("optimizer"):
+    new = parse(LoadWeights, body)
+    if new.optimizer:
         raise BadInput(
             "saved weights are without their optimizer's state: make the client with"
             " create_training_client_from_state, which begins with a new optimizer",
             param="optimizer",
         )
-    saved = await asyncio.to_thread(services.tinker.saved, field(body, "path", str))
+    saved = await asyncio.to_thread(services.tinker.saved, new.path)
     version = await asyncio.to_thread(saved_version, services, saved)
     before = await asyncio.to_thread(services.tinker.model, saved.model)
-    lora = None if before.rank is None else {"rank": before.rank}
-    given = {**body, "lora_config": lora}
-    model = await asyncio.to_thread(_begin, services, given, version, before.base_model)
+    lora = None if before.rank is None else LoraConfig(rank=before.rank)
+    model = await asyncio.to_thread(_begin, services, new, lora, version, before.base_model)
     return _future(f"{model.id}/load", model.id)
 
 
-@router.post("/api/v1/unload_model", Role.train, body=object_of({"model_id": TEXT}), answer=FUTURE)
+@router.post(
+    "/api/v1/unload_model", Role.train, body=ModelRequest, answer=FUTURE, fails="404 not_found"
+)
 async def unload_tinker_model(services: Services, request: Request) -> Response:
     """End a model's job. What it saved stays."""
-    body = await read_json(request, services.max_body)
-    model = await asyncio.to_thread(services.tinker.model, field(body, "model_id", str))
+    model = await _model(services, request)
     await asyncio.to_thread(services.trainer.cancel, model.job)
     return _future(f"{model.id}/unload", model.id)
 
 
-@router.post(
-    "/api/v1/get_info",
-    Role.train,
-    body=object_of({"model_id": TEXT}),
-    answer=ANY,
-    fails="404 not_found",
-)
+@router.post("/api/v1/get_info", Role.train, body=ModelRequest, answer=ANY, fails="404 not_found")
 async def retrieve_tinker_model(services: Services, request: Request) -> Response:
     """Return the base and the kind of a model."""
-    body = await read_json(request, services.max_body)
-    model = await asyncio.to_thread(services.tinker.model, field(body, "model_id", str))
+    model = await _model(services, request)
     data = {"model_name": model.base_model, "tokenizer_id": model.base_model}
     return json_response(
         {
@@ -149,8 +144,13 @@ async def retrieve_tinker_model(services: Services, request: Request) -> Respons
     )
 
 
+async def _model(services: Services, request: Request) -> TinkerModel:
+    given = parse(ModelRequest, await read_json(request, services.max_body))
+    return await asyncio.to_thread(services.tinker.model, given.model_id)
+
+
 # ---- commands
-@router.post("/api/v1/forward_backward", Role.train, body=PROTOBUF_BODY, answer=FUTURE, fails=FAILS)
+@router.post("/api/v1/forward_backward", Role.train, answer=FUTURE, fails=FAILS)
 async def send_tinker_pass(services: Services, request: Request) -> Response:
     """Add a loss's gradient, or only compute the loss and log-probabilities.
 
@@ -161,45 +161,29 @@ async def send_tinker_pass(services: Services, request: Request) -> Response:
     return await _send(services, given.model_id, given.sequence, given.command, "pass")
 
 
-@router.post(
-    "/api/v1/optim_step",
-    Role.train,
-    body=object_of(IN_MODEL, {"adam_params": ANY}),
-    answer=FUTURE,
-    fails=FAILS,
-)
+@router.post("/api/v1/optim_step", Role.train, body=StepRequest, answer=FUTURE, fails=FAILS)
 async def send_tinker_step(services: Services, request: Request) -> Response:
     """Take a step of AdamW with the gradients since the last one."""
     body = await read_json(request, services.max_body)
-    if "adam_params" not in body:
+    if "optimizer_params" in body:
         raise BadInput("only Adam is served: give adam_params", param="optimizer_params")
-    adam = ADAM | field(body, "adam_params", dict)
-    clip = adam.pop("grad_clip_norm", 0.0)
-    command = parse(OptimStep, {**adam, "clip_grad": clip or NO_CLIPPING}, "adam_params")
-    model_id, sequence = _request_of(body)
-    await asyncio.to_thread(services.tinker.model, model_id)
-    await asyncio.to_thread(services.tinker.note_step, model_id, sequence)
-    return await _send(services, model_id, sequence, command, "step")
+    step = parse(StepRequest, body)
+    adam = step.adam_params.model_dump()
+    clip = adam.pop("grad_clip_norm") or NO_CLIPPING
+    await asyncio.to_thread(services.tinker.model, step.model_id)
+    await asyncio.to_thread(services.tinker.note_step, step.model_id, step.seq_id)
+    command = OptimStep(**adam, clip_grad=clip)
+    return await _send(services, step.model_id, step.seq_id, command, "step")
 
 
-@router.post(
-    "/api/v1/save_weights",
-    Role.train,
-    body=object_of(IN_MODEL, {"path": TEXT}),
-    answer=FUTURE,
-    fails=FAILS,
-)
+@router.post("/api/v1/save_weights", Role.train, body=SaveRequest, answer=FUTURE, fails=FAILS)
 async def save_tinker_weights(services: Services, request: Request) -> Response:
     """Save weights under a name, to train on from them."""
     return await _save(services, request, "weights")
 
 
 @router.post(
-    "/api/v1/save_weights_for_sampler",
-    Role.train,
-    body=object_of(IN_MODEL, {"path": TEXT, "sampling_session_seq_id": COUNT}),
-    answer=FUTURE,
-    fails=FAILS,
+    "/api/v1/save_weights_for_sampler", Role.train, body=SaveRequest, answer=FUTURE, fails=FAILS
 )
 async def save_tinker_weights_for_sampler(services: Services, request: Request) -> Response:
     """Save weights to sample from, under a name or for one sampler alone."""
@@ -207,33 +191,26 @@ async def save_tinker_weights_for_sampler(services: Services, request: Request) 
 
 
 async def _save(services: Services, request: Request, kind: SavedKind) -> Response:
-    body = await read_json(request, services.max_body)
-    model_id, sequence = _request_of(body)
-    name, sampler = body.get("path") or "", ""
-    if body.get("sampling_session_seq_id") is not None:
-        if body.get("kind", "snapshot") != "snapshot":
-            raise BadInput(
-                f"a sampler of the kind {body['kind']!r} is not served: a sampler stays with the"
-                " weights that it was made with",
-                param="kind",
-            )
-        session_id = model_id.rpartition(":train:")[0]
-        sampler = sampler_id(session_id, field(body, "sampling_session_seq_id", int))
-    elif not isinstance(name, str) or not name:
-        raise BadInput("path must be given: it names the weights", param="path")
-    await asyncio.to_thread(services.tinker.model, model_id)
+    save = parse(SaveRequest, await read_json(request, services.max_body))
+    sampler = ""
+    if save.path is None:
+        if save.sampling_session_seq_id is None:
+            raise BadInput("path must be given: it names the weights", param="path")
+        sampler = name_of_sampler(session_of(save.model_id), save.sampling_session_seq_id)
+    await asyncio.to_thread(services.tinker.model, save.model_id)
     saved = await asyncio.to_thread(
         services.tinker.add_saved,
-        model_id,
+        save.model_id,
         kind,
-        sequence,
-        name,
+        save.seq_id,
+        save.path or "",
         sampler=sampler,
-        metadata=body.get("user_metadata"),
+        metadata=save.user_metadata,
     )
     # weights that were published before are not written again, and the request still counts
-    command: TrainingCommand = Publish() if saved.published_by == sequence else Save()
-    return await _send(services, model_id, sequence, command, f"{kind}/{saved.name}")
+    command: TrainingCommand = Publish() if saved.published_by == save.seq_id else Save()
+    place = f"{kind}/{saved.name}"
+    return await _send(services, save.model_id, save.seq_id, command, place)
 
 
 async def _send(
@@ -256,7 +233,7 @@ async def training_future(
     if number_ in ("create", "load", "unload"):
         made = {"create": "create_model", "unload": "unload_model"}
         return {"type": made.get(number_, "load_weights"), "model_id": model.id, "path": None}
-    if not number_.isdecimal():
+    if not COUNT_TEXT.fullmatch(number_):
         raise NotFound(f"no request {rest[:200]!r} of {model.id}", param="request_id")
     state, result = await await_result(services, model.job, int(number_), HOLD)
     if result is None:
@@ -407,35 +384,22 @@ def saved_version(services: Services, saved: SavedWeights) -> ModelVersion:
     return services.registry.register(base.name, *imported)
 
 
-def sampler_id(session_id: str, sequence: int) -> str:
-    """Return the id of the sampler that a session makes with a request. Raises BadInput."""
-    name = f"{session_id}:sample:{sequence}"
-    if not ID.fullmatch(name):
-        raise BadInput(f"no session {session_id[:200]!r}", param="session_id")
-    return name
-
-
 # ---- helpers
 def _begin(
-    services: Services, body: dict[str, Any], base: ModelVersion, base_model: str
+    services: Services,
+    new: NewModel,
+    lora: LoraConfig | None,
+    base: ModelVersion,
+    base_model: str,
 ) -> TinkerModel:
-    """Submit the job of a new model, or find it."""
-    model_id = f"{field(body, 'session_id', str)}:train:{field(body, 'model_seq_id', int)}"
-    if not ID.fullmatch(model_id) or not NAME.fullmatch(base.name):
-        raise BadInput(f"no session {body['session_id'][:200]!r}", param="session_id")
-    optimizer = body.get("optimizer_config") or {"type": "adamw"}
-    if optimizer.get("type") != "adamw":
+    """Submit the job of a new model, or find it. Raises BadInput, JobError."""
+    model_id = name_of_model(new.session_id, new.model_seq_id)
+    if new.optimizer_config is not None and new.optimizer_config.type != "adamw":
         raise BadInput("only adamw is served as an optimizer", param="optimizer_config")
-    lora = body.get("lora_config")
-    hyper: dict[str, Any] = {"steps": 1, "lora": lora and _adapter(lora)}
-    if lora and lora.get("seed") is not None:
-        hyper["seed"] = field(lora, "seed", int)
-    job = {
-        "commands": model_id,
-        "session": RANKS,
-        "parent": base.id,
-        "hyperparameters": hyper,
-    }
+    hyper: dict[str, Any] = {"steps": 1}
+    if lora is not None:
+        hyper |= {"lora": _adapter(lora), "seed": lora.seed or 0}
+    job = {"commands": model_id, "session": RANKS, "parent": base.id, "hyperparameters": hyper}
     status = services.trainer.submit(job_spec(services, job, None))
     if status.state in ("failed", "cancelled"):
         raise JobError(f"the job of {model_id} is {status.state}: {status.error or 'no reason'}")
@@ -444,26 +408,22 @@ def _begin(
         job=status.id,
         base=base.id,
         base_model=base_model,
-        rank=lora and field(lora, "rank", int),
-        metadata=body.get("user_metadata") or {},
+        rank=None if lora is None else lora.rank,
+        metadata=new.user_metadata or {},
     )
     return services.tinker.add_model(model)
 
 
-def _adapter(lora: dict[str, Any]) -> dict[str, Any]:
+def _adapter(lora: LoraConfig) -> dict[str, Any]:
     """Return our settings of an adapter. Raises BadInput where there would be none."""
-    attention = ("qkv", "proj") if lora.get("train_attn", True) else ()
-    mlp = ("fc1", "fc2") if lora.get("train_mlp", True) else ()
-    if not (attention or mlp):
+    attention = ["qkv", "proj"] if lora.train_attn else []
+    mlp = ["fc1", "fc2"] if lora.train_mlp else []
+    if not attention + mlp:
         raise BadInput(
             "adapters of the output layer alone are not served: set train_attn or train_mlp",
             param="lora_config",
         )
-    return {"rank": field(lora, "rank", int), "alpha": ALPHA, "targets": [*attention, *mlp]}
-
-
-def _request_of(body: dict[str, Any]) -> tuple[str, int]:
-    return field(body, "model_id", str), field(body, "seq_id", int)
+    return {"rank": lora.rank, "alpha": ALPHA, "targets": attention + mlp}
 
 
 def _future(request_id: str, model_id: str) -> Response:
