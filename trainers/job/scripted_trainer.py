@@ -7,6 +7,7 @@ are carried out at once, with the same log-probability for every token. No torch
 """
 
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class ScriptedTrainer:
         self.by_hand = by_hand
         self.dtype = dtype
         self.submitted: list[JobSpec] = []
+        self._one_command = threading.Lock()
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Do the job, or find it done. Raises NotFound if the parent is missing."""
@@ -98,8 +100,9 @@ class ScriptedTrainer:
             raise BadInput(f"{job_id} is {state}: it takes no commands", param="job_id")
         commands = self._commands_of(job_id)
         commands.append(sequence, command)
-        if commands.result(sequence) is None:
-            commands.write_result(self._carry_out(job_id, sequence, command))
+        with self._one_command:
+            if commands.result(sequence) is None:
+                commands.write_result(self._carry_out(job_id, sequence, command))
 
     def last_command(self, job_id: str) -> int:
         """Return the number of the newest command; 0 without one. Raises NotFound, BadInput."""

@@ -13,6 +13,7 @@ from cray_agents.trainers.planning.layout_choice import choose_layout
 from cray_agents.training_jobs import JobSpec, Layout
 
 DATA_ONLY = "on CPUs ranks only share the data: what splits the model costs more than it saves"
+ASSUMED = 1024  # tokens of a sequence that is not there yet
 LOUD = (
     "IT DOES NOT FIT by this estimate and will most likely run out of memory; it is started all"
     " the same, for the estimate is one from above"
@@ -60,7 +61,12 @@ def _on_gpus(
 
 
 def usual_length(spec: JobSpec, home: Home) -> int:
-    """Return the tokens of a usual unit: a training sample's mean, twice that for a pair."""
+    """Return the tokens of a usual unit: a training sample's mean, twice that for a pair.
+
+    A job by commands has no dataset: its sequences come later, and a length is assumed.
+    """
+    if spec.commands is not None:
+        return min(ASSUMED, spec.hyperparameters.max_tokens_per_microbatch)
     split = read_dataset(home, spec.dataset).get("splits", {}).get("train", {})
     if not split.get("samples"):
         raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
