@@ -62,7 +62,7 @@ from cray_agents.runtime.gateway.tinker.training_runs import (
 from cray_agents.training_commands import OptimStep, Publish, Save, TrainingCommand
 
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
-RANKS = "tinker"  # the training session on whose ranks the scripts' models take turns
+RANKS = "commands"  # the session of the Python client, too: all take turns on its ranks
 ALPHA = 32.0  # of Tinker's adapters, whatever their rank
 NO_CLIPPING = 1e30  # a bound that no norm reaches, so that the norm is measured all the same
 PAGE_LIMIT = 1000
