@@ -37,6 +37,22 @@ def make_hub(folder: Path, rows: int) -> None:
     )
 
 
+def questions(count: int) -> list[str]:
+    """The first questions."""
+    return [_question(number)[0] for number in range(count)]
+
+
+def prompt(question: str) -> str:
+    """The prompt of rl_loop, as the cookbook renders it."""
+    example = f"User: {HOW_MANY}{SUFFIX}\n\nAssistant: {FEW_SHOT}\n\n"
+    return f"{example}User: {question}{SUFFIX}\n\nAssistant:"
+
+
+def answer(digit: int) -> str:
+    """An answer and the end of its turn."""
+    return f" \\boxed{{{digit}}}\n\nUser:"
+
+
 def _question(number: int) -> tuple[str, int]:
     return f"What is {number} times 0 plus {DIGITS[number % 2]}?", DIGITS[number % 2]
 
@@ -48,7 +64,9 @@ def _says(role: str, content: str) -> dict[str, str]:
 def _write(folder: Path, config: str, rows: list[dict[str, object]]) -> None:
     """Write a dataset as the hub has it: a card that names the files of each split."""
     folder.mkdir(parents=True)
-    card = f"configs:\n- config_name: {config}\n  data_files:\n  - split: train\n    path: t.jsonl\n"
+    card = (
+        f"configs:\n- config_name: {config}\n  data_files:\n  - split: train\n    path: t.jsonl\n"
+    )
     (folder / "README.md").write_text(f"---\n{card}---\n")
     lines: Iterator[str] = (json.dumps(row) + "\n" for row in rows)
     (folder / "t.jsonl").write_text("".join(lines))
