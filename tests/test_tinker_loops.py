@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,12 @@ from cray_agents.training_commands import Datum, ForwardBackward
 from tests.support.tinker import hub
 from tests.support.tinker.environment import ROOT, python, run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.megatron]
+ON = os.environ.get("CRAY_TEST_TINKER")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.megatron,
+    pytest.mark.skipif(ON is None, reason="CRAY_TEST_TINKER is not set; `make soak` sets it"),
+]
 
 NAME = hub.MODEL.partition("/")[2]
 OWN_LOSS = ROOT / "tests" / "support" / "tinker" / "own_loss.py"

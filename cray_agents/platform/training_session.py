@@ -148,9 +148,9 @@ def gradient_of(
     if not value.requires_grad:
         message = f"the loss {name} does not depend on the log-probabilities: nothing to learn"
         raise BadInput(message, param="loss")
-    found = torch.autograd.grad(value.reshape(()), logprobs, allow_unused=True)
+    partials = torch.autograd.grad(value.reshape(()), logprobs, allow_unused=True)
     gradients = [
-        torch.zeros_like(p) if g is None else g for p, g in zip(logprobs, found, strict=True)
+        torch.zeros_like(p) if g is None else g for p, g in zip(logprobs, partials, strict=True)
     ]
     if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
         raise BadInput(f"the gradient of the loss {name} is not finite", param="loss")

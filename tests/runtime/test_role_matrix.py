@@ -74,6 +74,9 @@ GET     /v1/jobs/{job_id}/logs                          train   nothing
 POST    /v1/jobs/{job_id}/cancel                        train   shared
 POST    /v1/jobs/{job_id}/pause                         train   shared
 POST    /v1/jobs/{job_id}/resume                        train   shared
+POST    /v1/jobs/{job_id}/commands                      train   shared
+GET     /v1/jobs/{job_id}/commands                      train   nothing
+GET     /v1/jobs/{job_id}/commands/{sequence}           train   nothing
 GET     /v1/fine_tuning/jobs                            train   nothing
 POST    /v1/fine_tuning/jobs                            train   shared
 GET     /v1/fine_tuning/jobs/{fine_tuning_job_id}       train   nothing

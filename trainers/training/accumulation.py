@@ -106,9 +106,9 @@ class Accumulation:
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Return a micro-batch's loss; report its log-probabilities and sums."""
         logprobs = -per_token[0, : len(rows)].float()
-        found = loss(self._training.ranks.trained_tokens(share, rows, logprobs, 0.0, 1.0))
-        sums = {"loss": (found.total.detach(), found.count), **found.measures}
+        summed = loss(self._training.ranks.trained_tokens(share, rows, logprobs, 0.0, 1.0))
+        sums = {"loss": (summed.total.detach(), summed.count), **summed.measures}
         # a micro-batch of filler teaches nothing, but every rank must send a gradient
-        total = found.total if len(rows) else per_token.sum() * 0.0
+        total = summed.total if len(rows) else per_token.sum() * 0.0
         places = share.places[rows], logprobs.detach().cpu().numpy()
-        return total, found.count.int(), (places, sums)
+        return total, summed.count.int(), (places, sums)

@@ -210,6 +210,7 @@ async def retrieve_tinker_future(services: Services, request: Request) -> Respon
     owner, _, rest = request_id.partition("/")
     if not ID.fullmatch(owner) or not rest:
         raise NotFound(f"no request {request_id[:200]!r}", param="request_id")
+    result: dict[str, Any] | bytes | Response | None
     try:
         if rest.startswith("sample/"):
             result = await _sample_result(services, request_id)

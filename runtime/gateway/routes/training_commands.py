@@ -76,8 +76,8 @@ async def read_training_result(services: Services, request: Request) -> Response
     sequence = path_number(request, "sequence", "command")
     wait = number(query(request), "wait", 0, LONGEST_WAIT)
     state, result = await await_result(services, job_id, sequence, wait)
-    found = None if result is None else result.model_dump(mode="json")
-    return json_response({"state": state, "result": found})
+    content = None if result is None else result.model_dump(mode="json")
+    return json_response({"state": state, "result": content})
 
 
 async def await_result(

@@ -156,6 +156,10 @@ BODIES: dict[str, dict[str, Any]] = {
         "metadata": {"a": "b"},
         "output_expires_after": EXPIRY,
     },
+    "/v1/jobs/{job_id}/commands": {
+        "sequence": 1,
+        "command": {"kind": "forward_backward", "data": [{"token_ids": [1, 2], "weights": [0, 1]}]},
+    },
     "/api/v1/create_model": {
         "session_id": "s",
         "model_seq_id": 0,

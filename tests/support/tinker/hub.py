@@ -1,4 +1,4 @@
-"""What the cookbook's loops take from the hub, as local folders: a tiny model and two datasets.
+"""A hub of local folders for the cookbook's loops: a tiny model and two datasets.
 
 transformers and datasets read `owner/name` from the working directory where it is there.
 """
@@ -6,6 +6,7 @@ transformers and datasets read `owner/name` from the working directory where it 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cray_agents.trainers.models.seed_model import make_seed_model
 
@@ -61,7 +62,7 @@ def _says(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _write(folder: Path, config: str, rows: list[dict[str, object]]) -> None:
+def _write(folder: Path, config: str, rows: list[dict[str, Any]]) -> None:
     """Write a dataset as the hub has it: a card that names the files of each split."""
     folder.mkdir(parents=True)
     card = (
