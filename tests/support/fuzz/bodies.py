@@ -174,7 +174,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "path": "tinker://s:train:0/weights/w",
         "optimizer": False,
     },
-    "/api/v1/unload_model": {"model_id": "s:train:9"},
+    "/api/v1/unload_model": {"model_id": "s:train:8"},
     "/api/v1/get_info": {"model_id": "s:train:0"},
     "/api/v1/optim_step": {
         "model_id": "s:train:0",
