@@ -25,6 +25,9 @@
       batches/<id>/                    batch.json, chunks, claims, results: see runtime/batches
       fine_tuning/<id>.json            a fine-tuning request; its job is in jobs/
       fine_tuning/<id>.validated, .ended  the JobSpec made of it, and the outcome
+      tinker/models/<id>/              a model of a Tinker script: model.json, steps/<n>.json,
+                                       weights/ and sampler_weights/<name>.json; its job is in jobs/
+      tinker/samplers/<id>.json        the version that a script samples from
       exports/<id>/                    an export over HTTP, until it is sent
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       slurm/                           the private cluster of a laptop
@@ -121,6 +124,10 @@ class Home:
     @property
     def fine_tuning(self) -> Path:
         return self.root / "fine_tuning"
+
+    @property
+    def tinker(self) -> Path:
+        return self.root / "tinker"
 
     @property
     def exports(self) -> Path:

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME at the root of the checkout from requirements/NAME.txt, with the Python of .venv: an environment for
-# programs whose pins clash with ours.     requirements/environment.sh foreign|litellm
+# programs whose pins clash with ours.     requirements/environment.sh foreign|litellm|tinker
 # Safe to run again at any time, also twice at once: a finished one is recognised by its stamp in no time, a half-finished
-# or outdated one is made anew. Called by the tests (foreign) and the benchmark (litellm); after `make setup`.
+# or outdated one is made anew. Called by the tests (foreign, tinker) and the benchmark (litellm); after `make setup`.
+# .venv-tinker also sees the packages of .venv below its own: torch and transformers are too large to have twice.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-name=${1:?"name an environment: foreign or litellm"}
+name=${1:?"name an environment: foreign, litellm or tinker"}
 file=requirements/$name.txt
 venv=.venv-$name
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
@@ -27,5 +28,10 @@ rm -rf "$venv"
 .venv/bin/python -m venv --without-pip "$venv"
 .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
   --require-hashes --progress-bar off -r "$file"
+if [ "$name" = tinker ]; then
+  below=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  echo "import site; site.addsitedir('$below')" >"$own/below.pth"
+fi
 touch "$stamp"
 say "$venv is ready, after $SECONDS s."

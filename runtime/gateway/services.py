@@ -19,6 +19,8 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
+from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
+from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
@@ -72,6 +74,8 @@ class Services:
     fine_tuning: FineTuning = field(init=False)
     datasets: BuildProcess = field(init=False)
     versions: VersionSwitcher = field(init=False)
+    tinker: TinkerFiles = field(init=False)
+    tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
@@ -81,6 +85,7 @@ class Services:
         self.uploads = Uploads(self.files)
         self.sweeper = Sweeper(self.files, self.uploads)
         self.batches = BatchQueue(self.home, self.files)
+        self.tinker = TinkerFiles(self.home)
         self.datasets = BuildProcess(self.home)
         self.fine_tuning = FineTuning(
             self.home, self.registry, self.trainer, self.files, code=self.code
@@ -91,6 +96,7 @@ class Services:
 
     async def close(self) -> None:
         """Close the parts made here; the other parts stay their maker's to close."""
+        await self.tinker_samples.close()
         await self.versions.close()
         await self.fine_tuning.close()
         await self.datasets.close()

@@ -2,10 +2,12 @@
 
 Tests of loops use it instead of training. Like the real trainer it is idempotent, names jobs by
 their spec, keeps a job's folder and publishes a manifest. Unlike the real one, it reports the
-metrics given to it. With `by_hand` it does nothing by itself: a test advances its jobs. No torch.
+metrics given to it. With `by_hand` it does nothing by itself: a test advances its jobs. Commands
+are carried out at once, with the same log-probability for every token. No torch.
 """
 
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,21 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import hash_files, publish_folder
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.training_commands import CommandResult, TrainingCommand
+from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.training_commands import (
+    CommandResult,
+    Datum,
+    End,
+    ForwardBackward,
+    OptimStep,
+    Publish,
+    Save,
+    Score,
+    TrainingCommand,
+)
 from cray_agents.training_jobs import MICROBATCH, Dtype, JobSpec, JobStatus, with_dtype
+
+LOGPROB = -0.5  # of every trained token
 
 
 class ScriptedTrainer:
@@ -55,6 +70,7 @@ class ScriptedTrainer:
         self.dtype = dtype
         self.tokens = tokens
         self.submitted: list[JobSpec] = []
+        self._one_command = threading.Lock()
 
     def microbatch(self, parent: Path) -> int:
         """Return the tokens of a micro-batch, of any parent."""
@@ -68,7 +84,7 @@ class ScriptedTrainer:
             self._parent(spec)
             self.submitted.append(spec)
             journal.write_spec(spec)
-        if not self.by_hand:
+        if not self.by_hand and spec.commands is None:
             self.advance(spec.id)
         return self.status(spec.id)
 
@@ -85,16 +101,55 @@ class ScriptedTrainer:
         return read_status(self.home, job_id).model_copy(update={"scheduler": "scripted"})
 
     def command(self, job_id: str, sequence: int, command: TrainingCommand) -> None:
-        """Refuse: there is no model here that commands could train. Raises BadInput."""
-        raise BadInput("the scripted trainer carries out no commands", param="job_id")
+        """Carry out the next command, unless it was before. Raises NotFound, BadInput."""
+        if (state := self.status(job_id).state) not in ("queued", "running"):
+            raise BadInput(f"{job_id} is {state}: it takes no commands", param="job_id")
+        commands = self._commands_of(job_id)
+        commands.append(sequence, command)
+        with self._one_command:
+            if commands.result(sequence) is None:
+                commands.write_result(self._carry_out(job_id, sequence, command))
 
     def last_command(self, job_id: str) -> int:
-        """Return 0: no job here has commands."""
-        return 0
+        """Return the number of the newest command; 0 without one. Raises NotFound, BadInput."""
+        return self._commands_of(job_id).last
 
     def result(self, job_id: str, sequence: int) -> CommandResult | None:
-        """Refuse: no job here has commands. Raises NotFound."""
-        raise NotFound(f"{job_id} has no command {sequence}", param="sequence")
+        """Return a command's result. Raises NotFound, BadInput."""
+        if (result := self._commands_of(job_id).result(sequence)) is None:
+            raise NotFound(f"{job_id} has no command {sequence}", param="sequence")
+        return result
+
+    def _commands_of(self, job_id: str) -> CommandJournal:
+        journal = JobJournal(self.home, job_id)
+        if journal.spec().commands is None:
+            raise BadInput(f"{job_id} trains on a dataset, not by commands", param="job_id")
+        return CommandJournal(journal.folder)
+
+    def _carry_out(self, job_id: str, sequence: int, command: TrainingCommand) -> CommandResult:
+        spec = JobJournal(self.home, job_id).spec()
+        match command:
+            case ForwardBackward() | Score():
+                marks = [_trained(datum) for datum in command.data]
+                rows = [[LOGPROB * mark for mark in row] for row in marks]
+                loss = None
+                if isinstance(command, ForwardBackward):
+                    loss = -LOGPROB * sum(
+                        sum((datum.weights or row)[1:])
+                        for datum, row in zip(command.data, marks, strict=True)
+                    )
+                return CommandResult(sequence=sequence, loss=loss, logprobs=rows)
+            case OptimStep():
+                return CommandResult(sequence=sequence, grad_norm=1.0)
+            case Publish():
+                name = f"{job_id}-{sequence}"
+                self._publish(spec, name)
+                return CommandResult(sequence=sequence, checkpoint=name)
+            case End():
+                self.advance(job_id)
+                return CommandResult(sequence=sequence, checkpoint=job_id)
+            case Save():
+                return CommandResult(sequence=sequence)
 
     def cancel(self, job_id: str) -> JobStatus:
         """End the job, unless it has ended. Without `by_hand` a job ends within `submit`."""
@@ -128,7 +183,7 @@ class ScriptedTrainer:
         if until >= steps:
             error = self._failure(spec)
             if error is None:
-                self._publish(spec)
+                self._publish(spec, spec.id)
             journal.write_status(self._end(journal, spec, error))
 
     def _step(self, step: int, steps: int) -> dict[str, Any]:
@@ -182,9 +237,9 @@ class ScriptedTrainer:
             raise NotFound(f"no checkpoint directory {parent}", param="parent")
         return parent
 
-    def _publish(self, spec: JobSpec) -> None:
+    def _publish(self, spec: JobSpec, name: str) -> None:
         parent = self._parent(spec)
-        draft = self.home.checkpoint(f".{spec.id}.scripted")
+        draft = self.home.checkpoint(f".{name}.scripted")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         for path in parent.iterdir():
@@ -202,7 +257,7 @@ class ScriptedTrainer:
         )
         text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())
         durable.replace_file(draft / "manifest.json", text)
-        if not publish_folder(draft, self.home.checkpoint(spec.id)):
+        if not publish_folder(draft, self.home.checkpoint(name)):
             shutil.rmtree(draft)
 
     def _probe_of(self, spec: JobSpec) -> list[ProbePrompt]:
@@ -211,3 +266,9 @@ class ScriptedTrainer:
             return self.probe
         path = self.home.root / spec.parent / "manifest.json"
         return checksums.read_record(Manifest, path).probe if path.exists() else []
+
+
+def _trained(datum: Datum) -> list[float]:
+    """Return 1 for every token that is trained on, else 0."""
+    weights = datum.weights or [1.0] * len(datum.token_ids)
+    return [0.0, *(float(weight != 0) for weight in weights[1:])]

@@ -208,6 +208,7 @@ class CommandRun:
         if not self._gradients.pending:
             raise BadInput("there are no gradients: send forward_backward before optim_step")
         rate = command.learning_rate
+        self._gradients.set_adam(command.beta1, command.beta2, command.eps)
         norm = self._gradients.update(rate, command.weight_decay, command.clip_grad)
         if not np.isfinite(norm):
             place = f"command {self._totals.sequence}"

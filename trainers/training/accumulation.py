@@ -56,6 +56,16 @@ class Accumulation:
         measures = {name: value / count for name, (value, count) in sums.items() if count}
         return total, measures, logprobs
 
+    def set_adam(self, beta1: float | None, beta2: float | None, eps: float | None) -> None:
+        """Set the numbers of Adam for the next step; None: those of the hyperparameters."""
+        hyper = self._training.hyper
+        betas = (
+            hyper.adam_beta1 if beta1 is None else beta1,
+            hyper.adam_beta2 if beta2 is None else beta2,
+        )
+        for group in self._training.optimizer.param_groups:
+            group["betas"], group["eps"] = betas, hyper.adam_eps if eps is None else eps
+
     def update(self, rate: float, weight_decay: float, clip_grad: float) -> float:
         """Take an optimizer step with the gradients that wait; return their norm."""
         from megatron.core.distributed import finalize_model_grads

@@ -28,6 +28,7 @@ from cray_agents.errors import AccessDenied
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.http.error_envelope import BadEncoding
 
+TINKER = "tml-"  # the beginning of keys in Tinker's client, which takes no others
 PLAIN = (b"", b"identity")  # encodings that leave a body as it is
 
 Mode = Literal["auto", "required", "off"]
@@ -142,13 +143,13 @@ def _check_encoding(scope: Scope) -> None:
 
 
 def _secret(scope: Scope) -> str:
-    """Return the key in a request: OpenAI's clients send a bearer token, Anthropic's a header."""
+    """Return the key in a request: OpenAI's clients send a bearer token, others a header."""
     secret = ""
     for name, value in scope["headers"]:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return str(value[7:].strip().decode("latin-1"))
         if name == b"x-api-key":
-            secret = value.strip().decode("latin-1")
+            secret = value.strip().decode("latin-1").removeprefix(TINKER)
     return secret
 
 

@@ -21,8 +21,8 @@ DIGITS = 18  # of a number in a query: nothing here counts further
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """Return the body as a JSON object. Raises BadInput; BodyTooLarge beyond `limit` bytes."""
+async def read_body(request: Request, limit: int) -> bytearray:
+    """Return the body. Raises BodyTooLarge beyond `limit` bytes."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -31,7 +31,12 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
         body += chunk
         if len(body) > limit:
             raise _too_large(limit)
-    request.scope[SENT] = body
+    return body
+
+
+async def read_json(request: Request, limit: int) -> dict[str, Any]:
+    """Return the body as a JSON object. Raises BadInput; BodyTooLarge beyond `limit` bytes."""
+    body = request.scope[SENT] = await read_body(request, limit)
     try:
         value = orjson.loads(body)
     except ValueError as error:

@@ -30,6 +30,7 @@ TAGS = {
     "Models": "Ask a model. Every answer is recorded with the tokens that were sampled.",
     "Files": "Files, uploads in parts, and batches of requests.",
     "Training": "Runs and rewards, datasets, training jobs, loops.",
+    "Tinker": "The wire API of Tinker's client, whose scripts train by commands.",
     "Versions": "The versions of a model: staging, promotion, canaries.",
     "Platform": "Health, the replicas, metrics, this document.",
 }

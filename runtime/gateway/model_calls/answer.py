@@ -115,6 +115,30 @@ async def _answer(
     return EventStream(recorder, await recorder.first_piece(), headers)
 
 
+async def start_call(
+    services: Services, request: Request, api: SamplingApi, body: Body
+) -> "tuple[Call, asyncio.Task[bytes]]":
+    """Return a call and the task that answers and records it, though the request may end before.
+
+    Raises BadInput, NotFound, TooManyRequests; the task raises EngineError and its kinds.
+    """
+    call = _parse_call(services, api, request, body)
+    if _named_run(request) is not None:
+        await services.run_owners.check_call(caller_of(request), call.run_id)
+    wanted = resolve_version(services, call.exchange)
+    ticket = take_ticket(services, request, body["model"])
+
+    async def work() -> bytes:
+        answer = services.pool.answer(wanted, call.exchange)
+        return await _record_answer(
+            services, call, await collect_answer(services, answer, ticket, wanted)
+        )
+
+    task = asyncio.create_task(work())
+    task.add_done_callback(lambda _: ticket.release())  # also if it never began
+    return call, task
+
+
 async def collect_answer(
     services: Services, answer: AsyncGenerator[bytes, None], ticket: Ticket, wanted: Wanted
 ) -> bytes:

@@ -98,7 +98,7 @@ async def create_job(services: Services, request: Request) -> Response:
     if body.get("oversubscribe"):
         act = "`oversubscribe`, which may bring this machine down,"
         caller_of(request).check_role(Role.admin, act)
-    spec = await asyncio.to_thread(_spec, services, body, roots)
+    spec = await asyncio.to_thread(job_spec, services, body, roots)
     return _status(await asyncio.to_thread(services.trainer.submit, spec))
 
 
@@ -170,7 +170,7 @@ def _folder(services: Services, job_id: str) -> Path:
     return folder
 
 
-def _spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
+def job_spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
     """Return the spec with its checkpoints resolved; a missing layout is left to the trainer."""
     by_commands = body.get("commands") is not None
     dataset = "" if by_commands else field(body, "dataset", str)

@@ -23,6 +23,7 @@ from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import COUNT, TEXT, Described, count_up_to, object_of
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.training_commands import CommandRequest, CommandResult
+from cray_agents.training_jobs import JobState
 
 LONGEST_WAIT = 30  # seconds that a question for a result is held
 LOOK = 0.005  # seconds between two looks for it
@@ -73,12 +74,20 @@ async def read_training_result(services: Services, request: Request) -> Response
     """Return the result of a command, null while there is none, and the job's state."""
     job_id = path_id(request, "job_id", "job")
     sequence = path_number(request, "sequence", "command")
-    end = time.monotonic() + number(query(request), "wait", 0, LONGEST_WAIT)
-    trainer = services.trainer
+    wait = number(query(request), "wait", 0, LONGEST_WAIT)
+    state, result = await await_result(services, job_id, sequence, wait)
+    content = None if result is None else result.model_dump(mode="json")
+    return json_response({"state": state, "result": content})
+
+
+async def await_result(
+    services: Services, job_id: str, sequence: int, seconds: float
+) -> tuple[JobState, CommandResult | None]:
+    """Return a job's state, and a command's result if it comes in time. Raises NotFound."""
+    end, trainer = time.monotonic() + seconds, services.trainer
     state = (await asyncio.to_thread(trainer.status, job_id)).state  # starts what died
     while (result := await asyncio.to_thread(trainer.result, job_id, sequence)) is None:
         if time.monotonic() > end:
             break
         await asyncio.sleep(LOOK)
-    content = None if result is None else result.model_dump(mode="json")
-    return json_response({"state": state, "result": content})
+    return state, result

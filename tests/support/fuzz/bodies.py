@@ -156,6 +156,55 @@ BODIES: dict[str, dict[str, Any]] = {
         "metadata": {"a": "b"},
         "output_expires_after": EXPIRY,
     },
+    "/v1/jobs/{job_id}/commands": {
+        "sequence": 1,
+        "command": {"kind": "forward_backward", "data": [{"token_ids": [1, 2], "weights": [0, 1]}]},
+    },
+    "/api/v1/create_model": {
+        "session_id": "s",
+        "model_seq_id": 0,
+        "base_model": "Qwen/m",
+        "user_metadata": {"a": "b"},
+        "lora_config": {"rank": 4, "seed": 1, "train_attn": True, "train_mlp": True},
+        "optimizer_config": {"type": "adamw"},
+    },
+    "/api/v1/load_weights": {
+        "session_id": "s",
+        "model_seq_id": 1,
+        "path": "tinker://s:train:0/weights/w",
+        "optimizer": False,
+    },
+    "/api/v1/unload_model": {"model_id": "s:train:8"},
+    "/api/v1/get_info": {"model_id": "s:train:0"},
+    "/api/v1/optim_step": {
+        "model_id": "s:train:0",
+        "seq_id": 1,
+        "adam_params": {"learning_rate": 0.1, "beta1": 0.9, "eps": 1e-8, "grad_clip_norm": 1},
+    },
+    "/api/v1/save_weights": {"model_id": "s:train:0", "seq_id": 2, "path": "w"},
+    "/api/v1/save_weights_for_sampler": {
+        "model_id": "s:train:0",
+        "seq_id": 3,
+        "sampling_session_seq_id": 1,
+        "kind": "snapshot",
+    },
+    "/api/v1/weights_info": {"tinker_path": "tinker://s:train:0/weights/w"},
+    "/api/v1/create_sampling_session": {
+        "session_id": "s",
+        "sampling_session_seq_id": 0,
+        "base_model": "m",
+        "model_path": None,
+    },
+    "/api/v1/asample": {
+        "sampling_session_id": "s:sample:0",
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2, "stop": [3], "temperature": 1.0, "seed": 1},
+        "num_samples": 2,
+        "prompt_logprobs": False,
+    },
+    "/api/v1/cancel_future": {"request_id": "s:sample:0/sample/9"},
+    "/api/v1/retrieve_future": {"request_id": "s:train:0/create", "allow_metadata_only": True},
 }
 #: The field that holds the file, of each route that takes a form.
 FORMS = {"/v1/files": "file", "/v1/uploads/{upload_id}/parts": "data"}
@@ -173,4 +222,6 @@ PLAIN = {
     "job_id": "known-job",
     "fine_tuning_job_id": "known-tuning",
     "batch_id": "known-batch",
+    "model_id": "s:train:0",
+    "sampler_id": "s:sample:0",
 }

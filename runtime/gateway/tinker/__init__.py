@@ -1,0 +1,1 @@
+"""Tinker's wire API: the requests of the `tinker` client, and their records."""

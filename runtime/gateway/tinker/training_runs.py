@@ -1,0 +1,252 @@
+"""Training runs of Tinker's scripts: their models, saved weights and samplers, as files.
+
+A model is a job by commands. Its requests are numbered as the job's commands are, so that a future
+is named by its request and found again after any crash. Weights that a script saves are a command
+that published them. Where nothing was learned since, they are those published before. Every file is
+written once and never changes, so a name that a script was given means the same weights for ever.
+"""
+
+import time
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.records import Record
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.gateway.http.bodies import ID
+
+SCHEME = "tinker://"
+Kind = TypeVar("Kind", bound=Record)
+
+BASE = 0  # as `published_by`: the model's base, which was not trained yet
+
+#: The folder of weights, and their part of a path: to train on from, or to sample from.
+SavedKind = Literal["weights", "sampler_weights"]
+KINDS: tuple[SavedKind, ...] = ("weights", "sampler_weights")
+
+
+class TinkerModel(Record):
+    """A model that a script trains. `base` is the version `name@N` that it began from.
+
+    `base_model` is the name that the script gave. `rank` is the adapter's; None: all weights.
+    """
+
+    id: str
+    job: str
+    base: str
+    base_model: str
+    rank: int | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    created: float = Field(default_factory=time.time)
+
+
+class SavedWeights(Record):
+    """Weights that a script saved with its request `sequence`.
+
+    `published_by` is the command that wrote them. An ephemeral save is without a `name` and has the
+    `sampler` that it was made for.
+    """
+
+    model: str
+    kind: SavedKind
+    sequence: int
+    published_by: int
+    name: str
+    sampler: str = ""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    created: float = Field(default_factory=time.time)
+
+    @property
+    def path(self) -> str:
+        """The name by which scripts refer to the weights."""
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
+
+
+class Sampler(Record):
+    """A version `name@N` that a script samples from."""
+
+    id: str
+    version: str
+    base_model: str
+    path: str | None = None
+
+
+def name_of_sampler(session_id: str, sequence: int) -> str:
+    """Return the id of the sampler that a session makes with a request. Raises BadInput."""
+    return _name(f"{session_id}:sample:{sequence}")
+
+
+def name_of_model(session_id: str, sequence: int) -> str:
+    """Return the id of a session's model, as the client knows it. Raises BadInput."""
+    return _name(f"{session_id}:train:{sequence}")
+
+
+def session_of(model_id: str) -> str:
+    """Return the session of a model."""
+    return model_id.rpartition(":train:")[0]
+
+
+def _name(name: str) -> str:
+    if not ID.fullmatch(name):
+        raise BadInput(f"{name[:200]!r} names no session", param="session_id")
+    return name
+
+
+class TinkerFiles:
+    """The files below `tinker/` in the home. Without state of its own."""
+
+    def __init__(self, home: Home) -> None:
+        self._folder = home.tinker
+
+    # ---- models
+    def add_model(self, model: TinkerModel) -> TinkerModel:
+        """Record a model, or return the one of its id."""
+        _create(self._model(model.id) / "model.json", model)
+        return self.model(model.id)
+
+    def model(self, model_id: str) -> TinkerModel:
+        """Return a model. Raises NotFound."""
+        return _read(
+            TinkerModel, self._model(model_id) / "model.json", f"no model {model_id!r}", "model_id"
+        )
+
+    def models(self) -> list[TinkerModel]:
+        """Return all models, newest first."""
+        folders = (self._folder / "models").glob("*/model.json")
+        models = [checksums.read_record(TinkerModel, path) for path in folders]
+        return sorted(models, key=lambda model: model.created, reverse=True)
+
+    # ---- requests
+    def note_step(self, model_id: str, sequence: int) -> None:
+        """Note that a request changes the model's weights."""
+        durable.create_file(
+            self._model(model_id) / "steps" / f"{sequence}.json", checksums.with_crc(b"{}")
+        )
+
+    def add_saved(
+        self,
+        model_id: str,
+        kind: SavedKind,
+        sequence: int,
+        name: str = "",
+        *,
+        sampler: str = "",
+        metadata: dict[str, Any] | None = None,
+    ) -> SavedWeights:
+        """Record that a request saves weights; the same request again finds the same record.
+
+        Raises BadInput for a name that another request has taken.
+        """
+        name = name or f"ephemeral-{sequence}"
+        if not ID.fullmatch(name):
+            raise BadInput(
+                f"{name[:200]!r} cannot name weights: letters, digits and '._:@-', at most 200",
+                param="path",
+            )
+        existing = self._saved_of(model_id, kind, sequence)
+        if existing is None:
+            saved = SavedWeights(
+                model=model_id,
+                kind=kind,
+                sequence=sequence,
+                published_by=self._publisher(model_id, sequence),
+                name=name,
+                sampler=sampler,
+                metadata=metadata or {},
+            )
+            _create(self._saved(saved), saved)
+            existing = checksums.read_record(SavedWeights, self._saved(saved))
+        if existing.sequence != sequence or existing.name != name:
+            raise BadInput(
+                f"{existing.path} was saved by request {existing.sequence}: saved weights never"
+                " change, so give others another name",
+                param="path",
+            )
+        return existing
+
+    def saved(self, path: str) -> SavedWeights:
+        """Return the weights at a path `tinker://MODEL/weights/NAME`. Raises BadInput, NotFound."""
+        names = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(names) != 3 or names[1] not in KINDS:
+            raise BadInput(
+                f"{path[:200]!r} is no path of weights: {SCHEME}MODEL/weights/NAME or"
+                f" {SCHEME}MODEL/sampler_weights/NAME",
+                param="path",
+            )
+        model_id, kind, name = names
+        missing = f"no weights at {path[:200]!r}"
+        if not ID.fullmatch(name):
+            raise NotFound(missing, param="path")
+        return _read(SavedWeights, self._model(model_id) / kind / f"{name}.json", missing, "path")
+
+    def all_saved(self, model_id: str) -> list[SavedWeights]:
+        """Return all weights that were saved of a model, oldest first. Raises NotFound."""
+        folder = self._model(model_id)
+        paths = [path for kind in KINDS for path in folder.glob(f"{kind}/*.json")]
+        existing = [checksums.read_record(SavedWeights, path) for path in paths]
+        return sorted(existing, key=lambda saved: saved.sequence)
+
+    def _saved_of(self, model_id: str, kind: SavedKind, sequence: int) -> SavedWeights | None:
+        same = (s for s in self.all_saved(model_id) if (s.kind, s.sequence) == (kind, sequence))
+        return next(same, None)
+
+    def _publisher(self, model_id: str, sequence: int) -> int:
+        """Return the command that writes the weights as they are before a request.
+
+        That is the request itself, unless nothing was learned since an earlier one wrote them.
+        """
+        folder = self._model(model_id) / "steps"
+        steps = [int(path.stem) for path in folder.glob("*.json")]
+        last_step = max((step for step in steps if step < sequence), default=BASE)
+        if last_step == BASE:
+            return BASE
+        published = [s.published_by for s in self.all_saved(model_id) if s.sequence < sequence]
+        last = max(published, default=BASE)
+        return last if last > last_step else sequence
+
+    # ---- samplers
+    def add_sampler(self, sampler: Sampler) -> Sampler:
+        """Record a sampler, or return the one of its id. Raises BadInput if that is another."""
+        path = self._sampler(sampler.id)
+        _create(path, sampler)
+        existing = checksums.read_record(Sampler, path)
+        if existing.version != sampler.version:
+            raise BadInput(
+                f"the sampler {sampler.id} is one of {existing.version} already",
+                param="sampling_session_seq_id",
+            )
+        return existing
+
+    def sampler(self, sampler_id: str) -> Sampler:
+        """Return a sampler. Raises NotFound."""
+        return _read(
+            Sampler, self._sampler(sampler_id), f"no sampler {sampler_id!r}", "sampling_session_id"
+        )
+
+    # ---- paths
+    def _model(self, model_id: str) -> Path:
+        if not ID.fullmatch(model_id):
+            raise NotFound(f"no model {model_id[:200]!r}", param="model_id")
+        return self._folder / "models" / model_id
+
+    def _saved(self, saved: SavedWeights) -> Path:
+        return self._model(saved.model) / saved.kind / f"{saved.name}.json"
+
+    def _sampler(self, sampler_id: str) -> Path:
+        if not ID.fullmatch(sampler_id):
+            raise NotFound(f"no sampler {sampler_id[:200]!r}", param="sampling_session_id")
+        return self._folder / "samplers" / f"{sampler_id}.json"
+
+
+def _create(path: Path, record: Record) -> None:
+    durable.create_file(path, checksums.with_crc(record.model_dump_json().encode()))
+
+
+def _read(kind: type[Kind], path: Path, missing: str, param: str) -> Kind:
+    try:
+        return checksums.read_record(kind, path)
+    except FileNotFoundError:
+        raise NotFound(missing, param=param) from None

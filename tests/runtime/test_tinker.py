@@ -1,0 +1,213 @@
+"""Tinker's wire API: the real client against the real gateway, over scripted engine and trainer."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.paths import Home
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.tinker.protobuf import (
+    message,
+    messages,
+    read_fields,
+    real,
+    text,
+    write_bytes,
+    write_whole,
+)
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.store import Store
+from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.training_commands import ForwardBackward, OptimStep, Publish, Save
+from tests.support.scripted_gateway import Gateway, Reply, served
+from tests.support.scripted_platform import platform
+from tests.support.tinker.environment import TokenEngine, run
+
+RETRIEVE = "/api/v1/retrieve_future"
+SCRIPT = Path(__file__).parents[1] / "support" / "tinker" / "script.py"
+
+
+async def test_a_script_trains_saves_and_samples(tmp_path: Path) -> None:
+    home, engines = Home(tmp_path / "home"), [TokenEngine(), TokenEngine()]
+    _, secret = Keys(home).create("script", Role.train)
+    with platform(home.root, engines[0], spares=[engines[1]]) as where:
+        out = run(SCRIPT, where.url, f"tml-{secret}", folder=tmp_path)
+    found = json.loads(out)
+    model = found["model"]
+    assert model.endswith(":train:0") and found["base"] == "Qwen/m"
+
+    # what was sampled, by which version, with exact numbers; a snapshot never changes
+    def samples(version: int, sampler: int, request: int) -> list[Any]:
+        session = model.removesuffix(":train:0")
+        name = f"{session}:sample:{sampler}/sample/{request}"
+        return [[[version, k], [-1.0, -0.5], "stop", f"{name}/{k}"] for k in range(2)]
+
+    assert found["before"] == samples(1, 0, 0)
+    assert found["after"] == samples(2, 1, 0)
+    assert found["alias"] == samples(2, 2, 0)
+    assert found["still before"] == samples(1, 0, 1)
+    requests = [r for engine in engines for r in engine.requests]
+    asked = next(r for r in requests if "stop_token_ids" in r)
+    wanted = {"model": "m@2", "prompt": [5, 6, 7], "n": 2, "max_tokens": 4, "seed": 1}
+    assert asked.items() >= (wanted | {"top_k": 3, "stop_token_ids": [9]}).items()
+    assert found["saved"] == [f"tinker://{model}/sampler_weights/{name}" for name in "ab"]
+    assert found["checkpoints"] == [*found["saved"], f"tinker://{model}/weights/s"]
+    assert found["weights"] == 4 and model in found["runs"]
+
+    # log-probabilities of what is trained on, or of everything where only these are asked for
+    assert found["imitation"] == [[[0, 0, -0.5, -0.5], [-0.5] * 4], {"loss:sum": 0.5 * 7}]
+    assert found["scored"] == [[-0.5] * 4] and found["loaded"][1] == [[-0.5] * 4]
+    for loss in ("importance_sampling", "ppo", "cispo"):
+        assert found[loss] == [[0, 0, -0.5, -0.5]] * 2
+    assert found["step"] == {"grad_norm": 1.0}
+
+    refused = found["refused"]
+    for name, reason in {
+        "loss": "'gspo' is not served: use cross_entropy, importance_sampling, ppo, cispo",
+        "setting": "ppo has no 'clip'; it has clip_low_threshold, clip_high_threshold",
+        "targets": "only the next token is trained on",
+        "column": "ppo does not read 'weights'",
+        "base": "'Qwen/none' is not served here",
+        "optimizer": "saved weights are without their optimizer's state",
+        "name": "saved weights never change",
+        "path": "no weights at",
+        "alternatives": "topk_sample_logprobs is not served",
+    }.items():
+        assert reason in refused[name], name
+
+    # the commands, the versions with their lineage, and the runs that were recorded
+    folders = {}
+    for spec in home.jobs.glob("*/spec.json"):
+        folders[json.loads(spec.read_text())["commands"]] = CommandJournal(spec.parent)
+    journal = folders[model]
+    commands = [journal.command(number) for number in range(1, 12)]
+    kinds = [Save, ForwardBackward, OptimStep, *[ForwardBackward] * 4, OptimStep, Publish, Save]
+    assert [type(command) for command in commands] == [*kinds, Save]
+    assert commands[2] == OptimStep(
+        learning_rate=1e-3, weight_decay=0.1, clip_grad=2, beta1=0.9, beta2=0.95, eps=1e-12
+    )
+    first = commands[1].data[0]
+    assert (first.token_ids, first.weights) == ([5, 6, 7, 8, 9], [0, 0, 0, 1, 2])
+    policy = commands[5]
+    assert policy.loss == "ppo" and policy.clip_low == pytest.approx(0.1)
+    assert policy.data[1].weights == [0, 0, 0, 1, 1]
+    assert policy.data[1].advantages == [0, 0, 0, -1, -1]
+    assert policy.data[0].logprobs == [0, 0, 0, -0.5, -0.25]
+    assert [command.backward for command in commands[3:5]] == [False, True]
+    registry = Registry(home)
+    assert [version.id for version in registry.versions("m")] == ["m@1", "m@2"]
+    assert registry.promoted("m").id == "m@1"
+    assert registry.resolve("m@2").job == home_job(home, model)
+    store = Store(home)
+    runs = store.runs()
+    await store.close()
+    calls = [call for run in runs for call in run.calls]
+    assert sorted((call.model, call.token_ids) for call in calls) == sorted(
+        (f"m@{version}", [version, k]) for version in (1, 1, 2, 2) for k in range(2)
+    )
+    assert {tag for run in runs for tag in run.tags} == {
+        f"{model.removesuffix(':train:0')}:sample:{number}" for number in range(3)
+    }
+
+
+def home_job(home: Home, model: str) -> str:
+    return str(json.loads((home.tinker / "models" / model / "model.json").read_text())["job"])
+
+
+async def send(gateway: Gateway, body: bytes) -> Reply:
+    """A pass, as the client sends it."""
+    headers = {"content-type": "application/x-protobuf"}
+    url = gateway.url + "/api/v1/forward_backward"
+    async with gateway.http.post(url, data=body, headers=headers) as response:
+        return Reply(response.status, dict(response.headers), await response.read())
+
+
+def datum(tokens: list[int], targets: list[int], weights: list[float]) -> bytes:
+    def tensor(kind: int, content: bytes, length: int) -> bytes:
+        return write_bytes(1, content) + write_whole(3, kind) + write_whole(4, length)
+
+    def column(name: str, content: bytes) -> bytes:
+        return write_bytes(2, write_bytes(1, name.encode()) + write_bytes(2, content))
+
+    ids_in = write_bytes(1, struct.pack(f"<{len(tokens)}i", *tokens))
+    ids = struct.pack(f"<{len(targets)}q", *targets)
+    numbers = struct.pack(f"<{len(weights)}f", *weights)
+    return (
+        write_bytes(1, write_bytes(1, ids_in))
+        + column("target_tokens", tensor(2, ids, len(targets)))
+        + column("weights", tensor(1, numbers, len(weights)))
+    )
+
+
+def forward_backward(model_id: str, sequence: int, *data: bytes) -> bytes:
+    return (
+        write_bytes(1, model_id.encode())
+        + write_whole(2, sequence)
+        + b"".join(write_bytes(3, one) for one in data)
+        + write_bytes(4, b"cross_entropy")
+    )
+
+
+async def test_futures_outlive_the_gateway(tmp_path: Path) -> None:
+    """The same request is the same future, another one under its number is refused."""
+    new = {"session_id": "s", "model_seq_id": 3, "base_model": "calc"}
+    right = datum([1, 2, 3], [2, 3, 4], [0, 1, 0.5])
+    other = datum([1, 2, 3], [2, 3, 5], [0, 1, 1])
+    async with served(tmp_path) as gateway:
+        _, made = await gateway.call("POST", "/api/v1/create_model", json=new)
+        assert made == {"request_id": "s:train:3/create", "model_id": "s:train:3"}
+        first = await send(gateway, forward_backward("s:train:3", 1, right))
+        assert first.json == {"request_id": "s:train:3/1/pass", "model_id": "s:train:3"}
+    async with served(tmp_path) as gateway:
+        assert (await send(gateway, forward_backward("s:train:3", 1, right))).json == first.json
+        refused = await send(gateway, forward_backward("s:train:3", 1, other))
+        assert refused.status == 400 and b"two clients" in refused.body
+        late = await send(gateway, forward_backward("s:train:3", 7, right))
+        assert late.status == 400 and b"the next one is 2" in late.body
+        assert (await gateway.call("POST", "/api/v1/create_model", json=new))[1] == made
+        ask = {"request_id": "s:train:3/1/pass"}
+        async with gateway.http.post(gateway.url + RETRIEVE, json=ask) as response:
+            assert response.headers["content-type"] == "application/x-protobuf"
+            result = read_fields(await response.read())
+        record = read_fields(message(result, 2))
+        logprobs = read_fields(message(read_fields(message(record, 2)), 2))
+        assert struct.unpack("<3f", message(logprobs, 1)) == (0, -0.5, -0.5)
+        loss = read_fields(messages(result, 3)[0])
+        assert (text(loss, 1), real(loss, 2)) == ("loss:sum", 0.75)
+        sample = {"request_id": "s:sample:0/sample/0"}  # of the process before
+        assert (await gateway.call("POST", RETRIEVE, json=sample))[0] == 410
+        for unknown in ("nothing", "s:train:4/1/pass", "s:train:3/9/pass", "s:train:3/x/pass"):
+            assert (await gateway.call("POST", RETRIEVE, json={"request_id": unknown}))[0] == 404
+        unload = {"model_id": "s:train:3"}
+        assert (await gateway.call("POST", "/api/v1/unload_model", json=unload))[0] == 200
+        after = await send(gateway, forward_backward("s:train:3", 2, right))
+        assert b"is cancelled: it takes no commands" in after.body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xff", b"\x0b", b"\x0a\x05ab", write_whole(3, 1), write_bytes(3, b"\xff"), bytes(9)],
+)
+async def test_what_is_no_request_is_refused(tmp_path: Path, body: bytes) -> None:
+    async with served(tmp_path) as gateway:
+        assert (await send(gateway, body)).status == 400
+
+
+async def test_a_client_needs_a_key_that_may_train(tmp_path: Path) -> None:
+    new = {"session_id": "s", "model_seq_id": 0, "base_model": "calc"}
+    async with served(tmp_path) as gateway:
+        keys = Keys(gateway.services.home)
+        secrets = {role: keys.create(role.name, role)[1] for role in Role}
+        for secret, status in (
+            ("tml-nobody", 401),
+            (f"tml-{secrets[Role.use]}", 403),
+            (f"tml-{secrets[Role.train]}", 200),
+            (secrets[Role.train], 200),
+        ):
+            headers = {"x-api-key": secret}
+            url = gateway.url + "/api/v1/create_model"
+            async with gateway.http.post(url, json=new, headers=headers) as response:
+                assert response.status == status
