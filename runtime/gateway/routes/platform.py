@@ -86,12 +86,7 @@ async def whoami(services: Services, request: Request) -> Response:
     "/v1/pool",
     Role.admin,
     answer=object_of(
-        {
-            "data": list_of(ANY),
-            "spares": list_of(ANY),
-            "lease": or_none(LEASE),
-            "turns": or_none(ANY),
-        }
+        {"data": list_of(ANY), "spares": list_of(ANY), "lease": or_none(LEASE)}, {"turns": ANY}
     ),
 )
 async def pool(services: Services, request: Request) -> Response:
@@ -101,14 +96,14 @@ async def pool(services: Services, request: Request) -> Response:
     whom the only replica has another version than the promoted one. `turns`: how often jobs trained
     on the replicas' GPUs while these slept, and all the seconds of that by phase.
     """
-    lease = services.versions.leases.lease
+    lease, turns = services.versions.leases.lease, services.pool.turns
     return json_response(
         {
             "data": services.pool.status(),
             "spares": services.pool.spares_status(),
             "lease": lease.status() if lease else None,
-            "turns": services.pool.turns,
         }
+        | ({} if turns is None else {"turns": turns})
     )
 
 
