@@ -305,9 +305,9 @@ class VersionSwitcher:
         *,
         force: bool = False,
     ) -> ModelEvent:
-        await self._make_whole(version)
         self._being_promoted = version
         try:
+            await self._make_whole(version)
             await self._prove(version, force=force)
         finally:
             self._being_promoted = None

@@ -105,7 +105,7 @@ def build(directory: Path, manifest: Manifest, parent: Path, target: Path) -> No
     with Parent(parent) as base, ThreadPoolExecutor(READERS) as threads:
 
         def write(file: str) -> None:
-            content = read_delta(directory, file, delta.files[file])
+            content = read_delta(directory, file, delta.files.get(file, ""))
             with (target / file).open("xb") as out:
                 actual = _write_file(content, base, out, directory / DELTA / file)
             if actual != manifest.files[file]:
