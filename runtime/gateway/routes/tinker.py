@@ -7,6 +7,7 @@ name. Read next: tinker_models.py, models and their commands; gateway/tinker/, t
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from cray_agents.runtime.gateway.http.bodies import (
 )
 from cray_agents.runtime.gateway.http.error_envelope import envelope, status_of
 from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.http.server_paths import without_paths
 from cray_agents.runtime.gateway.http.shapes import (
     ANY,
     BOOL,
@@ -70,13 +72,14 @@ WARNING = (
 #: Paths that the client has, and this platform does not.
 REFUSED = {
     "auth/token": "keys are not exchanged for tokens",
-    "join_sampling_session": "a sampler is used by one process",
+    "join_sampling_session": "the clients of a sampler number their samples themselves",
     "retrieve_futures": "futures are fetched one by one",
     "create_custom_loss": "losses of your own run in your script: forward_backward_custom",
     "copy_weights": "weights stay where they were saved",
     "save_weights_external": "`cray-agents models list` names the folder of a version's weights",
 }
-FUTURE = object_of({"request_id": TEXT})
+
+log = logging.getLogger(__name__)
 
 router = Router("Tinker")
 
@@ -218,7 +221,7 @@ async def retrieve_tinker_future(services: Services, request: Request) -> Respon
             caller_of(request).check_role(Role.train, "the result of a training request")
             result = await training_future(services, owner, rest)
     except (BadInput, EngineError) as error:
-        return json_response({"error": str(error), "category": _category(error)})
+        return json_response({"error": without_paths(str(error)), "category": _category(error)})
     if result is None:
         waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         return json_response({**waiting, "queue_state_reason": None})
@@ -238,6 +241,11 @@ async def _sample_result(services: Services, request_id: str) -> bytes | Respons
         return None
     if sample.task.cancelled():
         raise BadInput("the sample was cancelled")
+    failure = sample.task.exception()
+    if failure is not None and not isinstance(failure, BadInput | EngineError):
+        log.error("the sample %s failed", request_id, exc_info=failure)
+        # as a failed request: the client would repeat a question that failed at once, for ever
+        raise EngineError(f"the sample failed: {failure or type(failure).__name__}") from failure
     return write_samples(sample.call.exchange.samples, sample.task.result())
 
 
