@@ -19,12 +19,11 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cray_agents.errors import Corrupt, CrayError, NotFound
 from cray_agents.paths import Home
@@ -49,38 +48,60 @@ log = logging.getLogger(__name__)
 
 
 class Parent:
-    """The tensors of a whole checkpoint as unsigned integers, mapped into memory.
+    """The tensors of a whole checkpoint, read when they are asked for.
 
     Used as a context manager.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.tensors: dict[str, Words] = {}
-        self._directory = directory
+        self.tensors: Mapping[str, Words] = {}
+        self._directory = directory.resolve()
         self._open = ExitStack()
 
     def __enter__(self) -> "Parent":
+        stored = model_files.read_weights(self._directory)
+        files = {
+            file: self._open.enter_context(model_files.open_file(self._directory, file)).fileno()
+            for file in {tensor.file for tensor in stored.values()}
+        }
+        self.tensors = _StoredWords(stored, files)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tensors = {}
+        self._open.close()
+
+
+class _StoredWords(Mapping[str, "Words"]):
+    """Tensors of open files as unsigned integers. Each look reads a tensor anew.
+
+    The files are not mapped into memory: a shared filesystem may lose them, which would end the
+    process. `stored` is as `model_files.read_weights` returns it.
+    """
+
+    def __init__(self, stored: Mapping[str, Any], files: Mapping[str, int]) -> None:
+        self._stored, self._files = stored, files
+
+    def __getitem__(self, name: str) -> "Words":
         import numpy as np
 
         from cray_agents.runtime.vllm_plugins.delta_codec import words_of
 
-        directory = self._directory.resolve()
-        stored = model_files.read_weights(directory)
-        maps = {}
-        for file in {tensor.file for tensor in stored.values()}:
-            opened = self._open.enter_context(model_files.open_file(directory, file))
-            maps[file] = np.frombuffer(mmap(opened.fileno(), 0, access=ACCESS_READ), np.uint8)
-        for name, tensor in stored.items():
-            content = maps[tensor.file][tensor.start : tensor.end]
-            words = words_of(tensor.dtype)
-            if content.ctypes.data % words.itemsize:  # another writer's file may not be aligned
-                content = content.copy()
-            self.tensors[name] = content.view(words)
-        return self
+        tensor = self._stored[name]
+        content = np.empty(tensor.end - tensor.start, np.uint8)
+        left, place = memoryview(content), tensor.start
+        while left:
+            count = os.preadv(self._files[tensor.file], [left], place)
+            if not count:
+                raise Corrupt(f"{tensor.file} ends before its tensor {name}")
+            left, place = left[count:], place + count
+        return content.view(words_of(tensor.dtype))
 
-    def __exit__(self, *error: object) -> None:
-        self.tensors.clear()
-        self._open.close()
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
 
 
 def read_delta(directory: Path, file: str, sha256: str) -> bytes:

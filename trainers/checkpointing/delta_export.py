@@ -8,6 +8,7 @@ next: runtime/vllm_plugins/delta_codec.py.
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,7 +34,7 @@ class DeltaFile:
     `base` are the parent's tensors. The file is `delta/<name>` beside `path`.
     """
 
-    def __init__(self, path: Path, base: dict[str, Words]) -> None:
+    def __init__(self, path: Path, base: Mapping[str, Words]) -> None:
         folder = path.parent / DELTA
         folder.mkdir(exist_ok=True)
         self._file = (folder / path.name).open("xb")
