@@ -1,6 +1,7 @@
 """`make gpu`, or `python -m tests.gpu`: run the GPU stages, each as far as it gets.
 
-exit 0   all stages ended well       exit 1   a stage failed: the report says which, and why
+exit 0   no stage failed; some may have had no time, which the report says
+exit 1   a stage failed: the report says which, and why
 exit 2   this machine has no GPU that torch can use; nothing was run
 """
 
