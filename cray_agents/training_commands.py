@@ -79,6 +79,7 @@ class ForwardBackward(StrictRecord):
 class OptimStep(StrictRecord):
     """Take a step of AdamW with the gradients since the last one. Raises without gradients.
 
+    `clip_grad` bounds the gradient's norm; 0: nothing does.
     None for `beta1`, `beta2` and `eps`: those of the job's hyperparameters.
     """
 

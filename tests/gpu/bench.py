@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,26 +183,37 @@ def sequences(scale: Scale, vocab: int, shape: str = "equal") -> list[list[int]]
 
 
 # ---- kernels
+TE, VARLEN, BY_LENGTH = "Transformer Engine", "torch, varlen_attn", "torch, a call per length"
+
+
 def kernel_paths(on_cpu: bool) -> list[str]:
     """The kinds of layers that the trainer can build here; its own choice comes first."""
     from megatron.core.models.gpt import gpt_layer_specs
 
+    from cray_agents.trainers.models.layer_choice import choose_layers
+
     if on_cpu:
         return ["cpu"]
-    return ["Transformer Engine", "torch"] if gpt_layer_specs.HAVE_TE else ["torch"]
+    varlen = choose_layers(gpu=True, transformer_engine=False).varlen
+    return [TE] * gpt_layer_specs.HAVE_TE + [VARLEN] * varlen + [BY_LENGTH]
 
 
 @contextmanager
 def layers_of(path: str) -> Iterator[None]:
-    """Let models that are built within the context have a path's layers."""
-    from megatron.core.models.gpt import gpt_layer_specs
+    """Let models that are built within the context have a path's layers, as far as they can."""
+    from cray_agents.trainers.models import model
 
-    before = gpt_layer_specs.HAVE_TE
-    gpt_layer_specs.HAVE_TE = before and path != "torch"
+    usual = model.choose_layers
+
+    def choose(**about: Any) -> Any:
+        choice = usual(**about | {"transformer_engine": path == TE})
+        return replace(choice, varlen=choice.varlen and path == VARLEN)
+
+    model.choose_layers = choose
     try:
         yield
     finally:
-        gpt_layer_specs.HAVE_TE = before
+        model.choose_layers = usual
 
 
 # ---- the device

@@ -13,7 +13,7 @@ import numpy as np
 
 from cray_agents.runtime.logprob_limits import measure as distance
 from cray_agents.training_jobs import Dtype
-from tests.gpu.bench import Bench, free_memory, kernel_paths, layers_of, sequences
+from tests.gpu.bench import TE, VARLEN, Bench, free_memory, kernel_paths, layers_of, sequences
 from tests.gpu.speed import hyperparameters
 
 ATTENTION = {"chosen by torch": None, "flash": "FLASH_ATTENTION", "math": "MATH"}
@@ -64,7 +64,7 @@ def score(bench: Bench, name: str, dtype: Dtype, path: str, out: Path) -> None:
         training = bench.build(name, hyper)
     round_weights(training.chunks, model, InitialWeights(model, 0))
     found = {}
-    for way in ATTENTION if path != "Transformer Engine" else list(ATTENTION)[:1]:
+    for way in list(ATTENTION)[:1] if path in (TE, VARLEN) else ATTENTION:
         if dtype == "float32" and way == "flash":  # there is none
             continue
         with attention(bench, way):

@@ -258,9 +258,9 @@ class JobJournal:
         """Record the final status."""
         durable.replace_file(self.folder / "status.json", _text(status))
 
-    def log_tail(self, lines: int = 20) -> str:
-        """Return the last lines of the job's log."""
-        return tail(self.log, lines)
+    def log_tail(self, lines: int = 20, log: Path | None = None) -> str:
+        """Return the last lines of the job's log, or of another one."""
+        return tail(log or self.log, lines)
 
 
 def changes(before: JobSpec, after: JobSpec) -> list[str]:

@@ -25,6 +25,7 @@ from cray_agents.trainers.job.job_status import (
     read_handover,
 )
 from cray_agents.trainers.job.journal import JobJournal, changes
+from cray_agents.trainers.job.launch import EX_TEMPFAIL
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import choose_default_layout
@@ -44,6 +45,7 @@ from cray_agents.training_jobs import (
 
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 MAX_RESTARTS = 3  # in a row without a step forward
+SIGNALLED = 128  # and the signal's number: the exit code of a process that a signal ended
 
 
 def code_version() -> str:
@@ -190,8 +192,10 @@ class MegatronTrainer:
         if last.resumed:
             self._hand_over(journal, Handover(step=progress_of(spec, journal)))
             return self._describe(journal, spec, "queued")
-        # a session that ended before it took the job up did not fail it
+        # a session that ended before it took the job up did not fail it, unless it cannot start
         if session is not None and session.current != journal.job_id:
+            if died_at_start(session, command):
+                return self._restart(journal, spec, command, session.log)
             self._hand_over(journal, last)
             return self._describe(journal, spec, "queued")
         if command.state == "cancelled":  # by somebody else, with the scheduler's own tools
@@ -278,7 +282,10 @@ class MegatronTrainer:
         note_handover(journal, read_handover(journal).model_copy(update={"resumed": True}))
 
     # ---- restarts
-    def _restart(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
+    def _restart(
+        self, journal: JobJournal, spec: JobSpec, command: CommandStatus, log: Path | None = None
+    ) -> JobStatus:
+        """Start the job again, or fail it with the end of its log or of another."""
         last, step = read_handover(journal), progress_of(spec, journal)
         restarts = 1 if step > last.step else last.restarts + 1
         if restarts <= MAX_RESTARTS:
@@ -288,7 +295,7 @@ class MegatronTrainer:
         how = f"exit code {command.exit_code}" if command.exit_code is not None else command.state
         error = (
             f"died at {place} ({how} {command.reason}) and {MAX_RESTARTS} restarts brought it"
-            f" no further; the end of {journal.log}:\n{journal.log_tail()}"
+            f" no further; the end of {log or journal.log}:\n{journal.log_tail(log=log)}"
         )
         failed = self._describe(journal, spec, "failed").model_copy(update={"error": error})
         journal.write_status(failed)
@@ -379,6 +386,17 @@ def progress_of(spec: JobSpec, journal: JobJournal) -> int:
 def waits_for_commands(spec: JobSpec, journal: JobJournal) -> bool:
     """Return True for a job by commands that all have results: no process needs to run it."""
     return spec.commands is not None and CommandJournal(journal.folder).idle
+
+
+def died_at_start(session: SessionJournal, command: CommandStatus) -> bool:
+    """Return True if a session ended by an error of its own before it took up any job."""
+    current = session.current
+    took_one = current is not None and not JobJournal(session.home, current).ended
+    return (
+        not took_one
+        and command.exit_code in range(1, SIGNALLED)
+        and (command.exit_code != EX_TEMPFAIL)
+    )
 
 
 def session_view(

@@ -18,6 +18,7 @@ from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods.loss import Loss, TrainedTokens
 from cray_agents.trainers.training.train_step import Training
 
+NO_CLIPPING = 1e30  # no norm reaches it; without a bound Megatron would measure none
 TokenLoss = Callable[[TrainedTokens], Loss]
 
 
@@ -67,7 +68,10 @@ class Accumulation:
             group["betas"], group["eps"] = betas, hyper.adam_eps if eps is None else eps
 
     def update(self, rate: float, weight_decay: float, clip_grad: float) -> float:
-        """Take an optimizer step with the gradients that wait; return their norm."""
+        """Take an optimizer step with the gradients that wait; return their norm.
+
+        `clip_grad` bounds the norm; 0: nothing does.
+        """
         from megatron.core.distributed import finalize_model_grads
 
         training = self._training
@@ -75,7 +79,7 @@ class Accumulation:
             if chunk.ddp_config.overlap_grad_reduce:
                 chunk.start_grad_sync()
         finalize_model_grads(training.wrapped_chunks)
-        training.optimizer.config.clip_grad = clip_grad
+        training.optimizer.config.clip_grad = clip_grad or NO_CLIPPING
         norm = training.update(rate, weight_decay)
         self.drop()
         return norm

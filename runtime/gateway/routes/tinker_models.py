@@ -64,7 +64,6 @@ from cray_agents.training_commands import OptimStep, Publish, Save, TrainingComm
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
 RANKS = "commands"  # the session of the Python client, too: all take turns on its ranks
 ALPHA = 32.0  # of Tinker's adapters, whatever their rank
-NO_CLIPPING = 1e30  # a bound that no norm reaches, so that the norm is measured all the same
 PAGE_LIMIT = 1000
 FUTURE = object_of({"request_id": TEXT, "model_id": TEXT})
 FAILS = "404 not_found, 400 invalid_value"
@@ -169,7 +168,7 @@ async def send_tinker_step(services: Services, request: Request) -> Response:
         raise BadInput("only Adam is served: give adam_params", param="optimizer_params")
     step = parse(StepRequest, body)
     adam = step.adam_params.model_dump()
-    clip = adam.pop("grad_clip_norm") or NO_CLIPPING
+    clip = adam.pop("grad_clip_norm")
     await asyncio.to_thread(services.tinker.model, step.model_id)
     await asyncio.to_thread(services.tinker.note_step, step.model_id, step.seq_id)
     command = OptimStep(**adam, clip_grad=clip)
