@@ -23,12 +23,9 @@ from cray_agents.runtime.registry.checkpoints import Pruned, pruned_file
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.session.session_journal import sessions
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
-from tests.support.waiting_scheduler import WaitingScheduler
 
 #: A job's process, which fails unless logprob_limit is raised.
 PROCESS = """
@@ -66,25 +63,6 @@ def some_spec(**how: Any) -> JobSpec:
         "hyperparameters": Hyperparameters(steps=8),
     }
     return JobSpec.model_validate(given | how)
-
-
-class CannotStart(WaitingScheduler):
-    """Commands that end at once with exit code 1."""
-
-    def status(self, name: str) -> CommandStatus:
-        return CommandStatus(state="failed", id=str(len(self.commands)), exit_code=1)
-
-
-def test_a_session_that_cannot_start_fails_its_job_with_its_own_log(tmp_path: Path) -> None:
-    trainer = MegatronTrainer(Home(tmp_path), CannotStart(), Resources(ranks=1))
-    status = trainer.submit(some_spec(session="loop", layout=Layout()))
-    [session] = sessions(trainer.home)
-    session.log.parent.mkdir(parents=True, exist_ok=True)
-    session.log.write_text("no room for its ranks")
-    for _ in range(9):
-        status = trainer.status(status.id)
-    assert status.state == "failed" and "no room for its ranks" in (status.error or "")
-    assert len(trainer.scheduler.commands) == 1 + MAX_RESTARTS  # type: ignore[attr-defined]
 
 
 class Tiny(LocalProcesses):

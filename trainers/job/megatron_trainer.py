@@ -171,7 +171,7 @@ class MegatronTrainer:
         ):
             return self._describe(journal, spec, "queued")
         command = self.scheduler.status(session.session_id if session else journal.job_id)
-        if command.state == "queued" and self.turns:  # a session that was busy then may be idle now
+        if command.state == "queued":  # a session that was busy at its submission may be idle now
             self._free_idle_sessions(session.session_id if session else "")
         if session is not None and command.state == "running":
             command = session_view(session, journal, command)
@@ -331,9 +331,11 @@ class MegatronTrainer:
             self._free_idle_sessions(handover.session)
 
     def _free_idle_sessions(self, keep: str) -> None:
-        """Ask the sessions that have no job to end, so that a queued command finds room."""
+        """Ask the sessions that have nothing to do to end, so that a queued command finds room."""
         for session in sessions(self.home):
-            if session.session_id != keep and not session.queue():
+            jobs = (JobJournal(self.home, job_id) for job_id in session.queue())
+            idle = all(waits_for_commands(journal.spec(), journal) for journal in jobs)
+            if session.session_id != keep and idle:
                 session.ask_to_end()
 
     def _command(
