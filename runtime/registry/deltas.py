@@ -89,7 +89,7 @@ class _StoredWords(Mapping[str, "Words"]):
 
         tensor = self._stored[name]
         content = np.empty(tensor.end - tensor.start, np.uint8)
-        left, place = memoryview(content), tensor.start
+        left, place = content.data, tensor.start
         while left:
             count = os.preadv(self._files[tensor.file], [left], place)
             if not count:

@@ -201,19 +201,17 @@ def kernel_paths(on_cpu: bool) -> list[str]:
 @contextmanager
 def layers_of(path: str) -> Iterator[None]:
     """Let models that are built within the context have a path's layers, as far as they can."""
-    from cray_agents.trainers.models import model
-
-    usual = model.choose_layers
+    from cray_agents.trainers.models import layer_choice, model
 
     def choose(**about: Any) -> Any:
-        choice = usual(**about | {"transformer_engine": path == TE})
+        choice = layer_choice.choose_layers(**about | {"transformer_engine": path == TE})
         return replace(choice, varlen=choice.varlen and path == VARLEN)
 
-    model.choose_layers = choose
+    vars(model)["choose_layers"] = choose
     try:
         yield
     finally:
-        model.choose_layers = usual
+        vars(model)["choose_layers"] = layer_choice.choose_layers
 
 
 # ---- the device
