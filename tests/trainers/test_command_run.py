@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import resource
 import signal
 import time
 from pathlib import Path
@@ -258,6 +259,40 @@ def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Pat
         assert files(here.home, client.job.job_id) == files(lab.home, client.job.job_id)
         assert session.end() == 0
     assert done
+
+
+def test_a_full_disk_costs_a_publish_and_nothing_else(lab: Any, tmp_path: Path) -> None:
+    """Also with adapters, which are then in the weights half-way."""
+    results = []
+    for full in (False, True):
+        here = type(lab)(Home(tmp_path / str(full)), lab.models)
+        session = RunningSession(here.home, Layout(data=2))
+        client = Client(here, session, hyper={"lora": {"rank": 2}})
+        client.trained(data_of(1))
+        if full:
+            limit_files(session, 64 << 10)
+            for command in (Publish(), End()):
+                error = client.do(command).error or ""
+                assert (
+                    "the checkpoint was not written: File too large. Nothing is lost: make room"
+                    in error
+                )
+            assert not list(here.home.root.glob("checkpoints/.*"))
+            limit_files(session, resource.RLIM_INFINITY)
+        client.trained(data_of(2))
+        results.append(client.weights())
+        assert session.end() == 0
+    assert differ(*results) == 0.0
+
+
+def limit_files(session: RunningSession, size: int) -> None:
+    """Limit the size of the files that a session's ranks can write: EFBIG, as of a full disk."""
+    for rank in children_of(session.pid):
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_bad_commands_are_refused_and_the_run_goes_on(lab: Any) -> None:

@@ -37,7 +37,7 @@ from cray_agents.trainers.models.weights import (
     round_weights,
     weight_source,
 )
-from cray_agents.trainers.training.parallel_groups import gather_from_ranks
+from cray_agents.trainers.training.parallel_groups import gather_from_ranks, write_together
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
 
@@ -117,9 +117,14 @@ def export(
     own = dict(islice(files.items(), first, first + len(groups[rank])))
     hashes: dict[str, str] = {}
     packed: dict[str, str] = {}
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return export_tensors(plan, model)
+
     if changes:
-        hashes, packed, size = _write_changes(
-            training.parent, folder, own, shapes, dtypes, export_tensors(plan, model)
+        hashes, packed, size = write_together(
+            "the checkpoint",
+            lambda: _write_changes(training.parent, folder, own, shapes, dtypes, tensors()),
         )
         packed_size = sum(int(one) for one in gather_from_ranks(str(size).encode()))
         changes = packed_size <= LARGEST_SHARE * sum(sizes.values())
@@ -127,7 +132,9 @@ def export(
         packed = {}
         if rank == 0:
             shutil.rmtree(folder / DELTA, ignore_errors=True)
-        hashes = write_files(folder, own, shapes, dtypes, export_tensors(plan, model))
+        hashes = write_together(
+            "the checkpoint", lambda: write_files(folder, own, shapes, dtypes, tensors())
+        )
     if rank == 0 and len(files) > 1:
         file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
@@ -208,6 +215,7 @@ def publish(
 
     With `spec.changes_only` a delta checkpoint, where the parent is a checkpoint of this root.
     Afterwards this rank's weights equal the files, with adapters folded in: see Training.begin.
+    Raises StoreError on every rank if one of them cannot write.
     """
     main = torch.distributed.get_rank() == 0
     if main:
@@ -222,8 +230,8 @@ def publish(
     changes = spec.changes_only and ours and training.hyper.init != "random"
     hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes)
     scores = training.score(Samples.of(prompts), temperature=1.0)
-    torch.distributed.barrier()
-    if main:
+
+    def finish() -> None:
         copy_settings(training.parent, draft, tied=training.model.tied)
         files = hash_files(draft, hashes)
         files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
@@ -247,7 +255,8 @@ def publish(
         durable.replace_file(draft / "manifest.json", text)
         if not publish_folder(draft, final):
             shutil.rmtree(draft)
-    torch.distributed.barrier()
+
+    write_together("the checkpoint", finish if main else lambda: None)
 
 
 PROBE_PROMPTS = 8

@@ -55,16 +55,18 @@ def write_files(
     """
     hashes: dict[str, str] = {}
     early: dict[str, torch.Tensor] = {}
-    for file, names in files.items():
-        with (open_file or _HashedFile)(folder / file) as written:
-            written.write(_header({name: (dtypes[name], shapes[name]) for name in names}))
-            for name in names:
-                while name not in early:
-                    came, tensor = next(tensors)
-                    early[came] = tensor.to("cpu", dtypes[came]).contiguous()
-                written.write(early.pop(name).reshape(-1).view(torch.uint8).numpy().data)
-        hashes[file] = written.sha256
-    deque(tensors, maxlen=0)  # the peers' own files need this rank's slices
+    try:
+        for file, names in files.items():
+            with (open_file or _HashedFile)(folder / file) as written:
+                written.write(_header({name: (dtypes[name], shapes[name]) for name in names}))
+                for name in names:
+                    while name not in early:
+                        came, tensor = next(tensors)
+                        early[came] = tensor.to("cpu", dtypes[came]).contiguous()
+                    written.write(early.pop(name).reshape(-1).view(torch.uint8).numpy().data)
+            hashes[file] = written.sha256
+    finally:
+        deque(tensors, maxlen=0)  # the peers' own files need this rank's slices
     return hashes
 
 

@@ -29,7 +29,9 @@ class CommandJournal:
                 f"command {sequence} is out of order: the next one is {last + 1}", param="sequence"
             )
         if last and sequence > last and isinstance(self.command(last), End):
-            raise BadInput(f"command {last} has ended this training run", param="sequence")
+            result = self.result(last)
+            if result is None or result.error is None:
+                raise BadInput(f"command {last} has ended this training run", param="sequence")
         content = checksums.with_crc(COMMAND.dump_json(command))
         if not durable.create_file(path, content) and path.read_bytes() != content:
             raise BadInput(

@@ -7,15 +7,15 @@ training/accumulation.py.
 """
 
 import hashlib
+import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import FULL, BadInput, StoreError
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
@@ -43,6 +43,7 @@ from cray_agents.training_commands import (
 )
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.1  # seconds between two looks for a command
+FULL_WAIT = 0.5  # seconds between two trials to write on a full disk
 GO, STOP = "go", "stop"
 
 
@@ -156,7 +157,7 @@ class CommandRun:
         if not self._may_publish():
             return False  # another attempt writes the results
         if is_rank0():
-            self._journal.write_result(result.model_copy(update={"seconds": seconds}))
+            self._write_result(result.model_copy(update={"seconds": seconds}))
         since_saved = totals.sequence - self._saved
         due = isinstance(command, OptimStep) and since_saved >= self._work.spec.save_every
         if (due or isinstance(command, Save)) and result.error is None:
@@ -235,19 +236,36 @@ class CommandRun:
             raise BadInput("nothing was trained yet: there is nothing to publish")
         home, attempt = self._work.journal.home, self._work.attempt
         self._training.finish()
-        with self._training.publishing() if goes_on else nullcontext():
-            hf_export.publish(
-                self._training,
-                self._work.spec,
-                self._totals.prompts,
-                self._totals.metrics(),
-                None,
-                home.checkpoint(f".{name}.{attempt}"),
-                home.checkpoint(name),
-            )
+        draft, final = home.checkpoint(f".{name}.{attempt}"), home.checkpoint(name)
+        try:
+            with self._training.publishing(goes_on=goes_on):
+                hf_export.publish(
+                    self._training,
+                    self._work.spec,
+                    self._totals.prompts,
+                    self._totals.metrics(),
+                    None,
+                    draft,
+                    final,
+                )
+        except StoreError as problem:
+            if is_rank0():
+                shutil.rmtree(draft, ignore_errors=True)
+            raise BadInput(f"{problem}. Nothing is lost: make room, then send it again") from None
         return self._result(checkpoint=name)
 
     # ---- helpers
+    def _write_result(self, result: CommandResult) -> None:
+        """Record a result; on a full disk it waits for room. Called on rank 0."""
+        while True:
+            try:
+                return self._journal.write_result(result)
+            except OSError as error:
+                if error.errno not in FULL or self._training.asked_to_stop():
+                    raise
+            print(f"the result of command {result.sequence} waits for room on the disk", flush=True)
+            time.sleep(FULL_WAIT)
+
     def _result(self, **fields: Any) -> CommandResult:
         return CommandResult(sequence=self._totals.sequence, **fields)
 

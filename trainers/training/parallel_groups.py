@@ -6,18 +6,21 @@ train_step.py owns one `Ranks`, which holds every collective of a step. Read nex
 import datetime
 import json
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
+from cray_agents.errors import FULL, DiskFull, StoreError
 from cray_agents.trainers.data.context_parallel import ContextShard, share
 from cray_agents.trainers.data.packer import Packed
 from cray_agents.trainers.data.samples import Floats, Ints
 from cray_agents.trainers.methods.loss import TrainedTokens
 from cray_agents.trainers.models.attention import packed_sequences, send
 from cray_agents.training_jobs import Layout
+
+Value = TypeVar("Value")
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a rank may hash big files meanwhile
 
@@ -198,6 +201,23 @@ def broadcast_from_rank0(value: Any) -> Any:
         content = content.new_empty(int(size))
     torch.distributed.broadcast(content, 0)
     return json.loads(_as_bytes(content))
+
+
+def write_together(what: str, write: Callable[[], Value]) -> Value:
+    """Write files on every rank. Raises StoreError on all ranks if one of them cannot. Collective.
+
+    `what` is written, such as "the checkpoint". DiskFull if a disk is full.
+    """
+    problem: tuple[str, bool] | None = None
+    value: Value | None = None
+    try:
+        value = write()
+    except OSError as error:
+        problem = (error.strerror or str(error), error.errno in FULL)
+    every = [json.loads(one) for one in gather_from_ranks(json.dumps(problem).encode())]
+    for text, full in filter(None, every):
+        raise (DiskFull if full else StoreError)(f"{what} was not written: {text}")
+    return cast("Value", value)
 
 
 def gather_from_ranks(content: bytes) -> list[bytes]:

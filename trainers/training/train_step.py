@@ -171,18 +171,29 @@ class Training:
         self._folded = fold_adapters(self.chunks)
 
     @contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Let the weights be published within the context, and make training possible after it.
+    def publishing(self, *, goes_on: bool) -> Iterator[None]:
+        """Let the weights be published within the context.
 
-        Training goes on from the weights as they are stored. Adapters stay as they are.
+        With `goes_on`, or after an error, training is possible again: it goes on from the weights
+        as they are stored, with adapters as they are.
         """
         bases = [adapter.base.weight.detach().clone() for _, _, adapter in adapters(self.chunks)]
-        yield
-        unfold_adapters(self._folded)
-        with torch.no_grad():
-            for (_, _, adapter), weight in zip(self._folded, bases, strict=True):
-                adapter.base.weight.copy_(weight)
-        self._folded = []
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if goes_on or not done:
+                self._unfold(bases)
+
+    def _unfold(self, bases: list[torch.Tensor]) -> None:
+        """Take adapters out of the weights again, which are then `bases`."""
+        if self._folded:
+            unfold_adapters(self._folded)
+            with torch.no_grad():
+                for (_, _, adapter), weight in zip(self._folded, bases, strict=True):
+                    adapter.base.weight.copy_(weight)
+            self._folded = []
         self.optimizer.reload_model_params()
 
     # ---- learning
