@@ -32,7 +32,7 @@ from tests.support.killable_session import ONE_STEP, STEPS
 pytestmark = pytest.mark.megatron
 
 ROOT = Path(__file__).parents[1]
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "2"))
 SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
 PER_SESSION = 12  # kills, so that a long campaign sees many beginnings and ends
 TARGETS = ("rank", "launcher", "client", "gateway")

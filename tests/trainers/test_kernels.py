@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.trainers.models import kernels
-from cray_agents.trainers.models.attention import PackedAttention
+from cray_agents.trainers.models.attention import PackedAttention, packed_sequences
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -55,7 +55,8 @@ def test_attention_stays_within_its_sequence(lengths: list[int], groups: int) ->
     attention = PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=alone))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     query, key, value = (numbers(sum(lengths), heads, 8) for heads in (4, groups, groups))
-    found = attention(query, key, value, packed_seq_params=SimpleNamespace(cu_seqlens_q=bounds))
+    packed = packed_sequences(bounds.numpy(), bounds.device)
+    found = attention(query, key, value, packed_seq_params=packed)
     seen = torch.zeros(sum(lengths), sum(lengths), dtype=torch.bool)
     for start, end in pairwise(bounds.tolist()):
         seen[start:end, start:end] = torch.ones(end - start, end - start).tril()
