@@ -425,13 +425,17 @@ class DeltaOf(Record):
 class Manifest(Record):
     """The contents and origin of a checkpoint, published last, beside the weights.
 
+    `files`: the hash of each file by its name. A plain hex number is a SHA-256. In version 2 the
+    files of weights have `blake3:` and 64 hex digits.
+
     `delta`: the weights can be rebuilt from another checkpoint, and may not be there themselves.
 
     `agreement`: the trainer's distance from the engine for the parent's weights, before the first
     step. Recorded where training was in bfloat16.
     """
 
-    files: dict[str, str]  # name -> sha256
+    version: Literal[1, 2] = 1
+    files: dict[str, str]
     weights_sha256: str
     parent_sha256: str | None = None
     job: str | None = None

@@ -80,19 +80,35 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
     loop = _background_loop(os.getpid())
     if _running_loop() is loop:
         return _in_own_loop(coroutine)
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     ended = threading.Event()
+    tasks: list[asyncio.Task[T]] = []
 
-    async def watched() -> T:
-        try:
-            return await coroutine
-        finally:
+    def begin() -> None:
+        tasks.append(loop.create_task(coroutine))
+        tasks[0].add_done_callback(end)
+
+    def end(task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            outcome.cancel()
+        elif (error := task.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
+        ended.set()
+
+    def cancel() -> None:
+        if tasks:
+            tasks[0].cancel()
+        else:
+            coroutine.close()
             ended.set()
 
-    future = asyncio.run_coroutine_threadsafe(watched(), loop)
     try:
-        return future.result()
-    except KeyboardInterrupt:
-        future.cancel()
+        loop.call_soon_threadsafe(begin)
+        return outcome.result()
+    except KeyboardInterrupt:  # at any moment: before `begin`, or when the task is under way
+        loop.call_soon_threadsafe(cancel)
         ended.wait(GRACE)
         raise
 

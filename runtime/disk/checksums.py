@@ -6,11 +6,16 @@
 to every other reader. A line of a journal has the same form. Records older than the checksums lack
 the key, and are read unchecked.
 
+A whole file is hashed: by SHA-256, written as 64 hex digits, or by BLAKE3, written as `blake3:` and
+64 hex digits. BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) is a tree of hashes, of which a
+core computes several at once. The trainer's files of weights have it.
+
 Every reader of the shared root calls this module. Damage raises Corrupt, which names the file.
 runtime/fsck.py reads the whole root with it. Writers add the checksum with `with_crc` and write
 with durable.py.
 """
 
+import hashlib
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache
@@ -21,13 +26,14 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.disk import durable
 
 MARK = b',"crc":"'
 END = b'"}'
 TAIL = len(MARK) + 8 + len(END)  # bytes from the mark to the end of the text
 ALIKE = 7  # bytes of mark and end left in a damaged checksum; other records have fewer
 CACHED_HASHES = 65536  # files whose hash this process remembers
+HASHED_TOGETHER = 1 << 20  # bytes
+BLAKE3 = "blake3:"  # begins a hash that is not a SHA-256
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -103,27 +109,61 @@ def read_lines(path: Path) -> Iterator[Any]:
             yield parse(line, f"{path}: line {number}")
 
 
-def sha256_of(path: Path) -> str:
-    """Return the hex SHA-256 of a file, cached for this process until the file changes.
+class FileHash:
+    """The hash of a file's bytes, which are given in order. It is of the kind of the hash `like`.
+
+    Without one it is a SHA-256.
+    """
+
+    def __init__(self, like: str = "") -> None:
+        self._kind = BLAKE3 if like.startswith(BLAKE3) else ""
+        self._hasher: Any = _new_blake3() if self._kind else hashlib.sha256()
+
+    def update(self, content: bytes | memoryview) -> None:
+        """Take the next bytes."""
+        self._hasher.update(memoryview(content).cast("B"))
+
+    def __str__(self) -> str:
+        return self._kind + str(self._hasher.hexdigest())
+
+
+def hash_of(path: Path, like: str = "") -> str:
+    """Return a file's hash of the kind of `like`, cached for this process until the file changes.
 
     Raises FileNotFoundError.
     """
     stat = path.stat()
-    return _sha256_of(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    kind = BLAKE3 if like.startswith(BLAKE3) else ""
+    return _hash_of(path, kind, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
-def prove(path: Path, sha256: str) -> Path:
+def prove(path: Path, expected: str) -> Path:
     """Return the path if the file matches its hash. Raises Corrupt, also for a missing file."""
     try:
-        actual = sha256_of(path)
+        actual = hash_of(path, expected)
     except FileNotFoundError as error:
         raise Corrupt(f"{path} is missing") from error
-    if actual != sha256:
-        raise Corrupt(f"{path} is damaged: its SHA-256 is {actual}, and it was {sha256}")
+    if actual != expected:
+        raise Corrupt(f"{path} is damaged: {describe(actual)}, and it was {expected}")
     return path
 
 
+def describe(actual: str) -> str:
+    """Say what a file's hash is, for an error."""
+    return f"its {'BLAKE3' if actual.startswith(BLAKE3) else 'SHA-256'} is {actual}"
+
+
+def _new_blake3() -> Any:
+    from blake3 import blake3  # not needed by clients, which read no weights
+
+    return blake3()  # in this thread alone: its own threads would be missing in a forked rank
+
+
 @lru_cache(CACHED_HASHES)
-def _sha256_of(path: Path, *changed: int) -> str:
+def _hash_of(path: Path, kind: str, *changed: int) -> str:
     """Hash a file. `changed` are numbers of its stat, part of the cache key."""
-    return durable.sha256_file(path)
+    hasher = FileHash(kind)
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(HASHED_TOGETHER):
+            hasher.update(block)
+    return str(hasher)

@@ -49,7 +49,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # names of checkpoints
 
 
 def weights_sha256(files: dict[str, str]) -> str:
-    """Return one hash of a manifest's weights: 64 hex digits over names and hashes.
+    """Return one hash of a manifest's weights: a SHA-256 over names and hashes, 64 hex digits.
 
     An adapter's files are left out: they are merged into the other weights.
     """
@@ -175,6 +175,14 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def stated_hashes(directory: Path) -> dict[str, str]:
+    """Return the hashes of a directory's files by its manifest; empty where it has none to read."""
+    try:
+        return read_manifest(directory).files
+    except (NotFound, Corrupt):
+        return {}
+
+
 def _check_names(manifest: Manifest) -> None:
     """Raise ValueError for a name that leads out of the directory."""
     for name in (*manifest.files, *delta_files(manifest)):
@@ -232,7 +240,10 @@ def verify_settings(directory: Path) -> None:
 
 def _compare(path: Path, actual: str, expected: str) -> None:
     if actual != expected:
-        raise Corrupt(f"{path} has SHA-256 {actual}, but the manifest says {expected}")
+        raise Corrupt(
+            f"{path} is not its manifest's: {checksums.describe(actual)}, and the manifest says"
+            f" {expected}"
+        )
 
 
 def is_ours(home: Home, directory: Path) -> bool:
@@ -288,13 +299,14 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
             model_files.read_json(source, name)
     for name in {tensor.file for tensor in weights.values()} - set(names):
         raise BadInput(f"{source / name} is not named by its {MANIFEST}", param="checkpoint")
+    stated = own.files if own is not None else {}
     files = {
-        name: model_files.hash_weights(source, name, weights)
+        name: model_files.hash_weights(source, name, weights, stated.get(name, ""))
         if name.endswith(WEIGHTS)
         else model_files.sha256_file(source, name)
         for name in names
     }
-    for name, expected in own.files.items() if own is not None else ():
+    for name, expected in stated.items():
         if name != MANIFEST:
             _compare(source / name, files[name], expected)
     sha256 = weights_sha256(files)

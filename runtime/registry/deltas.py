@@ -14,7 +14,6 @@ delta_export.py. The platform makes a version whole before it is promoted or tra
 next: runtime/vllm_plugins/delta_codec.py.
 """
 
-import hashlib
 import logging
 import os
 import shutil
@@ -128,11 +127,12 @@ def build(directory: Path, manifest: Manifest, parent: Path, target: Path) -> No
         def write(file: str) -> None:
             content = read_delta(directory, file, delta.files.get(file, ""))
             with (target / file).open("xb") as out:
-                actual = _write_file(content, base, out, directory / DELTA / file)
-            if actual != manifest.files[file]:
+                hasher = checksums.FileHash(manifest.files[file])
+                _write_file(content, base, out, directory / DELTA / file, hasher)
+            if (actual := str(hasher)) != manifest.files[file]:
                 raise Corrupt(
                     f"{directory.name} is not rebuilt: {parent.name} with its changes gives"
-                    f" {file} the SHA-256 {actual}, and the manifest says {manifest.files[file]}."
+                    f" {file} the hash {actual}, and the manifest says {manifest.files[file]}."
                     f" One of them is damaged: `cray-agents runs fsck` tells which"
                 )
 
@@ -140,13 +140,14 @@ def build(directory: Path, manifest: Manifest, parent: Path, target: Path) -> No
             pass
 
 
-def _write_file(content: bytes, base: Parent, out: BinaryIO, place: Path) -> str:
-    """Write one file of weights, and return its SHA-256."""
+def _write_file(
+    content: bytes, base: Parent, out: BinaryIO, place: Path, hasher: checksums.FileHash
+) -> None:
+    """Write and hash one file of weights."""
     import numpy as np
 
     from cray_agents.runtime.vllm_plugins import delta_codec
 
-    hasher = hashlib.sha256()
     try:
         header, entries, changes = delta_codec.unpack(content)
         hasher.update(header)
@@ -170,7 +171,6 @@ def _write_file(content: bytes, base: Parent, out: BinaryIO, place: Path) -> str
         raise Corrupt(f"{place} is damaged: {error}") from error
     out.flush()
     os.fsync(out.fileno())
-    return hasher.hexdigest()
 
 
 def materialize(home: Home, directory: Path) -> Path:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput
+from cray_agents.runtime.disk.checksums import FileHash
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"  # maps tensors to files
@@ -233,13 +234,14 @@ def _tensor(file: str, entry: dict[str, Any], data: int) -> Tensor:
     return Tensor(file, entry["dtype"], shape, data + start, data + end)
 
 
-def hash_weights(directory: Path, file: str, tensors: dict[str, Tensor]) -> str:
-    """Return the hex SHA-256 of a file of weights; check for infinite numbers in the same pass.
+def hash_weights(directory: Path, file: str, tensors: dict[str, Tensor], like: str = "") -> str:
+    """Return the hash of a file of weights; check for infinite numbers in the same pass.
 
-    `tensors`: the model's. Raises BadInput, naming a tensor with an infinite number or a NaN.
+    `tensors`: the model's. `like`: a hash of the kind wanted. Raises BadInput, naming a tensor with
+    an infinite number or a NaN.
     """
     of_file = sorted((t.start, t.end, n) for n, t in tensors.items() if t.file == file)
-    hasher, at = hashlib.sha256(), 0
+    hasher, at = FileHash(like), 0
     with open_file(directory, file) as opened:
         for start, end, name in of_file:
             hasher.update(opened.read(start - at))
@@ -255,7 +257,7 @@ def hash_weights(directory: Path, file: str, tensors: dict[str, Tensor]) -> str:
             at = end
         while block := opened.read(BLOCK):
             hasher.update(block)
-    return hasher.hexdigest()
+    return str(hasher)
 
 
 def _is_finite(block: bytes, dtype: str) -> bool:

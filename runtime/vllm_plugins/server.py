@@ -17,7 +17,7 @@ import os
 import sys
 from multiprocessing import parent_process
 
-from cray_agents.processes import die_with_parent
+from cray_agents.processes import die_with_parent, importing_much
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
 
 
@@ -27,12 +27,13 @@ def main() -> None:
     pid = os.getpid()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
 
-    if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
-        from vllm import envs
+    with importing_much():
+        if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
+            from vllm import envs
 
-        envs.enable_envs_cache()
-    limit_all_templates()
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
+            envs.enable_envs_cache()
+        limit_all_templates()
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()
 

@@ -100,5 +100,5 @@ async def main(home: Path) -> None:
         ratio = statistics.median(a / b for a, b in zip(*rates.values(), strict=True))
         export, plain = (statistics.median(each) for each in rates.values())
         what = f"{found['size'] / 1e9:.2f} GB of weights, {name}"
-        of = "export with SHA-256 / both ranks' plain write + fsync"
+        of = "export with BLAKE3 / both ranks' plain write + fsync"
         print(f"| {what} | {of} | {export:,.0f} / {plain:,.0f} MB/s | {ratio:.2f} |", flush=True)

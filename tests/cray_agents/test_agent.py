@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from cray_agents import Agent, Hooks, Run, StopReason, Task, tool
+from cray_agents.agent import user_code
 from cray_agents.agent.stream_events import (
     ModelFinished,
     ModelStarted,
@@ -589,6 +591,28 @@ def test_ctrl_c_in_run_sync_records_the_run():
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=20)
     assert out == "cancelled\n" and "KeyboardInterrupt" in error
+
+
+def test_ctrl_c_at_the_moment_of_submission_cancels_what_was_submitted():
+    began, ended = threading.Event(), threading.Event()
+
+    async def work():
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    def interrupt(frame, event, _):
+        if (event, frame.f_code.co_name) == ("return", "call_soon_threadsafe"):
+            sys.setprofile(None)
+            began.wait()
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        user_code.wait_for(work())
+    assert ended.is_set()
 
 
 # ---- arguments of Agent

@@ -1,10 +1,10 @@
 """Export stage: rates of a checkpoint's way from the device to the disk, step by step and whole."""
 
-import hashlib
 import os
 import shutil
 from typing import Any
 
+from cray_agents.runtime.disk.checksums import BLAKE3, FileHash
 from tests.bench.exporting import write_plainly
 from tests.gpu.bench import Bench, seconds_of
 from tests.gpu.speed import hyperparameters
@@ -48,7 +48,7 @@ def measure(bench: Bench, stage: str, name: str) -> None:
         add("device to pinned memory", size, copy_pinned)
         del room
     block = os.urandom(min(size, HASHED))
-    add("SHA-256", len(block), lambda: hashlib.sha256(block).digest())
+    add("BLAKE3", len(block), lambda: FileHash(BLAKE3).update(block))
     plain = bench.folder / "plain"
     add("write + fsync", size, lambda: write_plainly(plain, block[: 16 << 20], size))
     plain.unlink()

@@ -8,7 +8,9 @@ import pytest
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.records import Manifest
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.registry.checkpoints import read_manifest, weights_sha256
 from cray_agents.runtime.registry.registry import Registry
 from tests.support.bare_models import bare_model
 
@@ -68,6 +70,27 @@ def test_a_corrupt_or_missing_file_is_named(home: Home, tmp_path: Path) -> None:
     (home.checkpoint(checkpoint_id) / "manifest.json").write_text("{")
     with pytest.raises(Corrupt, match=r"manifest\.json"):
         read_manifest(home.checkpoint(checkpoint_id))
+
+
+def test_weights_are_hashed_as_their_manifest_says(home: Home, tmp_path: Path) -> None:
+    source = model(tmp_path / "a")
+    weights = source / "model.safetensors"
+    files = {
+        "config.json": checksums.hash_of(source / "config.json"),
+        weights.name: checksums.hash_of(weights, checksums.BLAKE3),
+    }
+    manifest = Manifest(version=2, files=files, weights_sha256=weights_sha256(files))
+    (source / "manifest.json").write_text(manifest.model_dump_json())
+    registry = Registry(home)
+    checkpoint_id, kept = registry.import_checkpoint(source)
+    assert kept.files == files and files[weights.name].startswith("blake3:")
+    for folder in (home.checkpoint(checkpoint_id), source):
+        weights = folder / weights.name
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+        with pytest.raises(Corrupt, match=r"model\.safetensors is .*: its BLAKE3 is blake3:"):
+            registry.import_checkpoint(checkpoint_id if folder != source else source)
 
 
 def test_a_foreign_manifest_cannot_reach_outside(home: Home, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def changed(
                 written.write(memoryview(header(tensors)))
                 for words in tensors.values():
                     written.write(memoryview(words.tobytes()))
-            hashes[file], packed[file] = written.sha256, written.packed_sha256
+            hashes[file], packed[file] = written.hash, written.packed_sha256
             sizes[file] = written.size
     before = checkpoints.read_manifest(home.checkpoint(parent)).weights_sha256
     delta = DeltaOf(parent=parent, parent_weights_sha256=before, files=packed)

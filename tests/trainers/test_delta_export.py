@@ -10,6 +10,7 @@ import pytest
 
 from cray_agents.records import DeltaOf, Manifest
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.checksums import BLAKE3, hash_of
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.deltas import build, materialize
 from cray_agents.trainers.checkpointing.hf_export import hash_files
@@ -62,7 +63,7 @@ def test_changes_of_all_ranks_make_the_files_of_a_full_export(
     delta = DeltaOf(parent="p", parent_weights_sha256="", files=packed)
     manifest = Manifest(files=hashes, weights_sha256="", delta=delta)
     build(tmp_path / "delta", manifest, models("qwen3"), tmp_path / "built")
-    assert hash_files(tmp_path / "built") == hashes
+    assert {name: hash_of(tmp_path / "built" / name, BLAKE3) for name in hashes} == hashes
     assert hashes == whole
     sizes = [
         sum(path.stat().st_size for path in (tmp_path / name).rglob("*"))
@@ -72,7 +73,7 @@ def test_changes_of_all_ranks_make_the_files_of_a_full_export(
 
     hashes, packed = json.loads((tmp_path / "all.json").read_text())
     assert packed == {} and not (tmp_path / "all" / "delta").exists(), "it would not pay"
-    assert {n: h for n, h in hash_files(tmp_path / "all").items() if n in hashes} == hashes
+    assert {name: hash_of(tmp_path / "all" / name, BLAKE3) for name in hashes} == hashes
 
 
 def test_a_job_publishes_what_it_changed(lab: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import BadInput, JobError, NotFound
-from cray_agents.runtime.disk.durable import sha256_file
+from cray_agents.runtime.disk.checksums import BLAKE3, hash_of
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import cut, name_files, weights_sha256
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
@@ -73,7 +73,7 @@ def loaded_and_exported(
     }.items():
         hashes = hf_export.export_weights(training, out / name, *limits)
         paths = (out / name).glob("*.safetensors")
-        assert hashes == {path.name: sha256_file(path) for path in paths}
+        assert hashes == {path.name: hash_of(path, BLAKE3) for path in paths}
     if hyper.init == "parent":
         source = Counting(SafeTensors(folder))
         load_weights(build_model(model, layout, hyper, on_cpu=True), model, source)  # type: ignore
@@ -174,7 +174,7 @@ def test_a_file_is_as_safetensors_writes_it(tmp_path: Path, tensors: dict[str, A
 
     path, hashes = written(tmp_path, tensors)
     assert path.read_bytes() == save(tensors, metadata={"format": "pt"})
-    assert hashes == {path.name: sha256_file(path)}
+    assert hashes == {path.name: hash_of(path, BLAKE3)}
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, tensors: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Self
 
 import numpy as np
 
+from cray_agents.runtime.disk.checksums import BLAKE3, FileHash
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.vllm_plugins.delta_codec import (
     Entry,
@@ -39,15 +40,15 @@ class DeltaFile:
         folder.mkdir(exist_ok=True)
         self._file = (folder / path.name).open("xb")
         self._base = base
-        self._whole, self._packed = hashlib.sha256(), hashlib.sha256()
+        self._whole, self._packed = FileHash(BLAKE3), hashlib.sha256()
         self._entries: list[Entry] | None = None
         self._number = 0
         self.size = 0
 
     @property
-    def sha256(self) -> str:
-        """The hex SHA-256 of the whole file."""
-        return self._whole.hexdigest()
+    def hash(self) -> str:
+        """The BLAKE3 of the whole file."""
+        return str(self._whole)
 
     @property
     def packed_sha256(self) -> str:

@@ -51,7 +51,7 @@ def publish_folder(draft: Path, final: Path) -> bool:
 
 
 def hash_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Map each file below a folder, except its manifest, to its SHA-256; `known` ones are kept."""
+    """Map each file below a folder, except its manifest, to its hash; `known` ones are kept."""
     hashes = dict(known or {})
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -63,9 +63,12 @@ def hash_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str
 def weights_sha256(checkpoint: Path) -> str:
     """Return the hash that names a checkpoint directory's weights (`JobSpec.parent_sha256`).
 
-    Computed from the files, not read from a manifest. Raises NotFound without safetensors.
+    Computed from the files; a manifest says by which kind of hash. Raises NotFound without
+    safetensors.
     """
-    files = {p.name: checksums.sha256_of(p) for p in sorted(checkpoint.glob("*.safetensors"))}
+    like = checkpoints.stated_hashes(checkpoint)
+    weights = sorted(checkpoint.glob("*.safetensors"))
+    files = {path.name: checksums.hash_of(path, like.get(path.name, "")) for path in weights}
     if not files:
         raise NotFound(f"{checkpoint} holds no *.safetensors: give a Hugging Face checkpoint")
     return checkpoints.weights_sha256(files)
@@ -85,7 +88,7 @@ _OURS = {checkpoints.MANIFEST, _INDEX}
 def export_weights(
     training: Training, folder: Path, file_bytes: int = FILE_BYTES, share: int = SHARE_BYTES
 ) -> dict[str, str]:
-    """Write the weights as safetensors into an existing folder; return each file's SHA-256.
+    """Write the weights as safetensors into an existing folder; return each file's hash.
 
     Rounds the model's own weights to the stored types first, so that model and files are equal.
     `share`: see `plan_export`. Collective.
@@ -96,7 +99,7 @@ def export_weights(
 def export(
     training: Training, folder: Path, file_bytes: int, share: int, *, changes: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Do as `export_weights`; return also the SHA-256 of each file of changes.
+    """Do as `export_weights`; return also the SHA-256 of each file of changes, as it is stored.
 
     With `changes` only the elements that differ from the parent's are written, unless that takes
     more than half the space of the full files, which are then written instead.
@@ -238,6 +241,7 @@ def publish(
         parent, sha256 = training.parent.name, spec.parent_sha256
         delta = DeltaOf(parent=parent, parent_weights_sha256=sha256, files=packed)
         manifest = Manifest(
+            version=2,
             files=files,
             weights_sha256=checkpoints.weights_sha256(files),
             parent_sha256=spec.parent_sha256,

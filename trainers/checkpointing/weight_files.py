@@ -6,7 +6,6 @@ write at the same time. SHA-256 in hardware is faster than a disk, so a file nee
 Called by hf_export.py.
 """
 
-import hashlib
 import json
 import os
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any, Self
 
 import torch
 
+from cray_agents.runtime.disk.checksums import BLAKE3, FileHash
 from cray_agents.trainers.checkpointing.delta_export import DeltaFile
 
 BLOCK = 16 << 20  # bytes hashed and written at a time
@@ -47,7 +47,7 @@ def write_files(
     tensors: Iterator[tuple[str, torch.Tensor]],
     open_file: "Callable[[Path], _HashedFile | DeltaFile] | None" = None,
 ) -> dict[str, str]:
-    """Write and fsync files of named tensors; return each file's SHA-256.
+    """Write and fsync files of named tensors; return each file's BLAKE3.
 
     `open_file` may open another kind of file, such as DeltaFile. `tensors` yields them in nearly
     the same order: one that comes early is kept. It is read to its end. Raises OSError, as of a
@@ -64,7 +64,7 @@ def write_files(
                         came, tensor = next(tensors)
                         early[came] = tensor.to("cpu", dtypes[came]).contiguous()
                     written.write(early.pop(name).reshape(-1).view(torch.uint8).numpy().data)
-            hashes[file] = written.sha256
+            hashes[file] = written.hash
     finally:
         deque(tensors, maxlen=0)  # the peers' own files need this rank's slices
     return hashes
@@ -87,15 +87,15 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
-        self._hasher = hashlib.sha256()
+        self._hasher = FileHash(BLAKE3)
         self._hashing, self._writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._pending: deque[tuple[Future[None], Future[None]]] = deque()
         self._unsynced = 0
 
     @property
-    def sha256(self) -> str:
-        """The hex SHA-256 of what was written."""
-        return self._hasher.hexdigest()
+    def hash(self) -> str:
+        """The BLAKE3 of what was written."""
+        return str(self._hasher)
 
     def write(self, content: memoryview) -> None:
         """Take the next bytes, which must not change until the file is closed. Raises OSError."""

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
+from cray_agents.processes import importing_much
 from cray_agents.trainers.job.rank_monitor import (
     RankProcess,
     describe,
@@ -140,11 +141,12 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
     if layout.tensor > 1:  # CUDA reads it once: Megatron's order of transfers and products needs it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    import torch
+    with importing_much():
+        import torch
 
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+        from cray_agents.trainers.models.cpu_megatron import load_megatron
 
-    on_cpu = load_megatron()
+        on_cpu = load_megatron()
     if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
         raise SetupError(
             f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"

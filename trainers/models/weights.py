@@ -186,19 +186,24 @@ def pack(how: str, tensors: list[torch.Tensor], model: Architecture) -> torch.Te
 def unpack(how: str, slices: list[torch.Tensor], model: Architecture) -> list[torch.Tensor]:
     """Invert `pack` for the slices of all tensor ranks, or of some in order.
 
-    The vocabulary's padding is cut off.
+    The vocabulary's padding is cut off. Of a single slice, most tensors are views.
     """
     if how == "qkv":
         queries = model.heads // model.kv_heads
-        full = torch.cat(slices)
+        full = _joined(slices)
         full = full.reshape(-1, queries + 2, model.head_size, *full.shape[1:])
         heads = full[:, :queries], full[:, queries : queries + 1], full[:, queries + 1 :]
         return [tensor.flatten(0, 2) for tensor in heads]
     if how == "pair":
-        return [torch.cat(halves) for halves in zip(*(s.chunk(2) for s in slices), strict=True)]
+        return [_joined(halves) for halves in zip(*(s.chunk(2) for s in slices), strict=True)]
     if how == "rows":
-        return [torch.cat(slices)[: model.vocab]]
-    return [torch.cat(slices, 1)] if how == "columns" else slices[:1]
+        return [_joined(slices)[: model.vocab]]
+    return [_joined(slices, 1)] if how == "columns" else slices[:1]
+
+
+def _joined(slices: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
+    """Concatenate slices; a single one is not copied."""
+    return slices[0] if len(slices) == 1 else torch.cat(list(slices), axis)
 
 
 def weights_of(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.disk import durable
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry.checkpoints import (
     MANIFEST,
     SUFFIXES,
     changes_of,
     read_manifest,
+    read_pruned,
     weights_sha256,
 )
 from cray_agents.runtime.registry.model_config import read_config
@@ -69,10 +70,10 @@ def is_version(registry: Registry, name: str, model: Path) -> bool:
     sizes |= {name: len(content) for name, content in changed.items()}
 
     @cache
-    def sha256(file: str) -> str:
+    def hash_of(file: str, like: str = "") -> str:
         if file in changed:
             return durable.sha256(changed[file])
-        return durable.sha256_file(model / file)
+        return checksums.hash_of(model / file, like)
 
     def is_same(version: ModelVersion) -> bool:
         kept = registry.home.checkpoint(version.checkpoint)
@@ -82,14 +83,20 @@ def is_version(registry: Registry, name: str, model: Path) -> bool:
             files = read_manifest(kept).files
             kept_sizes = {file: (kept / file).stat().st_size for file in files}
         except (NotFound, FileNotFoundError):  # removed; the version still has the hash
+            removed = read_pruned(kept)
+            like = removed.manifest.files if removed is not None else {}
             hashes = manifest_hashes or {
-                file: sha256(file) for file in sizes if file.endswith(".safetensors")
+                file: hash_of(file, like.get(file, ""))
+                for file in sizes
+                if file.endswith(".safetensors")
             }
             return weights_sha256(hashes) == version.weights_sha256
         if manifest_hashes is not None:
-            return files == manifest_hashes | {file: sha256(file) for file in changed}
+            return files == manifest_hashes | {file: hash_of(file) for file in changed}
         smallest_first = sorted(sizes, key=sizes.__getitem__)
-        return sizes == kept_sizes and all(sha256(file) == files[file] for file in smallest_first)
+        return sizes == kept_sizes and all(
+            hash_of(file, files[file]) == files[file] for file in smallest_first
+        )
 
     return any(is_same(version) for version in registry.versions(name))
 
