@@ -7,6 +7,7 @@ something talk to the running platform. Heavy imports wait until a command needs
 import importlib.metadata
 import re
 import sys
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -30,11 +31,29 @@ from cray_agents.errors import (
 
 app = typer.Typer(
     name="cray-agents",
-    help="LLM agents that train themselves: vLLM serves them, Megatron-core trains them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"cray-agents {importlib.metadata.version('cray-agents')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+]
+
+
+@app.callback()
+def take_options(version: Version = False) -> None:
+    """LLM agents that train themselves: vLLM serves them, Megatron-core trains them."""
+
+
 for module in (
     demo,
     platform,

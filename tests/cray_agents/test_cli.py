@@ -4,6 +4,7 @@ import hashlib
 import json
 import socket
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,11 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     commands = ["demo", "up", "down", "status", "doctor", "run", "chat", "loop"]
     commands += ["models", "runs", "jobs", "export"]
     assert [word for word in commands if word not in done.stdout] == []
+
+
+def test_the_version_is_the_installed_one(tmp_path: Path) -> None:
+    done = cli("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"cray-agents {metadata.version('cray-agents')}\n")
 
 
 def test_port_taken(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput
+from cray_agents.processes import importing_much
 from cray_agents.records import Message, parse_json
 from cray_agents.runtime.datasets.samples.run_samples import TokenSample, TokenTurn, merge_turns
 from cray_agents.runtime.vllm_plugins.template_time import TemplateTooSlow, limit_template
@@ -30,7 +31,8 @@ class Renderer:
     """A checkpoint's tokenizer and chat template. Raises BadInput if the directory lacks them."""
 
     def __init__(self, checkpoint: Path) -> None:
-        from transformers import AutoTokenizer
+        with importing_much():
+            from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
