@@ -46,12 +46,10 @@ def alive(pid: int) -> bool:
 def importing_much() -> Iterator[None]:
     """Import large packages without garbage collection: a quarter less processor time.
 
-    The collector would look through all that was imported again and again, and it all stays. Forks
-    of this process share its memory for longer.
+    The collector would look through all that was imported again and again, and it all stays.
     """
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
