@@ -25,7 +25,7 @@ class Generation(Record):
     - `runs` counts training runs, `tokens` the tokens sampled in them. `carried` counts runs of the
       previous generation that ended too late for its training set. `trainer_seconds` is the time of
       the job's steps alone. `session` is the training session that ran it; None: own processes.
-      `taken_up` tells from where that session had the weights, and the seconds to put them in place.
+      `taken_up` tells where that session had the weights, and the seconds to put them in place.
     - `holdout_success` is the mean reward over `holdout_tasks` tasks: all that decide, or those up
       to the decision. With 0 tasks nothing was evaluated, and the success is the promoted
       version's. `evidence` is against "it is not better"; `wins`, `losses` and `ties` count the

@@ -53,7 +53,7 @@ def this_host() -> HostResources:
 
 
 def free_gib() -> float:
-    """Return the GiB of memory that processes of this host may still take, as Linux estimates it."""
+    """Return the GiB that processes of this host may still take, as Linux estimates it."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     [kib] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(kib) / 2**20

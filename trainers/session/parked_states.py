@@ -123,10 +123,10 @@ class ParkedStates:
     def of_weights(self, build: tuple[Any, ...], weights: str) -> Parked | None:
         """Return a state of a published job whose weights are those."""
         for state in self._states:
-            held = state.held
-            if held is not None and held.weights == weights and not held.seal:
-                if state.key == (build, held.job):
-                    return state
+            if (held := state.held) is None or held.seal or held.weights != weights:
+                continue
+            if state.key == (build, held.job):
+                return state
         return None
 
     def frozen(self, build: tuple[Any, ...], weights: str) -> Parked | None:

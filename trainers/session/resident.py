@@ -240,7 +240,7 @@ class Resident:
         return left_by != "" and left_by == work.spec.optimizer_from and self._fits(work)
 
     def _optimizer(self, work: JobInputs) -> Parked | None:
-        """Return the parked state with the optimizer, and the weights, that the job goes on with."""
+        """Return the parked state with the optimizer that a job goes on with, and its parent."""
         spec = work.spec
         parked = self._parked.of_job(build_of_job(work), spec.optimizer_from or "")
         if parked is None or parked.held is None or parked.held.weights != spec.parent_sha256:
