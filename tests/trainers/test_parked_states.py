@@ -245,6 +245,25 @@ def loops(
     return made
 
 
+def test_a_client_goes_on_from_memory_after_a_turn(lab: Any, tmp_path: Path) -> None:
+    """Between its turns on a GPU the only training of a session needs no files, parked or not."""
+    session = RunningSession(lab.home, Layout(), turns=True)
+    client = Client(lab, session)
+    for step in range(2):
+        session.journal.hand_over(client.job.job_id)
+        session.journal.give_turn()
+        trained(client, 0, step)
+        while session.journal.has_turn:  # it leaves the GPU when no command comes
+            session.check()
+            time.sleep(0.01)
+    session.journal.hand_over(client.job.job_id)
+    session.journal.give_turn()
+    weights = client.weights()
+    assert session.end() == 0, session.log
+    assert sources(client.job) == ["files", "memory", "memory"]
+    assert differ(weights, alone(lab, tmp_path, [{}], Layout(), 2)[0]) == 0.0
+
+
 def test_numbers_of_adam_are_a_jobs_own(lab: Any, tmp_path: Path) -> None:
     """A client's betas and clipping do not reach the next job in the same ranks."""
     lab.dataset()

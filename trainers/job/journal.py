@@ -17,8 +17,8 @@ The training process and the trainers that watch it share this module. Events ar
     layout      layout, recompute, reasons (sentences): the choice for a spec that names no layout;
                 the only event from before the first start
     started     attempt, from_step, left_out (samples without anything to learn), layout
-    taken_up    source ("memory", "parked" or "files"), seconds, parked_bytes: a session put weights
-                and optimizer in place; parked_bytes are all that its ranks have parked then
+    taken_up    attempt, source ("memory", "parked" or "files"), seconds until a session had weights
+                and optimizer in place, parked_bytes (all that its ranks have parked then)
     corrupt     message: a resume point that was set aside, or a damaged line that was dropped
     agreement   tokens, max_difference, mean_difference, p99_difference (99th percentile):
                 log-probabilities of the sampled tokens, the trainer's against the engine's, nats;

@@ -236,14 +236,16 @@ class Resident:
 
     def _goes_on(self, work: JobInputs) -> bool:
         """Return True if the optimizer in memory is the one that the job goes on with."""
-        left_by = "" if self._held is None else self._held.job
+        held = self._held
+        left_by = "" if held is None or held.seal else held.job
         return left_by != "" and left_by == work.spec.optimizer_from and self._fits(work)
 
     def _optimizer(self, work: JobInputs) -> Parked | None:
         """Return the parked state with the optimizer that a job goes on with, and its parent."""
         spec = work.spec
         parked = self._parked.of_job(build_of_job(work), spec.optimizer_from or "")
-        if parked is None or parked.held is None or parked.held.weights != spec.parent_sha256:
+        held = None if parked is None else parked.held
+        if held is None or held.seal or held.weights != spec.parent_sha256:
             return None
         return parked if spec.hyperparameters.init == "parent" else None
 
@@ -260,8 +262,13 @@ class Resident:
             else:
                 restored, source = resume.load(training, point), "files"
         if is_rank0():
-            seconds, parked = time.perf_counter() - begun, self._parked.nbytes
-            work.journal.event("taken_up", source=source, seconds=seconds, parked_bytes=parked)
+            work.journal.event(
+                "taken_up",
+                attempt=work.attempt,
+                source=source,
+                seconds=time.perf_counter() - begun,
+                parked_bytes=self._parked.nbytes,
+            )
         finished = job_rank.execute(
             training, work, optimizer_in_memory=optimizer, restored=restored, leave=self._leave
         )
@@ -289,7 +296,7 @@ class Resident:
         if frozen and not in_place and hyper.init == "parent":
             base = self._parked.frozen(build, spec.parent_sha256)
         self._parked.drop(spec.id)  # it goes on from here
-        self._park(spec.id, stays=in_place)
+        self._park(spec.id, stays=in_place, replaced=state is not None)
         complete = in_place or base is not None or (state is not None and not frozen)
         if fits and self._training is not None:
             self._training.take_up(work.parent, hyper, spec.method, check)
@@ -312,12 +319,17 @@ class Resident:
             return "files"
         return "memory" if in_place and state is None else "parked"
 
-    def _park(self, job: str, *, stays: bool) -> None:
-        """Park what is in memory for `job`. With `stays` that goes on from the weights there."""
+    def _park(self, job: str, *, stays: bool, replaced: bool) -> None:
+        """Park what is in memory, before `job` takes its place.
+
+        `stays`: it begins with the weights there, or has its adapters over them. `replaced`: then a
+        parked state takes the place of the trained ones. A published state that the next job goes
+        on from is not parked.
+        """
         training, held = self._training, self._held
-        if training is not None and held is not None and (held.seal or not stays):
+        if training is not None and held is not None:
             limit = self._session.spec().parked_gib
-            if held.job not in ("", job):
+            if held.job not in ("", job) and (held.seal or replaced or not stays):
                 self._parked.park(training, held, limit)
             if not stays and held.weights is not None and training.hyper.lora is not None:
                 self._parked.park_frozen(training, held.weights, limit)
