@@ -12,6 +12,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_commands import ForwardBackward, OptimStep
 from cray_agents.training_jobs import JobSpec, Layout
@@ -24,6 +25,7 @@ MIB = 2**-10  # in GiB
 LORA = {"hyper": {"lora": {"rank": 2}}}
 LORA_OF_ITS_OWN = {"hyper": {"lora": {"rank": 4, "alpha": 8}}}
 BFLOAT16 = {"hyper": {"dtype": "bfloat16"}}
+ADAPTERS = [LORA, {**LORA, "commands": "other"}]
 PARENTS = [{"parent": "qwen3-tied"}, {"parent": "qwen3-x"}]
 LOSSES = ("cross_entropy", "ppo", "cispo")
 
@@ -53,51 +55,40 @@ def alone(lab: Any, folder: Path, kinds: list[dict[str, Any]], layout: Layout, s
 
 
 @pytest.mark.parametrize(
-    ("kinds", "layout", "mib", "expected"),
+    ("kinds", "layout", "expected"),
     [
-        ([LORA, {**LORA, "commands": "other"}], {}, 64, ["files memory", "parked parked"]),
-        ([LORA, {**LORA, "commands": "other"}], {}, 0, ["files memory", "files files"]),
-        (
-            [{"parent": "qwen3-tied"}, {"parent": "qwen3-x"}],
-            {},
-            64,
-            ["files files", "parked parked"],
-        ),
-        (PARENTS, {}, 0, ["files files", "files files"]),
-        ([BFLOAT16, LORA], {"data": 2}, 64, ["files files", "parked parked"]),
-        ([LORA, LORA_OF_ITS_OWN], {"tensor": 2}, 64, ["files parked", "parked parked"]),
+        (ADAPTERS, {}, {64: ["files memory", "parked parked"], 0: ["files memory", "files files"]}),
+        (PARENTS, {}, {64: ["files files", "parked parked"], 0: ["files files", "files files"]}),
+        ([BFLOAT16, LORA], {"data": 2}, {64: ["files files", "parked parked"]}),
+        ([LORA, LORA_OF_ITS_OWN], {"tensor": 2}, {64: ["files parked", "parked parked"]}),
     ],
-    ids=[
-        "adapters",
-        "adapters, files",
-        "parents",
-        "parents, files",
-        "parent and adapter, bfloat16",
-        "adapters of two ranks",
-    ],
+    ids=["adapters", "parents", "parent and adapter, bfloat16", "adapters of two ranks"],
 )
 def test_interleaved_trainings_end_as_each_alone(
     lab: Any,
     tmp_path: Path,
     kinds: list[dict[str, Any]],
     layout: dict[str, int],
-    mib: float,
-    expected: list[str],
+    expected: dict[int, list[str]],
 ) -> None:
+    """By the MiB that may be parked: from where the session takes up the two, round by round."""
     spec = Layout(**layout)
-    session = RunningSession(lab.home, spec, parked_gib=mib * MIB)
-    clients: list[Client] = []
-    for step in range(3):
-        for number, kind in enumerate(kinds):
-            if step == 0:
-                clients.append(Client(lab, session, **kind))
-            trained(clients[number], number, step)
-    in_session = [client.weights() for client in clients]
-    assert session.end() == 0, session.log
-    found = list(zip(*(sources(client.job) for client in clients), strict=True))
-    assert [" ".join(each) for each in found] == [expected[0], *expected[1:] * 3]
-    for one, other in zip(in_session, alone(lab, tmp_path, kinds, spec, 3), strict=True):
-        assert differ(one, other) == 0.0
+    weights = alone(lab, tmp_path, kinds, spec, 2)
+    for mib, places in expected.items():
+        here = type(lab)(Home(tmp_path / f"{mib}"), lab.models)
+        session = RunningSession(here.home, spec, parked_gib=mib * MIB)
+        clients: list[Client] = []
+        for step in range(2):
+            for number, kind in enumerate(kinds):
+                if step == 0:
+                    clients.append(Client(here, session, **kind))
+                trained(clients[number], number, step)
+        in_session = [client.weights() for client in clients]
+        assert session.end() == 0, session.log
+        found = zip(*(sources(client.job) for client in clients), strict=True)
+        assert [" ".join(each) for each in found] == [*places, places[1]]  # and to publish
+        for one, other in zip(in_session, weights, strict=True):
+            assert differ(one, other) == 0.0
 
 
 def garble(path: Path) -> None:
@@ -133,6 +124,8 @@ def test_parked_states_read_no_weights(lab: Any, tmp_path: Path, kind: dict[str,
         trained(client, number, 1)
         assert differ(client.weights(), undisturbed[number]) == 0.0
         assert sources(client.job) == ["files", "parked"]
+        status = read_status(lab.home, client.job.job_id)
+        assert status.taken_up and status.taken_up.source == "parked" and status.taken_up.seconds
     assert session.end() == 0, session.log
 
 

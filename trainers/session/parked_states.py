@@ -66,6 +66,7 @@ class ParkedStates:
 
         `limit_gib` is rank 0's, and the GiB of all ranks together.
         """
+        training.finish()  # the last step's weights may not be on every rank yet
         self.drop(held.job)
         self._add((training.build, held.job), held, trained(training), training, limit_gib)
 
@@ -129,9 +130,9 @@ class ParkedStates:
                 return state
         return None
 
-    def frozen(self, build: tuple[Any, ...], weights: str) -> Parked | None:
+    def frozen(self, build: tuple[Any, ...], weights: str | None) -> Parked | None:
         """Return frozen weights."""
-        return self._find(frozen_key(build, weights))
+        return None if weights is None else self._find(frozen_key(build, weights))
 
     def _find(self, key: tuple[Any, ...]) -> Parked | None:
         return next((state for state in self._states if state.key == key), None)

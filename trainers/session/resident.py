@@ -292,11 +292,11 @@ class Resident:
             state = self._optimizer(work)
             if state is None and hyper.init == "parent" and not (in_place or frozen):
                 state = self._parked.of_weights(build, spec.parent_sha256)
-        base = None
-        if frozen and not in_place and hyper.init == "parent":
-            base = self._parked.frozen(build, spec.parent_sha256)
+        over = spec.parent_sha256 if frozen and not in_place and hyper.init == "parent" else None
+        base = self._parked.frozen(build, over)  # before parking may drop it
         self._parked.drop(spec.id)  # it goes on from here
         self._park(spec.id, stays=in_place, replaced=state is not None)
+        base = base or self._parked.frozen(build, over)
         complete = in_place or base is not None or (state is not None and not frozen)
         if fits and self._training is not None:
             self._training.take_up(work.parent, hyper, spec.method, check)
