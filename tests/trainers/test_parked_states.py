@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.checkpoints import read_manifest
@@ -22,8 +23,10 @@ from tests.support.trainers.running_session import RunningSession
 pytestmark = pytest.mark.megatron
 
 MIB = 2**-10  # in GiB
-LORA = {"hyper": {"lora": {"rank": 2}}}
-LORA_OF_ITS_OWN = {"hyper": {"lora": {"rank": 4, "alpha": 8}}}
+LAYOUT = Layout()
+LORA = {"parent": "qwen3-tied", "hyper": {"lora": {"rank": 2}}}
+LORA_OF_PARENTS = [LORA, {**LORA, "parent": "qwen3-x"}]
+LORA_OF_ITS_OWN = {"parent": "qwen3-tied", "hyper": {"lora": {"rank": 4, "alpha": 8}}}
 BFLOAT16 = {"hyper": {"dtype": "bfloat16"}}
 ADAPTERS = [LORA, {**LORA, "commands": "other"}]
 PARENTS = [{"parent": "qwen3-tied"}, {"parent": "qwen3-x"}]
@@ -40,18 +43,25 @@ def sources(job: JobJournal) -> list[str]:
     return [event["source"] for event in job.events() if event["event"] == "taken_up"]
 
 
-def alone(lab: Any, folder: Path, kinds: list[dict[str, Any]], layout: Layout, steps: int) -> Any:
-    """The weights of clients that each have a session of their own."""
-    weights = []
+ALONE: dict[str, dict[str, torch.Tensor]] = {}  # the weights of clients, by their kind
+
+
+def alone(lab: Any, kinds: list[dict[str, Any]], layout: Layout = LAYOUT) -> Any:
+    """The weights of clients that each have a session of their own, after two steps."""
+    found = []
     for number, kind in enumerate(kinds):
-        here = type(lab)(Home(folder / f"alone{number}"), lab.models)
-        session = RunningSession(here.home, layout)
-        client = Client(here, session, **kind)
-        for step in range(steps):
-            trained(client, number, step)
-        weights.append(client.weights())
-        assert session.end() == 0, session.log
-    return weights
+        same = {name: value for name, value in kind.items() if name != "commands"}
+        key = repr((number, same, layout))
+        if key not in ALONE:
+            here = type(lab)(Home(lab.home.root / f"alone{number}"), lab.models)
+            session = RunningSession(here.home, layout)
+            client = Client(here, session, **kind)
+            trained(client, number, 0)
+            trained(client, number, 1)
+            ALONE[key] = client.weights()
+            assert session.end() == 0, session.log
+        found.append(ALONE[key])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -73,7 +83,7 @@ def test_interleaved_trainings_end_as_each_alone(
 ) -> None:
     """By the MiB that may be parked: from where the session takes up the two, round by round."""
     spec = Layout(**layout)
-    weights = alone(lab, tmp_path, kinds, spec, 2)
+    weights = alone(lab, kinds, spec)
     for mib, places in expected.items():
         here = type(lab)(Home(tmp_path / f"{mib}"), lab.models)
         session = RunningSession(here.home, spec, parked_gib=mib * MIB)
@@ -98,21 +108,17 @@ def garble(path: Path) -> None:
         file.write(b"\xff" * 10_000)
 
 
-def own_parent(lab: Any, kind: str, folder: Path) -> Path:
-    """A copy of a model that a test may damage."""
-    return Path(shutil.copytree(lab.models(kind), folder / kind))
-
-
-@pytest.mark.parametrize("kind", [LORA, {}], ids=["adapters", "all weights"])
-def test_parked_states_read_no_weights(lab: Any, tmp_path: Path, kind: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kinds", [LORA_OF_PARENTS, PARENTS], ids=["adapters", "all weights"])
+def test_parked_states_read_no_weights(
+    lab: Any, tmp_path: Path, kinds: list[dict[str, Any]]
+) -> None:
     """All weights in files are damaged, and nobody notices."""
-    parents = [own_parent(lab, name, tmp_path) for name in ("qwen3-tied", "qwen3-x")]
-    kinds = [{**kind, "parent": parent} for parent in parents]
-    undisturbed = alone(lab, tmp_path, kinds, Layout(), 2)
-    session = RunningSession(lab.home, Layout(), parked_gib=64 * MIB)
-    clients = []
-    for number, each in enumerate(kinds):
-        clients.append(Client(lab, session, **each))
+    undisturbed = alone(lab, kinds)
+    session = RunningSession(lab.home, LAYOUT, parked_gib=64 * MIB)
+    clients, parents = [], []
+    for number, kind in enumerate(kinds):
+        parents.append(Path(shutil.copytree(lab.models(kind["parent"]), tmp_path / str(number))))
+        clients.append(Client(lab, session, **{**kind, "parent": parents[number]}))
         trained(clients[number], number, 0)
     spare = Client(lab, session, commands="spare")
     trained(spare, 2, 0)  # both are left, at a resume point
@@ -129,10 +135,10 @@ def test_parked_states_read_no_weights(lab: Any, tmp_path: Path, kind: dict[str,
     assert session.end() == 0, session.log
 
 
-def test_the_least_recently_used_is_dropped(lab: Any, tmp_path: Path) -> None:
+def test_the_least_recently_used_is_dropped(lab: Any) -> None:
     """With room for one state, the other one comes from its resume point, with the same numbers."""
     kinds: list[dict[str, Any]] = [{"commands": name} for name in "abc"]
-    session = RunningSession(lab.home, Layout(), parked_gib=64 * MIB)
+    session = RunningSession(lab.home, LAYOUT, parked_gib=64 * MIB)
     clients = [Client(lab, session, **kinds[0])]
     trained(clients[0], 0, 0)
     clients.append(Client(lab, session, **kinds[1]))
@@ -148,7 +154,7 @@ def test_the_least_recently_used_is_dropped(lab: Any, tmp_path: Path) -> None:
     in_session = [client.weights() for client in clients]
     assert session.end() == 0, session.log
     assert [sources(client.job)[1] for client in clients] == ["files", "parked", "files"]
-    for mine, other in zip(in_session, alone(lab, tmp_path, kinds, Layout(), 2), strict=True):
+    for mine, other in zip(in_session, alone(lab, kinds), strict=True):
         assert differ(mine, other) == 0.0
 
 
@@ -157,32 +163,36 @@ def parked_bytes(job: JobJournal) -> int:
     return [event["parked_bytes"] for event in job.events() if event["event"] == "taken_up"][-1]
 
 
-def test_a_kill_loses_what_is_parked_and_nothing_else(lab: Any, tmp_path: Path) -> None:
-    kinds = [{**LORA, "commands": name} for name in "ab"]
-    session = RunningSession(lab.home, Layout(), parked_gib=64 * MIB)
-    clients = [Client(lab, session, **kind) for kind in kinds]
-    for step in range(4):
-        for number, client in enumerate(clients):
-            trained(client, number, step)
-            if (step, number) in ((1, 0), (2, 1)):  # one is parked, one in memory
-                os.kill(session.pid, signal.SIGKILL)
-                session.wait()
-                session = RunningSession(lab.home, Layout(), parked_gib=64 * MIB)
-                for each in clients:
-                    each.session = session
+def test_a_kill_loses_what_is_parked_and_nothing_else(lab: Any) -> None:
+    """One training is parked, the other one in memory; both go on from their files."""
+    clients: list[Client] = []
+    for step in range(2):
+        session = RunningSession(lab.home, LAYOUT, parked_gib=64 * MIB)
+        for number, kind in enumerate(ADAPTERS):
+            if step == 0:
+                clients.append(Client(lab, session, **kind))
+            clients[number].session = session
+            trained(clients[number], number, step)
+        if step == 0:
+            os.kill(session.pid, signal.SIGKILL)
+            session.wait()
+    assert parked_bytes(clients[1].job) > 0
     in_session = [client.weights() for client in clients]
     assert session.end() == 0, session.log
-    assert all("parked" in sources(client.job) for client in clients)
-    for one, other in zip(in_session, alone(lab, tmp_path, kinds, Layout(), 4), strict=True):
+    found = [sources(client.job) for client in clients]
+    assert [each[:2] for each in found] == [["files", "files"], ["memory", "files"]]
+    assert {place for each in found for place in each[2:]} == {"parked"}
+    for one, other in zip(in_session, alone(lab, ADAPTERS), strict=True):
         assert differ(one, other) == 0.0
 
 
-def test_a_stale_state_is_never_used(lab: Any, tmp_path: Path) -> None:
+def test_a_stale_state_is_never_used(lab: Any) -> None:
     """Another process trained the job meanwhile: its resume point decides."""
     kinds: list[dict[str, Any]] = [{"commands": name} for name in "ab"]
-    session = RunningSession(lab.home, Layout(), parked_gib=64 * MIB)
-    first, second = (Client(lab, session, **kind) for kind in kinds)
+    session = RunningSession(lab.home, LAYOUT, parked_gib=64 * MIB)
+    first = Client(lab, session, **kinds[0])
     trained(first, 0, 0)
+    second = Client(lab, session, **kinds[1])
     trained(second, 1, 0)  # the first one is parked
     elsewhere = lab.start(first.job.spec())
     for command in (ForwardBackward(data=data_of(1)), OptimStep(learning_rate=RATE)):
@@ -190,42 +200,36 @@ def test_a_stale_state_is_never_used(lab: Any, tmp_path: Path) -> None:
         while first.commands.result(sequence) is None:
             time.sleep(0.002)
     assert elsewhere.kill(signal.SIGTERM) == 75, elsewhere.log
-    trained(first, 0, 2)
-    assert sources(first.job)[-1] == "files"
     weights = first.weights()
     assert session.end() == 0, session.log
-    assert differ(weights, alone(lab, tmp_path, kinds[:1], Layout(), 3)[0]) == 0.0
+    assert sources(first.job) == ["files", "files"]
+    assert differ(weights, alone(lab, kinds)[0]) == 0.0
 
 
-@pytest.mark.parametrize(
-    "hypers",
-    [({}, {}), ({"dtype": "bfloat16"}, {"lora": {"rank": 2}})],
-    ids=["parents", "bfloat16 and adapters"],
-)
-def test_interleaved_loops_end_as_each_alone(
-    lab: Any, tmp_path: Path, hypers: tuple[dict[str, Any], ...]
-) -> None:
+def test_interleaved_loops_end_as_each_alone(lab: Any, tmp_path: Path) -> None:
     """Each trains job after job from its own last checkpoint, and goes on with its optimizer."""
-    session = RunningSession(lab.home, Layout(), parked_gib=64 * MIB)
-    in_session = loops(lab, hypers, session.train)
+    session = RunningSession(lab.home, LAYOUT, parked_gib=64 * MIB)
+    in_session = loops(lab, session.train)
     assert session.end() == 0, session.log
     found = [sources(job) for job, _ in in_session]
-    assert found == [["files"]] * 2 + [["parked"]] * 4
+    assert found == [["files"]] * 3 + [["parked"]] * 3
     other = type(lab)(Home(tmp_path / "alone"), lab.models)
-    by_themselves = loops(other, hypers, lambda spec: other.run(spec).journal)
+    by_themselves = loops(other, lambda spec: other.run(spec).journal)
     assert [files for _, files in in_session] == [files for _, files in by_themselves]
 
 
 def loops(
-    lab: Any, hypers: tuple[dict[str, Any], ...], train: Callable[[JobSpec], JobJournal]
-) -> Any:
-    """Three generations of each loop in turns; returns the jobs with their checkpoints' files."""
+    lab: Any, train: Callable[[JobSpec], JobJournal]
+) -> list[tuple[JobJournal, dict[str, str]]]:
+    """Two generations of three loops in turns; returns the jobs with their checkpoints' files."""
+    adapters = {"dtype": "bfloat16", "lora": {"rank": 2}}
+    kinds: list[Any] = [("qwen3-tied", {}), ("qwen3-x", {}), ("qwen3-x", adapters)]
     lab.dataset()
     made: list[tuple[JobJournal, dict[str, str]]] = []
-    for generation in range(3):
-        for number, hyper in enumerate(hypers):
-            before = made[-len(hypers)][0].job_id if generation else None
-            parent = lab.home.checkpoint(before) if before else ("qwen3-tied", "qwen3-x")[number]
+    for generation in range(2):
+        for first, hyper in kinds:
+            before = made[-len(kinds)][0].job_id if generation else None
+            parent = lab.home.checkpoint(before) if before else first
             spec = lab.spec(
                 parent, hyper={**hyper, "steps": 2, "seed": generation}, optimizer_from=before
             )
@@ -238,9 +242,9 @@ def loops(
     return made
 
 
-def test_a_client_goes_on_from_memory_after_a_turn(lab: Any, tmp_path: Path) -> None:
+def test_a_client_goes_on_from_memory_after_a_turn(lab: Any) -> None:
     """Between its turns on a GPU the only training of a session needs no files, parked or not."""
-    session = RunningSession(lab.home, Layout(), turns=True)
+    session = RunningSession(lab.home, LAYOUT, turns=True)
     client = Client(lab, session)
     for step in range(2):
         session.journal.hand_over(client.job.job_id)
@@ -254,13 +258,13 @@ def test_a_client_goes_on_from_memory_after_a_turn(lab: Any, tmp_path: Path) -> 
     weights = client.weights()
     assert session.end() == 0, session.log
     assert sources(client.job) == ["files", "memory", "memory"]
-    assert differ(weights, alone(lab, tmp_path, [{}], Layout(), 2)[0]) == 0.0
+    assert differ(weights, alone(lab, [{}])[0]) == 0.0
 
 
 def test_numbers_of_adam_are_a_jobs_own(lab: Any, tmp_path: Path) -> None:
     """A client's betas and clipping do not reach the next job in the same ranks."""
     lab.dataset()
-    session = RunningSession(lab.home, Layout())
+    session = RunningSession(lab.home, LAYOUT)
     client = Client(lab, session)
     client.do(ForwardBackward(data=data_of(1)))
     client.do(OptimStep(learning_rate=RATE, beta1=0.5, beta2=0.5, eps=1e-3, clip_grad=0))
