@@ -1,7 +1,7 @@
 """Two clients that train by turns in one session: the seconds of a change, in memory and by files.
 
-A change puts the weights and the optimizer of the other client in place. Both kinds are measured in
-turn, in sessions of their own. The first time that a client is taken up does not count.
+A change puts the weights and the optimizer of the other client in place. Each kind has a session of
+its own. The first time that a client is taken up does not count.
 """
 
 import os
@@ -46,7 +46,7 @@ def seconds_of_changes(home: Path, model: Path, specs: Specs, hyper: Any, gib: f
     for name in "ab":
         clients.append(Client(specs, session, model, hyper=hyper, commands=name))
         clients[-1].trained(data_of(1))
-    for step in range(3):
+    for step in range(ROUNDS):
         for client in clients:
             client.trained(data_of(step))
     if session.end() != 0:
@@ -68,12 +68,10 @@ async def main(home: Path) -> None:
     mib = (model / "model.safetensors").stat().st_size / 2**20
     specs = Specs(weights_sha256(model))
     for what, hyper in KINDS.items():
-        found: dict[str, list[float]] = {name: [] for name in PARKED_GIB}
-        for number in range(ROUNDS):
-            for name, gib in PARKED_GIB.items():
-                place = home / f"{what}-{number}-{name}"
-                found[name].append(seconds_of_changes(place, model, specs, hyper, gib))
-        parked, files = (statistics.median(found[name]) for name in PARKED_GIB)
+        parked, files = (
+            seconds_of_changes(home / f"{what}, {name}", model, specs, hyper, gib)
+            for name, gib in PARKED_GIB.items()
+        )
         row(
             f"change between {what}, of {mib:,.0f} MiB",
             "parked / files",

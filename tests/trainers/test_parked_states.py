@@ -24,12 +24,12 @@ pytestmark = pytest.mark.megatron
 
 MIB = 2**-10  # in GiB
 LAYOUT = Layout()
-LORA = {"parent": "qwen3-tied", "hyper": {"lora": {"rank": 2}}}
+LORA: dict[str, Any] = {"parent": "qwen3-tied", "hyper": {"lora": {"rank": 2}}}
 LORA_OF_PARENTS = [LORA, {**LORA, "parent": "qwen3-x"}]
 LORA_OF_ITS_OWN = {"parent": "qwen3-tied", "hyper": {"lora": {"rank": 4, "alpha": 8}}}
-BFLOAT16 = {"hyper": {"dtype": "bfloat16"}}
+BFLOAT16: dict[str, Any] = {"hyper": {"dtype": "bfloat16"}}
 ADAPTERS = [LORA, {**LORA, "commands": "other"}]
-PARENTS = [{"parent": "qwen3-tied"}, {"parent": "qwen3-x"}]
+PARENTS: list[dict[str, Any]] = [{"parent": "qwen3-tied"}, {"parent": "qwen3-x"}]
 LOSSES = ("cross_entropy", "ppo", "cispo")
 
 
