@@ -280,12 +280,12 @@ _EXECUTION_FIELDS = {
 }
 
 
-#: Where a session's weights were: in memory still, parked in host memory, or in files.
+#: Places of a job's weights: in memory still, parked in host memory, or in files.
 WeightsSource = Literal["memory", "parked", "files"]
 
 
 class TakenUp(Record):
-    """How a training session put a job's weights and optimizer in place, and in which time."""
+    """Place of the weights and optimizer that a session took a job up from, and the seconds."""
 
     source: WeightsSource
     seconds: float

@@ -237,7 +237,7 @@ class JobJournal:
 
     @property
     def taken_up(self) -> TakenUp | None:
-        """How a session took the job up last; None if none did."""
+        """The last time that a session took the job up; None if none did."""
         events = [event for event in self.events() if event["event"] == "taken_up"]
         return TakenUp(**{n: events[-1][n] for n in TakenUp.model_fields}) if events else None
 

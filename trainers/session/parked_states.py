@@ -1,7 +1,7 @@
 """Parked states: the trainings that a session left, in host memory, until it takes them up again.
 
 They are a cache. A state is parked only when a resume point or a checkpoint holds the same, and its
-`Held` names that: so the least recently used may be dropped, and a kill loses nothing. Frozen
+`StateOrigin` names those: so the least recently used may be dropped, and a kill loses nothing. Frozen
 weights under adapters are parked apart from them, once for all adapters over the same weights.
 Called by resident.py; the bits are those of training/offload.py.
 """
@@ -26,8 +26,8 @@ LARGEST_SHARE = 0.5  # of the memory that is free
 
 
 @dataclass(frozen=True)
-class Held:
-    """The state that a rank holds: the weights of `weights`, and the optimizer that `job` left.
+class StateOrigin:
+    """The origin of a rank's state: the weights of `weights`, and the optimizer that `job` left.
 
     `weights` is the hash of a published checkpoint, under adapters of the one that they are over;
     None for weights that no checkpoint has. A job that did not end was left by `attempt` at the
@@ -44,11 +44,11 @@ class Held:
 class Parked:
     """Host copies of a training's storages. `nbytes`: of all ranks together.
 
-    `held` None: these are frozen weights. `key` names the state; equal on all ranks.
+    Without `origin` they are frozen weights. `key` names the state; equal on all ranks.
     """
 
     key: tuple[Any, ...]
-    held: Held | None
+    origin: StateOrigin | None
     copies: list[torch.Tensor]
     adam_steps: int
     nbytes: int
@@ -61,26 +61,28 @@ class ParkedStates:
         self._states: list[Parked] = []
 
     # ---- parking
-    def park(self, training: Training, held: Held, limit_gib: float) -> None:
+    def park(self, training: Training, origin: StateOrigin, limit_gib: float) -> None:
         """Copy what a job trained, if the limit allows it; drops other states for it. Collective.
 
         `limit_gib` is rank 0's, and the GiB of all ranks together.
         """
         training.finish()  # the last step's weights may not be on every rank yet
-        self.drop(held.job)
-        self._add((training.build, held.job), held, trained(training), training, limit_gib)
+        self.drop(origin.job)
+        self._add((training.build, origin.job), origin, trained(training), training, limit_gib)
 
     def park_frozen(self, training: Training, weights: str, limit_gib: float) -> None:
         """Copy the frozen weights, if parked adapters are over them. Collective."""
         key = frozen_key(training.build, weights)
-        over = (state.held is not None and state.held.weights == weights for state in self._states)
+        over = (
+            state.origin is not None and state.origin.weights == weights for state in self._states
+        )
         if any(over) and self._find(key) is None:
             self._add(key, None, frozen(training), training, limit_gib)
 
     def _add(
         self,
         key: tuple[Any, ...],
-        held: Held | None,
+        origin: StateOrigin | None,
         tensors: Iterable[torch.Tensor],
         training: Training,
         limit_gib: float,
@@ -99,7 +101,7 @@ class ParkedStates:
             for storage in storages
         ]
         _copy(zip(copies, map(bytes_of, storages), strict=True), training)
-        self._states.append(Parked(key, held, copies, adam_steps(training), nbytes))
+        self._states.append(Parked(key, origin, copies, adam_steps(training), nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +110,7 @@ class ParkedStates:
 
     def drop(self, job: str) -> None:
         """Forget the state of a job."""
-        self._states = [s for s in self._states if s.held is None or s.held.job != job]
+        self._states = [s for s in self._states if s.origin is None or s.origin.job != job]
 
     def note_use(self, state: Parked) -> None:
         """Make a state the one used last, on every rank, unless it was dropped."""
@@ -124,9 +126,9 @@ class ParkedStates:
     def of_weights(self, build: tuple[Any, ...], weights: str) -> Parked | None:
         """Return a state of a published job whose weights are those."""
         for state in self._states:
-            if (held := state.held) is None or held.seal or held.weights != weights:
+            if (origin := state.origin) is None or origin.seal or origin.weights != weights:
                 continue
-            if state.key == (build, held.job):
+            if state.key == (build, origin.job):
                 return state
         return None
 
@@ -141,7 +143,7 @@ class ParkedStates:
 def put_back(training: Training, state: Parked) -> None:
     """Put a parked state into a training of the same build."""
     tensors = frozen(training)
-    if state.held is not None:
+    if state.origin is not None:
         allocate_moments(training, state.adam_steps)
         tensors = trained(training)
     storages = map(bytes_of, storages_of(tensors, training).values())

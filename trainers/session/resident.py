@@ -30,7 +30,7 @@ from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_in
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
-from cray_agents.trainers.session.parked_states import Held, Parked, ParkedStates, put_back
+from cray_agents.trainers.session.parked_states import StateOrigin, Parked, ParkedStates, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.offload import Offload
 from cray_agents.trainers.training.parallel_groups import (
@@ -121,7 +121,7 @@ class Resident:
     def __init__(self, session: SessionJournal, attempt: int, on_cpu: bool, stop: StopFlag) -> None:
         self._session, self._attempt, self._on_cpu, self._stop = session, attempt, on_cpu, stop
         self._training: Training | None = None
-        self._held: Held | None = None  # by `_training`
+        self._origin: StateOrigin | None = None  # by `_training`
         self._parked = ParkedStates()
         self._turn = 0.0  # when the current job began
         self._offload: Offload | None = None
@@ -165,7 +165,7 @@ class Resident:
                 work, resumes = self._read(journal, spec, attempt)
                 finished = self._execute(work, resumes)
             except FailedEverywhere as reason:
-                if self._held is None:  # else the job failed before it was taken up
+                if self._origin is None:  # else the job failed before it was taken up
                     self._training = None
                 if is_rank0():
                     record_failure(journal, str(reason))
@@ -214,16 +214,16 @@ class Resident:
 
     def _left_at(self, work: JobInputs) -> str:
         """Return the seal of the point where the attempt before this one left the job, else ""."""
-        held, spec = self._held, work.spec
-        if held is None or held.job != spec.id or not self._fits(work):
+        origin, spec = self._origin, work.spec
+        if origin is None or origin.job != spec.id or not self._fits(work):
             parked = self._parked.of_job(build_of_job(work), spec.id)
-            held = None if parked is None else parked.held
-        return held.seal if held is not None and held.attempt + 1 == work.attempt else ""
+            origin = None if parked is None else parked.origin
+        return origin.seal if origin is not None and origin.attempt + 1 == work.attempt else ""
 
     def _holds(self, spec: JobSpec) -> bool:
         """Return True if the weights in memory are the ones that a job begins with."""
         starts = spec.hyperparameters.init == "parent"
-        return starts and self._held is not None and self._held.weights == spec.parent_sha256
+        return starts and self._origin is not None and self._origin.weights == spec.parent_sha256
 
     def _fits(self, work: JobInputs) -> bool:
         """Return True if the job can be trained with the model and optimizer that are built."""
@@ -236,23 +236,23 @@ class Resident:
 
     def _goes_on(self, work: JobInputs) -> bool:
         """Return True if the optimizer in memory is the one that the job goes on with."""
-        held = self._held
-        left_by = "" if held is None or held.seal else held.job
+        origin = self._origin
+        left_by = "" if origin is None or origin.seal else origin.job
         return left_by != "" and left_by == work.spec.optimizer_from and self._fits(work)
 
     def _optimizer(self, work: JobInputs) -> Parked | None:
         """Return the parked state with the optimizer that a job goes on with, and its parent."""
         spec = work.spec
         parked = self._parked.of_job(build_of_job(work), spec.optimizer_from or "")
-        held = None if parked is None else parked.held
-        if held is None or held.seal or held.weights != spec.parent_sha256:
+        origin = None if parked is None else parked.origin
+        if origin is None or origin.seal or origin.weights != spec.parent_sha256:
             return None
         return parked if spec.hyperparameters.init == "parent" else None
 
     def _execute(self, work: JobInputs, resumes: bool) -> bool:
         optimizer, begun = self._continues(work), time.perf_counter()
         source, restored = self._take_up(work, resumes), None
-        self._held = None  # until the job is left
+        self._origin = None  # until the job is left
         training, point = self._training, work.resume_from
         assert training is not None  # `_take_up` has built it
         if point is not None and work.spec.commands is not None:
@@ -272,7 +272,7 @@ class Resident:
         finished = job_rank.execute(
             training, work, optimizer_in_memory=optimizer, restored=restored, leave=self._leave
         )
-        self._held = self._published(work) if finished else self._left(training, work)
+        self._origin = self._published(work) if finished else self._left(training, work)
         return finished
 
     def _take_up(self, work: JobInputs, resumes: bool) -> WeightsSource:
@@ -280,10 +280,10 @@ class Resident:
 
         What is in memory and not part of them is parked.
         """
-        spec, build, held = work.spec, build_of_job(work), self._held
+        spec, build, origin = work.spec, build_of_job(work), self._origin
         hyper, check = spec.hyperparameters, job_rank.stop_check(work, self._stop)
         fits, frozen = self._fits(work), hyper.lora is not None
-        if resumes and fits and held is not None and held.job == spec.id and self._training:
+        if resumes and fits and origin is not None and origin.job == spec.id and self._training:
             self._training.take_up(work.parent, hyper, spec.method, check)
             return "memory"
         in_place = fits and self._holds(spec)  # under adapters: the frozen weights
@@ -326,14 +326,14 @@ class Resident:
         parked state takes the place of the trained ones. A published state that the next job goes
         on from is not parked.
         """
-        training, held = self._training, self._held
-        if training is not None and held is not None:
+        training, origin = self._training, self._origin
+        if training is not None and origin is not None:
             limit = self._session.spec().parked_gib
-            if held.job not in ("", job) and (held.seal or replaced or not stays):
-                self._parked.park(training, held, limit)
-            if not stays and held.weights is not None and training.hyper.lora is not None:
-                self._parked.park_frozen(training, held.weights, limit)
-        self._held = None
+            if origin.job not in ("", job) and (origin.seal or replaced or not stays):
+                self._parked.park(training, origin, limit)
+            if not stays and origin.weights is not None and training.hyper.lora is not None:
+                self._parked.park_frozen(training, origin.weights, limit)
+        self._origin = None
 
     def _leave(self, idle: float) -> bool:
         """Return True if a job without a command for `idle` seconds is to make room."""
@@ -343,7 +343,7 @@ class Resident:
             return idle > PATIENCE or time.monotonic() - self._turn > LONGEST_TURN
         return idle > self._session.spec().idle_seconds
 
-    def _left(self, training: Training, work: JobInputs) -> Held | None:
+    def _left(self, training: Training, work: JobInputs) -> StateOrigin | None:
         """Return the state in memory after a job was left before its end.
 
         A job on a dataset may have been left while another model's weights were scored.
@@ -359,9 +359,9 @@ class Resident:
         hyper = spec.hyperparameters
         based = hyper.lora is not None and hyper.init == "parent"
         weights = spec.parent_sha256 if based else None
-        return Held(spec.id if seal else "", weights, work.attempt, seal)
+        return StateOrigin(spec.id if seal else "", weights, work.attempt, seal)
 
-    def _published(self, work: JobInputs) -> Held | None:
+    def _published(self, work: JobInputs) -> StateOrigin | None:
         """Return the state in memory after a job of this session was published.
 
         None if another attempt published the job: this rank's state may be another one then.
@@ -371,7 +371,7 @@ class Resident:
             path = work.journal.home.checkpoint(work.spec.id) / "manifest.json"
             sha256 = checksums.read_record(Manifest, path).weights_sha256
         sha256 = broadcast_from_rank0(sha256)
-        return None if sha256 is None else Held(work.spec.id, sha256)
+        return None if sha256 is None else StateOrigin(work.spec.id, sha256)
 
 
 def build_of_job(work: JobInputs) -> tuple[Any, ...]:

@@ -133,7 +133,7 @@ class Training:
 
     @property
     def build(self) -> tuple[Any, ...]:
-        """What decides how model and optimizer are built."""
+        """Everything that decides how model and optimizer are built: see `build_of`."""
         return build_of(self.model, self.layout, self.hyper, self.recompute)
 
     def begin(
