@@ -1,8 +1,8 @@
 """Parked states: the trainings that a session left, in host memory, until it takes them up again.
 
-They are a cache. A state is parked only when a resume point or a checkpoint holds the same, and its
-`StateOrigin` names those: so the least recently used may be dropped, and a kill loses nothing. Frozen
-weights under adapters are parked apart from them, once for all adapters over the same weights.
+They are a cache. A state is parked only when a resume point or a checkpoint, which its origin names,
+holds the same: so the least recently used may be dropped, and a kill loses nothing. Frozen weights
+under adapters are parked apart from them, once for all adapters over the same weights.
 Called by resident.py; the bits are those of training/offload.py.
 """
 
@@ -73,10 +73,9 @@ class ParkedStates:
     def park_frozen(self, training: Training, weights: str, limit_gib: float) -> None:
         """Copy the frozen weights, if parked adapters are over them. Collective."""
         key = frozen_key(training.build, weights)
-        over = (
-            state.origin is not None and state.origin.weights == weights for state in self._states
-        )
-        if any(over) and self._find(key) is None:
+        origins = [state.origin for state in self._states if state.origin is not None]
+        over = any(origin.weights == weights for origin in origins)
+        if over and self._find(key) is None:
             self._add(key, None, frozen(training), training, limit_gib)
 
     def _add(

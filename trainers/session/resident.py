@@ -30,7 +30,7 @@ from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_in
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
-from cray_agents.trainers.session.parked_states import StateOrigin, Parked, ParkedStates, put_back
+from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.offload import Offload
 from cray_agents.trainers.training.parallel_groups import (
