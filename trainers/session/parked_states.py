@@ -1,8 +1,8 @@
 """Parked states: the trainings that a session left, in host memory, until it takes them up again.
 
-They are a cache. A state is parked only when a resume point or a checkpoint, which its origin names,
-holds the same: so the least recently used may be dropped, and a kill loses nothing. Frozen weights
-under adapters are parked apart from them, once for all adapters over the same weights.
+They are a cache. A state is parked only when a resume point or a checkpoint holds the same, and its
+origin names that: so the least recently used may be dropped, and a kill loses nothing. Frozen
+weights under adapters are parked apart from them, once for all adapters over the same weights.
 Called by resident.py; the bits are those of training/offload.py.
 """
 
