@@ -94,6 +94,12 @@ class Config(BaseModel):
     train_session_idle_minutes: float = Field(
         10, gt=0, description="minutes without a job after which a loop's training session ends"
     )
+    train_session_parked_gib: float | None = Field(
+        None,
+        ge=0,
+        description="GiB of host memory for the trainings that a training session left for another "
+        "one; default: a quarter of this host's where jobs run on it, else 0. 0: through files",
+    )
     delta_checkpoints: bool = Field(
         False,
         description="jobs publish what they changed in the weights, if that is less than half; a "

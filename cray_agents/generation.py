@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from cray_agents.records import Record
+from cray_agents.training_jobs import TakenUp
 
 
 class Generation(Record):
@@ -24,6 +25,7 @@ class Generation(Record):
     - `runs` counts training runs, `tokens` the tokens sampled in them. `carried` counts runs of the
       previous generation that ended too late for its training set. `trainer_seconds` is the time of
       the job's steps alone. `session` is the training session that ran it; None: own processes.
+      `taken_up` tells where that session had the weights, and the seconds to put them in place.
     - `holdout_success` is the mean reward over `holdout_tasks` tasks: all that decide, or those up
       to the decision. With 0 tasks nothing was evaluated, and the success is the promoted
       version's. `evidence` is against "it is not better"; `wins`, `losses` and `ties` count the
@@ -52,6 +54,7 @@ class Generation(Record):
     trained_tokens: int = 0
     trainer_seconds: float = 0.0
     session: str | None = None
+    taken_up: TakenUp | None = None
     loss_first: float | None = None
     loss_last: float | None = None
     probe_max_logprob_diff: float | None = None

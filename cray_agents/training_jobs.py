@@ -280,11 +280,25 @@ _EXECUTION_FIELDS = {
 }
 
 
+#: Places of a job's weights: in memory still, parked in host memory, or in files.
+WeightsSource = Literal["memory", "parked", "files"]
+
+
+class TakenUp(Record):
+    """Place of the weights and optimizer that a session took a job up from, and the seconds."""
+
+    source: WeightsSource
+    seconds: float
+
+
 JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 
 class JobStatus(Record):
-    """The state of a training job. `metrics` are the newest step's, by name."""
+    """The state of a training job. `metrics` are the newest step's, by name.
+
+    `taken_up`: by its training session, the last time; None for a job of its own processes.
+    """
 
     id: str
     state: JobState
@@ -299,5 +313,6 @@ class JobStatus(Record):
     trained_tokens: int = 0
     seconds: float = 0.0
     metrics: dict[str, Any] = Field(default_factory=dict)
+    taken_up: TakenUp | None = None
     error: str | None = None
     checkpoint: str | None = None

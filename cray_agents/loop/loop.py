@@ -284,6 +284,7 @@ class Loop:
             "trained_tokens": job.trained_tokens,
             "trainer_seconds": job.seconds,
             "session": job.session or None,
+            "taken_up": job.taken_up,
             "loss_first": job.loss_first,
             "loss_last": job.loss_last,
             "version": candidate.id,

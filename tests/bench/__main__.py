@@ -25,6 +25,7 @@ from tests.bench import (
     gateway,
     generation,
     loop_async,
+    parked_sessions,
     recording,
     sandbox,
     saving,
@@ -103,6 +104,7 @@ ALL = {
     "delta": delta.main,
     "training": training.main,
     "generation": generation.main,
+    "parked": parked_sessions.main,
     "swap": swap.main,
     "loop": loop_async.main,
 }

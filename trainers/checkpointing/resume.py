@@ -8,6 +8,7 @@ additions differs. A point that differs from its seal is set aside, and the one 
 Read next: save.py, which writes the points.
 """
 
+import hashlib
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -58,13 +59,30 @@ def verify(point: Path) -> None:
             raise Corrupt(f"resume point {point}: {name} is not what was written (bad checksum)")
 
 
-def choose(folder: Path) -> tuple[Path | None, list[str]]:
+def seal_of(point: Path) -> str:
+    """Return the hash of a resume point's seal, which names its content; "" without a seal."""
+    try:
+        return hashlib.sha256((point / SEAL).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return ""
+
+
+def read_common(point: Path) -> dict[str, Any]:
+    """Return the `common` data of `save` alone."""
+    common: dict[str, Any] = json.loads((point / POINT).read_bytes())["common"]
+    return common
+
+
+def choose(folder: Path, in_memory: str = "") -> tuple[Path | None, list[str]]:
     """Return the newest sound resume point, and the problems of newer ones, which are set aside.
 
-    Called by one process, before the ranks start.
+    The point whose seal has the hash `in_memory` is not read: the ranks hold its content. Called by
+    one process, before the ranks start.
     """
     problems: list[str] = []
     for point in resume_points(folder):
+        if in_memory and seal_of(point) == in_memory:
+            return point, problems
         try:
             verify(point)
         except Corrupt as problem:
@@ -115,7 +133,7 @@ def load(training: Training, point: Path) -> dict[str, Any]:
             for number, tensor in enumerate(owned.tensors):
                 values = saved.read(owned.range_, number)[owned.first : owned.first + owned.count]
                 tensor[: len(values)].copy_(values)
-    training.done = saved.step
+    training.done, training.saved = saved.step, point
     return saved.common
 
 

@@ -133,6 +133,7 @@ class Saver:
                 f" before it stays. Make room in {self._folder}, then start the job again"
             ) from problem
         if published:
+            self._training.saved = self._folder / folder_name(self._step)
             self._report(self._step, time.monotonic() - self._started)
 
     def _stage(self) -> None:

@@ -152,13 +152,18 @@ def _agreement_of(parent: Path) -> LogprobDistance | None:
 
 
 def choose_start(
-    work: JobInputs, on_cpu: bool, *, spawned: bool = False, optimizer_in_memory: bool = False
+    work: JobInputs,
+    on_cpu: bool,
+    *,
+    spawned: bool = False,
+    optimizer_in_memory: bool = False,
+    point_in_memory: str = "",
 ) -> JobInputs:
     """Choose the resume point to start from, sweep drafts, and write the event `started`.
 
     Called by one process, before the ranks start; Megatron must be loaded. `spawned` is only
-    recorded. With `optimizer_in_memory` the point of `optimizer_from` is not looked for. Raises
-    NotFound, Corrupt.
+    recorded. With `optimizer_in_memory` the point of `optimizer_from` is not looked for.
+    `point_in_memory`: see `resume.choose`. Raises NotFound, Corrupt.
     """
     from cray_agents.trainers.checkpointing import resume
     from cray_agents.trainers.models.model import layers_of
@@ -166,7 +171,7 @@ def choose_start(
     resume.sweep(work.megatron)
     final = work.journal.home.checkpoint(work.spec.id)
     resume.sweep(final.parent, f".{final.name}.*")
-    point, problems = resume.choose(work.megatron)
+    point, problems = resume.choose(work.megatron, point_in_memory)
     step = resume.step_of(point) if point else 0
     source = None if optimizer_in_memory else work.spec.optimizer_from
     if point is None and source is not None:

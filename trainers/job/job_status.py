@@ -32,7 +32,7 @@ def read_status(home: Home, job_id: str) -> JobStatus:
     spec = journal.spec()
     if (ended := journal.status()) is not None:
         last = read_handover(journal)
-        added = {"scheduler_job_id": last.id, "session": last.session}
+        added = {"scheduler_job_id": last.id, **session_of(journal, last)}
         return ended.model_copy(update={**added, "metrics": newest_measures(journal)})
     state: JobState = "running" if journal.attempts else "queued"
     state = "paused" if journal.paused else state
@@ -55,7 +55,13 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         trained_tokens=sum(e["tokens"] for e in steps),
         seconds=sum(e["seconds"] for e in steps),
         metrics=measures(steps[-1]) if steps else {},
+        taken_up=journal.taken_up,
     )
+
+
+def session_of(journal: JobJournal, last: Handover) -> dict[str, Any]:
+    """Return the fields of a JobStatus that tell which session trained a job, and how it began."""
+    return {"session": last.session, "taken_up": journal.taken_up if last.session else None}
 
 
 def newest_measures(journal: JobJournal) -> dict[str, Any]:

@@ -17,6 +17,8 @@ The training process and the trainers that watch it share this module. Events ar
     layout      layout, recompute, reasons (sentences): the choice for a spec that names no layout;
                 the only event from before the first start
     started     attempt, from_step, left_out (samples without anything to learn), layout
+    taken_up    attempt, source ("memory", "parked" or "files"), seconds until a session had weights
+                and optimizer in place, parked_bytes (all that its ranks have parked then)
     corrupt     message: a resume point that was set aside, or a damaged line that was dropped
     agreement   tokens, max_difference, mean_difference, p99_difference (99th percentile):
                 log-probabilities of the sampled tokens, the trainer's against the engine's, nats;
@@ -49,7 +51,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.disk.durable import resume_points
-from cray_agents.training_jobs import JobSpec, JobStatus
+from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
 
 TAIL_BYTES = 8192
 _NOT_MEASURES = {"event", "time", "step", "not_finite"}
@@ -232,6 +234,12 @@ class JobJournal:
             if event.get("event") == "step":
                 return event
         return None
+
+    @property
+    def taken_up(self) -> TakenUp | None:
+        """The last time that a session took the job up; None if none did."""
+        events = [event for event in self.events() if event["event"] == "taken_up"]
+        return TakenUp(**{n: events[-1][n] for n in TakenUp.model_fields}) if events else None
 
     @property
     def step(self) -> int:

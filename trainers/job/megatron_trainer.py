@@ -23,6 +23,7 @@ from cray_agents.trainers.job.job_status import (
     newest_measures,
     note_handover,
     read_handover,
+    session_of,
 )
 from cray_agents.trainers.job.journal import JobJournal, changes
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
@@ -65,7 +66,8 @@ def code_version() -> str:
 class MegatronTrainer:
     """A ports.Trainer: each job is one command, named after the job, on a scheduler.
 
-    `turns`: jobs use GPUs by turns with replicas.
+    `turns`: jobs use GPUs by turns with replicas. `parked_gib`: see SessionSpec; None: a quarter of
+    this host's memory if it runs all jobs, else none.
     """
 
     def __init__(
@@ -76,11 +78,15 @@ class MegatronTrainer:
         session_idle_seconds: float = 600.0,
         *,
         turns: bool = False,
+        parked_gib: float | None = None,
     ) -> None:
         self.turns = turns
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
         self.session_idle_seconds = session_idle_seconds
+        host = self.resources.host
+        usual = 0.0 if host is None else host.gib / 4
+        self.parked_gib = usual if parked_gib is None else parked_gib
         self._starting = threading.Lock()  # taken by everything that may start a job
 
     @property
@@ -314,6 +320,7 @@ class MegatronTrainer:
                 layout=spec.layout,
                 idle_seconds=self.session_idle_seconds,
                 turns=self.turns,
+                parked_gib=self.parked_gib,
             )
             session = SessionJournal(self.home, session_spec.id)
             session.write_spec(session_spec)
@@ -372,7 +379,7 @@ class MegatronTrainer:
         last = read_handover(journal)
         scheduler_id = last.id or self.scheduler.status(last.session or journal.job_id).id
         added = {"scheduler": self.scheduler.name, "scheduler_job_id": scheduler_id}
-        added["session"] = last.session
+        added |= session_of(journal, last)
         return status.model_copy(update={**added, "metrics": newest_measures(journal)})
 
     def _describe(self, journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:

@@ -10,6 +10,7 @@ import resource as limits
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,13 +119,14 @@ def join(layout: Layout, rank: int, store: Any, on_cpu: bool) -> None:
     join_ranks(layout, rank, layout.world, store, on_cpu)
 
 
-def build(work: JobInputs, on_cpu: bool, stop: StopFlag) -> Training:
+def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True) -> Training:
     """Build the job's model and optimizer on this rank, with the parent's weights. Collective.
 
-    Raises FailedEverywhere if these are not the weights that the job was made for.
+    Without `loaded` the caller puts the weights in place. Raises FailedEverywhere if these are not
+    the weights that the job was made for.
     """
     spec = work.spec
-    with check_parent(work.parent, spec):
+    with check_parent(work.parent, spec) if loaded else nullcontext():
         return Training(
             work.model,
             spec.layout,
@@ -134,6 +136,7 @@ def build(work: JobInputs, on_cpu: bool, stop: StopFlag) -> Training:
             method=spec.method,
             recompute=spec.recompute,
             asked_to_stop=stop_check(work, stop),
+            loaded=loaded,
         )
 
 
@@ -158,15 +161,16 @@ def execute(
     work: JobInputs,
     *,
     optimizer_in_memory: bool = False,
+    restored: dict[str, Any] | None = None,
     leave: Callable[[float], bool] = never,
 ) -> bool:
     """Train the job to its end and publish it; return False if stopped before. Collective.
 
     `training` holds the parent's weights, and with `optimizer_in_memory` the moments that
-    `spec.optimizer_from` left. `leave`: see command_run.py.
+    `spec.optimizer_from` left. `restored`, `leave`: see command_run.py.
     """
     if work.spec.commands is not None:
-        return run_commands(training, work, leave)
+        return run_commands(training, work, leave, restored)
     spec, home = work.spec, work.journal.home
     try:
         agreement = compare_with_engine(training, work)

@@ -52,6 +52,13 @@ def this_host() -> HostResources:
     return HostResources(len(os.sched_getaffinity(0)), gib)
 
 
+def free_gib() -> float:
+    """Return the GiB that processes of this host may still take, as Linux estimates it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    [kib] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kib) / 2**20
+
+
 @dataclass(frozen=True)
 class Resources:
     """The resources of a job without a layout: `ranks`, spread evenly over `nodes`.

@@ -71,12 +71,18 @@ class RunTotals:
         return {**values, "loss_first": self.loss_first or 0.0, "loss_last": self.loss_last or 0.0}
 
 
-def run_commands(training: Training, work: JobInputs, leave: Callable[[float], bool]) -> bool:
+def run_commands(
+    training: Training,
+    work: JobInputs,
+    leave: Callable[[float], bool],
+    restored: dict[str, Any] | None = None,
+) -> bool:
     """Carry out commands until `end`; return False if stopped before it. Collective.
 
-    Rank 0 calls `leave(seconds without a command)` and stops when it returns True.
+    Rank 0 calls `leave(seconds without a command)` and stops when it returns True. `restored`: the
+    `common` data of the resume point, whose content the training holds already.
     """
-    return CommandRun(training, work, leave).run()
+    return CommandRun(training, work, leave).run(restored)
 
 
 class CommandRun:
@@ -91,10 +97,12 @@ class CommandRun:
         self._loss: tuple[float, int] = (0.0, 0)  # of the passes since the last step, with tokens
         self._saved = 0  # the newest resume point's command
 
-    def run(self) -> bool:
-        """Restore the newest resume point, and carry out what comes after it."""
+    def run(self, restored: dict[str, Any] | None = None) -> bool:
+        """Restore the newest resume point, unless it is; carry out what comes after it."""
         work, training = self._work, self._training
-        if work.resume_from is not None:
+        if restored is not None:
+            self._totals = RunTotals(**restored)
+        elif work.resume_from is not None:
             self._totals = RunTotals(**resume.load(training, work.resume_from))
         else:
             allocate_moments(training, 0)

@@ -1,11 +1,13 @@
 """Resident rank: one rank of a training session, which trains job after job.
 
 Between two jobs model and optimizer stay in memory. A job whose parent is what the job before it
-published starts from memory, to the bit as it would from the files. A job of another kind of model
-has everything built anew. Rank 0 looks for the next job in the session's queue, and the others wait
-for its word. Where replicas use the same GPUs by turns, a session waits for its turn before each
-job, and moves its state to host memory after it. session_process.py calls `run` in a forked
-process. Read next: job/rank.py, whose `execute` trains a job.
+published starts from memory, to the bit as it would from the files; so does a job by commands that
+goes on where it was left. What the session leaves for another job is parked in host memory
+(parked_states.py), and taken from there when it comes back. A job of another kind of model has
+everything built anew. Rank 0 looks for the next job in the session's queue, and the others wait for
+its word. Where replicas use the same GPUs by turns, a session waits for its turn before each job,
+and moves its state to host memory after it. session_process.py calls `run` in a forked process.
+Read next: job/rank.py, whose `execute` trains a job.
 """
 
 import contextlib
@@ -21,12 +23,14 @@ import torch
 from cray_agents.errors import Corrupt, CrayError, SetupError, StoreError
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
+from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.job import rank as job_rank
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
+from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.offload import Offload
 from cray_agents.trainers.training.parallel_groups import (
@@ -35,8 +39,8 @@ from cray_agents.trainers.training.parallel_groups import (
     is_rank0,
 )
 from cray_agents.trainers.training.relay import Relay
-from cray_agents.trainers.training.train_step import Training
-from cray_agents.training_jobs import JobSpec
+from cray_agents.trainers.training.train_step import Training, build_of
+from cray_agents.training_jobs import JobSpec, WeightsSource
 
 PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for
 TURN_PATIENCE = 2.0  # seconds without a command after which it leaves GPUs that replicas use, too
@@ -50,14 +54,6 @@ class Order:
     job: str | None
     attempt: int = 0
     code: int = 0
-
-
-@dataclass
-class InMemory:
-    """The state that a rank holds: the weights of `sha256`, and the optimizer that `job` left."""
-
-    sha256: str
-    job: str
 
 
 def run(
@@ -125,7 +121,8 @@ class Resident:
     def __init__(self, session: SessionJournal, attempt: int, on_cpu: bool, stop: StopFlag) -> None:
         self._session, self._attempt, self._on_cpu, self._stop = session, attempt, on_cpu, stop
         self._training: Training | None = None
-        self._memory: InMemory | None = None
+        self._origin: StateOrigin | None = None  # by `_training`
+        self._parked = ParkedStates()
         self._turn = 0.0  # when the current job began
         self._offload: Offload | None = None
         self._onload_seconds = 0.0
@@ -165,10 +162,11 @@ class Resident:
         spec, self._turn = journal.spec(), time.monotonic()
         with _job_log(journal):
             try:
-                work = self._read(journal, spec, attempt)
-                finished = self._execute(work)
+                work, resumes = self._read(journal, spec, attempt)
+                finished = self._execute(work, resumes)
             except FailedEverywhere as reason:
-                self._training = self._memory = None
+                if self._origin is None:  # else the job failed before it was taken up
+                    self._training = None
                 if is_rank0():
                     record_failure(journal, str(reason))
             else:
@@ -188,63 +186,154 @@ class Resident:
         else:
             print(f"stopped after step {journal.step}; start it again to go on", flush=True)
 
-    def _read(self, journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
-        """Read and check the inputs on every rank; choose the starting point on rank 0."""
-        problem, work = None, None
+    def _read(self, journal: JobJournal, spec: JobSpec, attempt: int) -> tuple[JobInputs, bool]:
+        """Read and check the inputs on every rank; choose the starting point on rank 0.
+
+        Returns also True if that is a resume point whose content the ranks hold or have parked.
+        """
+        problem, work, resumes = None, None, False
         try:
             work = read_inputs(journal, spec, attempt)
             if is_rank0():
-                in_memory = self._continues(work)
-                work = choose_start(work, self._on_cpu, optimizer_in_memory=in_memory)
+                seal = self._left_at(work)
+                work = choose_start(
+                    work,
+                    self._on_cpu,
+                    optimizer_in_memory=self._continues(work),
+                    point_in_memory=seal,
+                )
+                point = work.resume_from
+                resumes = seal != "" and point is not None and resume.seal_of(point) == seal
                 journal.close()
         except CrayError as error:
             problem = error
         agree(problem)
         assert work is not None  # or `agree` has raised
-        return work.at(attempt, *broadcast_from_rank0(work.points))
+        *points, resumes = broadcast_from_rank0((*work.points, resumes))
+        return work.at(attempt, *points), resumes
+
+    def _left_at(self, work: JobInputs) -> str:
+        """Return the seal of the point where the attempt before this one left the job, else ""."""
+        origin, spec = self._origin, work.spec
+        if origin is None or origin.job != spec.id or not self._fits(work):
+            parked = self._parked.of_job(build_of_job(work), spec.id)
+            origin = None if parked is None else parked.origin
+        return origin.seal if origin is not None and origin.attempt + 1 == work.attempt else ""
 
     def _holds(self, spec: JobSpec) -> bool:
         """Return True if the weights in memory are the ones that a job begins with."""
         starts = spec.hyperparameters.init == "parent"
-        return starts and self._memory is not None and self._memory.sha256 == spec.parent_sha256
+        return starts and self._origin is not None and self._origin.weights == spec.parent_sha256
 
     def _fits(self, work: JobInputs) -> bool:
         """Return True if the job can be trained with the model and optimizer that are built."""
-        spec, training = work.spec, self._training
-        return training is not None and training.fits(
-            work.model, spec.layout, spec.hyperparameters, spec.recompute
-        )
+        training = self._training
+        return training is not None and training.build == build_of_job(work)
 
     def _continues(self, work: JobInputs) -> bool:
-        """Return True if the optimizer in memory is the one that the job goes on with."""
-        left_by = None if self._memory is None else self._memory.job
-        return left_by is not None and left_by == work.spec.optimizer_from and self._fits(work)
+        """Return True if the optimizer that the job goes on with is in memory, or parked."""
+        return self._goes_on(work) or self._optimizer(work) is not None
 
-    def _execute(self, work: JobInputs) -> bool:
-        spec, optimizer = work.spec, self._continues(work)
-        if self._training is not None and self._fits(work):
-            in_memory = self._holds(spec)
-            with contextlib.nullcontext() if in_memory else check_parent(work.parent, spec):
-                self._training.begin(
-                    work.parent,
-                    spec.hyperparameters,
-                    spec.method,
-                    job_rank.stop_check(work, self._stop),
-                    in_memory=in_memory,
-                )
+    def _goes_on(self, work: JobInputs) -> bool:
+        """Return True if the optimizer in memory is the one that the job goes on with."""
+        origin = self._origin
+        left_by = "" if origin is None or origin.seal else origin.job
+        return left_by != "" and left_by == work.spec.optimizer_from and self._fits(work)
+
+    def _optimizer(self, work: JobInputs) -> Parked | None:
+        """Return the parked state with the optimizer that a job goes on with, and its parent."""
+        spec = work.spec
+        parked = self._parked.of_job(build_of_job(work), spec.optimizer_from or "")
+        origin = None if parked is None else parked.origin
+        if origin is None or origin.seal or origin.weights != spec.parent_sha256:
+            return None
+        return parked if spec.hyperparameters.init == "parent" else None
+
+    def _execute(self, work: JobInputs, resumes: bool) -> bool:
+        optimizer, begun = self._continues(work), time.perf_counter()
+        source, restored = self._take_up(work, resumes), None
+        self._origin = None  # until the job is left
+        training, point = self._training, work.resume_from
+        assert training is not None  # `_take_up` has built it
+        if point is not None and work.spec.commands is not None:
+            if resumes:
+                restored = broadcast_from_rank0(resume.read_common(point) if is_rank0() else None)
+                training.saved = point
+            else:
+                restored, source = resume.load(training, point), "files"
+        if is_rank0():
+            work.journal.event(
+                "taken_up",
+                attempt=work.attempt,
+                source=source,
+                seconds=time.perf_counter() - begun,
+                parked_bytes=self._parked.nbytes,
+            )
+        finished = job_rank.execute(
+            training, work, optimizer_in_memory=optimizer, restored=restored, leave=self._leave
+        )
+        self._origin = self._published(work) if finished else self._left(training, work)
+        return finished
+
+    def _take_up(self, work: JobInputs, resumes: bool) -> WeightsSource:
+        """Put the weights of a job in place, and with `resumes` its optimizer; say from where.
+
+        What is in memory and not part of them is parked.
+        """
+        spec, build, origin = work.spec, build_of_job(work), self._origin
+        hyper, check = spec.hyperparameters, job_rank.stop_check(work, self._stop)
+        fits, frozen = self._fits(work), hyper.lora is not None
+        if resumes and fits and origin is not None and origin.job == spec.id and self._training:
+            self._training.take_up(work.parent, hyper, spec.method, check)
+            return "memory"
+        in_place = fits and self._holds(spec)  # under adapters: the frozen weights
+        state = self._parked.of_job(build, spec.id) if resumes else None
+        if state is None and not self._goes_on(work):
+            state = self._optimizer(work)
+            if state is None and hyper.init == "parent" and not (in_place or frozen):
+                state = self._parked.of_weights(build, spec.parent_sha256)
+        over = spec.parent_sha256 if frozen and not in_place and hyper.init == "parent" else None
+        base = self._parked.frozen(build, over)  # before parking may drop it
+        self._parked.drop(spec.id)  # it goes on from here
+        self._park(spec.id, stays=in_place, replaced=state is not None)
+        base = base or self._parked.frozen(build, over)
+        complete = in_place or base is not None or (state is not None and not frozen)
+        if fits and self._training is not None:
+            self._training.take_up(work.parent, hyper, spec.method, check)
+            if not complete:
+                with check_parent(work.parent, spec):
+                    self._training.take_weights()
         else:
             self._training = self._offload = None  # before the next one takes as much memory
             gc.collect()
             if not self._on_cpu:
                 torch.cuda.empty_cache()
-            self._training = job_rank.build(work, self._on_cpu, self._stop)
-        self._memory = None  # until the job is published
-        finished = job_rank.execute(
-            self._training, work, optimizer_in_memory=optimizer, leave=self._leave
-        )
-        if finished:
-            self._memory = self._published(work)
-        return finished
+            self._training = job_rank.build(work, self._on_cpu, self._stop, loaded=not complete)
+        for parked in (base, state):
+            if parked is not None:
+                put_back(self._training, parked)
+                self._parked.note_use(parked)
+        if not resumes:
+            self._training.start_from_weights()
+        if not complete:
+            return "files"
+        return "memory" if in_place and state is None else "parked"
+
+    def _park(self, job: str, *, stays: bool, replaced: bool) -> None:
+        """Park what is in memory, before `job` takes its place.
+
+        `stays`: it begins with the weights there, or has its adapters over them. `replaced`: then a
+        parked state takes the place of the trained ones. A published state that the next job goes
+        on from is not parked.
+        """
+        training, origin = self._training, self._origin
+        if training is not None and origin is not None:
+            limit = self._session.spec().parked_gib
+            if origin.job not in ("", job) and (origin.seal or replaced or not stays):
+                self._parked.park(training, origin, limit)
+            if not stays and origin.weights is not None and training.hyper.lora is not None:
+                self._parked.park_frozen(training, origin.weights, limit)
+        self._origin = None
 
     def _leave(self, idle: float) -> bool:
         """Return True if a job without a command for `idle` seconds is to make room."""
@@ -254,7 +343,25 @@ class Resident:
             return idle > PATIENCE or time.monotonic() - self._turn > LONGEST_TURN
         return idle > self._session.spec().idle_seconds
 
-    def _published(self, work: JobInputs) -> InMemory | None:
+    def _left(self, training: Training, work: JobInputs) -> StateOrigin | None:
+        """Return the state in memory after a job was left before its end.
+
+        A job on a dataset may have been left while another model's weights were scored.
+        """
+        spec, seal, point = work.spec, "", training.saved
+        if spec.commands is None:
+            return None
+        if is_rank0() and point is not None and resume.step_of(point) == training.done:
+            seal = resume.seal_of(point)
+            if work.journal.fenced(work.attempt) is not None:
+                seal = ""
+        seal = broadcast_from_rank0(seal)
+        hyper = spec.hyperparameters
+        based = hyper.lora is not None and hyper.init == "parent"
+        weights = spec.parent_sha256 if based else None
+        return StateOrigin(spec.id if seal else "", weights, work.attempt, seal)
+
+    def _published(self, work: JobInputs) -> StateOrigin | None:
         """Return the state in memory after a job of this session was published.
 
         None if another attempt published the job: this rank's state may be another one then.
@@ -264,7 +371,13 @@ class Resident:
             path = work.journal.home.checkpoint(work.spec.id) / "manifest.json"
             sha256 = checksums.read_record(Manifest, path).weights_sha256
         sha256 = broadcast_from_rank0(sha256)
-        return None if sha256 is None else InMemory(sha256, work.spec.id)
+        return None if sha256 is None else StateOrigin(work.spec.id, sha256)
+
+
+def build_of_job(work: JobInputs) -> tuple[Any, ...]:
+    """Return what decides how a job's model and optimizer are built."""
+    spec = work.spec
+    return build_of(work.model, spec.layout, spec.hyperparameters, spec.recompute)
 
 
 def agree(problem: CrayError | None) -> None:

@@ -31,12 +31,14 @@ class SessionSpec(Record):
     """A session's name and ranks. It ends after `idle_seconds` without a job.
 
     `turns`: it waits for its turn on the GPUs before each job, and leaves them after it.
+    `parked_gib`: the host memory of all its ranks together for the trainings that it left.
     """
 
     name: str
     layout: Layout = Field(default_factory=Layout)
     idle_seconds: float = Field(600.0, gt=0)
     turns: bool = False
+    parked_gib: float = Field(0.0, ge=0)
 
     @property
     def id(self) -> str:

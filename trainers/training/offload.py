@@ -9,7 +9,7 @@ session/resident.py calls this where replicas use the same GPUs by turns. On CPU
 in ordinary memory. No GPU has run it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ class Offload:
 
     def move_out(self) -> None:
         """Copy weights and optimizer to host memory, and free theirs. Drops the gradients."""
-        storages = _storages(kept(self.training), self.training)
-        dropped = _storages(gradients(self.training), self.training)
+        storages = _movable(kept(self.training), self.training)
+        dropped = _movable(gradients(self.training), self.training)
         self._copies = {key: copy for key, copy in self._copies.items() if key in storages}
         self._finish()  # other ranks' weights may be on their way here
         for key, storage in storages.items():
@@ -50,10 +50,10 @@ class Offload:
             storage, source = self._moved.pop()
             if isinstance(source, int):
                 storage.resize_(source)
-                _bytes_of(storage).zero_()
+                bytes_of(storage).zero_()
             else:
                 storage.resize_(source.nbytes)
-                _bytes_of(storage).copy_(source, non_blocking=True)
+                bytes_of(storage).copy_(source, non_blocking=True)
         self._finish()
 
     def _finish(self) -> None:
@@ -68,7 +68,7 @@ class Offload:
             pinned = not self.training.on_cpu
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             self._copies[key] = copy
-        return copy.copy_(_bytes_of(storage), non_blocking=True)
+        return copy.copy_(bytes_of(storage), non_blocking=True)
 
 
 def kept(training: Training) -> Iterator[torch.Tensor]:
@@ -76,6 +76,14 @@ def kept(training: Training) -> Iterator[torch.Tensor]:
     for chunk in training.chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
+    yield from trained(training)
+
+
+def trained(training: Training) -> Iterator[torch.Tensor]:
+    """Yield the trained weights, in Megatron's buffers and the optimizer's, and the moments.
+
+    Equal builds give them in the same order, once moments are allocated.
+    """
     for buffer in _ddp_buffers(training):
         yield buffer.param_data  # of adapters that are folded into the weights, too
     for optimizer in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
@@ -98,22 +106,26 @@ def _ddp_buffers(training: Training) -> Iterator[Any]:
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
-def _storages(
-    tensors: Iterator[torch.Tensor], training: Training
+def storages_of(
+    tensors: Iterable[torch.Tensor], training: Training
 ) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of tensors on the training's device, by address.
-
-    On CPUs a storage that was read through numpy stays where it is: torch cannot empty it.
-    """
+    """Return the storages of tensors on the training's device, by address, in their order."""
     storages = {}
     for tensor in tensors:
         if tensor.device.type == training.ranks.device.type:
             storage = tensor.untyped_storage()
-            if storage.resizable():
-                storages[storage._cdata] = storage
+            storages[storage._cdata] = storage
     return storages
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def _movable(
+    tensors: Iterable[torch.Tensor], training: Training
+) -> dict[int, torch.UntypedStorage]:
+    """Return the storages that can be emptied: on CPUs not those that were read through numpy."""
+    storages = storages_of(tensors, training)
+    return {key: storage for key, storage in storages.items() if storage.resizable()}
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -75,13 +75,22 @@ class StepReport:
 BUILT_IN = ("dtype", "lora", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 
+def build_of(
+    model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str
+) -> tuple[Any, ...]:
+    """Return what decides how model and optimizer are built: equal for jobs that fit the same."""
+    return (model, layout, recompute, *(getattr(hyper, name) for name in BUILT_IN))
+
+
 class Training:
     """One rank's share of a training job. All methods are collective.
 
     Each step calls `asked_to_stop` and reports the answer. `score` and `evaluate` call it at
     intervals and raise Stopped. `overlap`: see `wrap` in optimizer.py; None means only on GPUs.
-    `source` None: the first weights are the parent's, or random ones, as the hyperparameters say.
-    Where `fits` says so, `begin` takes up another job with the same model and optimizer.
+    `source` None: the first weights are the parent's, or random ones, as the hyperparameters say;
+    without `loaded` the caller puts them in place. Where `fits` says so, `begin` and `take_up` take
+    up another job with the same model and optimizer. `saved` is the resume point that was written
+    or loaded last, on rank 0.
     """
 
     def __init__(
@@ -97,6 +106,7 @@ class Training:
         overlap: bool | None = None,
         asked_to_stop: Callable[[], bool] = _never,
         source: Source | None = None,
+        loaded: bool = True,
     ) -> None:
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
         self.on_cpu, self.method, self.asked_to_stop = on_cpu, method, asked_to_stop
@@ -104,7 +114,9 @@ class Training:
         self.ranks = Ranks(layout, on_cpu)
         self.done = 0  # steps
         self.chunks = build_model(model, layout, hyper, on_cpu, recompute)
-        load_weights(self.chunks, model, source or weight_source(parent, model, hyper))
+        self.saved: Path | None = None
+        if loaded:
+            load_weights(self.chunks, model, source or weight_source(parent, model, hyper))
         if hyper.lora is not None:
             add_lora(self.chunks, model, hyper.lora, hyper.seed)
         overlap = not on_cpu if overlap is None else overlap
@@ -117,8 +129,12 @@ class Training:
         self, model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str
     ) -> bool:
         """Return True if a job can be trained with this model and optimizer as they are built."""
-        same = all(getattr(hyper, name) == getattr(self.hyper, name) for name in BUILT_IN)
-        return same and (model, layout, recompute) == (self.model, self.layout, self.recompute)
+        return build_of(model, layout, hyper, recompute) == self.build
+
+    @property
+    def build(self) -> tuple[Any, ...]:
+        """Everything that decides how model and optimizer are built: see `build_of`."""
+        return build_of(self.model, self.layout, self.hyper, self.recompute)
 
     def begin(
         self,
@@ -133,25 +149,38 @@ class Training:
 
         With `in_memory`, this rank holds the parent's weights already, rounded as they are stored.
         """
+        self.take_up(parent, hyper, method, asked_to_stop)
+        if in_memory:
+            self.start_from_weights()
+        else:
+            self.take_weights()
+
+    def take_up(
+        self,
+        parent: Path,
+        hyper: Hyperparameters,
+        method: MethodName,
+        asked_to_stop: Callable[[], bool],
+    ) -> None:
+        """Take up another job that `fits`; weights, adapters and moments stay as they are."""
         self.parent, self.hyper, self.method = parent, hyper, method
         self.asked_to_stop = asked_to_stop
         self.ranks = Ranks(self.layout, self.on_cpu)
         unfold_adapters(self._folded)
         self._folded = []
-        if in_memory:
-            self._start_from_weights()
-        else:
-            self.take_weights()
-        self.done = 0
+        for group in self.optimizer.param_groups:  # a client's commands may have changed them
+            group["betas"], group["eps"] = (hyper.adam_beta1, hyper.adam_beta2), hyper.adam_eps
+        self.optimizer.config.clip_grad = hyper.clip_grad
+        self.done, self.saved = 0, None
 
     def take_weights(self, checkpoint: Path | None = None) -> None:
         """Load a checkpoint's weights; with None, the weights that the job starts from."""
         first = weight_source(self.parent, self.model, self.hyper)
         source = first if checkpoint is None else SafeTensors(checkpoint, tied=self.model.tied)
         load_weights(self.chunks, self.model, source)
-        self._start_from_weights()
+        self.start_from_weights()
 
-    def _start_from_weights(self) -> None:
+    def start_from_weights(self) -> None:
         """Begin adapters anew, and give the optimizer the weights that the model has now."""
         for _, _, adapter in adapters(self.chunks):
             adapter.start(self.hyper.seed)
@@ -160,7 +189,7 @@ class Training:
     def restart(self) -> None:
         """Return to the initial weights and step 0, keeping the optimizer's moments."""
         self.take_weights()
-        self.done = 0
+        self.done, self.saved = 0, None
 
     def finish(self) -> None:
         """Fetch the last step's weights to every rank, for readers of the weights."""

@@ -112,6 +112,11 @@ def _saved(event: Event) -> str:
     return f"resume point after step {event['step']} saved in {event['seconds']:.2f} s"
 
 
+def _taken_up(event: Event) -> str:
+    place = {"memory": "memory", "parked": "host memory", "files": "files"}[event["source"]]
+    return f"the session took it up from {place} in {event['seconds']:.2f} s"
+
+
 def _unknown(event: Event) -> str:
     fields = {name: value for name, value in event.items() if name not in ("event", "time")}
     return f"{event['event']}: " + ", ".join(f"{name} {value}" for name, value in fields.items())
@@ -120,6 +125,7 @@ def _unknown(event: Event) -> str:
 _DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "layout": _layout,
     "started": _started,
+    "taken_up": _taken_up,
     "corrupt": lambda event: f"{event['message']}: set aside, the one before it is used",
     "evaluation": _evaluation,
     "agreement": _agreement,

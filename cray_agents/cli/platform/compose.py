@@ -98,7 +98,14 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
                 check_serving(config, version, placement, resources)
                 training = TrainingSide(home, scheduler)
             idle = 60 * config.train_session_idle_minutes
-            trainer = MegatronTrainer(home, scheduler, resources, idle, turns=training is not None)
+            trainer = MegatronTrainer(
+                home,
+                scheduler,
+                resources,
+                idle,
+                turns=training is not None,
+                parked_gib=config.train_session_parked_gib,
+            )
             platform = describe_platform(config, scheduler, resources)
             pool = make_pool(config, version.name, replicas, placement)
             uvloop.run(

@@ -14,13 +14,25 @@ class RunningSession:
     """A session's process, forked from this one: Megatron is loaded already."""
 
     def __init__(
-        self, home: Home, layout: Layout, idle_seconds: float = 600.0, *, turns: bool = False
+        self,
+        home: Home,
+        layout: Layout,
+        idle_seconds: float = 600.0,
+        *,
+        turns: bool = False,
+        parked_gib: float = 0.0,
     ) -> None:
         from cray_agents.trainers.models.cpu_megatron import load_megatron
         from cray_agents.trainers.session import resident, session_process  # noqa: F401
 
         load_megatron()
-        spec = SessionSpec(name="loop", layout=layout, idle_seconds=idle_seconds, turns=turns)
+        spec = SessionSpec(
+            name="loop",
+            layout=layout,
+            idle_seconds=idle_seconds,
+            turns=turns,
+            parked_gib=parked_gib,
+        )
         self.journal = SessionJournal(home, spec.id)
         self.journal.write_spec(spec)
         self.pid = os.fork()
