@@ -51,11 +51,11 @@ async def prove(
                 f"gave {len(score.logprobs)}: the probe must hold one for each token but the first"
             )
     pairs = list(zip(scores, probe, strict=True))
-    told = [(s.top, prompt.top) for s, prompt in pairs if len(s.top) == len(prompt.top)]
+    named = [(s.top, prompt.top) for s, prompt in pairs if len(s.top) == len(prompt.top)]
     distance = measure(
         [logprob for score, _ in pairs for logprob in score.logprobs],
         [logprob for _, prompt in pairs for logprob in prompt.logprobs],
-        [mine == theirs for tops in told for mine, theirs in zip(*tops, strict=True)],
+        [mine == theirs for tops in named for mine, theirs in zip(*tops, strict=True)],
     )
     limits = limits.relative_to(_distance(before))
     if limits.exceeded(distance):

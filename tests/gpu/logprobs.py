@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def score(bench: Bench, name: str, dtype: Dtype, path: str, out: Path) -> None:
     with layers_of(path):
         training = bench.build(name, hyper)
     round_weights(training.chunks, model, InitialWeights(model, 0))
-    found = {}
+    found: dict[str, Any] = {}
     for way in list(ATTENTION)[:1] if path in (TE, VARLEN) else ATTENTION:
         if dtype == "float32" and way == "flash":  # there is none
             continue

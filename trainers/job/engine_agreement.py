@@ -129,8 +129,9 @@ def compare(
     mine = np.concatenate(list(ours)).astype(np.float64)
     worst = int(np.abs(mine - theirs).argmax())  # numpy treats nan as the largest
     equal: list[bool] = []
-    for i in np.flatnonzero(samples.temperatures == 0) if tops is not None else ():
-        equal += (np.asarray(samples.tokens[i])[places[i]] == tops[i]).tolist()
+    if tops is not None:
+        for i in np.flatnonzero(samples.temperatures == 0):
+            equal += (np.asarray(samples.tokens[i])[places[i]] == tops[i]).tolist()
     of = np.repeat(np.arange(len(samples)), [len(at) for at in places])
     return Agreement(
         distance=measure(mine, theirs, equal),

@@ -289,21 +289,21 @@ class Training:
         top: bool,
     ) -> list[list[Floats]]:
         """Return a list of logprobs and, if wanted, one of tokens, which float32 holds exactly."""
-        found: list[list[Floats]] = [[], []] if top else [[]]
+        columns: list[list[Floats]] = [[], []] if top else [[]]
         with self._without_dropout():
             for wanted in self._slices(range(len(samples)) if indices is None else indices):
                 batches, members = self.pack_share(samples, [[i] for i in wanted])
                 places = {i: n for n, i in enumerate(wanted)}
                 self.set_head(temperature, top=top)
                 reports = self.run_passes(batches, self._logprobs, learn=False)
-                for column, rows in enumerate(found):
+                for place, rows in enumerate(columns):
                     rows += self.ranks.collect(
-                        [(at, numbers[column]) for at, *numbers in reports],
+                        [(at, numbers[place]) for at, *numbers in reports],
                         batches,
                         [[places[i] for i in batch] for batch in members],
                         [int((samples.masks[i][1:] > 0).sum()) for i in wanted],
                     )
-        return found
+        return columns
 
     def _drift(self, baseline: BaselineLogprobs, units: Sequence[Sequence[int]]) -> float:
         """Estimate kto's divergence from the reference, on mismatched completions; 0 without."""
