@@ -74,6 +74,17 @@ class EngineCall:
         return bool(self.request.get("stream"))
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScore:
+    """An engine's view of a prompt's tokens but the first: logprobs, and the likeliest tokens.
+
+    `top` is empty where the engine does not tell.
+    """
+
+    logprobs: list[float]
+    top: list[int] = field(default_factory=list)
+
+
 class Engine(Protocol):
     """A replica's engine as the pool uses it."""
 
@@ -99,8 +110,8 @@ class Engine(Protocol):
         """Answer requests under the weights last loaded, which are proven now."""
         ...
 
-    async def score(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Return logprobs of each prompt's tokens except its first, under the loaded weights."""
+    async def score(self, prompts: list[list[int]]) -> list[PromptScore]:
+        """Score each prompt's tokens except its first, under the loaded weights."""
         ...
 
     async def sleep(self, level: int) -> None:

@@ -399,19 +399,28 @@ class Event(Record):
 
 
 class ProbePrompt(Record):
-    """A golden prompt. `logprobs[i]` is of `token_ids[i + 1]` given the tokens before it."""
+    """A golden prompt. `logprobs[i]` is of `token_ids[i + 1]` given the tokens before it.
+
+    `top[i]` is the most likely token there; probes of older releases have none.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
+    top: list[int] = Field(default_factory=list)
 
 
 class LogprobDistance(Record):
-    """The distribution of |difference| between two programs' logprobs of the same tokens, nats."""
+    """The distribution of |difference| between two programs' logprobs of the same tokens, nats.
+
+    `equal_argmax`: the share of places where both name the same most likely token; None where less
+    than a hundred are known.
+    """
 
     tokens: int
     mean: float
     p99: float  # the 99th percentile
     max: float
+    equal_argmax: float | None = None
 
 
 class DeltaOf(Record):
@@ -475,6 +484,7 @@ class ProbeReport(Record):
     max_logprob_diff: float
     mean_logprob_diff: float = 0.0
     p99_logprob_diff: float = 0.0
+    equal_argmax: float | None = None  # see LogprobDistance
     tolerance: float
     passed: bool
     seconds: dict[str, float] = Field(default_factory=dict)  # pause, load, prove, resume

@@ -2,13 +2,14 @@
 
 Trainer and engine compute the same weights in different orders. In float32 every token must agree.
 In bfloat16 single tokens of good weights lie far apart by rounding alone, and with them the
-largest difference. There the distribution is judged: its mean and its 99th percentile. Called by
-pool/golden_probe.py and trainers/job/engine_agreement.py.
+largest difference. There the distribution is judged: its mean, its 99th percentile, and the share
+of places where both name the same most likely token. Called by pool/golden_probe.py and
+trainers/job/engine_agreement.py.
 
 The limits in bfloat16 are from published figures and from small models on CPUs. No GPU was seen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,11 @@ from cray_agents.records import LogprobDistance
 Logprobs = Sequence[float] | npt.NDArray[np.floating]
 
 
-def measure(ours: Logprobs, theirs: Logprobs) -> LogprobDistance:
-    """Return the distribution of |ours - theirs|, both [tokens]. Without tokens all is 0."""
+def measure(ours: Logprobs, theirs: Logprobs, equal_tops: Collection[bool] = ()) -> LogprobDistance:
+    """Return the distribution of |ours - theirs|, both [tokens]. Without tokens all is 0.
+
+    `equal_tops`: whether both name the same most likely token, for the places where that is known.
+    """
     apart = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
     if not apart.size:
         return LogprobDistance(tokens=0, mean=0.0, p99=0.0, max=0.0)
@@ -31,21 +35,29 @@ def measure(ours: Logprobs, theirs: Logprobs) -> LogprobDistance:
         mean=float(apart.mean()),
         p99=p99,
         max=float(apart.max()),  # numpy treats nan as the largest
+        equal_argmax=sum(equal_tops) / len(equal_tops) if len(equal_tops) >= _ENOUGH else None,
     )
 
 
 @dataclass(frozen=True)
 class LogprobLimits:
-    """Largest allowed differences in nats. None: that one is not judged."""
+    """Largest allowed differences in nats. None: that one is not judged.
+
+    `equal_argmax`: the smallest share of equal most likely tokens; an unknown one is not judged.
+    """
 
     max: float | None = None
     mean: float | None = None
     p99: float | None = None
+    equal_argmax: float | None = None
 
     def exceeded(self, distance: LogprobDistance) -> bool:
-        """Tell whether a distance is above any of the limits, or not a number."""
+        """Tell whether a distance is beyond any of the limits, or not a number."""
         pairs = ((getattr(self, name), getattr(distance, name)) for name in _JUDGED)
-        return any(limit is not None and not value <= limit for limit, value in pairs)
+        least, share = self.equal_argmax, distance.equal_argmax
+        return any(limit is not None and not value <= limit for limit, value in pairs) or (
+            least is not None and share is not None and share < least
+        )
 
     def relative_to(self, parent: LogprobDistance | None) -> "LogprobLimits":
         """Return tighter limits, from the distance that this site measured for good weights.
@@ -54,14 +66,19 @@ class LogprobLimits:
         """
         if parent is None or parent.tokens < _ENOUGH or self.mean is None or self.p99 is None:
             return self
+        least = self.equal_argmax
+        if least is not None and parent.equal_argmax is not None:
+            least = max(least, min(_GOOD_ARGMAX, 1 - _TIMES * (1 - parent.equal_argmax)))
         return LogprobLimits(
             mean=min(self.mean, max(_GOOD.mean, _TIMES * parent.mean)),
             p99=min(self.p99, max(_GOOD.p99, _TIMES * parent.p99)),
+            equal_argmax=least,
         )
 
     def __str__(self) -> str:
-        """Describe the limits, as in "mean 0.1, 99th percentile 0.5"."""
-        given = ((_JUDGED[name], getattr(self, name)) for name in _JUDGED)
+        """Describe them: "mean 0.1, 99th percentile 0.5, equal most likely tokens 0.85"."""
+        labels = _JUDGED | {"equal_argmax": "equal most likely tokens"}
+        given = ((label, getattr(self, name)) for name, label in labels.items())
         return ", ".join(f"{label} {limit:g}" for label, limit in given if limit is not None)
 
 
@@ -74,14 +91,18 @@ def bfloat16_limits(p99: float = 0.5) -> LogprobLimits:
     An exponential distribution's 99th percentile is 4.6 times its mean. The default mean of 0.1 is
     what NeMo-RL accepts (mean of exp |difference| < 1.1), and three times the 0.032 published there
     for DeepSeek-V3. Wrong weights are far beyond: a transposed matrix, a wrong RoPE base or a lost
-    tensor-parallel shard give a mean of 0.25 to 4 (tests/runtime/test_logprob_limits.py).
+    tensor-parallel shard give a mean of 0.25 to 4 (tests/runtime/test_logprob_limits.py). Who
+    allows twice the difference allows twice as many other argmaxes.
     """
-    return LogprobLimits(mean=p99 / 5, p99=p99)
+    least = max(0.0, 1 - (1 - _LEAST_ARGMAX) * max(1.0, p99 / 0.5))
+    return LogprobLimits(mean=p99 / 5, p99=p99, equal_argmax=least)
 
 
 #: Differences like the published ones are never refused: a mean of 0.032, and the tail of probes of
 #: 500 tokens around its 99th percentile of 0.15.
 _GOOD = LogprobDistance(tokens=0, mean=0.04, p99=0.25, max=0.0)
+#: Shares of equal argmaxes that rounding never goes below: without a site's own measure, with it.
+_LEAST_ARGMAX, _GOOD_ARGMAX = 0.85, 0.9
 #: Good weights of one site lie closer together than this, other tokens and tasks included. A stale
 #: layer or a missing adapter of a small model is further away.
 _TIMES = 4.0

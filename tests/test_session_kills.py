@@ -1,7 +1,9 @@
 """Kill -9 of ranks, launcher, client and gateway of a training session: all ends are as calm ones.
 
 Every command has one result, and results, versions and weights are those of a session that nothing
-happened to, to the bit. `CRAY_TEST_KILLS` and `CRAY_TEST_SEED` make it longer.
+happened to, to the bit. Some kills of rank or launcher are aimed at a publish: at the time between
+the first and the last of its files. `CRAY_TEST_KILLS`, `CRAY_TEST_SEED` and `CRAY_TEST_RANKS` make
+other campaigns of it.
 """
 
 import json
@@ -35,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "2"))
 SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
 PER_SESSION = 12  # kills, so that a long campaign sees many beginnings and ends
-TARGETS = ("rank", "launcher", "client", "gateway")
+TARGETS = ("rank", "launcher", "publish", "client", "gateway")
 
 
 @dataclass
@@ -70,21 +72,36 @@ class Site:
                 env={**os.environ, "TEST_PARENT": str(os.getpid())},
             )
 
-    def kill(self, target: str) -> bool:
-        """Kill one of the processes; False if it is not there now."""
+    def kill(self, target: str, chance: random.Random) -> str:
+        """Kill one of the processes; return what was hit, "" if nothing was there."""
         if target in self.processes:
             self.processes[target].kill()
             self.processes[target].wait()
             self.start(target)
-            return True
+            return target
+        drafts: set[str] = set()
+        if target == "publish":
+            drafts, target = self.wait_for_draft(), chance.choice(("rank", "launcher"))
+            time.sleep(chance.uniform(0, 0.004))
         pids = self.session_pids()
         if len(pids) < 2:
-            return False
+            return ""
         try:
             os.kill(pids[0] if target == "launcher" else pids[-1], signal.SIGKILL)
         except ProcessLookupError:
-            return False
-        return True
+            return ""
+        return f"{target} in a publish" if drafts & self.drafts() else target
+
+    def drafts(self) -> set[str]:
+        """Return the folders of checkpoints that are being written, or were left half-written."""
+        return {path.name for path in self.home.checkpoint("x").parent.glob(".job-*")}
+
+    def wait_for_draft(self) -> set[str]:
+        """Wait until another checkpoint is being written, or the client has ended; return it."""
+        before = self.drafts()
+        while not (begun := self.drafts() - before) and not self.ended():
+            time.sleep(0.0005)
+        return begun
 
     def session_pids(self) -> list[int]:
         """Return the pids of the session's launcher and of its ranks, as far as they run."""
@@ -134,6 +151,7 @@ class Site:
             "versions": [(version.id, version.checkpoint) for version in versions],
             "files": [manifest.files for manifest in manifests],
             "commands": [manifest.metrics.get("commands_sha256") for manifest in manifests],
+            "drafts": self.drafts(),
         }
 
 
@@ -151,8 +169,8 @@ def run(root: Path, chance: random.Random | None, kills: Counter[str], enough: i
                 site.wait_for(moment)
                 time.sleep(chance.uniform(0, 0.05))
                 target = chance.choice(TARGETS)
-                if not site.ended() and site.kill(target):
-                    kills[target] += 1
+                if not site.ended() and (hit := site.kill(target, chance)):
+                    kills[hit] += 1
         site.wait_for(last + 2)
         return site.state()
     finally:
@@ -164,7 +182,7 @@ def test_killed_sessions_end_as_a_calm_one(tmp_path: Path) -> None:
     kills: Counter[str] = Counter()
     expected = run(tmp_path / "calm", None, kills, 0)
     assert expected["state"] == "succeeded" and None not in expected["results"]
-    assert len(expected["versions"]) == 1 + STEPS // 2 + 1
+    assert len(expected["versions"]) == 1 + STEPS // 2 + 1 and not expected["drafts"]
     number = 0
     while kills.total() < KILLS:
         number += 1

@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from cray_agents.errors import EngineError, SwapError
-from cray_agents.ports import EngineCall, SampledSequence
+from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import Message, WeightChange, canonical, digest
 
 FixedReply = str | dict[str, Any] | list[dict[str, Any]] | BaseException
@@ -158,18 +158,19 @@ class ScriptedEngine:
             self.checkpoint, self.version = None, ""
         self.asleep = 0
 
-    async def score(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Return the logprobs of the loaded checkpoint's own probe, plus `drift`.
+    async def score(self, prompts: list[list[int]]) -> list[PromptScore]:
+        """Return the scores of the loaded checkpoint's own probe, with logprobs plus `drift`.
 
         Raises EngineError for a prompt that is not in its `manifest.json`.
         """
-        known: dict[tuple[int, ...], list[float]] = {}
+        known: dict[tuple[int, ...], PromptScore] = {}
         manifest = self.checkpoint / "manifest.json" if self.checkpoint else None
         if manifest is not None and manifest.exists():
             for prompt in json.loads(manifest.read_text())["probe"]:
-                known[tuple(prompt["token_ids"])] = prompt["logprobs"]
+                moved = [value + self.drift for value in prompt["logprobs"]]
+                known[tuple(prompt["token_ids"])] = PromptScore(moved, prompt.get("top", []))
         try:
-            return [[value + self.drift for value in known[tuple(prompt)]] for prompt in prompts]
+            return [known[tuple(prompt)] for prompt in prompts]
         except KeyError as error:
             raise EngineError(f"{manifest} has no probe for the prompt {error}") from None
 

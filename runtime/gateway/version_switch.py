@@ -9,7 +9,6 @@ runtime/pool/pool.py, runtime/registry/registry.py, runtime/registry/canary.py.
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -494,9 +493,9 @@ class VersionSwitcher:
 
     def _shadow(self, version: ModelVersion, directory: Path) -> Path:
         with self._shadow_lock:
-            if self._shadows is None:
-                self._shadows = Shadows(self._home, host_cache() / "shadows" / str(os.getpid()))
             try:
+                if self._shadows is None:
+                    self._shadows = Shadows(self._home, host_cache() / "shadows")
                 shadow = self._shadows.directory(directory)
             except (CrayError, OSError) as error:
                 raise SwapError(f"{version.id} was not loaded: {error}") from error

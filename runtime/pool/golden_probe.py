@@ -45,13 +45,18 @@ async def prove(
     started = time.perf_counter()
     scores = await engine.score(probe_token_ids(probe))
     for prompt, score in zip(probe, scores, strict=True):
-        if len(score) != len(prompt.logprobs):
+        if len(score.logprobs) != len(prompt.logprobs):
             raise SwapError(
                 f"a probe prompt of {version} has {len(prompt.logprobs)} logprobs, and the engine "
-                f"gave {len(score)}: the probe must hold one for each token but the first"
+                f"gave {len(score.logprobs)}: the probe must hold one for each token but the first"
             )
-    trainer = [logprob for prompt in probe for logprob in prompt.logprobs]
-    distance = measure([logprob for score in scores for logprob in score], trainer)
+    pairs = list(zip(scores, probe, strict=True))
+    named = [(s.top, prompt.top) for s, prompt in pairs if len(s.top) == len(prompt.top)]
+    distance = measure(
+        [logprob for score, _ in pairs for logprob in score.logprobs],
+        [logprob for _, prompt in pairs for logprob in prompt.logprobs],
+        [mine == theirs for tops in named for mine, theirs in zip(*tops, strict=True)],
+    )
     limits = limits.relative_to(_distance(before))
     if limits.exceeded(distance):
         raise SwapError(
@@ -65,6 +70,7 @@ async def prove(
         max_logprob_diff=distance.max,
         mean_logprob_diff=distance.mean,
         p99_logprob_diff=distance.p99,
+        equal_argmax=distance.equal_argmax,
         tolerance=limits.max or limits.p99 or 0.0,
         passed=True,
         seconds={"prove": time.perf_counter() - started},
@@ -80,15 +86,19 @@ def _distance(report: ProbeReport | None) -> LogprobDistance | None:
         mean=report.mean_logprob_diff,
         p99=report.p99_logprob_diff,
         max=report.max_logprob_diff,
+        equal_argmax=report.equal_argmax,
     )
 
 
 def _describe(distance: LogprobDistance, limits: LogprobLimits) -> str:
     if limits.max is not None:
         return f"{distance.max:.3g} (tolerance {limits.max:g})"
+    equal = ""
+    if distance.equal_argmax is not None:
+        equal = f", {distance.equal_argmax:.3g} of which have the same most likely token"
     return (
         f"{distance.mean:.3g} on average and {distance.p99:.3g} in the 99th percentile of "
-        f"{distance.tokens} tokens (tolerance: {limits})"
+        f"{distance.tokens} tokens{equal} (tolerance: {limits})"
     )
 
 

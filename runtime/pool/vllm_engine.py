@@ -18,7 +18,7 @@ import aiohttp
 import orjson
 
 from cray_agents.errors import CrayError, EngineError, EngineTimeout, EngineUnavailable, SwapError
-from cray_agents.ports import EngineCall, SampledSequence
+from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
 from cray_agents.runtime.pool.phase_seconds import timed
@@ -206,8 +206,8 @@ class VllmEngine:
         if not self._kept:
             self._weights = ""  # the memory is there, and the weights are not
 
-    async def score(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Return logprobs of each prompt's tokens but its first, under the weights now loaded.
+    async def score(self, prompts: list[list[int]]) -> list[PromptScore]:
+        """Score each prompt's tokens but its first, under the weights now loaded.
 
         One token is sampled after each prompt; without prompts, two are sampled after a fixed one.
         Raises EngineError where the engine cannot sample.
@@ -220,16 +220,13 @@ class VllmEngine:
             "prompt": prompts,
             "max_tokens": 1,
             "temperature": 0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": 1,
             "vllm_xargs": {PROBE: 1},
         }
         answer = await self._post("/v1/completions", body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         return [
-            [
-                _logprob(at, token)
-                for at, token in zip(choice["prompt_logprobs"], tokens, strict=True)
-            ][1:]
+            _score(choice["prompt_logprobs"], tokens)
             for choice, tokens in zip(choices, prompts, strict=True)
         ]
 
@@ -338,10 +335,14 @@ def _version_of(label: str) -> str:
     return label.partition(" ")[0]
 
 
-def _logprob(entry: dict[str, Any] | None, token: int) -> float:
-    if entry is None:  # the first token has no logprob
-        return 0.0
-    value = entry[str(token)]["logprob"]
-    if value is None or value != value:
-        raise EngineError(f"the model gives token {token} no logprob: its weights hold NaN")
-    return float(value)
+def _score(entries: list[dict[str, Any] | None], tokens: list[int]) -> PromptScore:
+    """Parse vLLM's entries, one for each token; the first token has none."""
+    logprobs, top = [], []
+    for entry, token in zip(entries[1:], tokens[1:], strict=True):
+        assert entry is not None
+        value = entry[str(token)]["logprob"]
+        if value is None or value != value:
+            raise EngineError(f"the model gives token {token} no logprob: its weights hold NaN")
+        logprobs.append(float(value))
+        top.append(int(min(entry, key=lambda name: int(entry[name]["rank"]))))
+    return PromptScore(logprobs, top)

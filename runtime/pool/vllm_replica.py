@@ -27,6 +27,7 @@ from cray_agents.runtime.pool.load_format import AUTO
 from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.checkpoints import ADAPTER
+from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE
 
@@ -155,7 +156,7 @@ class Replica:
         """Report missing memory where vLLM computes on the CPU; "" elsewhere."""
         if has_gpu_build():  # each replica has GPUs of its own
             return ""
-        weights = weight_bytes(checkpoint)
+        weights = rebuilt_bytes(checkpoint)
         required = 2 * weights + self.settings.kv_cache_gib * 2**30 + _VLLM_BYTES
         free = _free_bytes()
         if free is None or free >= required:
@@ -165,7 +166,7 @@ class Replica:
     def sleep_level(self, checkpoint: Path) -> int:
         """Return 1 if the weights' copy leaves half of the free host memory: see `EngineHost`."""
         free = _free_bytes()
-        return 1 if free is None or 2 * weight_bytes(checkpoint) <= free else 2
+        return 1 if free is None or 2 * rebuilt_bytes(checkpoint) <= free else 2
 
     async def stop(self) -> None:
         """End the server and everything it started; return when all of it is gone."""
@@ -327,11 +328,6 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         }
     )
-
-
-def weight_bytes(checkpoint: Path) -> int:
-    """Return the size of a checkpoint's weight files."""
-    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
 
 
 def _free_bytes() -> int | None:

@@ -14,6 +14,7 @@ delta_export.py. The platform makes a version whole before it is promoted or tra
 next: runtime/vllm_plugins/delta_codec.py.
 """
 
+import fcntl
 import logging
 import os
 import shutil
@@ -43,6 +44,7 @@ from cray_agents.runtime.registry.checkpoints import (
 if TYPE_CHECKING:
     from cray_agents.runtime.vllm_plugins.delta_codec import Words
 
+LOCK = "lock"  # the file that a living process has locked in its folder of copies
 log = logging.getLogger(__name__)
 
 
@@ -218,22 +220,31 @@ def _parent_of(home: Home, directory: Path, manifest: Manifest) -> Path:
 
 
 class Shadows:
-    """Whole copies of delta checkpoints on this host, under `folder`, for its replicas to load.
+    """Whole copies of delta checkpoints on this host, for its replicas to load.
 
-    The folder's name is a process id: folders beside it whose process is gone are deleted.
+    They are in a folder of their own in `place`, with a file that this process keeps locked. The
+    kernel unlocks it when the process ends, in whatever container that ran. Folders of ended
+    processes are deleted. Raises OSError.
     """
 
-    def __init__(self, home: Home, folder: Path) -> None:
+    def __init__(self, home: Home, place: Path) -> None:
         self._home = home
-        self._folder = folder
+        self._folder = place / new_id("copies")
         self._recent: deque[Path] = deque(maxlen=4)  # perhaps not yet on their replicas
-        for other in folder.parent.glob("[0-9]*"):
-            if not Path("/proc", other.name).exists():
+        draft = self._folder.with_name(f".{self._folder.name}")
+        draft.mkdir(parents=True, mode=0o700)
+        self._lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        draft.rename(self._folder)  # nobody sees the folder before it is locked
+        for other in place.glob("*"):
+            is_draft = other.name.startswith(".") and durable.OLD not in other.name
+            if not is_draft and not _is_locked(other / LOCK):
                 durable.remove(other)
 
     def remove(self) -> None:
         """Delete all copies."""
         durable.remove(self._folder)
+        os.close(self._lock)
 
     def directory(self, checkpoint: Path) -> Path:
         """Return a whole directory of a checkpoint: its own, else a copy, made now if need be.
@@ -280,9 +291,41 @@ class Shadows:
                 durable.remove(path)
 
 
+def _is_locked(path: Path) -> bool:
+    """Tell whether a living process has locked a file; False if there is none."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 def _delta_names(manifest: Manifest) -> Iterator[str]:
     assert manifest.delta is not None
     return (f"{DELTA}/{file}" for file in manifest.delta.files)
+
+
+def rebuilt_bytes(checkpoint: Path) -> int:
+    """Return the size of the files of weights that a checkpoint holds or would be rebuilt to.
+
+    Raises Corrupt.
+    """
+    from cray_agents.runtime.vllm_plugins import delta_codec
+
+    sizes = {path.name: path.stat().st_size for path in checkpoint.glob("*.safetensors")}
+    for path in (checkpoint / DELTA).glob("*.safetensors"):
+        if path.name not in sizes:
+            try:
+                sizes[path.name] = delta_codec.whole_bytes(path)
+            except delta_codec.BadPacking as error:
+                raise Corrupt(f"{path} is damaged: {error}") from error
+    return sum(sizes.values())
 
 
 def changes_from(checkpoint: Path, weights_sha256: str) -> dict[str, str]:

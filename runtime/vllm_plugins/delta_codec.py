@@ -14,6 +14,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,18 @@ def unpack(content: bytes) -> tuple[bytes, list[Entry], Iterator[tuple[int, Word
     except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
         raise BadPacking(f"its header cannot be read: {error}") from error
     return header, entries, _unpack_blocks(content, end, entries)
+
+
+def whole_bytes(path: Path) -> int:
+    """Return the size of the file of weights whose changes a packed file holds.
+
+    Reads the head alone. Raises BadPacking.
+    """
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC) + 4)
+        head = file.read(int.from_bytes(start[len(MAGIC) :], "little"))
+    header, entries, _ = unpack(start + head)
+    return len(header) + max((entry.end for entry in entries), default=0)
 
 
 def _unpack_blocks(

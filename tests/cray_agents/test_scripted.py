@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError, EngineTimeout, SwapError
-from cray_agents.ports import EngineCall
+from cray_agents.ports import EngineCall, PromptScore
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]}
@@ -108,13 +108,17 @@ async def test_callables_exceptions_and_the_end_of_the_script() -> None:
 
 
 async def test_it_takes_checkpoints_and_scores_their_probe(tmp_path: Path) -> None:
-    probe = [{"token_ids": [1, 2, 3], "logprobs": [-0.5, -0.25]}]
+    probe = [
+        {"token_ids": [1, 2, 3], "logprobs": [-0.5, -0.25], "top": [2, 9]},
+        {"token_ids": [4, 5], "logprobs": [-1.0]},
+    ]
     (tmp_path / "manifest.json").write_text(json.dumps({"probe": probe}))
     engine = ScriptedEngine(lambda request, version: f"I am {version}")
     await engine.load(tmp_path, "m@2")
-    assert await engine.score([[1, 2, 3]]) == [[-0.5, -0.25]]
+    assert await engine.score([[1, 2, 3]]) == [PromptScore([-0.5, -0.25], [2, 9])]
     engine.drift = 1.0
-    assert await engine.score([[1, 2, 3]]) == [[0.5, 0.75]]
+    assert await engine.score([[1, 2, 3]]) == [PromptScore([0.5, 0.75], [2, 9])]
+    assert await engine.score([[4, 5]]) == [PromptScore([0.0])]
     answer = await engine.chat(ASK)
     assert (answer["model"], answer["choices"][0]["message"]["content"]) == ("m@2", "I am m@2")
     with pytest.raises(EngineError, match="no probe"):

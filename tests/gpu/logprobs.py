@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,18 +26,18 @@ def main(bench: Bench, stage: str, name: str) -> None:
     float32 = bench.folder / "float32.npz"
     bench.in_rank(score, name, "float32", kernel_paths(bench.on_cpu)[-1], float32)
     truth = np.load(float32)["chosen by torch"]
-    tokens = {"model": name, "tokens": len(truth), "mean_logprob": float(truth.mean())}
+    tokens = {"model": name, "tokens": truth.shape[1], "mean_logprob": float(truth[0].mean())}
     for path in kernel_paths(bench.on_cpu):
         out = bench.folder / "bfloat16.npz"
         bench.in_rank(score, name, "bfloat16", path, out)
         with np.load(out) as found:
             ways = dict(found)
         usual = ways["chosen by torch"]
-        for way, logprobs in ways.items():
+        for way, (logprobs, tops) in ways.items():
             for other, against in (("float32", truth), ("chosen by torch", usual)):
                 if way == other:
                     continue
-                apart = distance(logprobs, against)
+                apart = distance(logprobs, against[0], (tops == against[1]).tolist())
                 bench.report.add(
                     stage,
                     **tokens,
@@ -46,11 +47,12 @@ def main(bench: Bench, stage: str, name: str) -> None:
                     mean=apart.mean,
                     p99=apart.p99,
                     max=apart.max,
+                    equal_argmax=apart.equal_argmax,
                 )
 
 
 def score(bench: Bench, name: str, dtype: Dtype, path: str, out: Path) -> None:
-    """In a rank: write log-probabilities of all tokens by kind of attention."""
+    """In a rank: write log-probabilities and likeliest tokens, [2, tokens], by attention."""
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.initial import InitialWeights
     from cray_agents.trainers.models.weights import round_weights
@@ -63,12 +65,12 @@ def score(bench: Bench, name: str, dtype: Dtype, path: str, out: Path) -> None:
     with layers_of(path):
         training = bench.build(name, hyper)
     round_weights(training.chunks, model, InitialWeights(model, 0))
-    found = {}
+    found: dict[str, Any] = {}
     for way in list(ATTENTION)[:1] if path in (TE, VARLEN) else ATTENTION:
         if dtype == "float32" and way == "flash":  # there is none
             continue
         with attention(bench, way):
-            found[way] = np.concatenate(training.score(samples))
+            found[way] = np.stack([np.concatenate(x) for x in training.score_with_top(samples)])
         free_memory(bench)
     np.savez(out, **found)
 

@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,15 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import CACHE, Home
 from cray_agents.records import Manifest
 from cray_agents.runtime import fsck
-from cray_agents.runtime.disk.durable import sha256_file
+from cray_agents.runtime.disk.durable import OLD, sha256_file
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.runtime.registry.deltas import Shadows, changes_from, materialize
+from cray_agents.runtime.registry.deltas import (
+    Shadows,
+    changes_from,
+    materialize,
+    rebuilt_bytes,
+)
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention.prune import prune
 from cray_agents.runtime.retention.references import reasons_to_keep
@@ -127,6 +134,18 @@ def test_half_of_the_files_are_not_taken_for_the_whole(home: Home) -> None:
     assert_whole(child, after)
 
 
+def test_the_size_of_the_whole_is_known_before(home: Home) -> None:
+    _, parent, child = family(home)
+    assert rebuilt_bytes(parent) == sum(f.stat().st_size for f in parent.glob("*.safetensors"))
+    small = rebuilt_bytes(child)
+    materialize(home, child)
+    assert small == rebuilt_bytes(child) == sum((child / file).stat().st_size for file in (A, B))
+    (child / A).unlink()
+    (child / "delta" / A).write_bytes(b"damaged")
+    with pytest.raises(Corrupt, match=r"delta/model-0.* is damaged"):
+        rebuilt_bytes(child)
+
+
 # ---- damage
 def test_every_flipped_bit_is_noticed(home: Home) -> None:
     """Also in the parent, unless the result does not depend on it."""
@@ -187,7 +206,7 @@ def test_a_broken_chain_says_what_is_gone(home: Home) -> None:
 # ---- copies to serve
 def test_a_copy_is_made_once_and_swept_when_nobody_uses_it(home: Home, tmp_path: Path) -> None:
     after, parent, child = family(home)
-    shadows = Shadows(home, tmp_path / "shadows" / "1")
+    shadows = Shadows(home, tmp_path / "shadows")
     copy = shadows.directory(child)
     assert copy != child and not list(child.glob("*.safetensors"))
     assert_whole(copy, after)
@@ -202,15 +221,35 @@ def test_a_copy_is_made_once_and_swept_when_nobody_uses_it(home: Home, tmp_path:
         changed(home, f"more-{number}", "one", after)
         shadows.directory(home.checkpoint(f"more-{number}"))
     shadows.sweep(())
-    assert not copy.exists() and len(list((tmp_path / "shadows" / "1").iterdir())) == 4
+    assert not copy.exists() and len(list(copy.parent.glob("more-*"))) == 4
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from cray_agents.paths import Home
+from cray_agents.runtime.registry.deltas import Shadows
+home = Home(Path(sys.argv[1]))
+print(Shadows(home, Path(sys.argv[2])).directory(home.checkpoint("two")), flush=True)
+sys.stdin.read()
+"""
 
 
 def test_copies_of_a_dead_process_are_deleted(home: Home, tmp_path: Path) -> None:
-    dead, alive = tmp_path / "shadows" / "999999999", tmp_path / "shadows" / "1"
-    for folder in (dead, alive):
-        (folder / "x").mkdir(parents=True)
-    Shadows(home, tmp_path / "shadows" / "2")
-    assert alive.is_dir() and not dead.exists()
+    """The kernel tells who lives: processes of several containers may have the same id."""
+    _, _, child = family(home)
+    place = tmp_path / "shadows"
+    command = [sys.executable, "-c", OTHER, str(home.root), str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().decode().strip())
+        mine = Shadows(home, place)
+        assert theirs.is_dir() and mine.directory(child).is_dir()
+        process.kill()
+    half = place / f".x{OLD}y"  # deleted by a process that died meanwhile
+    half.mkdir()
+    Shadows(home, place)
+    assert not theirs.exists() and not half.exists() and mine.directory(child).is_dir()
 
 
 class Late(Shadows):
@@ -226,7 +265,7 @@ def test_the_full_checkpoint_is_taken_if_there_is_one(
     home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     after, _, child = family(home)
-    assert Late(home, tmp_path / "shadows" / "1").directory(child) == child
+    assert Late(home, tmp_path / "shadows").directory(child) == child
     assert "two is loaded from its full checkpoint: " in caplog.text and "damaged" in caplog.text
     assert_whole(child, after)
 

@@ -73,22 +73,36 @@ def sample(model: Any, seed: int) -> torch.Tensor:
     return rows
 
 
+@dataclass
+class Scores:
+    """Of all tokens but the first, and what is most likely there, both [sequences, tokens]."""
+
+    logprobs: np.ndarray
+    tops: np.ndarray
+
+    def distance(self, other: "Scores", drawn: Any = slice(None)) -> LogprobDistance:
+        """Over some sequences."""
+        equal = self.tops[drawn] == other.tops[drawn]
+        mine, theirs = self.logprobs[drawn].ravel(), other.logprobs[drawn].ravel()
+        return measure(mine, theirs, equal.ravel().tolist())
+
+
 @torch.no_grad()
-def score(model: Any, rows: torch.Tensor, attention: str, batch: int) -> np.ndarray:
-    """Log-probabilities of all tokens but the first, [sequences, tokens]."""
+def score(model: Any, rows: torch.Tensor, attention: str, batch: int) -> Scores:
     model.set_attn_implementation(attention)
-    found = []
+    found, tops = [], []
     for part in rows.split(batch):
         logprobs = model(part).logits[:, :-1].float().log_softmax(-1)
         found.append(logprobs.gather(-1, part[:, 1:, None])[..., 0])
-    return torch.cat(found).numpy()
+        tops.append(logprobs.argmax(-1))
+    return Scores(torch.cat(found).numpy(), torch.cat(tops).numpy())
 
 
-def by_engine(model: Any, rows: torch.Tensor) -> np.ndarray:
+def by_engine(model: Any, rows: torch.Tensor) -> Scores:
     return score(model, rows, "sdpa", SEQUENCES)
 
 
-def by_trainer(model: Any, rows: torch.Tensor) -> np.ndarray:
+def by_trainer(model: Any, rows: torch.Tensor) -> Scores:
     return score(model, rows, "eager", 3)
 
 
@@ -99,8 +113,8 @@ class Pair:
     parent: Any
     child: Any
     rows: torch.Tensor
-    trained: np.ndarray  # the trainer's log-probabilities of the child
-    honest: np.ndarray  # the engine's
+    trained: Scores  # the trainer's, of the child
+    honest: Scores  # the engine's
     before: LogprobDistance  # of the parent, as its own site measured it
 
 
@@ -121,20 +135,19 @@ def pair() -> Iterator[Pair]:
     train(child, 15, 3e-4, seed=2)
     half, first = halved(child), halved(parent)
     rows, earlier = sample(half, seed=3), sample(first, seed=4)
-    before = measure(by_trainer(first, earlier).ravel(), by_engine(first, earlier).ravel())
+    before = by_trainer(first, earlier).distance(by_engine(first, earlier))
     yield Pair(parent, child, rows, by_trainer(half, rows), by_engine(half, rows), before)
     torch.set_num_threads(threads)
 
 
-def probes(trained: np.ndarray, engine: np.ndarray, count: int) -> Iterator[LogprobDistance]:
+def probes(trained: Scores, engine: Scores, count: int) -> Iterator[LogprobDistance]:
     """Distances over drawn prompts, as many as a golden probe has."""
     random = np.random.default_rng(0)
     for _ in range(count):
-        drawn = random.choice(len(trained), PROMPTS, replace=False)
-        yield measure(trained[drawn].ravel(), engine[drawn].ravel())
+        yield trained.distance(engine, random.choice(SEQUENCES, PROMPTS, replace=False))
 
 
-def refused(limits: LogprobLimits, trained: np.ndarray, engine: np.ndarray, count: int) -> int:
+def refused(limits: LogprobLimits, trained: Scores, engine: Scores, count: int) -> int:
     return sum(map(limits.exceeded, probes(trained, engine, count)))
 
 
@@ -142,8 +155,21 @@ def refused(limits: LogprobLimits, trained: np.ndarray, engine: np.ndarray, coun
 def test_honest_pairs_are_not_refused(pair: Pair) -> None:
     assert 0.003 < pair.before.mean < 0.04  # or this model shows nothing
     tight = bfloat16_limits().relative_to(pair.before)
+    assert tight.equal_argmax == 0.9
     assert refused(tight, pair.trained, pair.honest, 1000) == 0
     assert refused(FLOAT32, pair.trained, pair.honest, 1000) == 1000
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 4_000])
+def test_where_all_tokens_are_alike_honest_pairs_name_the_same(pair: Pair, vocab: int) -> None:
+    """Before any training the most likely token is hardly more likely than the next."""
+    torch.manual_seed(1)
+    config = copy.deepcopy(pair.parent.config)
+    config.vocab_size = vocab
+    model = halved(Qwen3ForCausalLM(config))
+    rows = sample(model, seed=3)
+    by_share = LogprobLimits(equal_argmax=0.9)
+    assert refused(by_share, by_trainer(model, rows), by_engine(model, rows), 1000) == 0
 
 
 def test_published_differences_are_not_refused() -> None:
@@ -179,7 +205,10 @@ def test_the_limits_of_a_site() -> None:
     far = few.model_copy(update={"tokens": 1000, "mean": 1.0, "p99": 9.0})
     assert limits.relative_to(far) == limits  # never above what is allowed without a parent
     near = far.model_copy(update={"mean": 1e-6, "p99": 1e-6})
-    assert limits.relative_to(near) == LogprobLimits(mean=0.04, p99=0.25)
+    assert limits.relative_to(near) == LogprobLimits(mean=0.04, p99=0.25, equal_argmax=0.85)
+    for share, least in ((1.0, 0.9), (0.97, 0.88), (0.5, 0.85)):
+        measured = near.model_copy(update={"equal_argmax": share})
+        assert limits.relative_to(measured).equal_argmax == pytest.approx(least)
     assert FLOAT32.relative_to(near) == FLOAT32
 
 
@@ -232,6 +261,8 @@ def test_wrong_weights_are_refused(pair: Pair, name: str) -> None:
     """Also where the site never measured anything."""
     engine = by_engine(halved(pair.child, WRONG[name]), pair.rows)
     assert refused(bfloat16_limits(), pair.trained, engine, 100) == 100
+    by_share = LogprobLimits(equal_argmax=bfloat16_limits().equal_argmax)
+    assert refused(by_share, pair.trained, engine, 100) == 100
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

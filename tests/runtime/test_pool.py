@@ -164,12 +164,40 @@ async def test_in_16_bits_a_version_is_judged_by_the_one_before(tmp_path: Path) 
         first = await swap(2, 0.06)  # nothing to compare with: two tokens of m@1
         assert first.tolerance == 0.5
         assert (await swap(3, 0.005)).passed
-        words = r"0.06 on average .* 200 tokens \(tolerance: mean 0.04, 99th percentile 0.25\)"
+        words = r"0.06 on average .* 200 tokens \(tolerance: mean 0.04, 99th percentile 0.25, "
         with pytest.raises(SwapError, match=words):
             await swap(4, 0.06)
         assert await ask(pool, "m@3") == "m@3"
         with pytest.raises(SwapError, match="differ by nan on average"):
             await swap(5, float("nan"))
+
+
+@pytest.mark.parametrize("limits", [FLOAT32_PROBE, bfloat16_limits()])
+async def test_the_share_of_equal_argmaxes_is_recorded_and_in_16_bits_judged(
+    tmp_path: Path, limits: LogprobLimits
+) -> None:
+    def naming(tops: list[int]) -> list[ProbePrompt]:
+        return [prompt.model_copy(update={"top": tops}) for prompt in long_probe(2)]
+
+    host = Mortal(ScriptedEngine(says_version))
+    async with serving(tmp_path, host, probe_limits=limits) as pool:
+
+        async def swap(number: int, others: int) -> ProbeReport:
+            """To a version that names another token in so many of 200 places."""
+            directory = with_probe(tmp_path, number, naming([7] * 200))
+            told = naming([8] * others + [7] * (200 - others))
+            return await pool.swap(directory, f"m@{number}", told)
+
+        assert (await swap(2, 24)).equal_argmax == 0.88
+        if limits == FLOAT32_PROBE:
+            assert (await swap(3, 200)).equal_argmax == 0
+            return
+        assert (await swap(3, 4)).equal_argmax == 0.98
+        words = r"200 tokens, 0.88 of which have the same .* equal most likely tokens 0.9\)"
+        with pytest.raises(SwapError, match=words):  # now it is known what is good here
+            await swap(4, 24)
+        report = await pool.swap(with_probe(tmp_path, 5, naming([])), "m@5", naming([7] * 200))
+        assert report.equal_argmax is None  # the engine does not tell
 
 
 async def test_an_unproven_version_of_a_job_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.support.vllm_pool import (
     distance,
     golden_probe,
     greedy,
+    logprobs_of,
     manifest_of,
     secret_of,
     true_logprob,
@@ -258,7 +259,11 @@ async def test_no_block_of_the_prefix_cache_outlives_its_weights(serving: Servin
         await engine._control("/collective_rpc", {"method": "reload_weights", "kwargs": where})
         await engine._control("/collective_rpc", {"method": "repack_kept_weights"})
         await engine.resume()
-        assert distance(await engine.score(PROMPTS), truth(new)) < 1e-4
+        scores = await engine.score(PROMPTS)
+        assert distance(logprobs_of(scores), truth(new)) < 1e-4
+        for prompt, score in zip(PROMPTS, scores, strict=True):
+            said = [greedy(new, prompt[:n], 1).token_ids[0] for n in range(1, len(prompt))]
+            assert score.top == said
         assert (after.token_ids, after.logprobs) != await say(), "the control has to fail"
         # the keys alone: the blocks are there still, and are not found under another version
         await engine._name_weights(new, "m@2")

@@ -4,6 +4,7 @@
     python -m tests.support.killable_session client URL OUT       a loop of commands; its versions
 
 The client's commands follow from their numbers, so that one that is started again goes on.
+`CRAY_TEST_RANKS` data ranks train.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ from cray_agents.training_commands import (
     Score,
     TrainingCommand,
 )
+from cray_agents.training_jobs import Layout
 
+RANKS = int(os.environ.get("CRAY_TEST_RANKS", "1"))
 STEPS = 6
 ONE_STEP: list[type[TrainingCommand]] = [
     ForwardBackward,
@@ -86,8 +89,10 @@ async def command(session: TrainingSession, number: int) -> TrainingCommand:
 
 async def train(platform: Platform) -> list[str]:
     """Give all commands, from the first that was not given; return the versions' names."""
-    hyper = Hyperparameters(steps=1, seed=3)
-    session = await platform.training_session("mine", parent="m@1", hyperparameters=hyper)
+    hyper, layout = Hyperparameters(steps=1, seed=3), Layout(data=RANKS)
+    session = await platform.training_session(
+        "mine", parent="m@1", hyperparameters=hyper, layout=layout
+    )
     while session.sequence <= STEPS * len(ONE_STEP):
         result = await session.do(await command(session, session.sequence + 1))
         assert result.error is None

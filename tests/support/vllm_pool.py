@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cray_agents.ports import EngineCall, SampledSequence
+from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport, new_id
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
@@ -68,11 +68,15 @@ class Serving:
 
     async def score(self) -> list[list[float]]:
         async with self.engine() as engine:
-            return await engine.score(PROMPTS)
+            return logprobs_of(await engine.score(PROMPTS))
 
     @property
     def pid(self) -> int:
         return int(self.pool.status()[0]["pid"])
+
+
+def logprobs_of(scores: list[PromptScore]) -> list[list[float]]:
+    return [score.logprobs for score in scores]
 
 
 def secret_of(pid: int) -> str:

@@ -97,7 +97,7 @@ async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: 
         return found
 
     async def score(engine: VllmEngine) -> list[float]:
-        return [x for row in await engine.score(PROMPTS) for x in row]
+        return [x for row in await engine.score(PROMPTS) for x in row.logprobs]
 
     replica = Replica("m", EngineSettings(max_lora_rank=8), tmp_path / "replica.log")
     await replica.start(parent, "m@1")

@@ -179,6 +179,8 @@ def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Pat
                 time.sleep(chance.uniform(0, 0.05))
                 os.kill(session.pid, signal.SIGKILL)
                 session.wait()
+                if done == 0:  # what it leaves that is killed while it publishes
+                    here.home.checkpoint(f".{killed.job.job_id}-4.1").mkdir(parents=True)
                 session = RunningSession(here.home, Layout())
                 done += 1
             session.check()
@@ -189,6 +191,7 @@ def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Pat
             assert files(here.home, name) == files(lab.home, name)
         assert files(here.home, client.job.job_id) == files(lab.home, client.job.job_id)
         assert session.end() == 0
+        assert not list(here.home.root.glob("checkpoints/.*"))
     assert done
 
 

@@ -113,7 +113,7 @@ def test_in_bfloat16_the_distribution_is_judged() -> None:
     found.refuse(bfloat16_limits())
     with pytest.raises(JobError, match=r"for token 4 of run-0 .*; the limit is 0.01, and the mean"):
         found.refuse(LogprobLimits(max=0.01))
-    words = r"600 tokens the mean difference is 0.2 .* limits are mean 0.1, 99th percentile 0.5\."
+    words = r"600 tokens the mean difference is 0.2 .* limits are mean 0.1, 99th percentile 0.5, "
     with pytest.raises(JobError, match=words):
         everywhere.refuse(bfloat16_limits())
     event = found.event(bfloat16_limits())
@@ -130,10 +130,33 @@ def test_limits(lab: Any, tmp_path: Path) -> None:
     close = LogprobDistance(tokens=1000, mean=0.015, p99=0.06, max=1.0)
     assert limits() == limits(close) == LogprobLimits(max=0.01)
     assert limits(logprob_limit=0.2) == LogprobLimits(max=0.2)
-    assert limits(**half) == LogprobLimits(mean=0.1, p99=0.5)
-    assert limits(close, **half) == LogprobLimits(mean=0.06, p99=0.25)
+    assert limits(**half) == LogprobLimits(mean=0.1, p99=0.5, equal_argmax=0.85)
+    assert limits(close, **half) == LogprobLimits(mean=0.06, p99=0.25, equal_argmax=0.85)
     given = limits(close, **half, logprob_limit=0.2)
-    assert given == LogprobLimits(mean=0.04, p99=0.2)
+    assert given == LogprobLimits(mean=0.04, p99=0.2, equal_argmax=0.85)
+    assert limits(**half, logprob_limit=5.0) == LogprobLimits(mean=1, p99=5, equal_argmax=0)
+
+
+def test_the_greedy_tokens_are_compared_with_the_trainers_most_likely() -> None:
+    greedy = sampled(100, temperatures=np.array([0.0, 1.0] * 50))  # 50 x 3 greedy tokens
+    exact = [floats(-1, -2, -3)] * 100
+    right, wrong = np.array([2, 3, 4]), np.array([2, 3, 9])
+
+    def found(tops: list[Any]) -> Any:
+        return compare(greedy, exact, tops)
+
+    assert found([right, wrong] * 50).distance.equal_argmax == 1
+    third = found([wrong, right] * 50)
+    assert third.distance.equal_argmax == pytest.approx(2 / 3)
+    event = third.event(bfloat16_limits())
+    assert (event["equal_argmax"], event["argmax_limit"]) == (pytest.approx(2 / 3), 0.85)
+    none = found([right + 9] * 100)
+    with pytest.raises(JobError, match=r"0, and 0 of the greedy ones are the trainer's most like"):
+        none.refuse(bfloat16_limits())
+    none.refuse(LogprobLimits(max=0.01))
+    few = compare(greedy.only(range(60)), exact[:60], [right + 9] * 60)
+    assert few is not None and few.distance.equal_argmax is None
+    assert compare(greedy, exact).distance.equal_argmax is None  # type: ignore[union-attr]
 
 
 # ---- with vLLM

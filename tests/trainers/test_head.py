@@ -26,12 +26,14 @@ def learn(chunk: Any, vocab: int, most_logits: int) -> dict[str, Any]:
     tokens = (7 * torch.arange(TOKENS) % vocab)[None]
     rows = torch.arange(TOKENS)[torch.arange(TOKENS) % 4 != 1]
     labels = (11 * rows % vocab)[None]
-    chunk.head.rows, chunk.head.want_entropy, chunk.head.most_logits = rows, True, most_logits
+    chunk.head.rows, chunk.head.most_logits = rows, most_logits
+    chunk.head.want_entropy = chunk.head.want_top = True
     chunk.zero_grad()
     losses = chunk(tokens, tokens, None, labels=labels, packed_seq_params=packed)
     (losses[0] * torch.linspace(-1, 2, len(rows))).sum().backward()
     gradients = {name: p.grad.clone() for name, p in chunk.named_parameters()}
-    return {"losses": losses[0].detach(), "entropy": chunk.head.entropy, **gradients}
+    numbers = {"entropy": chunk.head.entropy, "top": chunk.head.top}
+    return {"losses": losses[0].detach(), **numbers, **gradients}
 
 
 def in_float64(chunk: Any, vocab: int) -> tuple[Any, Any]:

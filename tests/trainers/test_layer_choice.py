@@ -1,7 +1,10 @@
 """The layers that GPUs get: what is chosen, what is said of it, and what of it runs on a CPU."""
 
+import sys
+import types
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -170,3 +173,33 @@ def test_experts_at_once_equal_one_after_the_other(models: Any, tmp_path: Path) 
         assert these.keys() == those.keys() and len(these) == 3 + 2 * 4
         for name, numbers in these.items():
             torch.testing.assert_close(those[name], numbers, rtol=error, atol=error, msg=name)
+
+
+@pytest.mark.megatron
+def test_torchs_adam_is_one_kernel_on_gpus() -> None:
+    """The GPU's tensors are torch's fakes, which have no numbers: its kernel was not run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cray_agents.trainers.checkpointing.state import allocate_moments
+    from cray_agents.trainers.models.cpu_megatron import fuse_adam, load_megatron
+
+    load_megatron()
+    module: Any = types.ModuleType("a copy of Megatron's optimizer")
+    module.__dict__.update(sys.modules["megatron.core.optimizer"].__dict__, torch=torch)
+    for usual in (True, False):
+        if not usual:
+            fuse_adam(module)
+        with FakeTensorMode():
+            weight = torch.nn.Parameter(torch.empty(8, device="cuda"))
+            adam = module.torch.optim.AdamW([weight])
+            one = SimpleNamespace(is_stub_optimizer=False, optimizer=adam)
+            training: Any = SimpleNamespace(optimizer=one)
+            allocate_moments(training, 3)
+            (state,) = adam.state.values()
+            assert isinstance(adam, torch.optim.AdamW)
+            assert (adam.defaults["fused"], state["step"].device.type) == (
+                (None, "cpu") if usual else (True, "cuda")
+            )
+    module.__dict__.update(torch=torch, USING_PYTORCH_OPTIMIZER=False)  # Transformer Engine's
+    fuse_adam(module)
+    assert module.torch is torch

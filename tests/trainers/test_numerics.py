@@ -91,6 +91,7 @@ class Measured:
 
     folder: Path
     scores: list[list[float]]
+    tops: list[list[int]]
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -159,7 +160,7 @@ def measure(
     if training.head is not None:
         layer = training.chunks[-1].output_layer
         hook = layer.register_forward_hook(lambda _, __, out: seen.append(out[0][:, 0].clone()))
-    scores = training.score(Samples.of(PROMPTS))
+    scores, tops = training.score_with_top(Samples.of(PROMPTS))
     rank = torch.distributed.get_rank()
     if training.head is not None:
         hook.remove()
@@ -173,7 +174,7 @@ def measure(
         first = layer.tp_group.rank() * layer.output_size_per_partition
         torch.save((first, shares), out / f"logits-{rank}.pt")
     hf_export.export_weights(training, out / "hf", SMALL_FILES)
-    measured = Measured(out, [row.tolist() for row in scores])
+    measured = Measured(out, [row.tolist() for row in scores], [row.tolist() for row in tops])
     for step in range(steps):
         report = training.step(BaselineLogprobs(the_samples()))
         measured.losses.append(report.loss)
@@ -382,13 +383,15 @@ def test_a_layout_agrees_with_transformers(
     from safetensors.torch import load_file
 
     expected, measured = references(kind), found(layout)[kind]
-    for prompt, mine, theirs, scores in zip(
-        PROMPTS, measured.logits(expected.vocab), expected.logits, measured.scores, strict=True
+    mine_of, of = measured.logits(expected.vocab), (measured.scores, measured.tops)
+    for prompt, mine, theirs, scores, tops in zip(
+        PROMPTS, mine_of, expected.logits, *of, strict=True
     ):
         assert (mine - theirs).abs().max() < 1e-4
         targets = torch.tensor(prompt[1:])[:, None]
         logprobs = theirs.log_softmax(-1).gather(1, targets)[:, 0]
         np.testing.assert_allclose(scores, logprobs, atol=1e-4)
+        assert tops == theirs.argmax(-1).tolist()
     agree(measured, expected)
 
     before, after = load_file(expected.folder / "model.safetensors"), measured.tensors("hf")

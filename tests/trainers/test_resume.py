@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ class Course:
     may_publish: bool = True
     file_bytes: int | None = None  # the largest file that the system lets a rank write
     keep: int = 9
+    polls_late: bool = False
 
 
 def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int:
@@ -50,13 +52,19 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
     )
     known = BaselineLogprobs(read_samples(course.dataset))
     told: list[int] = []
+    lasted: list[float] = []
+
+    def report(step: int, seconds: float) -> None:
+        told.append(step)
+        lasted.append(seconds)
+
     saver = Saver(
         training,
         course.folder,
         1,
         course.keep,
         lambda: course.may_publish,
-        lambda step, seconds: told.append(step),
+        report,
     )
     losses: list[float] = [0.0] * 9
     if course.load is not None:
@@ -66,8 +74,15 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
         resource.setrlimit(resource.RLIMIT_FSIZE, (course.file_bytes, resource.RLIM_INFINITY))
     while training.done < course.steps:
         losses[training.done] = training.step(known).loss
+        begun = time.monotonic()
         if training.done % 2 == 0:
             saver.save({"losses": losses})
+        if course.polls_late and saver._flight is not None:
+            saver._flight.result()
+            written = time.monotonic() - begun
+            time.sleep(0.1)
+            saver.poll()
+            assert lasted[-1] <= written
         saver.poll()
     saver.finish()
     last = course.folder / f"step-{training.done:08d}" / "SEALED.json"
@@ -193,6 +208,13 @@ def test_the_last_points_are_kept_and_each_is_told_of(lab: Any, tmp_path: Path) 
     ]
     assert json.loads((course.folder / "told-0.json").read_bytes())[0] == [2, 4, 6]
     assert json.loads((course.folder / "told-1.json").read_bytes())[0] == []
+
+
+def test_the_seconds_are_those_of_the_writing(lab: Any, tmp_path: Path) -> None:
+    """Also where training looks later if the point is written, as between two commands."""
+    lab.dataset()
+    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=2, polls_late=True)
+    run(lab.spec("qwen3"), course)
 
 
 def test_the_fence_is_asked_before_the_rename(lab: Any, tmp_path: Path) -> None:

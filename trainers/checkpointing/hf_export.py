@@ -232,7 +232,7 @@ def publish(
     ours = training.parent.resolve().parent == final.parent.resolve()
     changes = spec.changes_only and ours and training.hyper.init != "random"
     hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes)
-    scores = training.score(Samples.of(prompts), temperature=1.0)
+    scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
     def finish() -> None:
         copy_settings(training.parent, draft, tied=training.model.tied)
@@ -249,8 +249,8 @@ def publish(
             dataset=spec.dataset or None,
             metrics=metrics,
             probe=[
-                ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist())
-                for prompt, logprobs in zip(prompts, scores, strict=True)
+                ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist(), top=top.tolist())
+                for prompt, logprobs, top in zip(prompts, scores, tops, strict=True)
             ],
             agreement=agreement,
             delta=delta if packed else None,

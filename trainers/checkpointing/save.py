@@ -65,7 +65,7 @@ class Saver:
     """Writer of a job's resume points. All ranks call the same methods in the same order.
 
     Rank 0's writing thread calls `may_publish` right before the rename. Rank 0 calls `report(step,
-    seconds)` after a point was published, with the time since `save`.
+    seconds)` after a point was published, with the time from `save` to its publication.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
         self._owned: list[OwnedRange] = []
         self._buffer = torch.empty(len(NUMBERS), 0)
-        self._flight: Future[bool] | None = None
-        self._step, self._started = -1, 0.0
+        self._flight: Future[float | None] | None = None
+        self._step = -1
 
     def save(self, common: dict[str, Any]) -> None:
         """Copy the current state and start writing it; `common` is plain data that `load` returns.
@@ -96,14 +96,16 @@ class Saver:
         self._settle()
         if self._step == self._training.done:
             return
-        self._step, self._started = self._training.done, time.monotonic()
+        self._step, started = self._training.done, time.monotonic()
         self._stage()
         index = {
             "adam_steps": adam_steps(self._training),
             "pieces": [_describe(owned) for owned in self._owned],
         }
         point = {"step": self._step, "common": common}
-        self._flight = self._thread.submit(self._write, self._step, canonical(index), point)
+        self._flight = self._thread.submit(
+            self._write, self._step, canonical(index), point, started
+        )
 
     def poll(self) -> None:
         """Raise StoreError if the point in flight could not be written. Called every step."""
@@ -126,15 +128,15 @@ class Saver:
         if flight is None:
             return
         try:
-            published = flight.result()
+            seconds = flight.result()
         except OSError as problem:
             raise StoreError(
                 f"the resume point of step {self._step} could not be written: {problem}; the one"
                 f" before it stays. Make room in {self._folder}, then start the job again"
             ) from problem
-        if published:
+        if seconds is not None:
             self._training.saved = self._folder / folder_name(self._step)
-            self._report(self._step, time.monotonic() - self._started)
+            self._report(self._step, seconds)
 
     def _stage(self) -> None:
         """Copy this rank's owned ranges into the buffer, which is made once."""
@@ -156,8 +158,10 @@ class Saver:
             torch.cuda.synchronize()
 
     # ---- on the writing thread
-    def _write(self, step: int, index: bytes, point: dict[str, Any]) -> bool:
-        """Write this rank's files; rank 0 then publishes. Return True if this rank published."""
+    def _write(
+        self, step: int, index: bytes, point: dict[str, Any], started: float
+    ) -> float | None:
+        """Write this rank's files; rank 0 then publishes. Return the seconds if this rank did."""
         draft = self._folder / f".{folder_name(step)}.{self._attempt}"
         draft.mkdir(parents=True, exist_ok=True)
         name = f"rank-{self._rank:05d}"
@@ -166,12 +170,13 @@ class Saver:
         hashes[f"{name}.json"] = hashlib.sha256(index).hexdigest()
         self._store.set(self._key(step, self._rank), json.dumps(hashes))
         if self._rank > 0:
-            return False
+            return None
         self._store.wait([self._key(step, rank) for rank in range(self._world)], FOR_EVER)
         seal: dict[str, str] = {}
         for rank in range(self._world):
             seal |= json.loads(self._store.get(self._key(step, rank)))
-        return self._publish(draft, step, seal, canonical(point))
+        published = self._publish(draft, step, seal, canonical(point))
+        return time.monotonic() - started if published else None
 
     def _publish(self, draft: Path, step: int, seal: dict[str, str], point: bytes) -> bool:
         refuse_gaps([draft / name for name in seal if name.endswith(".json")])

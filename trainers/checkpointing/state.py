@@ -133,7 +133,8 @@ def adam_steps(training: Training) -> int:
     for optimizer in optimizers(training):
         adam = optimizer.optimizer
         if isinstance(adam, torch.optim.Adam):
-            return max((int(state["step"]) for state in adam.state.values()), default=0)
+            counts = [state["step"] for state in adam.state.values()]
+            return int(torch.stack(counts).max()) if counts else 0  # one wait for a GPU
         return max(int(group.get("step", 0)) for group in adam.param_groups)
     return 0
 
@@ -141,7 +142,8 @@ def adam_steps(training: Training) -> int:
 def allocate_moments(training: Training, steps: int) -> None:
     """Give Adam moments of zero and a count of steps, which it would else create at its first step.
 
-    torch keeps the count with each parameter, Transformer Engine and Apex with each group.
+    torch keeps the count with each parameter, Transformer Engine and Apex with each group. The
+    fused kernel of torch reads it where the parameter is, the others on the host.
     """
     for optimizer in optimizers(training):
         adam = optimizer.optimizer
@@ -154,4 +156,5 @@ def allocate_moments(training: Training, steps: int) -> None:
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
                 if is_torch:
-                    state["step"] = torch.tensor(float(steps))
+                    place = parameter.device if group["fused"] else None
+                    state["step"] = torch.tensor(float(steps), device=place)

@@ -4,8 +4,9 @@ Tokens that the parent sampled were recorded with the engine's log-probabilities
 step the trainer holds the same weights, so its own numbers must equal these but for rounding.
 Otherwise one of the two computes another model, and every ratio of policies would be wrong. In
 float32 the largest difference is judged. In bfloat16 the mean and the 99th percentile are, also
-against those that the parent's own job measured. job_inputs.py finds the parent's versions; rank.py
-compares. Read next: runtime/logprob_limits.py.
+against those that the parent's own job measured. So is, for tokens that were sampled greedily, the
+share that are the trainer's most likely ones too. job_inputs.py finds the parent's versions;
+rank.py compares. Read next: runtime/logprob_limits.py.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from cray_agents.paths import Home
 from cray_agents.records import LogprobDistance
 from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits, measure
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.trainers.data.samples import Floats, Samples
+from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.training_jobs import JobSpec
 
 MOST = 256  # samples compared, at most
@@ -44,12 +45,14 @@ class Agreement:
             "max_difference": distance.max,
             "mean_difference": distance.mean,
             "p99_difference": distance.p99,
+            "equal_argmax": distance.equal_argmax,
             "run_id": self.run_id,
             "place": self.place,
             "ours": self.ours,
             "theirs": self.theirs,
             "limit": limits.max or limits.p99,
             "mean_limit": limits.mean,
+            "argmax_limit": limits.equal_argmax,
             "agrees": not limits.exceeded(distance),
         }
 
@@ -63,7 +66,10 @@ class Agreement:
             measured += f" {tokens} tokens"
         else:
             measured = f". Over {tokens} tokens the mean difference is {mean:.4g} and the 99th"
-            measured += f" percentile {p99:.4g}; the limits are {limits}"
+            measured += f" percentile {p99:.4g}"
+            if (equal := self.distance.equal_argmax) is not None:
+                measured += f", and {equal:.4g} of the greedy ones are the trainer's most likely"
+            measured += f"; the limits are {limits}"
         raise JobError(
             f"trainer and engine do not agree on the parent's weights: for token {self.place} of"
             f" {self.run_id} the trainer computes a log-probability of {self.ours:.4f}, and the"
@@ -108,10 +114,13 @@ def places_of_parent(samples: Samples, home: Home, weights_sha256: str) -> list[
     return places
 
 
-def compare(samples: Samples, ours: Sequence[Floats]) -> Agreement | None:
+def compare(
+    samples: Samples, ours: Sequence[Floats], tops: Sequence[Ints] | None = None
+) -> Agreement | None:
     """Compare the trainer's log-probabilities, [trained tokens] per sample, with the recorded ones.
 
-    Return None if there are no samples.
+    `tops`: the tokens that the trainer finds most likely in these places. Return None if there are
+    no samples.
     """
     if not len(samples):
         return None
@@ -119,9 +128,13 @@ def compare(samples: Samples, ours: Sequence[Floats]) -> Agreement | None:
     theirs = np.concatenate([row[at] for row, at in zip(samples.sampled, places, strict=True)])
     mine = np.concatenate(list(ours)).astype(np.float64)
     worst = int(np.abs(mine - theirs).argmax())  # numpy treats nan as the largest
+    equal: list[bool] = []
+    if tops is not None:
+        for i in np.flatnonzero(samples.temperatures == 0):
+            equal += (np.asarray(samples.tokens[i])[places[i]] == tops[i]).tolist()
     of = np.repeat(np.arange(len(samples)), [len(at) for at in places])
     return Agreement(
-        distance=measure(mine, theirs),
+        distance=measure(mine, theirs, equal),
         run_id=samples.run_ids[of[worst]],
         place=int(np.concatenate(places)[worst]),
         ours=float(mine[worst]),

@@ -170,7 +170,7 @@ def choose_start(
 
     resume.sweep(work.megatron)
     final = work.journal.home.checkpoint(work.spec.id)
-    resume.sweep(final.parent, f".{final.name}.*")
+    resume.sweep(final.parent, f".{final.name}[.-]*")  # of its end, and of its publishes
     point, problems = resume.choose(work.megatron, point_in_memory)
     step = resume.step_of(point) if point else 0
     source = None if optimizer_in_memory else work.spec.optimizer_from

@@ -22,9 +22,10 @@ The training process and the trainers that watch it share this module. Events ar
     corrupt     message: a resume point that was set aside, or a damaged line that was dropped
     agreement   tokens, max_difference, mean_difference, p99_difference (99th percentile):
                 log-probabilities of the sampled tokens, the trainer's against the engine's, nats;
-                limit (of the maximum in float32, of the 99th percentile in bfloat16), mean_limit
-                (null in float32), agrees; run_id, place, ours, theirs: of the token that differs
-                most
+                equal_argmax: the share of greedy tokens that the trainer finds most likely too
+                (null below a hundred of them); limit (of the maximum in float32, of the 99th
+                percentile in bfloat16), mean_limit and argmax_limit (null in float32), agrees;
+                run_id, place, ours, theirs: of the token that differs most
     step        step (counted from 1), loss (nats), lr, grad_norm, tokens (trained on), seconds,
                 tokens_per_second (all tokens read), mfu (fraction), memory_gib, and the method's
                 measures, by name

@@ -199,7 +199,7 @@ def compare_with_engine(training: Training, work: JobInputs) -> LogprobDistance 
     parents = broadcast_from_rank0(work.parent_places)
     temperature = work.spec.hyperparameters.policy.temperature
     comparable = engine_agreement.select_sampled(work.samples, parents, temperature)
-    agreement = engine_agreement.compare(comparable, training.score(comparable))
+    agreement = engine_agreement.compare(comparable, *training.score_with_top(comparable))
     if agreement is None:
         return None
     allowed = engine_agreement.limits_of(work.spec, work.parent_agreement)

@@ -1,7 +1,8 @@
 """CPU Megatron: adapt megatron-core 0.16.1 to machines without CUDA.
 
 job/job.py calls `load_megatron` once, before any other use of Megatron. With CUDA it only imports,
-and replaces the rotation of packed sequences, which waits for the device in each layer.
+and replaces two things: the rotation of packed sequences, which waits for the device in each layer,
+and torch's AdamW, which takes several passes over the weights.
 Megatron writes `torch.cuda.current_device()`, `device="cuda"` and the like all over its modules.
 torch itself is not patched. Instead the name `torch` in every loaded `megatron.core` module becomes
 a view whose `cuda` is the CPU. Two methods of Tensor are out of reach and are replaced, in the
@@ -72,7 +73,7 @@ class _View(types.ModuleType):
 
 
 class _FusedAdamW(torch.optim.AdamW):
-    """torch's one-pass AdamW; a class, because Megatron checks its optimizer's type."""
+    """torch's one-pass AdamW; a class, because Megatron names one and checks its type."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, fused=True)
@@ -122,6 +123,7 @@ def load_megatron() -> bool:
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
         _adapt_rotation()
+        fuse_adam(importlib.import_module("megatron.core.optimizer"))
         return False
     if isinstance(getattr(sys.modules.get("megatron.core.optimizer"), "torch", None), _View):
         return True
@@ -146,6 +148,16 @@ def load_megatron() -> bool:
     _adapt_rotation()
     _adapt_kernels()
     return True
+
+
+def fuse_adam(optimizer: types.ModuleType) -> None:
+    """Let Megatron's optimizer use the one-pass AdamW, unless Transformer Engine or Apex has one.
+
+    Megatron's configuration has no setting for it.
+    """
+    if optimizer.__dict__["USING_PYTORCH_OPTIMIZER"]:
+        optim = _View(torch.optim, AdamW=_FusedAdamW)
+        optimizer.__dict__["torch"] = _View(torch, optim=optim)
 
 
 def _adapt_tensors() -> None:

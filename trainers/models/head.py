@@ -20,11 +20,12 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 
 
 class Head:
-    """The output layer and the loss of a chunk. `rows` and `want_entropy` hold until changed.
+    """The output layer and the loss of a chunk. `rows` and `want_...` hold until changed.
 
     - `rows` [n], int64, or None: only these tokens of the micro-batch get logits, which saves
       memory and time. The labels of a forward pass must be of the same rows.
     - `entropy` [n], float32: of each row's distribution, after a forward pass with `want_entropy`.
+    - `top` [n], int64: each row's most likely token, after a forward pass with `want_top`.
     - `most_logits`: a forward pass with labels and more logits holds no more than these at once,
       and computes them again in the backward pass. That costs time, so CPUs hold all of them.
 
@@ -35,6 +36,8 @@ class Head:
         self.rows: torch.Tensor | None = None
         self.want_entropy = False
         self.entropy: torch.Tensor | None = None
+        self.want_top = False
+        self.top: torch.Tensor | None = None
         self.temperature = temperature
         self.most_logits = sys.maxsize
         self.layer = layer = chunk.output_layer
@@ -71,6 +74,8 @@ class Head:
         self.entropy = None
         if self.want_entropy:
             self.entropy = self.entropies(logits.detach().flatten(0, 1))
+        if self.want_top:
+            self.top = self.most_likely(logits.detach().flatten(0, 1))
         return logits, bias
 
     def _losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -108,6 +113,17 @@ class Head:
             chances = (rows - normalizer[:, None]).exp()
             entropies.append(self.sum_over_ranks(torch.special.entr(chances).sum(-1)))
         return torch.cat(entropies)
+
+    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the most likely tokens [n] of logits [n, this rank's columns], on all ranks.
+
+        Of equal ones it is the first.
+        """
+        mine, tokens = logits.max(-1)
+        highest = self._over_ranks(mine.float().clone(), torch.distributed.ReduceOp.MAX)
+        beyond = self.columns * self.group.size()
+        tokens = torch.where(mine == highest, tokens + self.first, beyond)
+        return self._over_ranks(tokens, torch.distributed.ReduceOp.MIN)
 
     def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
         """Return log sum exp [n] of logits [n, this rank's columns] over all ranks' columns."""
@@ -158,7 +174,7 @@ class ChunkedLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: Head
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        label_logits, normalizers, entropies = [], [], []
+        label_logits, normalizers, entropies, tops = [], [], [], []
         for rows, targets in head.chunks(hidden, labels):
             logits = head.logits(rows, weight)
             columns, mine = head.local(targets)
@@ -167,6 +183,9 @@ class ChunkedLosses(torch.autograd.Function):
             label_logits.append(head.sum_over_ranks(targeted.sum(1)))
             if head.want_entropy:
                 entropies.append(head.entropies(logits, normalizers[-1]))
+            if head.want_top:
+                tops.append(head.most_likely(logits))
+        head.top = torch.cat(tops) if tops else None
         normalizer = torch.cat(normalizers)
         ctx.save_for_backward(hidden, weight, labels, normalizer)
         ctx.head, ctx.parameter = head, weight

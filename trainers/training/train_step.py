@@ -288,7 +288,6 @@ class Training:
         del sums["stop"]
         return self._means(sums)
 
-    @torch.no_grad()
     def score(
         self,
         samples: Samples,
@@ -300,19 +299,40 @@ class Training:
         Each sample has an array, [its trained tokens], the same on every rank. `temperature` None
         means the method's.
         """
-        logprobs: list[Floats] = []
+        return self._score(samples, indices, temperature, top=False)[0]
+
+    def score_with_top(
+        self, samples: Samples, temperature: float | None = None
+    ) -> tuple[list[Floats], list[Ints]]:
+        """Return what `score` returns, and the most likely token in each of these places."""
+        logprobs, top = self._score(samples, None, temperature, top=True)
+        return logprobs, [row.astype(np.int64) for row in top]
+
+    @torch.no_grad()
+    def _score(
+        self,
+        samples: Samples,
+        indices: Sequence[int] | None,
+        temperature: float | None,
+        *,
+        top: bool,
+    ) -> list[list[Floats]]:
+        """Return a list of logprobs and, if wanted, one of tokens, which float32 holds exactly."""
+        columns: list[list[Floats]] = [[], []] if top else [[]]
         with self._without_dropout():
             for wanted in self._slices(range(len(samples)) if indices is None else indices):
                 batches, members = self.pack_share(samples, [[i] for i in wanted])
                 places = {i: n for n, i in enumerate(wanted)}
-                self.set_head(temperature)
-                logprobs += self.ranks.collect(
-                    self.run_passes(batches, self._logprobs, learn=False),
-                    batches,
-                    [[places[i] for i in batch] for batch in members],
-                    [int((samples.masks[i][1:] > 0).sum()) for i in wanted],
-                )
-        return logprobs
+                self.set_head(temperature, top=top)
+                reports = self.run_passes(batches, self._logprobs, learn=False)
+                for place, rows in enumerate(columns):
+                    rows += self.ranks.collect(
+                        [(at, numbers[place]) for at, *numbers in reports],
+                        batches,
+                        [[places[i] for i in batch] for batch in members],
+                        [int((samples.masks[i][1:] > 0).sum()) for i in wanted],
+                    )
+        return columns
 
     def _drift(self, baseline: BaselineLogprobs, units: Sequence[Sequence[int]]) -> float:
         """Estimate kto's divergence from the reference, on mismatched completions; 0 without."""
@@ -413,10 +433,13 @@ class Training:
     def _logprobs(
         self, share: ContextShard, rows: Ints, per_token: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Report log-probabilities in place of a loss."""
-        logprobs = -per_token[0, : len(rows)].detach().float()
+        """Report log-probabilities in place of a loss, and the most likely tokens if wanted."""
+        numbers = [-per_token[0, : len(rows)].detach().float()]
+        if self.head is not None and self.head.want_top:
+            assert self.head.top is not None
+            numbers.append(self.head.top[: len(rows)].float())
         count = torch.ones((), dtype=torch.int)
-        return per_token.sum(), count, (share.places[rows], logprobs)
+        return per_token.sum(), count, (share.places[rows], *numbers)
 
     def _loss(
         self,
@@ -437,12 +460,14 @@ class Training:
         total = loss.total if len(rows) else per_token.sum() * 0.0
         return total, loss.count.int(), report
 
-    def set_head(self, temperature: float | None = None, entropy: bool = False) -> None:
-        """Set the temperature of the next passes' logits, and if their entropy is computed."""
+    def set_head(
+        self, temperature: float | None = None, entropy: bool = False, top: bool = False
+    ) -> None:
+        """Set the temperature of the next passes' logits, and what is computed beside."""
         if self.head is not None:
             usual = self.hyper.policy.temperature  # 1 unless the method is grpo
             self.head.temperature = usual if temperature is None else temperature
-            self.head.want_entropy = entropy
+            self.head.want_entropy, self.head.want_top = entropy, top
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:

@@ -42,14 +42,9 @@ from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_replica import (
-    EngineSettings,
-    Replica,
-    has_gpu_build,
-    weight_bytes,
-)
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
-from cray_agents.runtime.registry.deltas import materialize
+from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import (
@@ -235,7 +230,7 @@ def check_serving(
 ) -> None:
     """Raise BadInput if a version's weights exceed the GPUs that a replica has in its turn."""
     if resources.gpus is not None:
-        size = weight_bytes(config.root.checkpoint(version.checkpoint))
+        size = rebuilt_bytes(config.root.checkpoint(version.checkpoint))
         check_weights_fit(version.id, size, len(placement.replicas[0]), resources.gpus.gib)
 
 

@@ -1,0 +1,97 @@
+"""Kill -9 while delta checkpoints are rebuilt: what is read afterwards equals what was trained.
+
+Both ways are killed: the copy that a platform makes for its replicas, and the rebuilding on the
+shared root before a promotion. `CRAY_TEST_KILLS` and `CRAY_TEST_SEED` make it longer.
+"""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+
+from cray_agents.paths import Home
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.deltas import Shadows, materialize
+from tests.support.delta_checkpoints import Words, bfloat16, changed, full, header, with_changes
+from tests.support.killed_copies import rebuild_until
+
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "8"))
+SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
+FILES = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+CHAIN = ("two", "three")  # each is what changed in the one before it
+SIZE = 200_000  # elements of a file
+
+
+def chain(home: Home) -> dict[str, dict[str, bytes]]:
+    """Make a full checkpoint and two deltas over it; return the files of weights of the deltas."""
+    weights: dict[str, dict[str, Words]] = {
+        file: {file[:11]: bfloat16(SIZE, seed)} for seed, file in enumerate(FILES)
+    }
+    full(home, "one", weights)
+    expected, before = {}, "one"
+    for number, name in enumerate(CHAIN):
+        weights = {
+            file: {tensor: with_changes(words, 0.02, seed=number) for tensor, words in part.items()}
+            for file, part in weights.items()
+        }
+        child, _ = changed(home, name, before, weights)
+        materialize(home, child)
+        expected[name] = {file: (child / file).read_bytes() for file in FILES}
+        for file, part in weights.items():
+            words = b"".join(each.tobytes() for each in part.values())
+            assert expected[name][file] == header(part) + words
+        before = name
+    return expected
+
+
+def test_killed_rebuilds_are_read_as_whole_ones(tmp_path: Path) -> None:
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(["tests.support.killed_copies"])
+    chance, kills, rounds = random.Random(SEED), Counter[str](), 0
+    home, copies, root = Home(tmp_path / "home"), tmp_path / "shadows", str(tmp_path)
+    expected = chain(home)
+
+    def rebuild(how: str, touches: int, delay: float) -> bool:
+        """Rebuild the chain in a process of its own; True if that was killed."""
+        process = forking.Process(target=rebuild_until, args=(root, CHAIN[-1], how, touches, delay))
+        process.start()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        return process.exitcode != 0
+
+    def forget() -> None:
+        """Leave the deltas as they were published."""
+        for name in CHAIN:
+            for file in FILES:
+                (home.checkpoint(name) / file).unlink(missing_ok=True)
+
+    most = {}
+    for how in ("copy", "root"):
+        forget()
+        assert not rebuild(how, 0, 0.0)
+        most[how] = int((tmp_path / "touches").read_text())
+    while kills.total() < KILLS:
+        rounds += 1
+        forget()
+        how = chance.choice(("copy", "root"))
+        for _ in range(chance.randint(1, 3)):  # deaths before somebody finishes it
+            delay = chance.choice((0.0, chance.uniform(0, 0.01)))
+            kills[how] += rebuild(how, chance.randint(1, most[how]), delay)
+        if how == "copy":
+            assert not any((home.checkpoint(n) / file).exists() for n in CHAIN for file in FILES)
+            shadows = Shadows(home, copies)
+            found = {name: shadows.directory(home.checkpoint(name)) for name in CHAIN}
+            assert {path.parent for path in copies.glob("*/*/*.safetensors")} == set(found.values())
+        else:
+            found = {name: materialize(home, home.checkpoint(name)) for name in CHAIN}
+        for name, directory in found.items():
+            assert {file: (directory / file).read_bytes() for file in FILES} == expected[name]
+            assert checkpoints.is_whole(directory, checkpoints.verify(directory))
+        if how == "copy":
+            shadows.remove()
+        for draft in home.checkpoint("x").parent.glob(".*"):
+            shutil.rmtree(draft)
+    print(f"\nseed {SEED}: {kills.total()} kills {dict(kills)} in {rounds} rounds")
