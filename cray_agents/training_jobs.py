@@ -183,8 +183,9 @@ class JobSpec(StrictRecord):
     tokenizer and chat template (None in older jobs). `reference` is the checkpoint that dpo, kto
     and the KL of grpo and distill compare with; None: the parent. `teacher` is the checkpoint that
     judges the samples of distill, of any kind that can be trained; its tokens must be the parent's.
-    `optimizer_from` names the job whose optimizer state is continued. `commands` names a run of a client's own commands, which take the place of
-    `dataset` and `method` (see training_commands.py).
+    `optimizer_from` names the job whose optimizer state is continued. `commands` names a run of a
+    client's own commands, which take the place of `dataset` and `method` (see
+    training_commands.py).
 
     These fields only decide how the job is run, and do not enter its id:
 

@@ -1,8 +1,9 @@
 """Baselines: log-probabilities of the samples under the weights before training.
 
 dpo and kto compare with a reference, grpo with the policy that the job starts from, distill also
-with a teacher. None of these changes during the job. The log-probabilities are therefore computed once, only for samples that some step
-takes, and kept in the job's folder for restarts. Called by rank.py.
+with a teacher. None of these changes during the job. The log-probabilities are therefore computed
+once, only for samples that some step takes, and kept in the job's folder for restarts. Called by
+rank.py.
 """
 
 import hashlib

@@ -103,9 +103,7 @@ def check_tokenizer(samples: Samples, folder: Path, home: Home, parent: Path) ->
             )
 
 
-def check_teacher(
-    teacher: Path, parent: Path, splits: Sequence[Samples], spec: JobSpec
-) -> None:
+def check_teacher(teacher: Path, parent: Path, splits: Sequence[Samples], spec: JobSpec) -> None:
     """Raise BadInput unless the teacher can score the samples: their tokens must be its own.
 
     Every token of the parent's tokenizer must be the same text to the teacher's, which may have

@@ -69,7 +69,8 @@ def submit(
         str | None, typer.Option(help="random: from scratch, by the parent's config.json alone.")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="What dpo, kto and a policy.kl compare with, if not the parent.")
+        str | None,
+        typer.Option(help="What dpo, kto and a policy.kl compare with, if not the parent."),
     ] = None,
     teacher: Annotated[
         str | None, typer.Option(help="distill: the model that judges each token; like --parent.")

@@ -84,14 +84,14 @@ async def create_job(services: Services, request: Request) -> Response:
     """Train on a dataset.
 
     The same spec is the same job. `parent`, `reference` and `teacher`: a name, `name@N`, or a
-    checkpoint's id or directory. Their hashes and `code` are filled in where they are left out. A spec without a
-    `layout` gets one of the trainer's, and the event `layout` says why that one. One without a
-    `dtype` gets bfloat16 on GPUs and float32 on CPUs, and one without `max_tokens_per_microbatch`
-    what a GPU's memory takes, or 4,096 on CPUs; the job's id counts both. A failed job is tried
-    again where it is to run otherwise: another layout, `recompute`, `save_every`, `keep`,
-    `evaluate_every` or `logprob_limit`. A layout that takes more cores, memory or GPUs than there
-    are is refused without `oversubscribe` (role admin). `optimizer_from` may be `parent`: the job
-    that made the parent, if it did so here and neither has LoRA.
+    checkpoint's id or directory. Their hashes and `code` are filled in where they are left out. A
+    spec without a `layout` gets one of the trainer's, and the event `layout` says why that one. One
+    without a `dtype` gets bfloat16 on GPUs and float32 on CPUs, and one without
+    `max_tokens_per_microbatch` what a GPU's memory takes, or 4,096 on CPUs; the job's id counts
+    both. A failed job is tried again where it is to run otherwise: another layout, `recompute`,
+    `save_every`, `keep`, `evaluate_every` or `logprob_limit`. A layout that takes more cores,
+    memory or GPUs than there are is refused without `oversubscribe` (role admin). `optimizer_from`
+    may be `parent`: the job that made the parent, if it did so here and neither has LoRA.
     """
     body = await read_json(request, services.max_body)
     roots = may_name(request, services.model_roots)
