@@ -67,6 +67,12 @@ def test_the_teachers_scores_are_those_of_transformers(lab: Any) -> None:
     assert first["ratio"] == pytest.approx(1.0, abs=1e-6)
     assert second["reverse_kl"] != first["reverse_kl"]
     assert "entropy" in first and "reward" not in first
+    published = lab.home.checkpoint(spec.id)
+    rows = [
+        transformers_logprobs(published, samples.tokens[i], samples.masks[i], 0.7) for i in places
+    ]
+    change = torch.cat(rows).numpy() - expected["before"]
+    assert (change * (expected["teacher"] - expected["before"])).sum() > 0  # towards the teacher
 
 
 def test_a_restarted_job_uses_the_same_scores(lab: Any) -> None:

@@ -40,15 +40,16 @@ def test_value_gradient_and_divergence_are_the_formulas(cap: float | None) -> No
     assert (total.item(), number.item()) == (pytest.approx(divergence, rel=1e-12), count)
 
 
-# What tinker-cookbook 0.6.1 gives for these samples: its own incorporate_kl_penalty, called with
-# stand-ins for its clients (kl_penalty_coef 1, kl_discount_factor 0), and the loss
-# importance_sampling as its documents state it, -sum(exp(now - sampled) advantages).
+# What tinker-cookbook 0.6.1 gives for these samples: the mean `teacher_kl` and the advantages of its
+# incorporate_kl_penalty (kl_penalty_coef 1, kl_discount_factor 0; advantages 0.25, -1.75, -0.375,
+# 1.625, -0.125), and with these its default loss importance_sampling, as Tinker's documents state
+# it: -sum(exp(now - sampled) advantages), whose derivatives are the slopes.
 SAMPLED = [-0.5, -1.25, -0.125, -2.0, -0.75]  # of a sample of three tokens, and one of two
 TEACHER = [-0.25, -3.0, -0.5, -0.375, -0.875]
 NOW = [-0.625, -1.0, -0.25, -1.5, -1.0]
-COOKBOOK_KL = 0.0
-COOKBOOK_LOSS = 0.0
-COOKBOOK_SLOPES: list[float] = []
+COOKBOOK_KL = 0.075
+COOKBOOK_LOSS = -0.22446537497716124
+COOKBOOK_SLOPES = [-0.2206242256, 2.2470444792, 0.3309363385, -2.6791720649, 0.0973500979]
 
 
 def tokens(now: torch.Tensor, before: Any, teacher: Any) -> TrainedTokens:
