@@ -81,8 +81,8 @@ def main(seed: int, quick: bool) -> None:
     book.make_model(home / "model", seed)
     with local_platform(home, model=home / "model", name=NAME) as platform:
         teacher = asyncio.run(teach(platform, seed, quick))
-        warmed = replace(book.make_loop(seed, quick), platform=platform)
-        book.warm_up(warmed, quick)
+        if not quick:
+            book.warm_up(replace(book.make_loop(seed), platform=platform))
         loop = replace(make_loop(seed, quick, teacher), platform=platform)
         for done in loop.run(1 if quick else 10):
             # a job's first loss is the divergence before it, on the student's samples

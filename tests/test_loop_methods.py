@@ -18,7 +18,6 @@ from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora, Policy
@@ -81,18 +80,19 @@ def test_grpo_trains_on_its_own_generation_and_goes_on_from_the_latest(tmp_path:
 
 def test_distill_trains_on_its_own_generation_by_a_teacher(tmp_path: Path) -> None:
     hyper = Hyperparameters(steps=1, seed=5)
-    big = bare_model(tmp_path / "big")
+    home = Home(tmp_path / "home")
+    big, manifest = Registry(home).import_checkpoint(bare_model(tmp_path / "big", b"big"))
     stages = [Stage("distill", 2), Stage("rft", 1), Stage("distill", teacher="m@1")]
     with platform(tmp_path / "home", ScriptedEngine(echo)) as where:
-        loop = site_loop(method=stages, teacher=str(big), temperature=0.7, hyperparameters=hyper,
+        loop = site_loop(method=stages, teacher=str(home.checkpoint(big)), temperature=0.7, hyperparameters=hyper,
                          platform=where)  # fmt: skip
         done = list(loop.run(4))
-    root = tmp_path / "home"
+    root = home.root
     jobs = specs(root, done)
     assert [job.method for job in jobs] == ["distill", "distill", "sft", "distill"]
-    first = Registry(Home(root)).resolve("m@1")
+    first = Registry(home).resolve("m@1")
     assert [job.teacher_sha256 for job in jobs] == [
-        *[weights_sha256(big)] * 2, None, first.weights_sha256]  # fmt: skip
+        *[manifest.weights_sha256] * 2, None, first.weights_sha256]  # fmt: skip
     assert jobs[0].hyperparameters.policy == Policy(temperature=0.7)
     for generation in (done[1], done[2], done[4]):  # all of its runs, whatever their rewards
         assert used(root, generation) == {run.id for run in train_runs(root, generation.generation)}

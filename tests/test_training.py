@@ -79,13 +79,14 @@ class Site:
                 platform, VersionGate(platform), agent, "talk", [odd], concurrency=16
             )
             self.runs = await rollouts.run(wanted, version, 1.0, lambda done: None)
+            teacher = await platform.register("teacher", self.teacher)
             even = {run.id: 1 - odd(run) for run in self.runs}
             for method in METHODS:
                 recipe = DatasetRecipe(
                     method=method, loop="talk", rewards=even if method == "kto" else None
                 )
                 self.datasets[method] = await platform.build_dataset(recipe)
-                taught = {"teacher": self.teacher} if method == "distill" else {}
+                taught = {"teacher": teacher.id} if method == "distill" else {}
                 self.jobs[method] = await platform.submit_job(
                     dataset=self.datasets[method]["id"],
                     parent=version.id,

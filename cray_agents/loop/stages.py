@@ -52,8 +52,9 @@ class Stage:
             where one replica takes turns).
             Default: `latest` for grpo and distill, whose steps are too small to be told from
             chance, else `promoted`.
-        teacher: of distill: a version such as `big@3`, or a directory that the platform reads. Its
-            tokens must be the agent's model's; its kind may be another.
+        teacher: of distill: a version such as `big@3`, or a checkpoint's directory. Its tokens must
+            be those of the agent's model; its kind may be another. `Platform.register` makes a
+            version of a Hugging Face directory.
     """
 
     method: Method

@@ -116,17 +116,17 @@ def check_teacher(teacher: Path, parent: Path, splits: Sequence[Samples], spec: 
             check_samples(samples, model, spec.hyperparameters)
     except BadInput as problem:
         raise BadInput(f"the teacher {teacher} does not fit: {problem}", param="teacher") from None
-    own, others = parent / TOKENIZER, teacher / TOKENIZER
-    if not (own.exists() and others.exists()):
+    own, foreign = parent / TOKENIZER, teacher / TOKENIZER
+    if not (own.exists() and foreign.exists()):
         size = read_parent(parent, spec.hyperparameters.init).vocab
         if model.vocab == size:
             return
         ours, theirs = f"a vocabulary of {size}", f"one of {model.vocab}"
-    elif own.read_bytes() == others.read_bytes():
+    elif own.read_bytes() == foreign.read_bytes():
         return
     else:
         verify_settings(teacher)
-        texts, other = _texts(own), _texts(others)
+        texts, other = _texts(own), _texts(foreign)
         token = next((i for i in sorted(texts) if other.get(i) != texts[i]), None)
         if token is None:
             return

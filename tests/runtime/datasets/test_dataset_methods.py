@@ -249,9 +249,11 @@ async def test_a_teacher_needs_no_rewards(tmp_path: Path) -> None:
         attempts("a", 0, None, 1),
         run_events("again", [5], reward=None, task=task("b"), attempt=0),
         run_events("equal", [5], reward=None, task=task("b"), attempt=1),
-        run_events("failed", [6], reward=None, error="reward_error"),
+        run_events(
+            "failed", [6], reward=None, error={"type": "RewardError", "message": "it broke"}
+        ),
         run_events("empty", [], reward=1),
-        run_events("down", [7], error="infrastructure_error"),
+        run_events("down", [7], error={"type": "Gone", "message": "gone", "infrastructure": True}),
         run_events("held", [8], task=task("c", "holdout")),
     )
     manifest, found = await build(tmp_path, events, method="distill")
