@@ -102,13 +102,15 @@ class DatasetRecipe(StrictRecord):
       by at least `min_margin` and the best reaches `min_reward`, if that is given.
     - `kto`: use all scored runs, each alone. A run is desirable with a reward of at least
       `min_reward` (1 unless given), else undesirable.
+    - `distill`: use all runs whose tokens were recorded, rewarded or not: a teacher judges their
+      tokens.
 
     `max_per_task` bounds the runs (pairs) of a task over all generations, to the first in order of
     generation and attempt. `max_tokens` bounds the length of a sample. `rewards` overrides the
     recorded rewards of whole runs by run id (controls use it). `validation` is the fraction of
     tasks, chosen by the hash of their ids, whose samples go to a split of their own. Of samples
     whose token 5-grams are as similar as `near_duplicates` (Jaccard), only the first is kept; equal
-    samples always become one. In grpo all stay, as they are draws of a group.
+    samples always become one. In grpo and distill all stay, as they are draws.
 
     `step` makes the dataset the loop's training set number `step`: building it again gives the same
     dataset, also after a crash. A run then enters at most `max_uses` of the loop's steps up to this
@@ -130,7 +132,7 @@ class DatasetRecipe(StrictRecord):
     in all. A power of 0 makes all groups equal, 1 all samples.
     """
 
-    method: Literal["sft", "grpo", "dpo", "kto"] = "sft"
+    method: Literal["sft", "grpo", "dpo", "kto", "distill"] = "sft"
     loop: str | None = None
     generations: list[int] | None = None
     where: RunFilter | None = None

@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError, model_validator
 from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
 
-MethodName = Literal["sft", "dpo", "kto", "grpo"]
+MethodName = Literal["sft", "dpo", "kto", "grpo", "distill"]
+ON_POLICY = ("grpo", "distill")  # methods with a policy loss on the tokens that were sampled
 Dtype = Literal["float32", "bfloat16"]
 MICROBATCH = 4096  # tokens, where no GPU's memory decides
 DECIDED_BY_TRAINER = {"dtype", "max_tokens_per_microbatch"}  # hyperparameters, if not given
@@ -50,7 +51,7 @@ class Preference(StrictRecord):
 
 
 class Policy(StrictRecord):
-    """The policy loss of grpo (arXiv 2402.03300) on the samples' advantages.
+    """The policy loss of grpo (arXiv 2402.03300) and distill on the samples' advantages.
 
     - `objective`: `ppo` clips each token's ratio (arXiv 1707.06347) to 1 - `clip_low` ..
       1 + `clip_high`; `cispo` clips the weight and keeps every token's gradient (arXiv 2506.13585);
@@ -180,9 +181,11 @@ class JobSpec(StrictRecord):
     `dataset` is a dataset id. `parent` is the directory of a Hugging Face checkpoint,
     `parent_sha256` the hash of its weights, `parent_settings_sha256` the hash of its config,
     tokenizer and chat template (None in older jobs). `reference` is the checkpoint that dpo, kto
-    and grpo's KL compare with; None: the parent. `optimizer_from` names the job whose optimizer
-    state is continued. `commands` names a run of a client's own commands, which take the place of
-    `dataset` and `method` (see training_commands.py).
+    and the KL of grpo and distill compare with; None: the parent. `teacher` is the checkpoint that
+    judges the samples of distill, of any kind that can be trained; its tokens must be the parent's.
+    `optimizer_from` names the job whose optimizer state is continued. `commands` names a run of a
+    client's own commands, which take the place of `dataset` and `method` (see
+    training_commands.py).
 
     These fields only decide how the job is run, and do not enter its id:
 
@@ -210,6 +213,8 @@ class JobSpec(StrictRecord):
     parent_settings_sha256: str | None = None
     reference: str | None = None
     reference_sha256: str | None = None
+    teacher: str | None = None
+    teacher_sha256: str | None = None
     optimizer_from: str | None = None
     hyperparameters: Hyperparameters
     code: str = ""
@@ -228,20 +233,26 @@ class JobSpec(StrictRecord):
         """Refuse an option of another method, which would have no effect."""
         hyper, method = self.hyperparameters, self.method
         unused = {
-            "policy": method != "grpo" and hyper.policy != Policy(),
+            "policy": method not in ON_POLICY and hyper.policy != Policy(),
             "preference": method not in ("dpo", "kto") and hyper.preference != Preference(),
             "weigh_loss": method != "sft" and hyper.weigh_loss,
             "reference": self.reference is not None
-            and (method == "sft" or (method == "grpo" and not hyper.policy.kl)),
+            and (method == "sft" or (method in ON_POLICY and not hyper.policy.kl)),
+            "teacher": method != "distill" and self.teacher is not None,
         }
         for name, wrong in unused.items():
             if wrong:
-                without = " and policy.kl 0" if method == "grpo" else ""
+                without = " and policy.kl 0" if method in ON_POLICY else ""
                 raise ValueError(
                     f"{name} has no effect with method {method!r}{without}: leave it out"
                 )
-        if (self.reference is None) != (self.reference_sha256 is None):
-            raise ValueError("reference and reference_sha256 go together")
+        if method == "distill" and self.teacher is None:
+            raise ValueError(
+                "method 'distill' needs a teacher: name a version, such as 'big@3', or a directory"
+            )
+        for role in ("reference", "teacher"):
+            if (getattr(self, role) is None) != (getattr(self, f"{role}_sha256") is None):
+                raise ValueError(f"{role} and {role}_sha256 go together")
         return self
 
     @property
@@ -250,8 +261,9 @@ class JobSpec(StrictRecord):
         decisive = self.model_dump(exclude=_EXECUTION_FIELDS, mode="json")
         if self.parent_settings_sha256 is None:  # jobs older than this field keep their ids
             del decisive["parent_settings_sha256"]
-        if self.commands is None:  # likewise
-            del decisive["commands"]
+        for name in ("commands", "teacher_sha256"):  # likewise
+            if decisive[name] is None:
+                del decisive[name]
         if self.hyperparameters.policy.dual_clip is None:  # likewise
             del decisive["hyperparameters"]["policy"]["dual_clip"]
         return f"job-{digest(decisive)}"
@@ -277,6 +289,7 @@ _EXECUTION_FIELDS = {
     "oversubscribe",
     "parent",
     "reference",
+    "teacher",
 }
 
 

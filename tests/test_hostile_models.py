@@ -177,6 +177,11 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"dataset": "ds-1", "parent": "calc", "method": "dpo", "hyperparameters": {"steps": 1}},
         "reference",
     ),
+    "teacher": (
+        "/v1/jobs",
+        {"dataset": "ds-1", "parent": "calc", "method": "distill", "hyperparameters": {"steps": 1}},
+        "teacher",
+    ),
     "tokenizer": ("/v1/datasets", {"loop": "l"}, "tokenizer"),
 }
 

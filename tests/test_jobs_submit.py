@@ -233,7 +233,10 @@ def here(site: Site, screen: pytest.CaptureFixture[str], *words: object) -> Done
         (["--set", "weight_decay=NaN"], "weight_decay = nan: Input should be"),
         (["--set", "policy.kl=0.1"], "policy has no effect with method 'sft'"),
         (["--set", "seed=1", "--method", "dpo"], "is made for sft, not for dpo"),
-        (["--method", "ppo"], "method = 'ppo': Input should be 'sft', 'dpo', 'kto' or 'grpo'"),
+        (
+            ["--method", "ppo"],
+            "method = 'ppo': Input should be 'sft', 'dpo', 'kto', 'grpo' or 'dist",
+        ),
         (["--steps", 3, "--epochs", 2], "--steps and --epochs say the same"),
         (["--layout", "data=1,tensor=3"], "tensor=3"),
         (["--layout", "dat=1"], "unknown key 'layout.dat': did you mean layout.data?"),
@@ -243,6 +246,8 @@ def here(site: Site, screen: pytest.CaptureFixture[str], *words: object) -> Done
         (["--dataset", "ds-none"], "no dataset 'ds-none'"),
         (["--parent", "./nowhere"], "no checkpoint at './nowhere'"),
         (["--reference", "/tmp"], "reference has no effect with method 'sft'"),
+        (["--teacher", "/tmp"], "teacher has no effect with method 'sft'"),
+        (["--method", "distill"], "method 'distill' needs a teacher: name a version, such as"),
         (["--spec", __file__], "is no job's spec"),
     ],
 )

@@ -10,17 +10,19 @@ import pytest
 from cray_agents import PromotionTest, ScriptedEngine, Stage
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
+from cray_agents.loop.live.schedule import Watch
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora, Policy
 from tests.support.killable_loop import echo, site_loop
-from tests.support.scripted_platform import platform
+from tests.support.scripted_platform import bare_model, platform
 
 
 def specs(root: Path, done: list[Generation]) -> list[JobSpec]:
@@ -74,6 +76,48 @@ def test_grpo_trains_on_its_own_generation_and_goes_on_from_the_latest(tmp_path:
         assert used(tmp_path, generation) == expected
         assert generation.zero_variance_groups == 12 - len(mixed)
         assert generation.tokens == sum(call.usage.completion_tokens for call in runs.values())
+
+
+def test_distill_trains_on_its_own_generation_by_a_teacher(tmp_path: Path) -> None:
+    hyper = Hyperparameters(steps=1, seed=5)
+    home = Home(tmp_path / "home")
+    big, manifest = Registry(home).import_checkpoint(bare_model(tmp_path / "big", b"big"))
+    stages = [Stage("distill", 2), Stage("rft", 1), Stage("distill", teacher="m@1")]
+    with platform(tmp_path / "home", ScriptedEngine(echo)) as where:
+        loop = site_loop(method=stages, teacher=str(home.checkpoint(big)), temperature=0.7, hyperparameters=hyper,
+                         platform=where)  # fmt: skip
+        done = list(loop.run(4))
+    root = home.root
+    jobs = specs(root, done)
+    assert [job.method for job in jobs] == ["distill", "distill", "sft", "distill"]
+    first = Registry(home).resolve("m@1")
+    assert [job.teacher_sha256 for job in jobs] == [
+        *[manifest.weights_sha256] * 2, None, first.weights_sha256]  # fmt: skip
+    assert jobs[0].hyperparameters.policy == Policy(temperature=0.7)
+    for generation in (done[1], done[2], done[4]):  # all of its runs, whatever their rewards
+        assert used(root, generation) == {run.id for run in train_runs(root, generation.generation)}
+    assert [g.sampled_from for g in done[1:3]] == ["m@1", done[1].onward or done[1].version]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"method": "distill"}, "distill with teacher=None: name a version, such as 'big@3'"),
+        ({"method": "distill", "teacher": "big"}, "the promoted one may change"),
+        ({"method": "grpo", "attempts": 2, "teacher": "b@1"}, "no effect without method 'distill'"),
+        ({"method": [Stage("rft", teacher="b@1")]}, "teacher has no effect with rft"),
+        ({"method": "distill", "teacher": 3}, "teacher=3: give a str"),
+        ({"method": "distill", "teacher": "b@1", "temperature": 0.0}, "distill learns from draws"),
+        ({"method": "distill", "teacher": "b@1", "control": "shuffled-rewards"}, "uses no rewards"),
+        ({"method": "distill", "teacher": "b@1", "history": 2}, "history has no effect"),
+        ({"method": "distill", "teacher": "b@1", "watch": Watch(runs=8)}, "the loop's own runs"),
+    ],
+)
+def test_a_loop_with_a_teacher_that_does_not_add_up_is_refused(
+    changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(BadInput, match=told):
+        site_loop(**changes)
 
 
 def test_a_loop_leaves_the_promoted_version_serving(tmp_path: Path) -> None:

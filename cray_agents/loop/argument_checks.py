@@ -9,13 +9,14 @@ from cray_agents.errors import BadInput
 from cray_agents.loop.curriculum import Curriculum
 from cray_agents.loop.live.schedule import Watch
 from cray_agents.loop.settings import LoopSettings
+from cray_agents.loop.stages import Planned
 from cray_agents.loop.stop_rules import Budget
 from cray_agents.loop.warmup import WarmUp
 from cray_agents.loop.warmup import check as check_warm_up
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import PromotionTest
 from cray_agents.tasks.task_set import TaskSet
-from cray_agents.training_jobs import Policy
+from cray_agents.training_jobs import ON_POLICY, Policy
 
 #: Whole numbers of a Loop with their least values, and numbers with their least and largest ones.
 COUNTS = {
@@ -48,9 +49,10 @@ KINDS: dict[str, type] = {
     "platform": Platform,
     "warm_up": WarmUp,
     "seeded": bool,
+    "teacher": str,
 }
 OPTIONAL = {"history", "max_uses", "patience", "min_reward", "target", "balance_by", "watch"}
-OPTIONAL |= {"platform", "warm_up"}
+OPTIONAL |= {"platform", "warm_up", "teacher"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -193,8 +195,12 @@ def check(loop: LoopSettings) -> None:
         raise BadInput(f"control {loop.sampling.control!r} is not known", param="control")
     if "sft" in methods and not loop.data.demonstrations:
         raise BadInput("method 'sft' trains on demonstrations: give some", param="demonstrations")
-    if "grpo" in methods:
-        _check_grpo(loop)
+    if loop.sampling.control == "shuffled-rewards" and methods == {"distill"}:
+        message = "control 'shuffled-rewards' has no effect with distill, which uses no rewards"
+        raise BadInput(message, param="control")
+    for stage in loop.stages:
+        if stage.method in ON_POLICY:
+            _check_on_policy(loop, stage)
     if loop.warm_up is not None:
         check_warm_up(loop)
 
@@ -214,28 +220,30 @@ def _check_watch(loop: LoopSettings, methods: Set[str]) -> None:
             "method 'sft' learns from demonstrations alone: watch with rft, and give them to it",
             param="method",
         )
+    if "distill" in methods:
+        raise BadInput(
+            "method 'distill' learns from the loop's own runs: leave watch out", param="method"
+        )
 
 
-def _check_grpo(loop: LoopSettings) -> None:
+def _check_on_policy(loop: LoopSettings, stage: Planned) -> None:
     if loop.sampling.temperature <= 0:
+        uses = "grpo compares them" if stage.method == "grpo" else "distill learns from draws"
         raise BadInput(
             f"temperature={loop.sampling.temperature!r}: greedy runs at a task are all the same, "
-            "and grpo compares them: give 1.0",
+            f"and {uses}: give 1.0",
             param="temperature",
         )
-    for stage in loop.stages:
-        policy = stage.hyperparameters.policy
-        if stage.method != "grpo":
-            continue
-        if loop.asynchrony.staleness and policy.importance_cap is None:
-            raise BadInput(
-                f"staleness={loop.asynchrony.staleness} trains on what older versions sampled: "
-                "policy.importance_cap, which corrects that, must not be None",
-                param="staleness",
-            )
-        if policy.temperature not in (Policy().temperature, loop.sampling.temperature):
-            raise BadInput(
-                f"policy.temperature={policy.temperature:g}, and the runs are sampled at "
-                f"{loop.sampling.temperature:g}: leave it out, the loop fills it in",
-                param="hyperparameters",
-            )
+    policy = stage.hyperparameters.policy
+    if loop.asynchrony.staleness and policy.importance_cap is None:
+        raise BadInput(
+            f"staleness={loop.asynchrony.staleness} trains on what older versions sampled: "
+            "policy.importance_cap, which corrects that, must not be None",
+            param="staleness",
+        )
+    if policy.temperature not in (Policy().temperature, loop.sampling.temperature):
+        raise BadInput(
+            f"policy.temperature={policy.temperature:g}, and the runs are sampled at "
+            f"{loop.sampling.temperature:g}: leave it out, the loop fills it in",
+            param="hyperparameters",
+        )

@@ -9,7 +9,7 @@ from typing import Any
 from cray_agents.loop.settings import Asynchrony, LoopSettings, TrainingData
 from cray_agents.loop.stages import TRAINED_BY, Planned
 from cray_agents.queries import DatasetRecipe
-from cray_agents.training_jobs import Hyperparameters
+from cray_agents.training_jobs import ON_POLICY, Hyperparameters
 
 GOOD_REWARD = {"rft": 1.0, "kto": 1.0}  # the least reward of a good run, unless the loop says
 
@@ -30,7 +30,7 @@ def generations_in_window(
     one, for the late runs. A loop on live traffic trains on new runs alone, unless its history says
     more.
     """
-    history = 1 if stage.method == "grpo" else data.history
+    history = 1 if stage.method in ON_POLICY else data.history
     if live:
         history = history or 1
     if not stage.runs:
@@ -38,7 +38,7 @@ def generations_in_window(
     if history is None:
         return list(range(1, number + 1))
     late = 1 if asynchrony.close_at < 1 else 0
-    first = stage.first if stage.method == "grpo" else 1  # not what another method has left over
+    first = stage.first if stage.method in ON_POLICY else 1  # not what another method has left over
     return list(range(max(first, number - history - late + 1), number + 1))
 
 
@@ -46,7 +46,7 @@ def max_uses_per_run(
     data: TrainingData, asynchrony: Asynchrony, stage: Planned, *, live: bool
 ) -> int | None:
     """In how many training sets a run may be. A late run that was used is not used again."""
-    history = 1 if stage.method == "grpo" else data.history
+    history = 1 if stage.method in ON_POLICY else data.history
     if live:
         return data.max_uses or history or 1
     if asynchrony.close_at == 1 or history is None:
@@ -78,7 +78,7 @@ def recipe_of(
         min_reward=min_reward_for(data, stage),
         balance_by=data.balance_by,
         balance_power=data.balance_power,
-        rewards=rewards,
+        rewards=None if stage.method == "distill" else rewards,
         **given,
     )
 
@@ -86,11 +86,11 @@ def recipe_of(
 def hyperparameters_of(stage: Planned, number: int, temperature: float) -> Hyperparameters:
     """The hyperparameters of a generation's job.
 
-    Each job has a seed of its own, else all would draw alike. `temperature`: grpo's runs were
-    sampled at it.
+    Each job has a seed of its own, else all would draw alike. `temperature`: the runs of grpo and
+    distill were sampled at it.
     """
     hyper = stage.hyperparameters
     changes: dict[str, Any] = {"seed": hyper.seed + number}
-    if stage.method == "grpo":
+    if stage.method in ON_POLICY:
         changes["policy"] = hyper.policy.model_copy(update={"temperature": temperature})
     return hyper.model_copy(update=changes)

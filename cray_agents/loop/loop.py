@@ -71,7 +71,8 @@ class Loop:
         agent: its `model` is the name whose versions are made.
         tasks: with a train and a holdout split; a test split is only ever measured at the ends.
         rewards: functions marked with @reward; their sum is a run's reward.
-        method: `rft`, `grpo`, `dpo`, `kto` or `sft` (see Stage), or a sequence of Stages.
+        method: `rft`, `grpo`, `dpo`, `kto`, `sft` or `distill` (see Stage), or a sequence of
+            Stages.
         attempts: runs per task and generation.
         tasks_per_generation: how many train tasks a generation draws (see Curriculum).
         name: names the loop; the same name goes on where it stopped. Default: agent and model.
@@ -81,8 +82,8 @@ class Loop:
         warm_up: train on the demonstrations before generation 0, until the model succeeds now and
             then: see WarmUp. The loop then keeps to the demonstrations of the warm-up.
         balance_by, balance_power, discount: see DatasetRecipe.
-        history: how many generations of runs stay in the training set; None: all. grpo takes its
-            own generation's alone.
+        history: how many generations of runs stay in the training set; None: all. grpo and distill
+            take their own generation's alone.
         max_uses: in how many training sets a run may be; None: in any number.
         min_reward: the least reward of a good run. None: 1 for rft and kto, any for dpo.
         promotion: the test by which a candidate is promoted.
@@ -90,7 +91,7 @@ class Loop:
         resample: for grpo and dpo: the share of a generation's runs that may be added to replace
             tasks whose attempts were all rewarded alike.
         staleness: generation n samples from the version decided at generation n - 1 - staleness,
-            while earlier jobs train (arXiv 2410.18252). grpo corrects for it: see
+            while earlier jobs train (arXiv 2410.18252). grpo and distill correct for it: see
             Policy.importance_cap. With one replica, versions take turns on it.
         close_at: the share of a generation's runs with which it may close (rollouts.py has the
             rule). Late runs are stored when they end, and enter the next training set.
@@ -106,6 +107,7 @@ class Loop:
         watch: train on live traffic instead of runs of its own: live/traffic.py.
         changed: `accept` goes on although the settings differ from those at the loop's start.
         platform: where to run; default: the one at $CRAY_AGENTS_URL.
+        teacher: of distill: see Stage.
         control: `shuffled-rewards` permutes the rewards among a generation's runs. A loop that
             learns all the same does not learn from its rewards.
     """
@@ -144,6 +146,7 @@ class Loop:
     platform: Platform | None = None
     on_progress: Callable[[LoopProgress], None] = lambda progress: None
     warm_up: WarmUp | None = None
+    teacher: str | None = None
 
     def __post_init__(self) -> None:
         self.rewards = (self.rewards,) if callable(self.rewards) else self.rewards
@@ -155,7 +158,8 @@ class Loop:
         # on live traffic others decide how many runs a task has
         attempts = self.attempts if self.watch is None else max(2, self.attempts)
         default = Stage("rft", None, self.hyperparameters, attempts,
-                        self.tasks_per_generation, self.evaluate_every)  # fmt: skip
+                        self.tasks_per_generation, self.evaluate_every,
+                        teacher=self.teacher)  # fmt: skip
         self.stages = planned(self.method, default)
         self._group()
         self._timer = PhaseTimer(lambda progress: self.on_progress(progress))
@@ -344,6 +348,7 @@ class Loop:
                 dataset=dataset,
                 parent=parent.id,
                 hyperparameters=hyperparameters,
+                teacher=stage.teacher,
                 optimizer_from="parent",
                 session=None if self.settings.live else self.name,  # live updates are hours apart
             )

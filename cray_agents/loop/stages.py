@@ -12,9 +12,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from cray_agents.errors import BadInput
-from cray_agents.training_jobs import Hyperparameters, MethodName, as_hyperparameters
+from cray_agents.training_jobs import (
+    ON_POLICY,
+    Hyperparameters,
+    MethodName,
+    as_hyperparameters,
+)
 
-Method = Literal["rft", "grpo", "dpo", "kto", "sft"]
+Method = Literal["rft", "grpo", "dpo", "kto", "sft", "distill"]
 COMPARING = ("grpo", "dpo")  # those that learn from how the attempts at a task differ
 TRAINED_BY: dict[Method, MethodName] = {
     "rft": "sft",  # rejection sampling: the runs that were good enough are imitated
@@ -22,6 +27,7 @@ TRAINED_BY: dict[Method, MethodName] = {
     "grpo": "grpo",
     "dpo": "dpo",
     "kto": "kto",
+    "distill": "distill",
 }
 
 
@@ -32,7 +38,8 @@ class Stage:
     Args:
         method: `rft`: imitate the runs with reward >= min_reward. `grpo`: the generation's own runs
             with their advantages. `dpo`: the best against the worst run at a task. `kto`: good runs
-            and bad ones. `sft`: the demonstrations alone; nothing is run.
+            and bad ones. `sft`: the demonstrations alone; nothing is run. `distill`: the
+            generation's own runs, whose every token a teacher judges; rewards do not count.
         generations: how many; None, of the last stage: all that come.
         hyperparameters: of its training jobs.
         attempts: runs per task and generation; grpo and dpo compare them, and want at least two.
@@ -43,8 +50,11 @@ class Stage:
             promoted version. `latest`: the last candidate, unless its evaluation was worse by more
             than a standard error; the promoted version stays promoted (and waits to be served,
             where one replica takes turns).
-            Default: `latest` for grpo, whose steps are too small to be told from chance, else
-            `promoted`.
+            Default: `latest` for grpo and distill, whose steps are too small to be told from
+            chance, else `promoted`.
+        teacher: of distill: a version such as `big@3`, or a checkpoint's directory. Its tokens must
+            be those of the agent's model; its kind may be another. `Platform.register` makes a
+            version of a Hugging Face directory.
     """
 
     method: Method
@@ -54,6 +64,7 @@ class Stage:
     tasks_per_generation: int | None = None
     evaluate_every: int | None = None
     parent: Literal["promoted", "latest"] | None = None
+    teacher: str | None = None
 
     def __post_init__(self) -> None:
         if self.hyperparameters is not None:
@@ -73,6 +84,7 @@ class Planned:
     tasks_per_generation: int
     evaluate_every: int
     parent: Literal["promoted", "latest"]
+    teacher: str | None = None
 
     @property
     def runs(self) -> bool:
@@ -109,6 +121,8 @@ def planned(method: Method | Sequence[Stage], default: Stage) -> list[Planned]:
         last = None if stage.generations is None else first + stage.generations - 1
         filled_in.append(_checked(filled, first, last, name))
         first = (last or 0) + 1
+    if default.teacher is not None and all(stage.teacher is None for stage in filled_in):
+        raise BadInput("teacher has no effect without method 'distill'", param="teacher")
     return filled_in
 
 
@@ -129,6 +143,9 @@ def _filled(stage: Stage, default: Stage, label: str) -> Stage:
         if value is not None and (not isinstance(value, int) or value < 1):
             message = f"{label}: {name}={value!r}: give a whole number of at least 1"
             raise BadInput(message, param=name)
+    if stage.teacher is not None and stage.method != "distill":
+        message = f"{label}: teacher has no effect with {stage.method}: it is of distill"
+        raise BadInput(message, param="teacher")
     open_names = [f.name for f in fields(stage) if getattr(stage, f.name) is None]
     left = {name: getattr(default, name) for name in open_names if name != "generations"}
     return replace(stage, **left)
@@ -143,7 +160,15 @@ def _checked(stage: Stage, first: int, last: int | None, label: str) -> Planned:
             "nothing to compare, give at least 2",
             param="attempts",
         )
-    parent = stage.parent or ("latest" if stage.method == "grpo" else "promoted")
+    teacher = stage.teacher if stage.method == "distill" else None
+    named = isinstance(teacher, str) and ("@" in teacher or "/" in teacher)
+    if stage.method == "distill" and not named:
+        raise BadInput(
+            f"{label}: distill with teacher={teacher!r}: name a version, such as 'big@3' (the"
+            " promoted one may change), or a directory, such as './big'",
+            param="teacher",
+        )
+    parent = stage.parent or ("latest" if stage.method in ON_POLICY else "promoted")
     if stage.evaluate_every > 1 and parent == "promoted":
         raise BadInput(
             f"{label}: evaluate_every={stage.evaluate_every} with parent 'promoted' trains one "
@@ -151,4 +176,4 @@ def _checked(stage: Stage, first: int, last: int | None, label: str) -> Planned:
             param="evaluate_every",
         )
     return Planned(stage.method, first, last, hyper, attempts, stage.tasks_per_generation,
-                   stage.evaluate_every, parent)  # fmt: skip
+                   stage.evaluate_every, parent, teacher)  # fmt: skip

@@ -246,10 +246,10 @@ def cold_start(loop: LoopSettings, runs: Sequence[Run]) -> str:
     """A warning for generation 0 when none of its runs had success; empty if one had.
 
     The first stage learns from success alone: from a good run, or one with any reward at all. A
-    loop on live traffic learns from people's rewards, whatever these runs got.
+    loop on live traffic learns from people's rewards, whatever these runs got; distill from none.
     """
     stage, rewards = loop.stages[0], [run.reward for run in runs if run.reward is not None]
-    if loop.live or stage.method == "sft" or not rewards:
+    if loop.live or stage.method in ("sft", "distill") or not rewards:
         return ""
     least = min_reward_for(loop.data, stage)
     if least is not None and stage.method != "dpo":

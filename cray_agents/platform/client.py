@@ -148,6 +148,7 @@ class Platform:
         hyperparameters: Hyperparameters,
         method: MethodName = "sft",
         reference: str | None = None,
+        teacher: str | None = None,
         optimizer_from: str | None = None,
         layout: Layout | None = None,
         evaluate_every: int | None = None,
@@ -158,8 +159,9 @@ class Platform:
     ) -> JobStatus:
         """Start a training job, or find it; see JobSpec. The platform chooses what is None.
 
-        `parent` and `reference` are `name@N` or a checkpoint directory. `optimizer_from` "parent"
-        is the job that made the parent, if it ran on this root and neither trains with LoRA.
+        `parent`, `reference` and `teacher` are `name@N` or a checkpoint directory. `optimizer_from`
+        "parent" is the job that made the parent, if it ran on this root and neither trains with
+        LoRA.
         """
         body = {
             "method": method,
@@ -167,6 +169,7 @@ class Platform:
             "parent": parent,
             "hyperparameters": _given(hyperparameters),
             "reference": reference,
+            "teacher": teacher,
             "optimizer_from": optimizer_from,
             "layout": layout.model_dump() if layout is not None else None,
             "evaluate_every": evaluate_every,

@@ -25,6 +25,10 @@ EFFECTLESS = {
     ),
     "dpo": ("best_of", "normalize", "discount"),
     "kto": ("best_of", "min_margin", "normalize", "discount", *DEMONSTRATIONS),
+    "distill": (
+        *("min_reward", "best_of", "min_margin", "normalize", "discount", "near_duplicates"),
+        *("render", "rewards", "givers", *DEMONSTRATIONS),
+    ),
 }
 
 

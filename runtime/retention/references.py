@@ -96,16 +96,18 @@ def _of_name(registry: Registry, name: str, keep: int) -> Iterator[tuple[str, li
 
 
 def _of_loop(home: Home, loop: str, done: list[Generation]) -> set[str]:
-    """Return the versions that a loop trains further, compares with, and may sample from."""
-    if not done:
-        return set()
-    settings = sorted(
+    """Return the versions that a loop trains further, compares with, learns or samples from."""
+    paths = sorted(
         (home.loop(loop) / "journal").glob("settings-*.json"),
         key=lambda path: int(path.stem.rpartition("-")[2]),
     )
-    staleness = int((_read(settings[-1]) or {}).get("staleness", 0)) if settings else 0
-    known = [done[: max(1, len(done) - late)] for late in range(staleness + 1)]
-    return {promoted_version(done), *(base_version(some) for some in known)}
+    settings = (_read(paths[-1]) or {}) if paths else {}
+    stages = settings.get("stages", {}).values()
+    versions = {stage["teacher"] for stage in stages if stage.get("teacher")}
+    if not done:
+        return versions
+    known = [done[: max(1, len(done) - late)] for late in range(settings.get("staleness", 0) + 1)]
+    return versions | {promoted_version(done), *(base_version(some) for some in known)}
 
 
 def _generations(loop: Path) -> list[Generation]:
@@ -128,9 +130,9 @@ def _step_of(home: Home, version: ModelVersion) -> tuple[str, int | None]:
 
 
 def _of_jobs(home: Home) -> Iterator[tuple[str, str]]:
-    """Yield the checkpoints that unfinished jobs start from or compare with, and the reasons."""
+    """Yield the checkpoints that unfinished jobs read, and the reasons."""
     for name, spec in unfinished_jobs(home):
-        for role in ("parent", "reference"):
+        for role in ("parent", "reference", "teacher"):
             if spec.get(role):
                 yield Path(spec[role]).name, f"the {role} of {name}, which has not ended"
     tuning = TuningFolder(home)

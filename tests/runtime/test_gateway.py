@@ -295,6 +295,29 @@ async def test_a_job_can_be_asked_for_whole(gateway: Gateway) -> None:
         assert (status in (400, 404), answer["error"]["param"]) == (True, field), answer
 
 
+async def test_a_teacher_is_resolved_and_its_hash_decides(gateway: Gateway) -> None:
+    trainer, version = gateway.services.trainer, gateway.services.registry.resolve("calc@1")
+    gateway.services.home.dataset("ds-1").mkdir(parents=True)
+    request = {"method": "distill", "dataset": "ds-1", "parent": "calc@1", "teacher": "calc@1"}
+    request |= {"hyperparameters": {"steps": 1}}
+    status, answer = await gateway.call("POST", "/v1/jobs", json=request)
+    assert status == 200 and isinstance(trainer, ScriptedTrainer)
+    spec = trainer.submitted[-1]
+    assert (spec.teacher, spec.teacher_sha256) == (spec.parent, version.weights_sha256)
+    assert answer["id"] == spec.id
+    assert spec.id != spec.model_copy(update={"teacher_sha256": "0" * 64}).id
+    assert spec.id == spec.model_copy(update={"teacher": "/elsewhere"}).id
+    for field, changed in (
+        ("teacher", {"teacher": "nobody@1"}),
+        ("teacher", {"teacher": 7}),
+        ("teacher_sha256", {"teacher": None, "teacher_sha256": "0" * 64}),
+        ("method", {"teacher": None}),
+        ("method", {"method": "grpo"}),
+    ):
+        status, answer = await gateway.call("POST", "/v1/jobs", json=request | changed)
+        assert (status in (400, 404), answer["error"]["param"]) == (True, field), answer
+
+
 async def test_a_job_that_starts_afresh_needs_no_weights(gateway: Gateway, tmp_path: Path) -> None:
     gateway.services.home.dataset("ds-1").mkdir(parents=True)
     bare = tmp_path / "shape"

@@ -242,6 +242,19 @@ def test_a_loop_that_samples_from_older_versions_finds_them(site: Site) -> None:
     assert site.left == [1, 3, 4, 5]
 
 
+def test_teachers_of_jobs_and_loops_stay(site: Site) -> None:
+    row(site, 5)
+    taught = {"teacher": str(site.folder(2)), "teacher_sha256": "0" * 64}
+    later = ScriptedTrainer(site.home, by_hand=True)
+    job = later.submit(site.spec(5, "later", method="distill", **taught))
+    path = site.home.loop("l") / "journal" / "settings-1.json"  # it has no generation yet
+    durable.create_file(path, canonical({"stages": {"1": {"teacher": "calc@3"}, "9": {}}}))
+    done = site.prune()
+    assert site.left == [1, 2, 3, 5]
+    assert done.kept["calc@2"] == f"the teacher of {job.id}, which has not ended"
+    assert done.kept["calc@3"] == "loop l goes on from it"
+
+
 def test_one_name_is_pruned_alone(site: Site) -> None:
     row(site, 4)
     for number in (1, 2, 3):

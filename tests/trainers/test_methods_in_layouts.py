@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
+
 pytestmark = pytest.mark.megatron
 
 LAYOUTS = {
@@ -19,6 +21,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {"policy": {"kl": 0.1, "temperature": 0.7}}),
     "cispo": ("grpo", {"policy": {"objective": "cispo", "normalization": "constant"}}),
     "gspo": ("grpo", {"policy": {"objective": "gspo", "normalization": "sequence"}}),
+    "distill": ("distill", {"policy": {"temperature": 0.7}}),
 }
 
 
@@ -39,7 +42,11 @@ def run(lab: Any, name: str, layout: dict[str, Any]) -> list[dict[str, float]]:
     lab.dataset(dataset, **kind)
     lab.dataset(dataset, samples=8, split="validation", **kind)
     steps = {"steps": 4, "max_tokens_per_microbatch": 80}
-    spec = lab.spec("qwen3", dataset=dataset, method=method, layout=layout, hyper=hyper | steps)
+    more = {"dataset": dataset, "method": method, "layout": layout, "hyper": hyper | steps}
+    if method == "distill":  # by a teacher of another kind
+        teacher = lab.models("llama")
+        more |= {"teacher": str(teacher), "teacher_sha256": weights_sha256(teacher)}
+    spec = lab.spec("qwen3", **more)
     return numbers(lab.run(spec.model_copy(update={"evaluate_every": 2})))
 
 

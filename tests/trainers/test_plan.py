@@ -268,7 +268,7 @@ def test_the_command_reads_a_dataset(tmp_path: Path) -> None:
         (["--model", "7B", "--tokens", 5, "--bytes", 5], "once"),
         (["--model", "7B", "--tokens", 5, "--gpu", "H9"], "no GPU 'H9' is known"),
         (["--model", "7B", "--tokens", 5, "--mfu", 40], "--mfu 40 must be above 0 and at most 1"),
-        (["--model", "7B", "--tokens", 5, "--method", "ppo"], "sft, dpo, kto, grpo"),
+        (["--model", "7B", "--tokens", 5, "--method", "ppo"], "sft, dpo, kto, grpo, distill"),
         (["--model", "7B", "--tokens", 5, "--gpus", 9, "--nodes", 1], "--nodes 1"),
         (["--model", "7B", "--tokens", "inf"], "--tokens inf must be above 0"),
         (["--model", ".", "--tokens", 5, "--sequence-length", 9999], "attends to 4,096"),

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.runtime.datasets.reader import MANIFEST, SplitName, read_manifest, shards_in
-from cray_agents.training_jobs import MethodName
+from cray_agents.training_jobs import ON_POLICY, MethodName
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.float32]
@@ -29,6 +29,7 @@ OF_METHOD: dict[MethodName, tuple[str, ...]] = {  # columns that a method requir
     "dpo": ("pair", "chosen"),
     "kto": ("chosen",),
     "grpo": ("logprobs", "version_index", "advantages"),
+    "distill": ("logprobs", "version_index"),
 }
 
 
@@ -215,8 +216,8 @@ def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: 
     )
     if method in ("dpo", "kto") and np.isnan(samples.chosen).any():
         raise Corrupt(f"{path} has rows of which 'chosen' does not say which kind they are")
-    if method == "grpo":
-        _check_sampled(samples)
+    if method in ON_POLICY:
+        _check_sampled(samples, method)
     return samples
 
 
@@ -288,13 +289,13 @@ def _with_a_target(rows: Samples, units: Sequence[Sequence[int]]) -> Samples:
     return replace(rows.only(kept), units=together, left_out=len(rows) - len(kept))
 
 
-def _check_sampled(samples: Samples) -> None:
+def _check_sampled(samples: Samples, method: MethodName) -> None:
     """Raise BadInput if a trained token has no recorded log-probability."""
     for row, (mask, by) in enumerate(zip(samples.masks, samples.sampled_by, strict=True)):
         if ((mask > 0) & (by < 0) & (samples.sampled[row] == 0)).any():
             raise BadInput(
-                f"grpo needs the log-probabilities that its tokens were sampled with, and those of"
-                f" {samples.run_ids[row]} were not recorded: build the dataset of recorded runs",
+                f"{method} needs the log-probabilities that its tokens were sampled with, and those"
+                f" of {samples.run_ids[row]} were not recorded: build the dataset of recorded runs",
                 param="dataset",
             )
 

@@ -1,8 +1,9 @@
 """Baselines: log-probabilities of the samples under the weights before training.
 
-dpo and kto compare with a reference, grpo with the policy that the job starts from. Neither changes
-during the job. The log-probabilities are therefore computed once, only for samples that some step
-takes, and kept in the job's folder for restarts. Called by rank.py.
+dpo and kto compare with a reference, grpo with the policy that the job starts from, distill also
+with a teacher. None of these changes during the job. The log-probabilities are therefore computed
+once, only for samples that some step takes, and kept in the job's folder for restarts. Called by
+rank.py.
 """
 
 import hashlib
@@ -18,9 +19,10 @@ from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, Traine
 from cray_agents.trainers.data.packer import Rows, samples_to_train_on
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.job.weights_check import check_parent, check_weights
+from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.training.parallel_groups import is_rank0
 from cray_agents.trainers.training.train_step import Training
-from cray_agents.training_jobs import JobSpec
+from cray_agents.training_jobs import ON_POLICY, JobSpec
 
 
 def mismatch_completions(samples: Samples, limit: int) -> Samples:
@@ -55,17 +57,22 @@ LogprobsBySample = dict[int, Floats]  # sample -> [its trained tokens]
 
 
 class Baselines:
-    """Baselines of a job's samples under its parent's and its reference's weights.
+    """Baselines of a job's samples under the weights of its parent, reference and teacher.
 
     `training` must hold the parent's weights, and holds them again after each call. Methods are
     collective. They raise Stopped (train_step.py) when asked to stop; finished columns are kept.
     """
 
     def __init__(
-        self, training: Training, spec: JobSpec, reference: Path | None, folder: Path
+        self,
+        training: Training,
+        spec: JobSpec,
+        reference: Path | None,
+        teacher: Path | None,
+        folder: Path,
     ) -> None:
         self._training, self._spec = training, spec
-        self._reference_path, self._folder = reference, folder
+        self._reference_path, self._teacher_path, self._folder = reference, teacher, folder
 
     def of_training(self, samples: Samples) -> BaselineLogprobs:
         """Return the training split with the baselines that the job's method needs."""
@@ -82,7 +89,7 @@ class Baselines:
         if spec.hyperparameters.weigh_loss:
             weights = dict(enumerate(samples.weights.tolist()))
             columns["weight"] = TrainedTokenRows(samples.masks, weights)
-        if spec.method == "grpo":
+        if spec.method in ON_POLICY:
             columns |= {"sampled": samples.sampled, "advantages": samples.advantages}
             before = self._parent(samples, f"{split}-before", places)
             columns["before"] = columns["reference"] = TrainedTokenRows(samples.masks, before)
@@ -91,6 +98,9 @@ class Baselines:
         ):
             reference = self._reference(samples, f"{split}-reference", places)
             columns["reference"] = TrainedTokenRows(samples.masks, reference)
+        if self._teacher_path is not None:
+            teacher = self._teacher(self._teacher_path, samples, f"{split}-teacher", places)
+            columns["teacher"] = TrainedTokenRows(samples.masks, teacher)
         if spec.method != "kto":
             return BaselineLogprobs(samples, columns)
         training = self._training  # a mismatched sequence must fit into a micro-batch, too
@@ -119,6 +129,18 @@ class Baselines:
             with check_parent(training.parent, self._spec):
                 training.take_weights()
             return rows
+
+        return self._load_or_compute(samples, name, places, compute)
+
+    def _teacher(
+        self, teacher: Path, samples: Samples, name: str, places: list[int]
+    ) -> LogprobsBySample:
+        """Score under a teacher, whose weights are in memory only meanwhile."""
+
+        def compute() -> list[Floats]:
+            with check_weights(teacher, self._spec.teacher_sha256 or ""):
+                scorer = self._training.scorer(read_parent(teacher), teacher)
+            return scorer.score(samples, places)
 
         return self._load_or_compute(samples, name, places, compute)
 

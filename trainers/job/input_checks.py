@@ -4,6 +4,7 @@ The tokens of a dataset are numbers. Under another tokenizer they would be other
 would go on without an error. Called by job.py. Read next: data/packer.py.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from cray_agents.runtime.registry.checkpoints import verify_settings
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.training_jobs import Hyperparameters
+from cray_agents.trainers.models.tensors import read_parent
+from cray_agents.trainers.planning.layouts import check_layout
+from cray_agents.training_jobs import Hyperparameters, JobSpec
 
 TOKENIZER = "tokenizer.json"
 
@@ -63,7 +66,7 @@ def _check_room(samples: Samples, room: int) -> None:
 
 
 def check_temperature(samples: Samples, hyper: Hyperparameters) -> None:
-    """Raise BadInput unless every sample was sampled at `policy.temperature`. For grpo."""
+    """Raise BadInput unless every sample was sampled at `policy.temperature`."""
     wanted = hyper.policy.temperature
     for place, actual in enumerate(samples.temperatures):
         if not np.isclose(actual, wanted):
@@ -98,6 +101,41 @@ def check_tokenizer(samples: Samples, folder: Path, home: Home, parent: Path) ->
                 f" {ours.get(token)!r} in {own}",
                 param="dataset",
             )
+
+
+def check_teacher(teacher: Path, parent: Path, splits: Sequence[Samples], spec: JobSpec) -> None:
+    """Raise BadInput unless the teacher can score the samples: their tokens must be its own.
+
+    Every token of the parent's tokenizer must be the same text to the teacher's, which may have
+    more. Where one has no tokenizer.json, the vocabularies must be of one size.
+    """
+    model = read_parent(teacher)
+    try:
+        check_layout(model, spec.layout)
+        for samples in splits:
+            check_samples(samples, model, spec.hyperparameters)
+    except BadInput as problem:
+        raise BadInput(f"the teacher {teacher} does not fit: {problem}", param="teacher") from None
+    own, foreign = parent / TOKENIZER, teacher / TOKENIZER
+    if not (own.exists() and foreign.exists()):
+        size = read_parent(parent, spec.hyperparameters.init).vocab
+        if model.vocab == size:
+            return
+        ours, theirs = f"a vocabulary of {size}", f"one of {model.vocab}"
+    elif own.read_bytes() == foreign.read_bytes():
+        return
+    else:
+        verify_settings(teacher)
+        texts, other = _texts(own), _texts(foreign)
+        token = next((i for i in sorted(texts) if other.get(i) != texts[i]), None)
+        if token is None:
+            return
+        ours, theirs = f"token {token} is {texts[token]!r}", f"it is {other.get(token)!r}"
+    raise BadInput(
+        f"the teacher's tokenizer is not the student's: in {parent} {ours}, and in {teacher}"
+        f" {theirs}; distill needs a teacher with the student's tokens",
+        param="teacher",
+    )
 
 
 def _first_of(ids: list[int], samples: Samples) -> int | None:

@@ -15,13 +15,18 @@ from cray_agents.runtime.registry.checkpoints import (
 )
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.engine_agreement import places_of_parent
-from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
+from cray_agents.trainers.job.input_checks import (
+    check_samples,
+    check_teacher,
+    check_temperature,
+    check_tokenizer,
+)
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.weights_check import other_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import check_layout
-from cray_agents.training_jobs import JobSpec
+from cray_agents.training_jobs import ON_POLICY, JobSpec
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class JobInputs:
     parent_agreement: LogprobDistance | None = None  # as the job that made the parent measured it
     validation: Samples | None = None
     reference: Path | None = None  # None: the parent
+    teacher: Path | None = None  # of distill
     resume_from: Path | None = None  # a point of this job: continue exactly
     optimizer_from: Path | None = None  # a point of another job: take its optimizer moments only
 
@@ -93,6 +99,9 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
         samples, validation = _samples(spec, home, parent, model)
     else:
         samples, validation = Samples.of([]), None
+    teacher = None if spec.teacher is None else home.root / spec.teacher
+    if teacher is not None:
+        check_teacher(teacher, parent, [samples, *([validation] if validation else [])], spec)
     places = places_of_parent(samples, home, spec.parent_sha256)
     return JobInputs(
         journal,
@@ -105,6 +114,7 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
         _agreement_of(parent) if hyper.init == "parent" else None,
         validation,
         reference,
+        teacher,
     )
 
 
@@ -132,7 +142,7 @@ def _samples(
         try:
             check_samples(split, model, hyper)
             check_tokenizer(split, folder, home, parent)
-            if spec.method == "grpo":
+            if spec.method in ON_POLICY:
                 check_temperature(split, hyper)
         except BadInput as problem:
             of = "" if split is samples else "the validation split does not fit: "

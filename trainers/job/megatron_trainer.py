@@ -120,10 +120,11 @@ class MegatronTrainer:
         return self.status(spec.id)
 
     def _check(self, spec: JobSpec) -> None:
-        """Raise BadInput or NotFound for a parent or reference that the job could never read."""
+        """Raise BadInput or NotFound for a model that the job could never read."""
         places = {"parent": (spec.parent, spec.hyperparameters.init)}
-        if spec.reference is not None:
-            places["reference"] = (spec.reference, "parent")
+        for role, place in (("reference", spec.reference), ("teacher", spec.teacher)):
+            if place is not None:
+                places[role] = (place, "parent")
         for param, (place, init) in places.items():
             try:
                 read_parent(self.home.root / place, init)

@@ -216,7 +216,8 @@ def score_baselines(
     training: Training, work: JobInputs
 ) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
     """Score the samples under the weights before training."""
-    baselines = Baselines(training, work.spec, work.reference, work.journal.folder / "baselines")
+    folder = work.journal.folder / "baselines"
+    baselines = Baselines(training, work.spec, work.reference, work.teacher, folder)
     baseline = baselines.of_training(work.samples)
     if work.validation is None:
         return baseline, None

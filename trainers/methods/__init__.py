@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 
-from cray_agents.trainers.methods import dpo, grpo, kto, sft
+from cray_agents.trainers.methods import distill, dpo, grpo, kto, sft
 from cray_agents.trainers.methods.loss import Loss, TrainedTokens
 from cray_agents.training_jobs import Hyperparameters, MethodName
 
@@ -14,4 +14,5 @@ METHODS: dict[MethodName, Callable[[TrainedTokens, Hyperparameters], Loss]] = {
     "dpo": dpo.loss,
     "kto": kto.loss,
     "grpo": grpo.loss,
+    "distill": distill.loss,
 }

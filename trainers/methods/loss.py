@@ -29,6 +29,7 @@ class TrainedTokens:
     sampled: torch.Tensor  # [n]: log-probabilities that the engine sampled with
     before: torch.Tensor  # [n]: the trainer's own, under the parent's weights
     reference: torch.Tensor  # [n]: the trainer's own, under the reference's weights
+    teacher: torch.Tensor  # [n]: the trainer's own, under the teacher's weights
     chosen: torch.Tensor  # [sequences]: 1 better or desirable, 0 worse or undesirable
     drift: float = 0.0  # kto: estimated divergence from the reference
     entropy: torch.Tensor | None = None  # [n], of the token's distribution; no gradient

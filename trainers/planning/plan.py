@@ -24,9 +24,10 @@ from cray_agents.trainers.planning.layout_choice import Choice, LayoutCandidate,
 from cray_agents.trainers.planning.memory import GIB, Memory, Recompute
 from cray_agents.training_jobs import Hyperparameters, MethodName
 
-# forward passes beside training: over all samples before the first step, and in every epoch
-SCORED_ONCE: dict[MethodName, int] = {"sft": 0, "dpo": 1, "kto": 2, "grpo": 1}
-SCORED_EACH: dict[MethodName, int] = {"sft": 0, "dpo": 0, "kto": 1, "grpo": 0}
+# forward passes beside training: over all samples before the first step, and in every epoch; a
+# teacher's is counted as if it were of the student's size
+SCORED_ONCE: dict[MethodName, int] = {"sft": 0, "dpo": 1, "kto": 2, "grpo": 1, "distill": 2}
+SCORED_EACH: dict[MethodName, int] = {"sft": 0, "dpo": 0, "kto": 1, "grpo": 0, "distill": 0}
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ class Ranks:
             sampled=column("sampled"),
             before=column("before"),
             reference=column("reference"),
+            teacher=column("teacher"),
             chosen=send(share.chosen, self.device),
             drift=drift,
             context=ps.get_context_parallel_group() if self.layout.context > 1 else None,

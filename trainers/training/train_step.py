@@ -5,6 +5,7 @@ save and restore it, and hf_export.py writes its weights. This module knows no f
 next: methods/ for the losses.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ from cray_agents.trainers.models.weights import (
 )
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
 from cray_agents.trainers.training.parallel_groups import Ranks
-from cray_agents.training_jobs import Hyperparameters, Layout, MethodName
+from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 Item = TypeVar("Item")
@@ -122,7 +123,7 @@ class Training:
         overlap = not on_cpu if overlap is None else overlap
         self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
-        self.head = next((chunk.head for chunk in self.chunks if chunk.post_process), None)
+        self.head = _head_of(self.chunks)
         self._folded: Folded = []
 
     def fits(
@@ -185,6 +186,15 @@ class Training:
         for _, _, adapter in adapters(self.chunks):
             adapter.start(self.hyper.seed)
         self.optimizer.reload_model_params()
+
+    def scorer(self, model: Architecture, checkpoint: Path) -> "Training":
+        """Build another model beside this one, on the same ranks, that can only `score`."""
+        other = copy.copy(self)
+        other.model, other.parent = model, checkpoint
+        other.chunks = build_model(model, self.layout, self.hyper, self.on_cpu)
+        load_weights(other.chunks, model, SafeTensors(checkpoint, tied=model.tied))
+        other.wrapped_chunks, other.head = other.chunks, _head_of(other.chunks)
+        return other
 
     def restart(self) -> None:
         """Return to the initial weights and step 0, keeping the optimizer's moments."""
@@ -356,7 +366,7 @@ class Training:
     ) -> Sums:
         """Return the loss over units and its measures, as sums and counts over all ranks."""
         batches, _ = self.pack_share(baseline.samples, units, baseline.columns)
-        self.set_head(entropy=self.method == "grpo")
+        self.set_head(entropy=self.method in ON_POLICY)
         reports = self.run_passes(batches, partial(self._loss, drift, scale), learn=learn)
         return self.ranks.add_up(reports, self.asked_to_stop())
 
@@ -465,7 +475,7 @@ class Training:
     ) -> None:
         """Set the temperature of the next passes' logits, and what is computed beside."""
         if self.head is not None:
-            usual = self.hyper.policy.temperature  # 1 unless the method is grpo
+            usual = self.hyper.policy.temperature  # 1 unless the method is grpo or distill
             self.head.temperature = usual if temperature is None else temperature
             self.head.want_entropy, self.head.want_top = entropy, top
 
@@ -479,6 +489,11 @@ class Training:
         finally:
             for chunk in self.wrapped_chunks:
                 chunk.train()
+
+
+def _head_of(chunks: Sequence[Any]) -> Any:
+    """Return the head of the chunk with the output layer; None if another stage has it."""
+    return next((chunk.head for chunk in chunks if chunk.post_process), None)
 
 
 def _members(units: Sequence[Sequence[int]]) -> list[int]:

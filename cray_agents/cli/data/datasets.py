@@ -69,7 +69,7 @@ _option = options_under("How they are chosen")
 class RecipeOptions:
     """Options that set fields of the recipe; None: not given."""
 
-    method: Annotated[str | None, _option("sft (the default), grpo, dpo or kto.")] = None
+    method: Annotated[str | None, _option("sft (the default), grpo, dpo, kto or distill.")] = None
     min_reward: Annotated[
         float | None, _option("sft, dpo: at least this; kto: desirable from it.")
     ] = None

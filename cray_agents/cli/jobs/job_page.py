@@ -229,6 +229,7 @@ def _request_rows(job: Json) -> list[tuple[str, str]]:
         ("dataset", spec.dataset),
         ("parent", spec.parent),
         ("reference", spec.reference or ""),
+        ("teacher", spec.teacher or ""),
         ("optimizer from", spec.optimizer_from or ""),
         ("hyperparameters", f"{chosen} (the others as they are by default)"),
         ("layout", "\n".join([layout_text(job["spec"]["layout"]), *job["layout_reasons"]])),

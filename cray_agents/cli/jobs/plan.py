@@ -76,7 +76,7 @@ class MethodOptions:
 
     sequence_length: Annotated[int | None, _method(min=1)] = None
     epochs: Annotated[float, _method()] = 1.0
-    method: Annotated[str, _method("sft, dpo, kto, grpo.")] = "sft"
+    method: Annotated[str, _method("sft, dpo, kto, grpo, distill.")] = "sft"
     lora_rank: Annotated[int | None, _method(min=1)] = None
     dtype: Annotated[str, _method()] = "bfloat16"
     batch_size: Annotated[int, _method("Sequences of a step.", min=1)] = 128

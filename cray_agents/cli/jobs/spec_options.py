@@ -18,6 +18,7 @@ from cray_agents.records import StrictRecord
 from cray_agents.training_jobs import Hyperparameters, JobSpec
 
 HYPER = "hyperparameters"
+COMPARED = ("reference", "teacher")  # models that a job reads beside its parent
 Fields = dict[str, Any]
 
 
@@ -78,8 +79,8 @@ def _setting(text: str, option: str) -> tuple[str, Any]:
 def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSpec:
     """Make the spec. Defaults are the dataset's method and one epoch.
 
-    A parent or reference that is a plain Hugging Face directory is imported under the home. Raises
-    BadInput, NotFound, Corrupt.
+    A parent, reference or teacher that is a plain Hugging Face directory is imported under the
+    home. Raises BadInput, NotFound, Corrupt.
     """
     from cray_agents.runtime.datasets.reader import read_dataset
     from cray_agents.runtime.registry.registry import Registry
@@ -96,7 +97,7 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
     fields = {
         "method": dataset["method"],
         "parent_sha256": "",
-        **({"reference_sha256": ""} if fields.get("reference") else {}),
+        **{f"{role}_sha256": "" for role in COMPARED if fields.get(role)},
         **fields,
         HYPER: {"steps": 1, **hyper},
     }
@@ -113,13 +114,14 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
     registry = Registry(home)
     init = spec.hyperparameters.init
     model = _trainable(_directory(registry, spec.parent), "parent", init)
-    if spec.reference is not None:
-        _trainable(_directory(registry, spec.reference), "reference", "parent")
+    compared = [role for role in COMPARED if getattr(spec, role) is not None]
+    for role in compared:
+        _trainable(_directory(registry, getattr(spec, role)), role, "parent")
     if "layout" in spec.model_fields_set:
         check_layout(model, spec.layout)
     places = _checkpoint(registry, spec, "parent", afresh=spec.hyperparameters.init == "random")
-    if spec.reference is not None:
-        places |= _checkpoint(registry, spec, "reference", afresh=False)
+    for role in compared:
+        places |= _checkpoint(registry, spec, role, afresh=False)
     return spec.model_copy(update={**places, "code": code_version()})
 
 
@@ -155,7 +157,7 @@ def _trainable(directory: Path, param: str, init: str) -> Any:
 
 
 def _checkpoint(registry: Any, spec: JobSpec, role: str, *, afresh: bool) -> dict[str, str]:
-    """Return the fields of the parent or reference: its directory under the home and its hashes."""
+    """Return the fields of a role: its checkpoint's directory under the home, and its hashes."""
     from cray_agents.runtime.registry import checkpoints
 
     model = getattr(spec, role)

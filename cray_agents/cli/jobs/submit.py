@@ -36,7 +36,7 @@ def submit(
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="As `dataset list` shows it.")] = None,
     method: Annotated[
-        str | None, typer.Option(help="sft, dpo, kto, grpo; the dataset's if left out.")
+        str | None, typer.Option(help="sft, dpo, kto, grpo, distill; the dataset's if left out.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     epochs: Annotated[
@@ -69,7 +69,11 @@ def submit(
         str | None, typer.Option(help="random: from scratch, by the parent's config.json alone.")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="dpo, kto, grpo: what is compared with, if not the parent.")
+        str | None,
+        typer.Option(help="What dpo, kto and a policy.kl compare with, if not the parent."),
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="distill: the model that judges each token; like --parent.")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Register the result as the next version of this name.")
@@ -94,6 +98,7 @@ def submit(
         "lora.rank": lora_rank,
         "init": init,
         "reference": reference,
+        "teacher": teacher,
     }
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         job = build_spec(config.root, read_fields(spec, options, setting or []), epochs)
@@ -144,7 +149,7 @@ def _print_spec(spec: JobSpec) -> None:
     ):
         say(f"warning: a learning rate of {hyper.learning_rate:g} suits models of a few million"
             " parameters; for this one --set learning_rate=1e-5 is usual, ten times that for LoRA,"
-            " less for dpo, kto and grpo")  # fmt: skip
+            " less for dpo, kto, grpo and distill")  # fmt: skip
 
 
 def _report_result(home: Home, status: JobStatus, name: str | None) -> None:

@@ -53,6 +53,7 @@ METHODS = {
     "grpo": "GRPO (runs of a task are compared with each other)",
     "dpo": "DPO (pairs of a better and a worse run)",
     "kto": "KTO (runs that are desirable or not, each alone)",
+    "distill": "on-policy distillation (a teacher judges each token of the runs)",
 }
 LOADING = """## Loading
 

@@ -1,4 +1,4 @@
-"""Dataset methods: choose the runs of a task for sft, grpo, dpo or kto (queries.DatasetRecipe).
+"""Dataset methods: choose the runs of a task for each method (queries.DatasetRecipe).
 
 A method gets candidates in groups, in the order of task, generation and attempt. It refuses each
 candidate or gives it rows. Only runs whose `samples` it requests are read. Called by draft.py.
@@ -277,11 +277,37 @@ class Kto:
         return group
 
 
+class Distill:
+    """All runs with their tokens, whatever came of them. Equal samples stay: they are draws."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._limit = Limit(selection.recipe.max_per_task)
+
+    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
+        """Return the run, unless it was refused or its task has enough runs."""
+        return [] if self._limit.is_reached(group[0].facts.task) else _rank(group)
+
+    def settle(self, group: Group) -> Group:
+        """Accept the run, if it has tokens to train on."""
+        [candidate] = group
+        task = candidate.facts.task
+        if candidate.reason is not None:
+            return group
+        if self._limit.is_reached(task):
+            candidate.refuse("over_max_per_task")
+        elif samples := self._selection.samples(candidate):
+            self._selection.add_rows(candidate, samples)
+            self._limit.count(task)
+        return group
+
+
 METHODS: dict[str, Callable[[Selection], GroupMethod]] = {
     "sft": Sft,
     "grpo": Grpo,
     "dpo": Dpo,
     "kto": Kto,
+    "distill": Distill,
 }
 
 

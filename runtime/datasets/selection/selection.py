@@ -103,13 +103,14 @@ class Selection:
         rewarded, facts = facts.reward is not None, self._with_givers(facts)
         reward = facts.reward if override is None else override
         candidate = CandidateRun(facts, reward)
+        rewarding = self.recipe.method != "distill"  # its teacher judges
         if facts.split not in (None, "train"):
             candidate.refuse("held_out", facts.split)
         elif facts.infrastructure:
             candidate.refuse("infrastructure_error", facts.error)
-        elif facts.error == UNSCORED:
+        elif rewarding and facts.error == UNSCORED:
             candidate.refuse("reward_error")
-        elif reward is None:
+        elif rewarding and reward is None:
             detail = "from nobody whom the recipe names as a giver" if rewarded else None
             candidate.refuse("no_reward", detail)
         elif _is_empty(facts):

@@ -83,15 +83,15 @@ async def list_jobs(services: Services, request: Request) -> Response:
 async def create_job(services: Services, request: Request) -> Response:
     """Train on a dataset.
 
-    The same spec is the same job. `parent` and `reference`: a name, `name@N`, or a checkpoint's id
-    or directory. Their hashes and `code` are filled in where they are left out. A spec without a
-    `layout` gets one of the trainer's, and the event `layout` says why that one. One without a
-    `dtype` gets bfloat16 on GPUs and float32 on CPUs, and one without `max_tokens_per_microbatch`
-    what a GPU's memory takes, or 4,096 on CPUs; the job's id counts both. A failed job is tried
-    again where it is to run otherwise: another layout, `recompute`, `save_every`, `keep`,
-    `evaluate_every` or `logprob_limit`. A layout that takes more cores, memory or GPUs than there
-    are is refused without `oversubscribe` (role admin). `optimizer_from` may be `parent`: the job
-    that made the parent, if it did so here and neither has LoRA.
+    The same spec is the same job. `parent`, `reference` and `teacher`: a name, `name@N`, or a
+    checkpoint's id or directory. Their hashes and `code` are filled in where they are left out. A
+    spec without a `layout` gets one of the trainer's, and the event `layout` says why that one. One
+    without a `dtype` gets bfloat16 on GPUs and float32 on CPUs, and one without
+    `max_tokens_per_microbatch` what a GPU's memory takes, or 4,096 on CPUs; the job's id counts
+    both. A failed job is tried again where it is to run otherwise: another layout, `recompute`,
+    `save_every`, `keep`, `evaluate_every` or `logprob_limit`. A layout that takes more cores,
+    memory or GPUs than there are is refused without `oversubscribe` (role admin). `optimizer_from`
+    may be `parent`: the job that made the parent, if it did so here and neither has LoRA.
     """
     body = await read_json(request, services.max_body)
     roots = may_name(request, services.model_roots)
@@ -192,12 +192,13 @@ def job_spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
         "dataset": dataset,
         "changes_only": services.delta_checkpoints,
     }
-    if "reference" in given:
-        reference = field(given, "reference", str)
-        filled |= _checkpoint(services, reference, "reference", False, roots)
-    elif "reference_sha256" in given:
-        raise BadInput("reference_sha256 without a reference", param="reference_sha256")
-    directories = {name: filled[name] for name in ("parent", "reference") if name in filled}
+    for role in ("reference", "teacher"):
+        if role in given:
+            filled |= _checkpoint(services, field(given, role, str), role, False, roots)
+        elif (sha256 := f"{role}_sha256") in given:
+            raise BadInput(f"{sha256} without a {role}", param=sha256)
+    roles = ("parent", "reference", "teacher")
+    directories = {name: filled[name] for name in roles if name in filled}
     try:
         spec = parse(JobSpec, {**filled, **given, **directories})
     except BadInput as error:

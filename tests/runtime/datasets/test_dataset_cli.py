@@ -65,7 +65,7 @@ def test_what_is_there_and_why(home: Home, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("build", "--loop", "nobody"), "no run can be trained on: 0 considered (none match)"),
-        (("build", "--method", "ppo"), "method: Input should be 'sft', 'grpo', 'dpo' or 'kto'"),
+        (("build", "--method", "ppo"), "should be 'sft', 'grpo', 'dpo', 'kto' or 'distill'"),
         (("build", "--min-margin", "0.5"), "min_margin has no effect with method 'sft'"),
         (("build", "--recipe", "broken.json"), "broken.json is no recipe"),
         (("show", "ds-none"), "no dataset 'ds-none'"),

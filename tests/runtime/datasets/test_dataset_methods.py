@@ -243,6 +243,30 @@ async def test_what_has_no_effect_on_runs_alone_is_refused(tmp_path: Path, name:
         made(Home(tmp_path), method="kto", **{name: value.get(name, 1)})
 
 
+async def test_a_teacher_needs_no_rewards(tmp_path: Path) -> None:
+    """All runs with tokens, each alone; equal ones are draws, and stay."""
+    events = several(
+        attempts("a", 0, None, 1),
+        run_events("again", [5], reward=None, task=task("b"), attempt=0),
+        run_events("equal", [5], reward=None, task=task("b"), attempt=1),
+        run_events(
+            "failed", [6], reward=None, error={"type": "RewardError", "message": "it broke"}
+        ),
+        run_events("empty", [], reward=1),
+        run_events("down", [7], error={"type": "Gone", "message": "gone", "infrastructure": True}),
+        run_events("held", [8], task=task("c", "holdout")),
+    )
+    manifest, found = await build(tmp_path, events, method="distill")
+    assert sorted(taken(found)) == ["a0", "a1", "a2", "again", "equal", "failed"]
+    assert (manifest["method"], manifest["accepted_runs"]) == ("distill", 6)
+    assert reasons(Home(tmp_path), manifest["id"])["held"] == "held_out"
+    _, found = made(Home(tmp_path), method="distill", max_per_task=1)
+    assert sorted(taken(found)) == ["a0", "again", "failed"]
+    for name, value in (("min_reward", 1.0), ("rewards", {"a0": 1.0}), ("near_duplicates", 0.9)):
+        with pytest.raises(BadInput, match=f"{name} has no effect with method 'distill'"):
+            made(Home(tmp_path), method="distill", **{name: value})
+
+
 async def test_groups_and_pairs_fall_to_a_split_as_a_whole(tmp_path: Path) -> None:
     events = several(*(attempts(f"t{n:02}", 0, 1, 2) for n in range(30)))
     home = await stored(tmp_path, events)

@@ -24,6 +24,7 @@ class Answer:
     before: Numbers
     sampled: Numbers
     reference: Numbers
+    teacher: Numbers
     entropy: Numbers
     advantage: float
     chosen: float
@@ -32,14 +33,15 @@ class Answer:
 
 def answers(seed: int, lengths: Sequence[int]) -> list[Answer]:
     """Random ones; policies differ enough that clips act on many tokens. Desirable ones first."""
-    random = np.random.default_rng(seed)
+    random, of_teacher = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     made = []
     for place, length in enumerate(lengths):
         now = -random.exponential(1.5, length)
         before, sampled, reference = (now + random.normal(0, s, length) for s in (0.3, 0.5, 0.4))
+        teacher = now + of_teacher.normal(0, 1, length)
         entropy = random.uniform(0, 3, length)
         facts = float(random.normal()), float(1 - place % 2), float(random.uniform(0.5, 2))
-        made.append(Answer(now, before, sampled, reference, entropy, *facts))
+        made.append(Answer(now, before, sampled, reference, teacher, entropy, *facts))
     return made
 
 
@@ -60,6 +62,7 @@ def marked(
         sampled=per_token([a.sampled for a in batch]),
         before=per_token([a.before for a in batch]),
         reference=per_token([a.reference for a in batch]),
+        teacher=per_token([a.teacher for a in batch]),
         chosen=torch.tensor([a.chosen for a in batch] + [0.0] * fillers, dtype=dtype),
         drift=DRIFT,
         entropy=per_token([a.entropy for a in batch]),
@@ -91,6 +94,8 @@ VARIANTS: dict[str, Variant] = {
     "cispo": ("grpo", hyper(policy=Policy(objective="cispo", clip_low=1, kl=0.05))),
     "gspo": ("grpo", hyper(policy=Policy(objective="gspo", clip_low=0.05, clip_high=0.05))),
     "uncorrected": ("grpo", hyper(policy=Policy(importance_cap=None))),
+    "distill": ("distill", hyper()),
+    "distill-sequence": ("distill", hyper(policy=Policy(normalization="sequence", kl=0.1))),
 }
 
 batches = st.builds(

@@ -21,11 +21,11 @@ LENGTHS = [5, 4, 1, 7, 2, 6]
 def of_rank(whole: TrainedTokens, rank: int) -> TrainedTokens:
     """Its tokens in turns of two: of the answer of one token, a rank has none."""
     mine = torch.arange(len(whole.logprobs)) // 2 % RANKS == rank
-    per_token = ("sequence", "weight", "advantages", "sampled", "before", "reference", "entropy")
+    per_token = ("sequence", "weight", "advantages", "sampled", "before", "reference", "teacher")
     return replace(
         whole,
         logprobs=whole.logprobs.detach()[mine].requires_grad_(),
-        **{name: getattr(whole, name)[mine] for name in per_token},
+        **{name: getattr(whole, name)[mine] for name in (*per_token, "entropy")},
         context=torch.distributed.group.WORLD,
         counts=rank == 1,
     )

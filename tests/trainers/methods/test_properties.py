@@ -98,6 +98,7 @@ def test_far_apart_policies_stay_finite(name: str, size: float) -> None:
             far.append(replace(a, reference=a.now + shift))
             far.append(replace(a, before=a.now + shift))
             far.append(replace(a, sampled=a.now + shift))
+            far.append(replace(a, teacher=a.now + shift))
     far += [replace(a, now=a.now - size) for a in far]
     far += [replace(a, advantage=-a.advantage) for a in far]
     far += [replace(a, advantage=0.0) for a in far]
