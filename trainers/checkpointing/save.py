@@ -43,6 +43,7 @@ from cray_agents.trainers.checkpointing.state import (
     OwnedRange,
     adam_steps,
     local_ranges,
+    optimizers,
     owned_ranges,
 )
 from cray_agents.trainers.training.train_step import Training
@@ -137,7 +138,8 @@ class Saver:
 
     def _stage(self) -> None:
         """Copy this rank's owned ranges into the buffer, which is made once."""
-        if not self._owned:
+        first = all(one.distributed_optimizer_instance_id == 0 for one in optimizers(self._training))
+        if first and not self._owned:  # the other instances of the optimizer hold the same
             self._owned = [
                 owned
                 for owned in owned_ranges(self._training, local_ranges(self._training))
