@@ -138,7 +138,8 @@ class Saver:
 
     def _stage(self) -> None:
         """Copy this rank's owned ranges into the buffer, which is made once."""
-        first = all(one.distributed_optimizer_instance_id == 0 for one in optimizers(self._training))
+        mine = optimizers(self._training)
+        first = all(one.distributed_optimizer_instance_id == 0 for one in mine)
         if first and not self._owned:  # the other instances of the optimizer hold the same
             self._owned = [
                 owned

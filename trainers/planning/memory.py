@@ -159,9 +159,7 @@ def _stage(
     return Memory(weights, 4.0 * trained, optimizer, tokens * kept, logits)
 
 
-def _logits(
-    model: Architecture, layout: Layout, tokens: float, size: int, on_cpu: bool
-) -> float:
+def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cpu: bool) -> float:
     """Return the bytes of logits and their gradients, and in chunks of a gradient of the head."""
     columns = ceil(model.vocab / layout.tensor)
     numbers = tokens * columns

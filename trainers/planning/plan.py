@@ -74,8 +74,12 @@ class Cluster:
 
     def seconds(self, flops: float, slowdown: float | None = None) -> float:
         """Return the seconds that `flops` operations take, with a layout's slowdown if known."""
-        mfu = self.mfu or (BY_SIZE if slowdown is None else KERNELS)
-        return flops / (self.gpu.teraflops * 1e12 * mfu * self.gpus) * (slowdown or 1.0)
+        speed = self.gpu.teraflops * 1e12 * self.share(slowdown) * self.gpus
+        return flops / speed * (slowdown or 1.0)
+
+    def share(self, slowdown: float | None) -> float:
+        """Return the share of the peak that `slowdown` is relative to."""
+        return self.mfu or (BY_SIZE if slowdown is None else KERNELS)
 
     def dollars(self, seconds: float) -> float | None:
         """Return the cost of all GPUs for `seconds`; None if no price is known."""
@@ -109,7 +113,8 @@ class Plan:
             "parameters": self.parameters,
             "parameters_per_token": self.weights_per_token,
             "workload": asdict(self.workload),
-            "cluster": asdict(self.cluster) | {"gpu": self.cluster.gpu.name},
+            "cluster": asdict(self.cluster)
+            | {"gpu": self.cluster.gpu.name, "mfu": self.cluster.share(self.slowdown)},
             "flops": self.flops,
             "seconds_to_send": self.workload.sending,
             "seconds": self.seconds,

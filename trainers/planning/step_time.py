@@ -2,9 +2,10 @@
 
     slowdown = (matrices + messages) * bubble * uneven shares + sum of gradients, over work / peak
 
-layout_choice.py ranks layouts by it, plan.py turns it into hours. The five constants were fitted to
-published runs of NVIDIA's Megatron and others, on H100 and A100 GPUs; docs/planning.md compares the
-estimate with each run, and says which were held out. No torch. Read next: hardware.py for links.
+layout_choice.py ranks layouts by it, plan.py turns it into hours. The seven constants were fitted
+to published runs of NVIDIA's Megatron and others, on H100, H800 and A100 GPUs; docs/planning.md
+compares the estimate with each run, and says which were held out. No torch. Read next: hardware.py
+for links.
 """
 
 from math import ceil, sqrt
@@ -25,6 +26,7 @@ KERNELS = 0.6  # share of a GPU's peak that large matrices reach in bfloat16
 NARROW = 500.0  # a matrix so wide is multiplied at half that speed
 EXPOSED = 0.5  # share of a layer's messages that no computation hides
 EXPOSED_COPIES = 1.0  # the same of tokens' copies for experts, which travel in small pieces
+STALL = 1.5e-3  # seconds of a mixture's layer for a micro-batch: kernels to launch, loads to read
 EXPOSED_SUM = 0.3  # the same of the sum of gradients and the new weights, once a step
 FP8_GAIN = 1.6  # how much faster matrices are multiplied in eight bits
 
@@ -38,15 +40,17 @@ def slowdown(
     *,
     recompute: str = "none",
     gpu: Gpu | None = None,
+    once_per_node: bool = False,
 ) -> float:
     """Estimate a step's time, relative to GPUs that always multiply at KERNELS of their peak.
 
-    These count: matrices that are narrow, or in FP8; what is computed twice; messages within a
-    layer, through the node's links or the network (tensor, context and expert parallelism, on a
-    mixture a message for each copy of a token); the pipeline's bubble of (p - 1) / (m v) (arXiv
-    2104.04473, section 2.2), its largest stage, and ranks that idle if they do not divide the
-    batch; and the sum of gradients over data ranks, once a step. `gpu` None: an H100, to whose
-    links and speed most are alike in proportion.
+    These count: narrow matrices, which FP8 does not mend; FP8; what is computed twice; messages
+    within a layer, through the node's links or the network (tensor, context and expert
+    parallelism); a stall in each layer of a mixture; the pipeline's bubble of (p - 1) / (m v)
+    (arXiv 2104.04473, section 2.2) and its largest stage; ranks that idle if they do not divide
+    the batch; and the sum of gradients over data ranks, once a step. `gpu` None: an H100, to whose
+    links and speed most are alike in proportion. `once_per_node`: a token travels once to a node
+    with several of its experts, as with DeepEP; this trainer sends each copy.
     """
     gpu = find_gpu("H100") if gpu is None else gpu
     flops = flops_per_token(model, sequence_length, hyper.lora)
@@ -54,11 +58,15 @@ def slowdown(
     ideal = flops / ranks / (gpu.teraflops * 1e12 * KERNELS)  # seconds of a rank for a token
     busy = ideal * _matrices(model, layout, hyper, flops, sequence_length, recompute)
     waits = EXPOSED * _messages(model, layout, hyper, ranks_per_node, gpu)
-    waits += EXPOSED_COPIES * _copies(model, layout, hyper, ranks_per_node, gpu)
+    waits += EXPOSED_COPIES * _copies(
+        model, layout, hyper, ranks_per_node, gpu, once_per_node=once_per_node
+    )
+    if model.experts:
+        layers = max(layout.stage_layers(model.layers))
+        waits += STALL * layers / hyper.max_tokens_per_microbatch
     count = micro_batches(layout, hyper, sequence_length)
     bubble = 1 + (layout.pipeline - 1) / (count * layout.interleave)
-    stages = layout.stage_layers(model.layers)
-    largest = max(stages) * layout.pipeline / model.layers
+    largest = _largest_stage(model, layout)
     uneven = ceil(hyper.batch_size / layout.data) * layout.data / hyper.batch_size
     tokens = hyper.batch_size * sequence_length / layout.data
     summed = _sum_of_gradients(model, layout, hyper, ranks_per_node, gpu) / tokens
@@ -82,7 +90,19 @@ def _matrices(
     forward = flops_per_scored_token(model, length)
     again = {"full": forward, "mlp": 2 * _feed(model), "moe": 2 * _feed(model)}
     twice = sum(again.get(part, 0.0) for part in recompute.split(",")) / flops
-    return (matrices / faster * (1 + NARROW / side) + 1 - matrices) + twice / faster
+    return matrices * (1 / faster + NARROW / side) + 1 - matrices + twice / faster
+
+
+def _largest_stage(model: Architecture, layout: Layout) -> float:
+    """Return the work of the pipeline stage with the most of it, relative to equal shares.
+
+    The output layer is of the last stage, and counts as so many layers as it has weights.
+    """
+    head = model.vocab * model.hidden
+    each = (weights_per_token(model) - head) / model.layers
+    stages = [float(layers) for layers in layout.stage_layers(model.layers)]
+    stages[-1] += head / each
+    return max(stages) * layout.pipeline / sum(stages)
 
 
 def _feed(model: Architecture) -> float:
@@ -99,7 +119,7 @@ def _messages(
 
     Sequence parallelism gathers or scatters hidden states ten times a layer (arXiv 2205.05198,
     figure 5, forward and backward, and the input again for the weights' gradient). Context ranks
-    pass on keys and values.
+    pass on keys and values, and each chunk of a pipeline's stage hidden states and their gradients.
     """
     size = 2 if hyper.dtype == "bfloat16" else 4
     layers = max(layout.stage_layers(model.layers))
@@ -109,11 +129,21 @@ def _messages(
     across = gpu.link if tensor * context <= ranks_per_node else gpu.network
     keys = 2 * size * model.kv_heads * model.head_size / tensor
     seconds += 3 * keys * (context - 1) / context / (across * 1e9)
-    return layers * seconds
+    seconds *= layers
+    if layout.pipeline > 1:
+        across = gpu.link if layout.world <= ranks_per_node else gpu.network
+        seconds += 2 * layout.interleave * whole / tensor / (across * 1e9)
+    return seconds
 
 
 def _copies(
-    model: Architecture, layout: Layout, hyper: Hyperparameters, ranks_per_node: int, gpu: Gpu
+    model: Architecture,
+    layout: Layout,
+    hyper: Hyperparameters,
+    ranks_per_node: int,
+    gpu: Gpu,
+    *,
+    once_per_node: bool,
 ) -> float:
     """Return the seconds that a rank sends a token's copies to experts and back, in its layers.
 
@@ -123,12 +153,15 @@ def _copies(
     if not model.experts:
         return 0.0
     size = 2 if hyper.dtype == "bfloat16" else 4
-    tensor, expert = layout.tensor, layout.expert
-    copies = 4 * model.experts_per_token * size * model.hidden / layout.context / tensor
+    tensor, expert, each = layout.tensor, layout.expert, model.experts_per_token
+    copy = 4 * size * model.hidden / layout.context / tensor
     near = min(expert, max(1, ranks_per_node // tensor))  # of its ranks in a node
-    seconds = copies * (near - 1) / expert / (gpu.link * 1e9)
-    seconds += copies * (expert - near) / expert / (gpu.network * 1e9)
-    seconds += copies * (tensor - 1) / (gpu.link * 1e9)
+    far = each * (expert - near) / expert
+    if once_per_node:
+        nodes = expert / near
+        far = (nodes - 1) * (1 - (1 - 1 / nodes) ** each)
+    inside = each * (near - 1) / expert + each * (tensor - 1)
+    seconds = copy * (far / (gpu.network * 1e9) + inside / (gpu.link * 1e9))
     return max(layout.stage_layers(model.layers)) * seconds
 
 

@@ -7,7 +7,7 @@ the runs best which are not held out.
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, sqrt
 from pathlib import Path
 from statistics import mean
@@ -28,7 +28,15 @@ PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
 MARKS = ("<!-- runs -->", "<!-- end of runs -->")
 NODE = 8  # GPUs
 TIME_OFF, MEMORY_OFF = 0.2, 0.1  # what a good estimate may be off
-CONSTANTS = ("KERNELS", "NARROW", "EXPOSED", "EXPOSED_COPIES", "EXPOSED_SUM", "FP8_GAIN")
+CONSTANTS = (
+    "KERNELS",
+    "NARROW",
+    "EXPOSED",
+    "EXPOSED_COPIES",
+    "EXPOSED_SUM",
+    "STALL",
+    "FP8_GAIN",
+)
 
 
 @dataclass(frozen=True)
@@ -100,9 +108,20 @@ def _estimated(
         fields = {"sequence_parallel": run["layout"].get("tensor", 1) > 1, **run["layout"]}
         layout = Layout(**fields)
         slower = step_time.slowdown(
-            model, layout, hyper, length, NODE, recompute=recompute, gpu=gpu
+            model,
+            layout,
+            hyper,
+            length,
+            NODE,
+            recompute=recompute,
+            gpu=gpu,
+            once_per_node=run.get("once_per_node", False),
         )
     memory = estimate_memory(model, layout, hyper, sequence_length=length, recompute=recompute)
+    if gigabytes:  # as that run keeps weights and gradients
+        trained = memory.gradients / 4
+        weights, gradients = (trained * each for each in run["bytes_of_weight_and_gradient"])
+        memory = replace(memory, weights=weights, gradients=gradients)
     peak = gpu.teraflops * 1e12
     return PublishedRun(
         run["name"],
