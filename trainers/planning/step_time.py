@@ -22,13 +22,13 @@ from cray_agents.trainers.planning.hardware import Gpu, find_gpu
 from cray_agents.trainers.planning.memory import micro_batches, weight_share
 from cray_agents.training_jobs import Hyperparameters, Layout
 
-KERNELS = 0.6  # share of a GPU's peak that large matrices reach in bfloat16
-NARROW = 500.0  # a matrix so wide is multiplied at half that speed
-EXPOSED = 0.5  # share of a layer's messages that no computation hides
-EXPOSED_COPIES = 1.0  # the same of tokens' copies for experts, which travel in small pieces
-STALL = 1.5e-3  # seconds of a mixture's layer for a micro-batch: kernels to launch, loads to read
-EXPOSED_SUM = 0.3  # the same of the sum of gradients and the new weights, once a step
-FP8_GAIN = 1.6  # how much faster matrices are multiplied in eight bits
+KERNELS = 0.61  # share of a GPU's peak that large matrices reach in bfloat16
+NARROW = 1150.0  # a matrix so wide is multiplied at half that speed
+EXPOSED = 0.33  # share of a layer's messages that no computation hides
+EXPOSED_COPIES = 0.25  # the same of tokens' copies for experts, which travel in small pieces
+STALL = 3.1e-3  # seconds of a mixture's layer for a micro-batch: kernels to launch, loads to read
+EXPOSED_SUM = 0.15  # the same of the sum of gradients and the new weights, once a step
+FP8_GAIN = 1.82  # how much faster matrices are multiplied in eight bits
 
 
 def slowdown(
