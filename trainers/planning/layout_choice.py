@@ -16,7 +16,7 @@ from cray_agents.trainers.planning.step_time import slowdown
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 RESERVE = 0.1  # share of a rank's memory for CUDA, NCCL and the allocator's losses
-LONG = 16384  # tokens; larger micro-batches may use context parallelism
+LONG = 8192  # tokens; sequences so long may use context parallelism
 CHUNKS = (1, 2)  # candidates for interleaving, which shortens the bubble but multiplies messages
 
 
@@ -93,7 +93,7 @@ def rank_layouts(
 ) -> list[LayoutCandidate]:
     """Rank all sensible layouts, the best first. `room`: GiB that a rank may use."""
     candidates = []
-    for layout in _sensible(model, ranks, ranks_per_node, hyper):
+    for layout in _sensible(model, ranks, ranks_per_node, sequence_length):
         for way in ways:
             memory = estimate_memory(
                 model, layout, hyper, sequence_length=sequence_length, recompute=way
@@ -107,14 +107,14 @@ def rank_layouts(
 
 
 def _sensible(
-    model: Architecture, ranks: int, ranks_per_node: int, hyper: Hyperparameters
+    model: Architecture, ranks: int, ranks_per_node: int, sequence_length: int
 ) -> Iterator[Layout]:
     """Yield layouts with tensor ranks in a node, little interleaving, context only if long."""
     node = min(ranks, ranks_per_node)
     for layout in possible_layouts(model, ranks):
         if node % layout.tensor or layout.interleave not in CHUNKS:
             continue
-        if layout.context == 1 or hyper.max_tokens_per_microbatch >= LONG:
+        if layout.context == 1 or sequence_length >= LONG:
             yield layout
 
 
