@@ -172,7 +172,9 @@ def table(runs: list[PublishedRun]) -> str:
             f" {_percent(run.time_off, TIME_OFF)} | {memory} | {sources.index(run.source) + 1} |"
         )
     lines += ["", *(f"{n}. [{name}]({url})" for n, (name, url) in enumerate(sources, 1)), ""]
-    lines += [f"- {run.name}: {run.note}." for run in runs if run.note]
+    for note in dict.fromkeys(run.note for run in runs if run.note):
+        names = "; ".join(run.name for run in runs if run.note == note)
+        lines.append(f"- {names}: {note}.")
     fitted, held = ([r for r in runs if r.held_out is which] for which in (False, True))
     lines += [
         "",
