@@ -124,7 +124,7 @@ def test_megatron_takes_the_options(model: Architecture) -> None:
     }
     stages = config(layout=Layout(pipeline=2, interleave=2)).pipeline_model_parallel_layout
     counts = [[len(chunk) for chunk in stage] for stage in stages.layout]
-    assert counts == [[1 + 1, 2], [2, 2 + 1]]  # with embedding and loss
+    assert counts == [[1 + 2, 2], [2, 1 + 1]]  # with embedding and loss
     assert config(layout=Layout(pipeline=7)).pipeline_model_parallel_layout is None
 
 

@@ -207,7 +207,8 @@ def _describe(owned: OwnedRange) -> dict[str, Any]:
 def _write_hashed(path: Path, buffer: torch.Tensor) -> str:
     """Write a tensor's bytes and wait for the disk; return their SHA-256."""
     numbers: Any = buffer.numpy()
-    view, hasher = memoryview(numbers).cast("B"), hashlib.sha256()
+    view = memoryview(numbers).cast("B") if buffer.numel() else memoryview(b"")
+    hasher = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(view), BLOCK):
             block = view[start : start + BLOCK]
