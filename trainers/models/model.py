@@ -166,10 +166,10 @@ def transformer_config(
     }
     chunks = layout.chunk_layers(model.layers)
     if len(set(chunks)) > 1:
-        parts = [["decoder"] * count for count in chunks]
-        parts[0].insert(0, "embedding")
-        parts[-1].append("loss")
-        values["pipeline_model_parallel_layout"] = parts
+        rows = [["decoder"] * count for count in chunks]
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+        values["pipeline_model_parallel_layout"] = rows
     if hyper.fp8 is not None:
         # the weights stay bfloat16; "hybrid" has more range for gradients, which only scales per
         # tensor need

@@ -88,8 +88,8 @@ def in_flight(layout: Layout, count: int, stage: int = 0) -> float:
     2205.05198, section 4.2.3, says the same). `count` is the limit.
     """
     stages, chunks = layout.pipeline, layout.interleave
-    held = stages + (stages - 1 - 2 * stage) / chunks if chunks > 1 else stages - stage
-    return min(float(held), float(count))
+    most = stages + (stages - 1 - 2 * stage) / chunks if chunks > 1 else stages - stage
+    return min(float(most), float(count))
 
 
 def weight_share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
@@ -135,6 +135,7 @@ def _stage(
     states = 12 if hyper.dtype == "bfloat16" else 8
     mine = weight_share(model, layout, stage)
     copies = layout.data * layout.context / layout.optimizer_instances
+    weights: float
     if hyper.lora is None:
         weights = size * (mine.dense + mine.experts)
         trained = mine.dense + mine.experts

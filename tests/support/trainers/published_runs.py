@@ -175,16 +175,13 @@ def table(runs: list[PublishedRun]) -> str:
     for note in dict.fromkeys(run.note for run in runs if run.note):
         names = "; ".join(run.name for run in runs if run.note == note)
         lines.append(f"- {names}: {note}.")
-    fitted, held = ([r for r in runs if r.held_out is which] for which in (False, True))
-    lines += [
-        "",
-        *(
-            f"Of the {len(part)} runs {how}, {sum(abs(r.time_off) <= TIME_OFF for r in part)} are"
-            f" within {TIME_OFF:.0%} of the time; on average they are off by"
-            f" {mean(abs(r.time_off) for r in part):.0%}."
-            for part, how in ((fitted, "that the constants were fitted to"), (held, "held out"))
-        ),
-    ]
+    lines.append("")
+    for held_out, how in ((False, "that the constants were fitted to"), (True, "held out")):
+        off = [abs(run.time_off) for run in runs if run.held_out is held_out]
+        lines.append(
+            f"Of the {len(off)} runs {how}, {sum(each <= TIME_OFF for each in off)} are within"
+            f" {TIME_OFF:.0%} of the time; on average they are off by {mean(off):.0%}."
+        )
     return "\n".join(lines)
 
 
