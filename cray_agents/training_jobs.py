@@ -6,9 +6,9 @@ A spec's id is a hash of every field that decides the result. The layout and the
 only decide how the job is run stay out of the id. Read next: `trainers/job.py`.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
@@ -20,6 +20,24 @@ MICROBATCH = 4096  # tokens, where no GPU's memory decides
 DECIDED_BY_TRAINER = {"dtype", "max_tokens_per_microbatch"}  # hyperparameters, if not given
 
 LoraTarget = Literal["qkv", "proj", "fc1", "fc2"]
+Fp8 = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
+RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe_act", "moe")
+
+
+def check_recompute(text: str) -> str:
+    """Return a way of recomputation with its modules in one order. Raises ValueError."""
+    if text in ("none", "selective", "full"):
+        return text
+    modules = text.replace(" ", "").split(",")
+    if unknown := set(modules) - set(RECOMPUTED_MODULES):
+        raise ValueError(
+            f"recompute {text!r} names {', '.join(map(repr, sorted(unknown)))}: write none,"
+            f" selective, full, or some of {', '.join(RECOMPUTED_MODULES)}, joined by commas"
+        )
+    return ",".join(module for module in RECOMPUTED_MODULES if module in modules)
+
+
+Recompute = Annotated[str, AfterValidator(check_recompute)]
 
 
 class Lora(StrictRecord):
@@ -117,6 +135,9 @@ class Hyperparameters(StrictRecord):
     A job whose `dtype` was not given takes the trainer's: bfloat16 on GPUs, float32 on CPUs. If
     `max_tokens_per_microbatch`, the tokens of a forward pass, was not given, it is 4,096 on CPUs.
     On GPUs it is as large as their memory allows, up to 65,536. A longer sequence is refused.
+
+    `fp8` multiplies matrices in eight bits, with Transformer Engine's scaling of that name, and
+    keeps weights and sums as `dtype` `bfloat16` has them. Other layers refuse it.
     """
 
     steps: int = Field(gt=0)
@@ -136,6 +157,7 @@ class Hyperparameters(StrictRecord):
     seed: int = Field(0, ge=0)
     max_tokens_per_microbatch: int = Field(MICROBATCH, gt=0)
     dtype: Dtype = "float32"
+    fp8: Fp8 | None = None
     init: Literal["parent", "random"] = "parent"
     lora: Lora | None = None
     preference: Preference = Field(default_factory=Preference)
@@ -158,7 +180,10 @@ class Layout(StrictRecord):
     """The number of ranks of a job along each dimension of parallelism.
 
     `interleave` counts model chunks per pipeline rank (virtual pipeline stages). `context` splits
-    each sequence over ranks. `expert` parallelism divides the data ranks.
+    each sequence over ranks. `expert` parallelism divides the data ranks. `optimizer_instances`
+    is the number of copies of the optimizer: each is spread over that part of the data and context
+    ranks, neighbours, so that between parts only a sum of gradients travels (HSDP). It costs
+    memory, and pays where the data ranks are on many nodes.
     """
 
     data: int = Field(1, gt=0)
@@ -167,12 +192,30 @@ class Layout(StrictRecord):
     interleave: int = Field(1, gt=0)
     context: int = Field(1, gt=0)
     expert: int = Field(1, gt=0)
+    optimizer_instances: int = Field(1, gt=0)
     sequence_parallel: bool = False
 
     @property
     def world(self) -> int:
         """The number of all ranks."""
         return self.data * self.tensor * self.pipeline * self.context
+
+    def chunk_layers(self, layers: int) -> tuple[int, ...]:
+        """Return the layers of each of the pipeline * interleave chunks, in the forward pass.
+
+        Where they do not divide, the first and the last chunk, which also have the embedding and
+        the loss, get the fewest. Of the others the later ones get more: they hold fewer
+        micro-batches.
+        """
+        chunks = self.pipeline * self.interleave
+        each, more = divmod(layers, chunks)
+        larger = range(chunks - 1 - more, chunks - 1)
+        return tuple(each + (place in larger) for place in range(chunks))
+
+    def stage_layers(self, layers: int) -> tuple[int, ...]:
+        """Return the layers of each pipeline stage."""
+        chunks = self.chunk_layers(layers)
+        return tuple(sum(chunks[stage :: self.pipeline]) for stage in range(self.pipeline))
 
 
 class JobSpec(StrictRecord):
@@ -194,7 +237,8 @@ class JobSpec(StrictRecord):
       the job has succeeded.
     - `evaluate_every` is the number of steps between losses on the dataset's validation split, if
       it has one (None: before the first step and at the end).
-    - `recompute` selects the activations to recompute.
+    - `recompute` selects the activations to recompute: `none`, `full`, or modules joined by commas:
+      `core_attn` (also called `selective`), `layernorm`, `mlp`; of mixtures `moe_act`, `moe`.
     - `session` names a training session: its jobs run one after the other on ranks that keep model
       and optimizer in memory. None: the job has processes of its own.
     - `changes_only` publishes what changed in the parent's weights, where that takes less than half
@@ -222,7 +266,7 @@ class JobSpec(StrictRecord):
     save_every: int = Field(50, gt=0)
     keep: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     logprob_limit: float | None = Field(None, gt=0)
     session: str | None = Field(None, min_length=1)
     changes_only: bool = False
@@ -266,6 +310,8 @@ class JobSpec(StrictRecord):
                 del decisive[name]
         if self.hyperparameters.policy.dual_clip is None:  # likewise
             del decisive["hyperparameters"]["policy"]["dual_clip"]
+        if self.hyperparameters.fp8 is None:  # likewise
+            del decisive["hyperparameters"]["fp8"]
         return f"job-{digest(decisive)}"
 
 

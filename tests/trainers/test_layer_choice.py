@@ -2,6 +2,7 @@
 
 import sys
 import types
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from cray_agents.errors import BadInput
 from cray_agents.trainers.data.context_parallel import cut
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.trainers.models.attention import (
@@ -21,8 +23,8 @@ from cray_agents.trainers.models.attention import (
     token_positions,
 )
 from cray_agents.trainers.models.kernel_trial import confirm, grouped_problem, varlen_problem
-from cray_agents.trainers.models.layer_choice import LayerChoice, choose_layers
-from cray_agents.training_jobs import Layout
+from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 
 choose = partial(choose_layers, gpu=True, transformer_engine=False)
 
@@ -49,6 +51,84 @@ def test_a_choice_says_what_it_takes_and_why() -> None:
         assert not slow.varlen and words in slow.text and "call per sequence length" in slow.text
     one_by_one = choose(experts=True, dtype="float32")
     assert not one_by_one.grouped and "one expert after the other" in one_by_one.text
+
+
+TE = choose_layers(gpu=True, transformer_engine=True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hyper", "recompute", "mixture", "says"),
+    [
+        (choose(), {"fp8": "tensorwise"}, "none", False, r"fp8=tensorwise needs Transformer Eng"),
+        (TE, {"fp8": "mxfp8", "dtype": "float32"}, "none", False, "needs dtype bfloat16, not flo"),
+        (TE, {"fp8": "delayed", "lora": Lora()}, "none", False, "all weights, not LoRA"),
+        (TE, {"fp8": "delayed"}, "layernorm", False, "another fp8, such as tensorwise"),
+        (TE, {}, "layernorm,moe", False, "is not a mixture of experts and has no 'moe': ask for m"),
+        (TE, {}, "mlp", True, "is a mixture of experts and has no 'mlp': ask for moe"),
+        (choose(), {}, "moe_act", True, "needs Transformer Engine's experts"),
+    ],
+)
+def test_what_layers_have_not_got_is_refused(
+    layers: LayerChoice, hyper: dict[str, Any], recompute: str, mixture: bool, says: str
+) -> None:
+    sizes = Hyperparameters(**{"steps": 1, "dtype": "bfloat16", **hyper})
+    with pytest.raises(BadInput, match=says):
+        check_layers(layers, sizes, recompute, mixture=mixture)
+
+
+def test_what_layers_have_is_let_through() -> None:
+    sizes = Hyperparameters(steps=1, dtype="bfloat16", fp8="blockwise")
+    check_layers(TE, sizes, "layernorm,mlp", mixture=False)
+    check_layers(TE, sizes, "moe_act", mixture=True)
+    check_layers(choose(), Hyperparameters(steps=1), "full", mixture=True)
+
+
+def test_recomputed_modules_are_written_in_one_order() -> None:
+    spec = {"dataset": "d", "parent": "p", "parent_sha256": "0", "hyperparameters": {"steps": 1}}
+    assert JobSpec(**spec, recompute="mlp, layernorm").recompute == "layernorm,mlp"
+    assert JobSpec(**spec, recompute="full").recompute == "full"
+    for wrong in ("mlp,attention", "full,mlp", ""):
+        with pytest.raises(ValueError, match="write none, selective, full, or some of core_attn"):
+            JobSpec(**spec, recompute=wrong)
+
+
+def test_fp8_is_part_of_a_job_and_its_absence_of_none() -> None:
+    """Jobs older than the field keep their names."""
+    spec = {"dataset": "d", "parent": "p", "parent_sha256": "0"}
+    plain, fp8 = (
+        JobSpec(**spec, hyperparameters=Hyperparameters(steps=1, fp8=way))
+        for way in (None, "tensorwise")
+    )
+    assert plain.id == "job-a97b1c54ece06987" != fp8.id
+
+
+@pytest.mark.megatron
+def test_megatron_takes_the_options(model: Architecture) -> None:
+    """As far as its configuration is made; FP8 itself needs a GPU."""
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.model import transformer_config
+
+    load_megatron()
+
+    def config(recompute: str = "none", layout: Layout | None = None, **hyper: Any) -> Any:
+        sizes = Hyperparameters(**{"steps": 1, "dtype": "bfloat16", **hyper})
+        dense = replace(model, experts=None, layers=7)
+        return transformer_config(dense, layout or Layout(), sizes, True, False, recompute)
+
+    assert config("layernorm,mlp").recompute_modules == ["layernorm", "mlp"]
+    assert config("selective").recompute_modules == ["core_attn"]
+    assert config("full").recompute_granularity == "full"
+    ways = {way: config(fp8=way) for way in ("tensorwise", "delayed", "blockwise", "mxfp8")}
+    assert {way: (c.fp8, c.fp8_recipe) for way, c in ways.items()} == {
+        "tensorwise": ("hybrid", "tensorwise"),
+        "delayed": ("hybrid", "delayed"),
+        "blockwise": ("e4m3", "blockwise"),
+        "mxfp8": ("e4m3", "mxfp8"),
+    }
+    stages = config(layout=Layout(pipeline=2, interleave=2)).pipeline_model_parallel_layout
+    counts = [[len(chunk) for chunk in stage] for stage in stages.layout]
+    assert counts == [[1 + 2, 2], [2, 1 + 1]]  # with embedding and loss
+    assert config(layout=Layout(pipeline=7)).pipeline_model_parallel_layout is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.planning.layout_choice import Choice, choose_layout, slowdown
+from cray_agents.trainers.planning.arithmetic import flops_per_token
+from cray_agents.trainers.planning.hardware import find_gpu
+from cray_agents.trainers.planning.layout_choice import Choice, choose_layout
 from cray_agents.trainers.planning.layouts import check_layout, possible_layouts, why_unfit
+from cray_agents.trainers.planning.step_time import slowdown
 from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.model_configs import (
     LLAMA_2_70B,
     LLAMA_31_8B,
+    LLAMA_31_405B,
     QWEN3_30B_A3B,
+    QWEN3_235B_A22B,
     SMALL,
     hyper,
     written,
@@ -60,9 +65,12 @@ def choose(
     [
         ({"tensor": 3}, "does not divide its 32 attention heads"),
         ({"tensor": 16}, "does not divide its 8 key-value heads"),
-        ({"pipeline": 5}, "does not divide its 32 layers"),
         ({"interleave": 2}, "interleave=2 needs pipeline > 1"),
-        ({"pipeline": 4, "interleave": 3}, "pipeline=4 times interleave=3 does not divide"),
+        ({"pipeline": 4, "interleave": 9}, "pipeline=4 times interleave=9 are more chunks than"),
+        (
+            {"data": 4, "optimizer_instances": 3},
+            "optimizer_instances=3 does not divide the 4 ranks",
+        ),
         ({"data": 2, "expert": 2}, "it has no experts"),
         ({"sequence_parallel": True}, "no effect with tensor=1"),
     ],
@@ -79,6 +87,7 @@ def test_what_does_not_fit_is_told(
         ({"expert": 3, "data": 3}, "expert=3 does not divide its 128 experts"),
         ({"expert": 4, "data": 2}, "expert=4 does not divide the 2 ranks it lives in"),
         ({"tensor": 2}, "experts with tensor>1 need sequence_parallel=true"),
+        ({"data": 4, "expert": 4, "optimizer_instances": 2}, "the 1 ranks of an expert that share"),
     ],
 )
 def test_what_does_not_fit_experts_is_told(
@@ -89,6 +98,32 @@ def test_what_does_not_fit_experts_is_told(
 
 def test_experts_live_in_data_and_context_ranks(mixture: Architecture) -> None:
     assert why_unfit(mixture, Layout(data=2, context=2, expert=4)) is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "interleave", "expected"),
+    [
+        (94, 4, 1, [23, 24, 24, 23]),
+        (94, 8, 1, [11, *[12] * 6, 11]),
+        (94, 16, 1, [5, *[6] * 14, 5]),
+        (126, 4, 1, [31, 32, 32, 31]),
+        (126, 8, 1, [15, *[16] * 6, 15]),
+        (126, 16, 1, [7, *[8] * 14, 7]),
+        (94, 8, 4, [11, *[12] * 6, 11]),
+        (61, 4, 1, [15, 15, 16, 15]),
+        (32, 4, 2, [8, 8, 8, 8]),
+        (7, 4, 1, [2, 2, 2, 1]),
+    ],
+)
+def test_stages_need_not_be_equal(
+    layers: int, pipeline: int, interleave: int, expected: list[int]
+) -> None:
+    """The first and the last, with the embedding and the loss, have the fewest layers."""
+    layout = Layout(pipeline=pipeline, interleave=interleave)
+    assert list(layout.stage_layers(layers)) == expected
+    chunks = layout.chunk_layers(layers)
+    assert (sum(chunks), len(chunks)) == (layers, pipeline * interleave)
+    assert max(chunks) - min(chunks) <= 1 and min(chunks) == chunks[-1] > 0
 
 
 def test_a_vocabulary_need_not_be_divisible(tmp_path: Path) -> None:
@@ -120,6 +155,7 @@ def test_the_error_proposes_layouts_that_fit_the_nearest_first(llama8: Architect
 
 def test_a_layout_that_fits_is_let_through(llama8: Architecture) -> None:
     check_layout(llama8, Layout(data=2, tensor=4, pipeline=2, interleave=4, context=2))
+    check_layout(llama8, Layout(pipeline=5, interleave=3, data=4, optimizer_instances=2))
 
 
 @given(world=st.integers(1, 48), layers=st.integers(1, 16), kv=st.sampled_from([1, 2, 4, 8]))
@@ -158,7 +194,7 @@ def test_tensor_ranks_stay_in_a_node(llama70: Architecture) -> None:
 
 def test_long_sequences_are_split_over_context_ranks(llama70: Architecture) -> None:
     layout = choose(llama70, 64, tokens=131072, batch_size=4, gib=140).layout
-    assert (layout.tensor, layout.context, layout.data) == (8, 2, 4)
+    assert (layout.tensor, layout.context, layout.data) == (8, 8, 1)
     short = choose(llama70, 64, gib=140).ranking
     assert all(candidate.layout.context == 1 for candidate in short)
 
@@ -181,9 +217,12 @@ def test_lora_fits_where_training_everything_does_not(llama70: Architecture) -> 
 
 
 def test_activations_are_recomputed_only_where_they_must(llama8: Architecture) -> None:
-    alone = choose(llama8, 1, gib=79, tokens=16384, lora=Lora())
+    alone = choose(llama8, 1, gib=79, tokens=32768, lora=Lora())
     assert (alone.recompute, alone.fits) == ("full", True)
-    assert any("computed again" in reason for reason in alone.reasons)
+    assert any("activations are computed again" in reason for reason in alone.reasons)
+    half = choose(llama8, 1, gib=79, tokens=16384, lora=Lora())
+    assert (half.recompute, half.fits) == ("mlp", True)
+    assert any("feed-forward layers are computed again" in reason for reason in half.reasons)
     assert choose(llama8, 1, gib=79, tokens=2048, lora=Lora()).recompute == "none"
 
 
@@ -195,10 +234,63 @@ def test_a_small_batch_is_not_spread_over_more_data_ranks_than_it_feeds(
     assert any("batch is too small for data=64" in reason for reason in choice.reasons)
 
 
-def test_the_bubble_is_that_of_the_paper(llama8: Architecture) -> None:
-    """(p - 1) / m, interleaved v times shorter; the factor 1.08 per halving is ours."""
+def test_the_bubble_is_that_of_the_paper() -> None:
+    """(p - 1) / m, interleaved v times shorter."""
+    model = replace(SMALL, layers=64, vocab=8)
     sizes = hyper(batch_size=8)  # one sequence fills a micro-batch: m = 8
-    plain = slowdown(llama8, Layout(pipeline=4), sizes, 4096, 8)
-    interleaved = slowdown(llama8, Layout(pipeline=4, interleave=2), sizes, 4096, 8)
-    assert plain == pytest.approx((1 + 3 / 8) * 1.08**2)
-    assert interleaved == pytest.approx((1 + 3 / 16) * 1.08**2)
+
+    def slower(batch: int, **layout: int) -> float:
+        size = sizes.model_copy(update={"batch_size": batch})
+        return slowdown(model, Layout(pipeline=4, **layout), size, 4096, 8)
+
+    endless = slower(1 << 20)
+    assert slower(8) / endless == pytest.approx(1 + 3 / 8, rel=1e-3)
+    assert slower(8, interleave=2) / slower(1 << 20, interleave=2) == pytest.approx(
+        1 + 3 / 16, rel=1e-3
+    )
+
+
+def test_the_largest_stage_decides(llama8: Architecture) -> None:
+    """32 layers on 5 stages take as long as 35; the output layer counts as 2.4 layers."""
+    sizes = hyper(batch_size=1 << 20)
+    model = replace(llama8, vocab=8)
+    five, four = (slowdown(model, Layout(pipeline=n), sizes, 4096, 8) for n in (5, 4))
+    assert five / four == pytest.approx(35 / 32, rel=1e-2)
+    plain, headed = (slowdown(m, Layout(pipeline=8), sizes, 4096, 8) for m in (model, llama8))
+    assert headed / plain == pytest.approx((4 + 2.41) * 8 / (32 + 2.41), rel=3e-2)
+
+
+def test_what_is_computed_twice_takes_its_time(llama8: Architecture) -> None:
+    sizes = hyper()
+    none, mlp, full = (
+        slowdown(llama8, Layout(), sizes, 4096, 8, recompute=way) for way in ("none", "mlp", "full")
+    )
+    flops = flops_per_token(llama8, 4096)
+    assert full - none == pytest.approx(1 / 3)
+    assert mlp - none == pytest.approx(2 * 32 * 3 * 4096 * 14336 / flops)
+
+
+def test_messages_between_nodes_are_slower(llama8: Architecture, mixture: Architecture) -> None:
+    def slower(model: Architecture, per_node: int, **layout: Any) -> float:
+        return slowdown(model, Layout(**layout), hyper(), 4096, per_node)
+
+    assert slower(mixture, 1, data=8, expert=8) > slower(mixture, 8, data=8, expert=8) > 1
+    assert slower(llama8, 1, data=8) > slower(llama8, 8, data=8)
+    wide = slower(llama8, 8, tensor=8, sequence_parallel=True)
+    assert wide > slower(llama8, 8, tensor=2, sequence_parallel=True) > slower(llama8, 8)
+
+
+# ---- models that need all of it
+@pytest.mark.parametrize(
+    ("config", "gpu", "layers"), [(LLAMA_31_405B, "H200", 126), (QWEN3_235B_A22B, "H100", 94)]
+)
+def test_very_large_models_fit_64_gpus(
+    tmp_path: Path, config: dict[str, Any], gpu: str, layers: int
+) -> None:
+    model = written(tmp_path, config)
+    choice = choose(model, 64, gib=find_gpu(gpu).gib)
+    layout = choice.layout
+    assert choice.fits and layout.world == 64
+    assert why_unfit(model, layout) is None
+    assert sum(layout.stage_layers(layers)) == layers and layers % layout.pipeline
+    assert choice.memory.gib < 0.9 * find_gpu(gpu).gib

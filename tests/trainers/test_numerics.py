@@ -41,6 +41,9 @@ LAYOUTS = {
     "tensor2sp": Layout(tensor=2, sequence_parallel=True),
     "pipeline2": Layout(pipeline=2),
     "interleaved": Layout(pipeline=2, interleave=2),
+    "uneven": Layout(pipeline=2),
+    "unevenly-interleaved": Layout(pipeline=2, interleave=2),
+    "instances2": Layout(data=2, optimizer_instances=2),
     "tensor2pipeline2": Layout(tensor=2, pipeline=2),
     "expert2": Layout(data=2, expert=2),
     "tensor2expert2": Layout(data=2, tensor=2, expert=2, sequence_parallel=True),
@@ -69,7 +72,17 @@ ROPES = {
 TURNED = tuple(f"qwen3:rope={name}" for name in ROPES)
 ODD, DEEP = "qwen3:vocab_size=303", "llama:num_hidden_layers=4"
 ODD_TIED, DEEP_TIED = "qwen3-tied:vocab_size=303", "llama-tied:num_hidden_layers=4"
-RECOMPUTED = ("selective", "full")
+THREE, THREE_TIED = "llama:num_hidden_layers=3", "llama-tied:num_hidden_layers=3"
+FIVE = "llama:num_hidden_layers=5"
+RECOMPUTED = (
+    ("selective", "qwen3"),
+    ("full", "qwen3"),
+    ("layernorm", "qwen3"),
+    ("mlp", "qwen3"),
+    ("core_attn,layernorm,mlp", "qwen3"),
+    ("moe", "qwen3_moe"),
+    ("layernorm,moe", "qwen3_moe"),
+)
 LONG = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe", "mixtral", ODD, DEEP)  # over all STEPS
 
 KINDS = {  # layout -> the kinds of model that are measured in it, the first over all steps
@@ -79,6 +92,9 @@ KINDS = {  # layout -> the kinds of model that are measured in it, the first ove
     "tensor2sp": (ODD, "qwen3-tied", *MIXED),
     "pipeline2": ("qwen3", *DENSE[1:], *MIXED),
     "interleaved": (DEEP, DEEP_TIED),
+    "uneven": (THREE, THREE_TIED),
+    "unevenly-interleaved": (FIVE,),
+    "instances2": ("qwen3", "qwen3_moe"),
     "tensor2pipeline2": ("qwen3", ODD_TIED),
     "expert2": ("qwen3_moe", *MIXED[1:]),
     "tensor2expert2": ("qwen3_moe", "mixtral"),
@@ -399,14 +415,14 @@ def test_a_layout_agrees_with_transformers(
     assert all(torch.equal(after[name], before[name]) for name in after)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize(("recompute", "kind"), RECOMPUTED)
 def test_recomputing_activations_changes_nothing(
     recompute: str,
+    kind: str,
     references: Callable[[str], Reference],
     found: Callable[[str], dict[str, Measured]],
     tmp_path: Path,
 ) -> None:
-    kind = "qwen3"
     job = (references(kind).folder, FEW, tmp_path / "out", Layout(), HYPER, recompute)
     (again,) = run([job], tmp_path / "logs")
     first = found("one")[kind]

@@ -24,7 +24,8 @@ from cray_agents.trainers.planning.arithmetic import (
 )
 from cray_agents.trainers.planning.hardware import find_gpu, identify, peak_flops
 from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan, plan_by_size
-from cray_agents.training_jobs import Lora
+from cray_agents.trainers.planning.step_time import KERNELS, slowdown
+from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.model_configs import (
     LLAMA_2_7B,
     LLAMA_2_70B,
@@ -224,7 +225,15 @@ def test_the_command_plans_a_directory(tmp_path: Path) -> None:
     assert made["layout"]["tensor"] == 2
     flops = 1e9 * (6 * 7_504_924_672 + 12 * 32 * 4096 * 4096)
     assert made["flops"] == flops
-    assert made["seconds"] == pytest.approx(flops / (0.4 * 989.4e12 * 8) * 1.08)
+    sizes = hyper(max_tokens_per_microbatch=made["microbatch_tokens"])
+    layout = Layout(**made["layout"])
+    slower = slowdown(read_architecture(tmp_path), layout, sizes, 4096, 8, gpu=find_gpu("H100"))
+    assert made["seconds"] == pytest.approx(flops / (KERNELS * 989.4e12 * 8) * slower)
+    assert made["cluster"]["mfu"] == KERNELS
+    half = json.loads(cli(*words, "--json", "--mfu", KERNELS / 2).stdout)
+    assert half["seconds"] == pytest.approx(2 * made["seconds"])
+    fp8 = json.loads(cli(*words, "--json", "--fp8", "tensorwise").stdout)
+    assert fp8["seconds"] < made["seconds"] / 1.2
     assert made["dollars"] == pytest.approx(made["gpu_hours"] * 4.92)
     assert made["layouts"][0]["hours"] == pytest.approx(made["seconds"] / 3600)
     said = cli(*words)
@@ -270,6 +279,8 @@ def test_the_command_reads_a_dataset(tmp_path: Path) -> None:
         (["--model", "7B", "--tokens", 5, "--mfu", 40], "--mfu 40 must be above 0 and at most 1"),
         (["--model", "7B", "--tokens", 5, "--method", "ppo"], "sft, dpo, kto, grpo, distill"),
         (["--model", "7B", "--tokens", 5, "--gpus", 9, "--nodes", 1], "--nodes 1"),
+        (["--model", "7B", "--tokens", 5, "--fp8", "int4"], "tensorwise, delayed, blockwise"),
+        (["--model", "7B", "--tokens", 5, "--recompute", "all"], "--recompute 'all' names 'all'"),
         (["--model", "7B", "--tokens", "inf"], "--tokens inf must be above 0"),
         (["--model", ".", "--tokens", 5, "--sequence-length", 9999], "attends to 4,096"),
         (["--model", ".", "--tokens", 5, "--microbatch-tokens", 99], "--microbatch-tokens 99"),

@@ -14,13 +14,21 @@ from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.arithmetic import count_weights
 from cray_agents.trainers.planning.layouts import possible_layouts, why_unfit
 from cray_agents.trainers.planning.memory import (
+    MOST_LOGITS,
     estimate_memory,
     in_flight,
     layer_activations,
     weight_share,
 )
 from cray_agents.training_jobs import JobSpec, Layout, Lora
-from tests.support.trainers.model_configs import LLAMA_2_7B, LLAMA_31_8B, SMALL, hyper, written
+from tests.support.trainers.model_configs import (
+    LLAMA_2_7B,
+    LLAMA_31_8B,
+    QWEN3_30B_A3B,
+    SMALL,
+    hyper,
+    written,
+)
 
 
 def test_a_layer_keeps_what_the_paper_says(tmp_path: Path) -> None:
@@ -40,6 +48,46 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_it_has_stages() -> None:
     assert in_flight(Layout(pipeline=4), 16) == 4
     assert in_flight(Layout(pipeline=4), 2) == 2
     assert in_flight(Layout(pipeline=4, interleave=2), 16) == 4 * (1 + 3 / 8)
+    assert in_flight(Layout(pipeline=4), 16, stage=3) == 1
+    assert in_flight(Layout(pipeline=4, interleave=2), 16, stage=3) == (1 * 4 + 1) / 2
+
+
+def test_an_uneven_stage_may_be_the_fullest() -> None:
+    """94 layers on 16 stages: the first has 5, with the embedding, the second 6."""
+    model = replace(SMALL, layers=94, vocab=512)
+    size = hyper(max_tokens_per_microbatch=4096)
+    layout = Layout(pipeline=16)
+    fullest = estimate_memory(model, layout, size, sequence_length=4096)
+    assert fullest.weights == 2 * weight_share(model, layout, 1).dense
+    assert weight_share(model, layout, 1).dense > weight_share(model, layout, 0).dense
+
+
+def test_logits_in_chunks_are_not_held_at_once(tmp_path: Path) -> None:
+    """On GPUs at most MOST_LOGITS are held, with a gradient of the head; CPUs hold all."""
+    model = written(tmp_path, LLAMA_31_8B)
+    few, many = (hyper(max_tokens_per_microbatch=tokens) for tokens in (2048, 65536))
+
+    def logits(size: Any, **where: Any) -> float:
+        return estimate_memory(model, Layout(), size, sequence_length=2048, **where).logits
+
+    assert logits(few) == logits(few, on_cpu=True) == 2048 * 128256 * 8
+    assert logits(many, on_cpu=True) == 65536 * 128256 * 8
+    assert logits(many) == MOST_LOGITS * 8 + 128256 * 4096 * 2
+
+
+def test_modules_computed_again_are_not_kept(tmp_path: Path) -> None:
+    model = written(tmp_path, LLAMA_31_8B)
+    kept = partial(layer_activations, model, Layout(), 2)
+    whole = kept()
+    assert whole - kept("mlp") == 2 * 3 * 14336
+    assert whole - kept("layernorm") == 2 * 2 * 4096
+    assert whole - kept("core_attn") == 0
+    assert kept("full") == 2 * 4096
+    assert whole - kept(fp8=True) == 2 * 4096 + 14336 - 4096  # norms, fc2; attention's stay double
+    mixture = written(tmp_path, QWEN3_30B_A3B)
+    kept = partial(layer_activations, mixture, Layout(), 2)
+    assert kept() - kept("moe_act") == 8 * 768 * 2
+    assert kept() - kept("moe") == 8 * (2 * 2048 + 3 * 768) * 2 + 8 * 128
 
 
 def test_bytes_of_a_weight(tmp_path: Path) -> None:
@@ -71,7 +119,7 @@ sizes = st.builds(
 )
 
 
-@given(st.sampled_from(LAYOUTS), sizes, st.sampled_from(["none", "full"]))
+@given(st.sampled_from(LAYOUTS), sizes, st.sampled_from(["none", "mlp", "full"]))
 def test_more_ranks_never_need_more_memory_each(layout: Layout, size: Any, way: Any) -> None:
     before = estimate_memory(SMALL, layout, size, sequence_length=1024, recompute=way).total
     for name in ("data", "tensor", "context"):
@@ -161,13 +209,14 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
     ("kind", "layout", "sizes"),
     [
         ("qwen3", {}, {}),
+        ("qwen3", {"data": 2, "optimizer_instances": 2}, {}),
         ("llama", {"data": 2}, {"dtype": "bfloat16"}),
         ("qwen2", {"tensor": 2, "sequence_parallel": True}, {}),
         ("qwen3-tied", {"pipeline": 2}, {"dtype": "bfloat16"}),
         ("mixtral", {"data": 2, "expert": 2}, {}),
         ("mistral", {"data": 2}, {"lora": {"rank": 4}}),
     ],
-    ids=["one", "data", "tensor", "pipeline", "expert", "lora"],
+    ids=["one", "instances", "data", "tensor", "pipeline", "expert", "lora"],
 )
 def test_megatron_holds_the_bytes_that_are_estimated(
     lab: Any, tmp_path: Path, kind: str, layout: dict[str, Any], sizes: dict[str, Any]

@@ -158,6 +158,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "bfloat16": ("qwen3", {"dtype": "bfloat16"}, {"data": 2}, TENSORS),
     "lora": ("qwen3", {"lora": {"rank": 4, "dropout": 0.1}}, {"tensor": 2}, {"data": 2}),
     "context": ("qwen3", {}, {"context": 2}, {}),
+    "uneven": ("odd", {}, {"pipeline": 3}, {"data": 2}),
+    "instances": ("qwen3", {}, {"data": 2, "optimizer_instances": 2}, {"data": 2}),
 }
 
 

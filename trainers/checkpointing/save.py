@@ -43,6 +43,7 @@ from cray_agents.trainers.checkpointing.state import (
     OwnedRange,
     adam_steps,
     local_ranges,
+    optimizers,
     owned_ranges,
 )
 from cray_agents.trainers.training.train_step import Training
@@ -140,7 +141,9 @@ class Saver:
 
     def _stage(self) -> None:
         """Copy this rank's owned ranges into the buffer, which is made once."""
-        if not self._owned:
+        mine = optimizers(self._training)
+        first = all(one.distributed_optimizer_instance_id == 0 for one in mine)
+        if first and not self._owned:  # the other instances of the optimizer hold the same
             self._owned = [
                 owned
                 for owned in owned_ranges(self._training, local_ranges(self._training))
@@ -210,7 +213,8 @@ def _describe(owned: OwnedRange) -> dict[str, Any]:
 def _write_hashed(path: Path, buffer: torch.Tensor) -> str:
     """Write a tensor's bytes and wait for the disk; return their SHA-256."""
     numbers: Any = buffer.numpy()
-    view, hasher = memoryview(numbers).cast("B"), hashlib.sha256()
+    view = memoryview(numbers).cast("B") if buffer.numel() else memoryview(b"")
+    hasher = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(view), BLOCK):
             block = view[start : start + BLOCK]

@@ -97,7 +97,7 @@ def _range_of(parameter: torch.Tensor, place: Any) -> TensorRange:
 def owned_ranges(
     training: Training, ranges: dict[torch.Tensor, list[TensorRange]]
 ) -> Iterator[OwnedRange]:
-    """Yield the ranges that this rank's optimizer owns; data ranks do not overlap."""
+    """Yield the ranges that this rank's optimizer owns; in an instance ranks do not overlap."""
     for optimizer in optimizers(training):
         for parameter, start, stop in _optimizer_ranges(optimizer):
             state = optimizer._get_main_param_and_optimizer_states(parameter)

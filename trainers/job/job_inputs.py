@@ -173,11 +173,16 @@ def choose_start(
 
     Called by one process, before the ranks start; Megatron must be loaded. `spawned` is only
     recorded. With `optimizer_in_memory` the point of `optimizer_from` is not looked for.
-    `point_in_memory`: see `resume.choose`. Raises NotFound, Corrupt.
+    `point_in_memory`: see `resume.choose`. Raises NotFound, Corrupt, and BadInput for what these
+    layers cannot do.
     """
     from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.models.layer_choice import check_layers
     from cray_agents.trainers.models.model import layers_of
 
+    spec, hyper = work.spec, work.spec.hyperparameters
+    layers = layers_of(work.model, spec.layout, hyper.dtype, on_cpu)
+    check_layers(layers, hyper, spec.recompute, mixture=bool(work.model.experts))
     resume.sweep(work.megatron)
     final = work.journal.home.checkpoint(work.spec.id)
     resume.sweep(final.parent, f".{final.name}[.-]*")  # of its end, and of its publishes
@@ -193,14 +198,13 @@ def choose_start(
     for problem in problems:
         print(f"{problem}; set aside, the one before it is used", flush=True)
         work.journal.event("corrupt", message=problem)
-    spec = work.spec
     work.journal.event(
         "started",
         attempt=work.attempt,
         from_step=step,
         left_out=work.samples.left_out,
         layout=spec.layout.model_dump(),
-        layers=layers_of(work.model, spec.layout, spec.hyperparameters.dtype, on_cpu).text,
+        layers=layers.text,
         spawned=spawned,
     )
     print(f"attempt {work.attempt} starts at step {step}", flush=True)

@@ -124,6 +124,7 @@ def load_megatron() -> bool:
             importlib.import_module(f"megatron.core.{name}")
         _adapt_rotation()
         fuse_adam(importlib.import_module("megatron.core.optimizer"))
+        _adapt_checkpoints()
         return False
     if isinstance(getattr(sys.modules.get("megatron.core.optimizer"), "torch", None), _View):
         return True
@@ -146,6 +147,7 @@ def load_megatron() -> bool:
     _adapt_collectives()
     _adapt_uneven_gathers()
     _adapt_rotation()
+    _adapt_checkpoints()
     _adapt_kernels()
     return True
 
@@ -241,6 +243,17 @@ def _adapt_uneven_gathers() -> None:
 
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = reduce_scatter
+
+
+def _adapt_checkpoints() -> None:
+    """Let outputs be computed again without Transformer Engine: the default False is taken for FP8.
+
+    In 0.16.1 `recompute_modules` with "layernorm" fails without this. FP8 of the layers themselves
+    is read from Transformer Engine's state, where that is installed.
+    """
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    if not getattr(random, "HAVE_TE", False):
+        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def _adapt_rotation() -> None:

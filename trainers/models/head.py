@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-MOST_LOGITS = 1 << 28  # of a rank at a time: 1 GiB in float32
 _ENTROPY_NUMBERS = 1 << 24  # float32 numbers at a time: a few buffers of 64 MiB
 
 

@@ -9,6 +9,9 @@ import importlib.util
 import inspect
 from dataclasses import dataclass
 
+from cray_agents.errors import BadInput
+from cray_agents.training_jobs import Hyperparameters
+
 INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 LARGEST_HEAD = 256  # of FlashAttention's kernels
 HEAD_MULTIPLE = 8
@@ -55,6 +58,46 @@ def choose_layers(
         " fused with the layers around them"
     )
     return LayerChoice(False, obstacle is None, one_product, text)
+
+
+def check_layers(
+    layers: LayerChoice, hyper: Hyperparameters, recompute: str, *, mixture: bool
+) -> None:
+    """Raise BadInput for FP8 and recomputed modules that a model has not got with these layers."""
+    if hyper.fp8 is not None:
+        _check_fp8(layers, hyper)
+    modules = recompute.split(",")
+    for module in {"moe", "moe_act"} & set(modules) if not mixture else {"mlp"} & set(modules):
+        other = "mlp" if module.startswith("moe") else "moe, or with Transformer Engine moe_act"
+        kind = "a mixture of experts" if mixture else "not a mixture of experts"
+        raise BadInput(
+            f"recompute={recompute}: the model is {kind} and has no {module!r}: ask for {other}",
+            param="recompute",
+        )
+    if "moe_act" in modules and not layers.transformer_engine:
+        raise BadInput(
+            f"recompute={recompute}: 'moe_act' needs Transformer Engine's experts, and here the"
+            f" layers are {layers.text}: ask for 'moe', or {INSTALL_TE}",
+            param="recompute",
+        )
+    if hyper.fp8 == "delayed" and {"moe_act", "layernorm"} & set(modules):
+        raise BadInput(
+            f"recompute={recompute}: with fp8=delayed neither 'layernorm' nor 'moe_act' can be"
+            " computed again: ask for another fp8, such as tensorwise",
+            param="recompute",
+        )
+
+
+def _check_fp8(layers: LayerChoice, hyper: Hyperparameters) -> None:
+    reason = None
+    if not layers.transformer_engine:
+        reason = f"needs Transformer Engine on a GPU, and here the layers are {layers.text}"
+    elif hyper.dtype != "bfloat16":
+        reason = f"needs dtype bfloat16, not {hyper.dtype}"
+    elif hyper.lora is not None:
+        reason = "is for training all weights, not LoRA"
+    if reason is not None:
+        raise BadInput(f"fp8={hyper.fp8} {reason}: leave fp8 out", param="fp8")
 
 
 def has_transformer_engine() -> bool:

@@ -14,23 +14,14 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import PackedAttention, RMSNorm
 from cray_agents.trainers.models.experts import grouped_experts
-from cray_agents.trainers.models.head import MOST_LOGITS, Head, padded_vocab
+from cray_agents.trainers.models.head import Head, padded_vocab
 from cray_agents.trainers.models.kernel_trial import confirm
-from cray_agents.trainers.models.layer_choice import LayerChoice, choose_layers
+from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
 from cray_agents.trainers.models.rope import rope_frequencies
+from cray_agents.trainers.planning.memory import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
 
 
 def build_model(
@@ -46,11 +37,12 @@ def build_model(
     `head` is a Head on the chunk with the output layer, else None.
     """
     layers = layers_of(model, layout, hyper.dtype, on_cpu)
+    check_layers(layers, hyper, recompute, mixture=bool(model.experts))
     if not on_cpu:
         layers = confirm(layers, model, torch.device("cuda"))
     te = layers.transformer_engine
     inverse, scaling = rope_frequencies(model.rope, model.head_size)
-    config = transformer_config(model, layout, hyper.dtype, on_cpu, te, recompute)
+    config = transformer_config(model, layout, hyper, on_cpu, te, recompute)
     if scaling != 1.0:  # a factor of both queries and keys
         config.softmax_scale = scaling**2 / model.head_size**0.5
     several = layout.interleave > 1
@@ -119,13 +111,18 @@ def _chunk(
 
 
 def transformer_config(
-    model: Architecture, layout: Layout, dtype: str, on_cpu: bool, te: bool, recompute: str
+    model: Architecture,
+    layout: Layout,
+    hyper: Hyperparameters,
+    on_cpu: bool,
+    te: bool,
+    recompute: str,
 ) -> Any:
     """Return the TransformerConfig of a model under a layout."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
 
-    gpu, precision = not on_cpu, DTYPES[dtype]
+    gpu, dtype, precision = not on_cpu, hyper.dtype, DTYPES[hyper.dtype]
     values: dict[str, Any] = {
         "num_layers": model.layers,
         "hidden_size": model.hidden,
@@ -165,8 +162,23 @@ def transformer_config(
         "persist_layer_norm": te,
         "cross_entropy_loss_fusion": gpu and dtype == "bfloat16",  # its gradient is bfloat16
         "gradient_accumulation_fusion": gpu and layers._grad_accum_fusion_available,
-        **_RECOMPUTE[recompute],
+        **_recomputation(recompute),
     }
+    chunks = layout.chunk_layers(model.layers)
+    if len(set(chunks)) > 1:
+        rows = [["decoder"] * count for count in chunks]
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+        values["pipeline_model_parallel_layout"] = rows
+    if hyper.fp8 is not None:
+        # the weights stay bfloat16; "hybrid" has more range for gradients, which only scales per
+        # tensor need
+        per_tensor = hyper.fp8 in ("tensorwise", "delayed")
+        values |= {
+            "fp8": "hybrid" if per_tensor else "e4m3",
+            "fp8_recipe": hyper.fp8,
+            "moe_router_padding_for_quantization": bool(model.experts),
+        }
     if layout.interleave > 1:
         values |= {
             "virtual_pipeline_model_parallel_size": layout.interleave,
@@ -185,3 +197,17 @@ def transformer_config(
             "moe_router_pre_softmax": not model.norm_topk,  # else a softmax over the chosen alone
         }
     return TransformerConfig(**values)
+
+
+def _recomputation(recompute: str) -> dict[str, Any]:
+    """Return the options of Megatron for JobSpec.recompute."""
+    if recompute == "none":
+        return {}
+    if recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    modules = ["core_attn"] if recompute == "selective" else recompute.split(",")
+    return {"recompute_granularity": "selective", "recompute_modules": modules}

@@ -1,30 +1,23 @@
 """Layout choice: find the fastest layout that fits in memory, and give the reasons.
 
 default_layout.py calls `choose_layout` for jobs without a layout; plan.py shows the whole ranking.
-Speed is an estimate with one rough number for communication: see `slowdown`. No torch.
+Speed is an estimate: see step_time.py. No torch.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, log2
 
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.arithmetic import count_weights
+from cray_agents.trainers.planning.hardware import Gpu
 from cray_agents.trainers.planning.layouts import describe_layout, possible_layouts
-from cray_agents.trainers.planning.memory import (
-    Memory,
-    Recompute,
-    estimate_memory,
-    micro_batches,
-)
+from cray_agents.trainers.planning.memory import Memory, estimate_memory
+from cray_agents.trainers.planning.step_time import slowdown
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 RESERVE = 0.1  # share of a rank's memory for CUDA, NCCL and the allocator's losses
-LONG = 16384  # tokens; larger micro-batches may use context parallelism
+LONG = 8192  # tokens; sequences so long may use context parallelism
 CHUNKS = (1, 2)  # candidates for interleaving, which shortens the bubble but multiplies messages
-RECOMPUTED = 4 / 3  # a second forward pass beside one forward and a backward of two
-SPLIT = 1.08  # for each halving of the model: 77 % of linear in 8 (arXiv 1909.08053, figure 5)
-SPLIT_ACROSS = 1.25  # for a halving between nodes: a guess
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,7 @@ class LayoutCandidate:
     """A layout, its memory, and its slowdown against ranks that are always busy."""
 
     layout: Layout
-    recompute: Recompute
+    recompute: str
     memory: Memory
     slowdown: float
     fits: bool
@@ -43,7 +36,7 @@ class Choice:
     """The chosen layout, the reasons in words, and the ranking of all candidates."""
 
     layout: Layout
-    recompute: Recompute
+    recompute: str
     memory: Memory
     slowdown: float
     fits: bool
@@ -59,13 +52,16 @@ def choose_layout(
     ranks_per_node: int,
     hyper: Hyperparameters,
     sequence_length: int,
-    recompute: Recompute | None = None,
+    recompute: str | None = None,
+    gpu: Gpu | None = None,
 ) -> Choice:
     """Choose the fastest layout of `ranks` ranks; if none fits, the one with the least memory.
 
-    `sequence_length`: tokens of a usual sequence. `recompute` None lets the choice decide.
+    `sequence_length`: tokens of a usual sequence. `recompute` None lets the choice decide. `gpu`
+    for its speed and links; None: an H100.
     """
-    ways: list[Recompute] = ["none", "full"] if recompute is None else [recompute]
+    feed = "moe" if model.experts else "mlp"
+    ways = ["none", feed, "full"] if recompute is None else [recompute]
     ranking = rank_layouts(
         model,
         ranks,
@@ -74,6 +70,7 @@ def choose_layout(
         hyper=hyper,
         sequence_length=sequence_length,
         ways=ways,
+        gpu=gpu,
     )
     best = ranking[0]
     if not best.fits:
@@ -91,55 +88,33 @@ def rank_layouts(
     ranks_per_node: int,
     hyper: Hyperparameters,
     sequence_length: int,
-    ways: Sequence[Recompute] = ("none", "full"),
+    ways: Sequence[str] = ("none", "full"),
+    gpu: Gpu | None = None,
 ) -> list[LayoutCandidate]:
     """Rank all sensible layouts, the best first. `room`: GiB that a rank may use."""
     candidates = []
-    for layout in _sensible(model, ranks, ranks_per_node, hyper):
-        slower = slowdown(model, layout, hyper, sequence_length, ranks_per_node)
+    for layout in _sensible(model, ranks, ranks_per_node, sequence_length):
         for way in ways:
             memory = estimate_memory(
                 model, layout, hyper, sequence_length=sequence_length, recompute=way
             )
-            again = RECOMPUTED if way == "full" else 1.0
+            slower = slowdown(
+                model, layout, hyper, sequence_length, ranks_per_node, recompute=way, gpu=gpu
+            )
             fits = memory.gib <= room
-            candidates.append(LayoutCandidate(layout, way, memory, slower * again, fits))
+            candidates.append(LayoutCandidate(layout, way, memory, slower, fits))
     return sorted(candidates, key=_order)
 
 
-def slowdown(
-    model: Architecture,
-    layout: Layout,
-    hyper: Hyperparameters,
-    sequence_length: int,
-    ranks_per_node: int,
-) -> float:
-    """Estimate a step's time, relative to ranks that only compute and are always busy.
-
-    Three factors count: the pipeline's bubble of (p - 1) / (m v) (arXiv 2104.04473, section 2.2),
-    idle ranks if they do not divide the batch, and communication, as a factor for each halving of
-    the model, twice for an expert's small matrices. The sum of gradients over data ranks is left
-    out.
-    """
-    batches = micro_batches(layout, hyper, sequence_length)
-    bubble = (layout.pipeline - 1) / (batches * layout.interleave)
-    uneven = ceil(hyper.batch_size / layout.data) * layout.data / hyper.batch_size
-    talking = layout.tensor * layout.context * layout.expert
-    inside = min(talking, ranks_per_node)
-    halvings = log2(inside * layout.pipeline * (layout.tensor if model.experts else 1))
-    split: float = SPLIT**halvings * SPLIT_ACROSS ** log2(talking / inside)
-    return (1 + bubble) * uneven * split
-
-
 def _sensible(
-    model: Architecture, ranks: int, ranks_per_node: int, hyper: Hyperparameters
+    model: Architecture, ranks: int, ranks_per_node: int, sequence_length: int
 ) -> Iterator[Layout]:
     """Yield layouts with tensor ranks in a node, little interleaving, context only if long."""
     node = min(ranks, ranks_per_node)
     for layout in possible_layouts(model, ranks):
         if node % layout.tensor or layout.interleave not in CHUNKS:
             continue
-        if layout.context == 1 or hyper.max_tokens_per_microbatch >= LONG:
+        if layout.context == 1 or sequence_length >= LONG:
             yield layout
 
 
@@ -191,11 +166,19 @@ def _decisions(best: LayoutCandidate, ranking: Sequence[LayoutCandidate]) -> Ite
     for name, meaning in _MEANING.items():
         if (size := getattr(layout, name)) > 1:
             yield f"{name}={size}: {meaning}"
-    if best.recompute == "full":
-        yield "recompute=full: activations are computed again, so that a step takes a third longer"
+    if best.recompute != "none":
+        again = [c for c in ranking if c.layout == layout and c.recompute == "none"]
+        slower = f" {best.slowdown / again[0].slowdown:.2f} times as long" if again else " longer"
+        yield (
+            f"recompute={best.recompute}: {_AGAIN[best.recompute]} computed again, so that a step"
+            f" takes{slower}"
+        )
     yield f"data={layout.data}: {'all ranks' if layout == whole else 'the ranks that are left'}"
     if best.slowdown > 1.005:
-        yield f"a step takes {best.slowdown:.2f} times what it would on ranks that never wait"
+        yield (
+            f"a step takes {best.slowdown:.2f} times what it would on ranks that only multiply"
+            " large matrices"
+        )
 
 
 _MEANING = {
@@ -204,4 +187,9 @@ _MEANING = {
     "interleave": "each stage is several chunks of layers, which shortens the waiting",
     "context": "long sequences are split over ranks",
     "expert": "experts are split over the data and context ranks",
+}
+_AGAIN = {
+    "full": "activations are",
+    "mlp": "feed-forward layers are",
+    "moe": "experts are",
 }

@@ -90,6 +90,7 @@ def _check_host_memory(spec: JobSpec, home: Home, host: HostResources) -> None:
         hyper.model_copy(update={"max_tokens_per_microbatch": usual}),
         sequence_length=length,
         recompute=spec.recompute,
+        on_cpu=True,
     ).gib
     need = spec.layout.world * (each + PROCESS_GIB)
     if need > host.gib:

@@ -20,7 +20,7 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
 
     Key-value heads must divide evenly, too. Megatron could give several tensor ranks the same head,
     but would gather every rank's projections in each layer, and models/weights.py cuts between
-    heads. The vocabulary need not divide: it is padded.
+    heads. The vocabulary need not divide: it is padded. Nor need the layers: Layout.chunk_layers.
     """
     tensor, pipeline, chunks, expert = (
         layout.tensor,
@@ -31,13 +31,11 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
     for name, size in _split_by_tensor(model):
         if size % tensor:
             return f"tensor={tensor} does not divide its {size} {name}"
-    if model.layers % pipeline:
-        return f"pipeline={pipeline} does not divide its {model.layers} layers"
     if chunks > 1 and pipeline == 1:
         return f"interleave={chunks} needs pipeline > 1"
-    if model.layers % (pipeline * chunks):
+    if model.layers < pipeline * chunks:
         return (
-            f"pipeline={pipeline} times interleave={chunks} does not divide its"
+            f"pipeline={pipeline} times interleave={chunks} are more chunks than its"
             f" {model.layers} layers"
         )
     if expert > 1 and not model.experts:
@@ -49,10 +47,26 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
             f"expert={expert} does not divide the {layout.data * layout.context} ranks it lives in"
             f" (data={layout.data} times context={layout.context})"
         )
+    if reason := _why_not_so_many_optimizers(model, layout):
+        return reason
     if layout.sequence_parallel and tensor == 1:
         return "sequence_parallel has no effect with tensor=1"
     if model.experts and tensor > 1 and not layout.sequence_parallel:
         return "experts with tensor>1 need sequence_parallel=true"
+    return None
+
+
+def _why_not_so_many_optimizers(model: Architecture, layout: Layout) -> str | None:
+    """Return why the ranks that share an optimizer cannot be cut into its instances."""
+    sharing = {"": layout.data * layout.context}
+    if model.experts:
+        sharing["of an expert "] = layout.data * layout.context // layout.expert
+    for of, ranks in sharing.items():
+        if ranks % layout.optimizer_instances:
+            return (
+                f"optimizer_instances={layout.optimizer_instances} does not divide the {ranks}"
+                f" ranks {of}that share an optimizer"
+            )
     return None
 
 
@@ -82,18 +96,20 @@ def check_layout(model: Architecture, layout: Layout) -> None:
 
 
 def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
-    """Yield every supported layout of a world size, with sequence parallelism if tensor > 1."""
+    """Yield the layouts of a world size, with sequence parallelism if tensor > 1.
+
+    All supported ones, but of chunks for interleaving only those that are equal when embedding and
+    loss count as a layer each, or when they do not count; and one optimizer.
+    """
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     tensors = [n for n in sizes if not any(size % n for _, size in _split_by_tensor(model))]
-    stages = [n for n in sizes if model.layers % n == 0]
+    stages = [n for n in sizes if n <= model.layers]
     experts = [n for n in sizes if not (model.experts or 1) % n]
     for tensor, pipeline, context in product(tensors, stages, sizes):
         data, left_over = divmod(world, tensor * pipeline * context)
         if left_over:
             continue
-        each = model.layers // pipeline
-        chunks = [n for n in range(1, each + 1) if each % n == 0] if pipeline > 1 else [1]
-        for interleave, expert in product(chunks, experts):
+        for interleave, expert in product(_interleaves(model.layers, pipeline), experts):
             layout = Layout(
                 data=data,
                 tensor=tensor,
@@ -105,6 +121,13 @@ def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
             )
             if why_unfit(model, layout) is None:
                 yield layout
+
+
+def _interleaves(layers: int, pipeline: int) -> Iterator[int]:
+    yield 1
+    for chunks in range(2, layers // pipeline + 1 if pipeline > 1 else 2):
+        if any(cells % (pipeline * chunks) == 0 for cells in (layers, layers + 2)):
+            yield chunks
 
 
 def describe_layout(layout: Layout) -> str:

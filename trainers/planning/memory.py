@@ -6,7 +6,6 @@ which layout_choice.py keeps a reserve. No torch.
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.arithmetic import (
@@ -18,7 +17,7 @@ from cray_agents.trainers.planning.arithmetic import (
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 GIB = 2**30
-Recompute = Literal["none", "selective", "full"]  # as in JobSpec
+MOST_LOGITS = 1 << 28  # of a rank at a time, on GPUs: 1 GiB in float32 (models/head.py)
 
 
 @dataclass(frozen=True)
@@ -56,20 +55,23 @@ def estimate_memory(
     hyper: Hyperparameters,
     *,
     sequence_length: int,
-    recompute: Recompute = "none",
+    recompute: str = "none",
+    on_cpu: bool = False,
 ) -> Memory:
-    """Estimate the memory of the fullest rank, in the first or the last pipeline stage.
+    """Estimate the memory of the fullest rank.
 
-    The first has the embedding and the most micro-batches in flight, the last the output layer and
-    the logits. `sequence_length`, the tokens of a usual sequence, decides the number of
-    micro-batches.
+    The first pipeline stage has the embedding and the most micro-batches in flight, the last the
+    output layer and the logits, and where layers do not divide another may have one more.
+    `sequence_length`, the tokens of a usual sequence, decides the number of micro-batches. With
+    `on_cpu` all logits are held at once.
     """
-    waiting = in_flight(layout, micro_batches(layout, hyper, sequence_length))
-    first = _stage(model, layout, hyper, 0, waiting, recompute)
-    last = _stage(model, layout, hyper, layout.pipeline - 1, 1.0, recompute)
-    if layout.pipeline == 1:
-        return last
-    return max(first, last, key=lambda memory: memory.total)
+    count = micro_batches(layout, hyper, sequence_length)
+    layers = layout.stage_layers(model.layers)
+    stages = {0, layers.index(max(layers)), layout.pipeline - 1}
+    return max(
+        (_stage(model, layout, hyper, stage, count, recompute, on_cpu) for stage in stages),
+        key=lambda memory: memory.total,
+    )
 
 
 def micro_batches(layout: Layout, hyper: Hyperparameters, sequence_length: int) -> int:
@@ -78,20 +80,21 @@ def micro_batches(layout: Layout, hyper: Hyperparameters, sequence_length: int) 
     return max(1, ceil(tokens / hyper.max_tokens_per_microbatch))
 
 
-def in_flight(layout: Layout, count: int) -> float:
-    """Return the most micro-batches whose activations the first stage holds, for all its layers.
+def in_flight(layout: Layout, count: int, stage: int = 0) -> float:
+    """Return the most micro-batches whose activations a stage holds, for all its layers.
 
-    With one forward, one backward they equal the stages; interleaving multiplies them by
-    1 + (p - 1) / (p v) (arXiv 2205.05198, section 4.2.3). `count` is the limit.
+    With one forward, one backward they equal the stages from this one on. With interleaving, stage
+    s of p holds v p + p - 1 - 2 s chunks of v (Megatron's schedule; of the first stage arXiv
+    2205.05198, section 4.2.3, says the same). `count` is the limit.
     """
     stages, chunks = layout.pipeline, layout.interleave
-    more = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
-    return min(stages * more, float(count))
+    most = stages + (stages - 1 - 2 * stage) / chunks if chunks > 1 else stages - stage
+    return min(float(most), float(count))
 
 
 def weight_share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
     """Return the weights of a rank in a pipeline stage, with the vocabulary padded."""
-    layers, tensor = model.layers // layout.pipeline, layout.tensor
+    layers, tensor = layout.stage_layers(model.layers)[stage], layout.tensor
     whole = 2 * model.hidden + (2 * model.head_size if model.qk_norm else 0)  # norms
     split = attention_weights(model) - (2 * model.head_size if model.qk_norm else 0)
     if model.experts:
@@ -116,42 +119,59 @@ def _stage(
     layout: Layout,
     hyper: Hyperparameters,
     stage: int,
-    waiting: float,
-    recompute: Recompute,
+    count: int,
+    recompute: str,
+    on_cpu: bool,
 ) -> Memory:
-    """Estimate the memory of a rank in a pipeline stage.
+    """Estimate the memory of a rank in a pipeline stage, for `count` micro-batches a step.
 
     Weights are in their own type, gradients in float32. Adam's two moments, and in bfloat16 the
     float32 weights, are spread over the ranks with the same weights (ZeRO, arXiv 1910.02054;
-    Megatron's distributed optimizer): data * context ranks, for experts divided by expert.
+    Megatron's distributed optimizer): data * context ranks of an optimizer's instance, for experts
+    divided by expert. FP8 keeps two copies of the matrices in eight bits beside them, one of them
+    transposed.
     """
     size = 2 if hyper.dtype == "bfloat16" else 4
     states = 12 if hyper.dtype == "bfloat16" else 8
     mine = weight_share(model, layout, stage)
-    copies = layout.data * layout.context
+    copies = layout.data * layout.context / layout.optimizer_instances
+    weights: float
     if hyper.lora is None:
         weights = size * (mine.dense + mine.experts)
         trained = mine.dense + mine.experts
         optimizer = states * (mine.dense + mine.experts * layout.expert) / copies
     else:
-        trained = ceil(adapter_weights(model, hyper.lora) / layout.pipeline)
+        share = layout.stage_layers(model.layers)[stage] / model.layers
+        trained = ceil(adapter_weights(model, hyper.lora) * share)
         weights = size * (mine.dense + mine.experts + trained)
         optimizer = states * trained / copies
+    fp8 = hyper.fp8 is not None
+    if fp8:
+        weights += 2.0 * (mine.dense + mine.experts)
     tokens = hyper.max_tokens_per_microbatch / layout.context
-    layers = model.layers // layout.pipeline
-    if recompute == "full":  # each layer's input, and the one layer in recomputation
-        split = layout.tensor if layout.sequence_parallel else 1
-        inputs = layers * size * model.hidden / split
-        kept = waiting * inputs + layer_activations(model, layout, size)
-    else:
-        kept = waiting * layers * layer_activations(model, layout, size)
+    layers = layout.stage_layers(model.layers)[stage]
+    each = layer_activations(model, layout, size, recompute, fp8=fp8)
+    kept = in_flight(layout, count, stage) * layers * each
+    if recompute not in ("none", "selective"):  # the one layer in recomputation
+        kept += layer_activations(model, layout, size, fp8=fp8)
     logits = 0.0
     if stage == layout.pipeline - 1:
-        logits = tokens * (4 + 2 * size) * ceil(model.vocab / layout.tensor)
+        logits = _logits(model, layout, tokens, size, on_cpu)
     return Memory(weights, 4.0 * trained, optimizer, tokens * kept, logits)
 
 
-def layer_activations(model: Architecture, layout: Layout, size: int) -> float:
+def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cpu: bool) -> float:
+    """Return the bytes of logits and their gradients, and in chunks of a gradient of the head."""
+    columns = ceil(model.vocab / layout.tensor)
+    numbers = tokens * columns
+    if on_cpu or numbers <= MOST_LOGITS:
+        return numbers * (4 + 2 * size)
+    return MOST_LOGITS * (4 + 2 * size) + columns * model.hidden * size
+
+
+def layer_activations(
+    model: Architecture, layout: Layout, size: int, recompute: str = "none", *, fp8: bool = False
+) -> float:
     """Return the bytes that one layer keeps for the backward pass of one token on a rank.
 
     The formula is equations 2 and 4 of arXiv 2205.05198, adapted to these models: no dropout,
@@ -159,16 +179,33 @@ def layer_activations(model: Architecture, layout: Layout, size: int) -> float:
     first linear layers are split over tensor ranks only with sequence parallelism. With as many
     keys as queries and f = 8 h / 3 it is the paper's 34 h less 2 h of dropout masks. Attention is
     fused everywhere and keeps no scores: the term 5 a s / h is 0, and "selective" saves nothing.
+    `recompute` as in JobSpec: "full" keeps a layer's input alone. "layernorm" is counted as on
+    layers of torch; Transformer Engine's, which contain their norms, save nothing by it. `fp8`: the
+    inputs of linear layers are kept in eight bits, that of the output projection in both forms.
     """
     hidden, queries = model.hidden, model.heads * model.head_size
     keys = model.kv_heads * model.head_size
-    attention = 2 * queries + 2 * keys  # q, k, v and the output projection's input
+    split = layout.tensor if layout.sequence_parallel else 1
+    if recompute == "full":
+        return size * hidden / split
+    modules, of_linear = recompute.split(","), 1 if fp8 else size
+    attention = size * (2 * queries + 2 * keys)  # q, k, v and the output projection's input
+    if fp8:
+        attention += queries
     if model.qk_norm:
-        attention += queries + keys  # the norms' inputs
-    feed = 3 * model.ffn / layout.tensor  # gate, up, and their product
-    routing = 0.0
+        attention += size * (queries + keys)  # the norms' inputs
+    routing, copies, width = 0.0, 1, model.ffn / layout.tensor
+    feed = 0.0
     if model.experts:  # a token's copies on the way to its experts and back
-        feed = model.experts_per_token * (2 * hidden + 3 * model.expert_ffn / layout.tensor)
+        copies, width = model.experts_per_token, model.expert_ffn / layout.tensor
+        feed = copies * (of_linear + size) * hidden
         routing = 8.0 * model.experts  # logits and probabilities, float32
-    around = 4 * hidden / (layout.tensor if layout.sequence_parallel else 1)
-    return size * (around + attention / layout.tensor + feed) + routing
+    feed += copies * width * 2 * size  # gate and up
+    if "moe_act" not in modules:
+        feed += copies * width * of_linear  # their product
+    if "mlp" in modules or "moe" in modules:
+        feed = routing = 0.0
+    around = 2 * hidden * size / split  # the norms' inputs, and their outputs
+    if "layernorm" not in modules:
+        around += 2 * hidden * of_linear / split
+    return around + attention / layout.tensor + feed + routing

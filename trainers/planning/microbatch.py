@@ -12,8 +12,9 @@ from cray_agents.paths import Home
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.planning.default_layout import COMMANDED, usual_length
-from cray_agents.trainers.planning.layout_choice import RESERVE, choose_layout, slowdown
-from cray_agents.trainers.planning.memory import Recompute, estimate_memory
+from cray_agents.trainers.planning.layout_choice import RESERVE, choose_layout
+from cray_agents.trainers.planning.memory import estimate_memory
+from cray_agents.trainers.planning.step_time import slowdown
 from cray_agents.training_jobs import MICROBATCH, Hyperparameters, JobSpec, Layout, with_dtype
 
 SIZES = tuple(MICROBATCH << doublings for doublings in range(4, -1, -1))  # 65,536 first
@@ -67,7 +68,7 @@ def _on_gpus(
     gpus: Gpus,
     length: int,
     layout: Layout | None = None,
-    recompute: Recompute | None = None,
+    recompute: str | None = None,
 ) -> int:
     return choose_microbatch(
         model,
@@ -96,7 +97,7 @@ def choose_microbatch(
     ranks_per_node: int,
     sequence_length: int,
     layout: Layout | None = None,
-    recompute: Recompute | None = None,
+    recompute: str | None = None,
 ) -> int:
     """Choose the most tokens whose predicted memory fits, with a reserve, and that cost no speed.
 
@@ -127,7 +128,10 @@ def choose_microbatch(
             recompute=recompute or "none",
         )
         fits = memory.gib <= memory_gib_per_rank * (1 - RESERVE)
-        return fits, slowdown(model, layout, sized, sequence_length, ranks_per_node)
+        slower = slowdown(
+            model, layout, sized, sequence_length, ranks_per_node, recompute=recompute or "none"
+        )
+        return fits, slower
 
     _, usual = judge(MICROBATCH)
     for tokens in SIZES[:-1]:

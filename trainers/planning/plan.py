@@ -2,10 +2,12 @@
 
     seconds = tokens * operations per token / (MFU * peak * GPUs) * the layout's slowdown
 
-`cray-agents plan` prints it. Published numbers, with 6 N operations a token: ClimateGPT (arXiv
-2401.09646, 4.2 billion tokens on H100s) reached 32 % MFU with 7B, 31 % with 13B, 23 % with 70B, and
-27 % over 319.5 billion tokens from scratch. So the default of 40 % is for a GPU that never waits;
-give --mfu 0.3 for a cluster. No torch. Read next: layout_choice.py for the layouts.
+`cray-agents plan` prints it. The slowdown is relative to GPUs that only multiply large matrices,
+which is what `mfu` is of: see step_time.py, and docs/planning.md for the comparison with published
+runs. Of a model of which only the size is known, `mfu` is of the whole run, 40 % by default. What
+is no benchmark can be slower: ClimateGPT (arXiv 2401.09646, 4.2 billion tokens on H100s) reached,
+with 6 N operations a token, 32 % with 7B, 31 % with 13B, 23 % with 70B, and 27 % over 319.5 billion
+tokens from scratch. No torch. Read next: layout_choice.py for the layouts.
 """
 
 from collections.abc import Sequence
@@ -21,8 +23,11 @@ from cray_agents.trainers.planning.arithmetic import (
 )
 from cray_agents.trainers.planning.hardware import Gpu
 from cray_agents.trainers.planning.layout_choice import Choice, LayoutCandidate, choose_layout
-from cray_agents.trainers.planning.memory import GIB, Memory, Recompute
+from cray_agents.trainers.planning.memory import GIB, Memory
+from cray_agents.trainers.planning.step_time import KERNELS
 from cray_agents.training_jobs import Hyperparameters, MethodName
+
+BY_SIZE = 0.4  # share of the peak, of a model of which only the size is known
 
 # forward passes beside training: over all samples before the first step, and in every epoch; a
 # teacher's is counted as if it were of the student's size
@@ -57,17 +62,25 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of a run. `mfu`: the share of its peak that a GPU reaches when it never waits."""
+    """The GPUs of a run. `mfu`: the share of its peak that a GPU reaches when it never waits.
+
+    None: as published runs have it, if the model is known, else 40 % with all its waiting.
+    """
 
     gpu: Gpu
     gpus: int
     gpus_per_node: int = 8
-    mfu: float = 0.4
+    mfu: float | None = None
     price: float | None = None  # dollars per GPU and hour, if not the table's
 
-    def seconds(self, flops: float, slowdown: float = 1.0) -> float:
-        """Return the seconds that `flops` operations take."""
-        return flops / (self.gpu.teraflops * 1e12 * self.mfu * self.gpus) * slowdown
+    def seconds(self, flops: float, slowdown: float | None = None) -> float:
+        """Return the seconds that `flops` operations take, with a layout's slowdown if known."""
+        speed = self.gpu.teraflops * 1e12 * self.share(slowdown) * self.gpus
+        return flops / speed * (slowdown or 1.0)
+
+    def share(self, slowdown: float | None) -> float:
+        """Return the share of the peak that `slowdown` is relative to."""
+        return self.mfu or (BY_SIZE if slowdown is None else KERNELS)
 
     def dollars(self, seconds: float) -> float | None:
         """Return the cost of all GPUs for `seconds`; None if no price is known."""
@@ -84,7 +97,7 @@ class Plan:
     workload: Workload
     cluster: Cluster
     flops: float
-    slowdown: float
+    slowdown: float | None  # None: the layout is not known
     floor: float  # bytes of a GPU for weights, gradients and optimizer, if all are split evenly
     choice: Choice | None = None
     microbatch: int | None = None  # tokens
@@ -101,7 +114,8 @@ class Plan:
             "parameters": self.parameters,
             "parameters_per_token": self.weights_per_token,
             "workload": asdict(self.workload),
-            "cluster": asdict(self.cluster) | {"gpu": self.cluster.gpu.name},
+            "cluster": asdict(self.cluster)
+            | {"gpu": self.cluster.gpu.name, "mfu": self.cluster.share(self.slowdown)},
             "flops": self.flops,
             "seconds_to_send": self.workload.sending,
             "seconds": self.seconds,
@@ -137,7 +151,7 @@ def make_plan(
     workload: Workload,
     cluster: Cluster,
     hyper: Hyperparameters,
-    recompute: Recompute | None = None,
+    recompute: str | None = None,
 ) -> Plan:
     """Plan a run of a model, with the time of the layout that would be chosen."""
     choice = choose_layout(
@@ -148,6 +162,7 @@ def make_plan(
         hyper=hyper,
         sequence_length=workload.sequence_length,
         recompute=recompute,
+        gpu=cluster.gpu,
     )
     length = workload.sequence_length
     flops = workload.tokens * workload.epochs * flops_per_token(model, length, hyper.lora)
@@ -168,7 +183,7 @@ def plan_by_size(
     flops = workload.tokens * workload.epochs * (4 if lora else 6) * parameters
     flops += workload.scored * 2 * parameters
     floor = least_memory(parameters, cluster, lora=lora, half=True)
-    return Plan(parameters, parameters, workload, cluster, flops, 1.0, floor)
+    return Plan(parameters, parameters, workload, cluster, flops, None, floor)
 
 
 def least_memory(parameters: float, cluster: Cluster, *, lora: bool, half: bool) -> float:

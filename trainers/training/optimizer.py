@@ -29,6 +29,7 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=layout.optimizer_instances,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
         check_for_nan_in_grad=False,  # job/rank.py reports a NaN with its step

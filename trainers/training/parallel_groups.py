@@ -22,6 +22,7 @@ from cray_agents.training_jobs import Layout
 
 Value = TypeVar("Value")
 
+FP8_ROWS = 32  # Transformer Engine multiplies matrices of 16 rows, or with mxfp8 of 32
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a rank may hash big files meanwhile
 
 
@@ -42,6 +43,7 @@ def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) 
         virtual_pipeline_model_parallel_size=layout.interleave if layout.interleave > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
+        num_distributed_optimizer_instances=layout.optimizer_instances,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -50,10 +52,10 @@ def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) 
 class Ranks:
     """This rank's place in the layout, and the collectives with its peers."""
 
-    def __init__(self, layout: Layout, on_cpu: bool) -> None:
+    def __init__(self, layout: Layout, on_cpu: bool, *, fp8: bool = False) -> None:
         from megatron.core import parallel_state as ps
 
-        self.layout, self.on_cpu = layout, on_cpu
+        self.layout, self.on_cpu, self.fp8 = layout, on_cpu, fp8
         self.device = torch.device("cpu" if on_cpu else "cuda")
         self.data_rank: int = ps.get_data_parallel_rank()
         self.context_rank: int = ps.get_context_parallel_rank()
@@ -76,6 +78,8 @@ class Ranks:
     def share(self, packed: Packed) -> ContextShard:
         """Return this context rank's share of a micro-batch."""
         multiple = self.layout.tensor if self.layout.sequence_parallel else 1
+        if self.fp8:
+            multiple *= FP8_ROWS
         return share(packed, self.context_rank, self.layout.context, multiple)
 
     def packed_layout(self, share: ContextShard) -> Any:

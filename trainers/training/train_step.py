@@ -73,7 +73,7 @@ class StepReport:
 
 
 #: Hyperparameters that decide how model and optimizer are built; the others may change in between.
-BUILT_IN = ("dtype", "lora", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+BUILT_IN = ("dtype", "fp8", "lora", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 
 def build_of(
@@ -112,7 +112,7 @@ class Training:
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
         self.on_cpu, self.method, self.asked_to_stop = on_cpu, method, asked_to_stop
         self.recompute = recompute
-        self.ranks = Ranks(layout, on_cpu)
+        self.ranks = Ranks(layout, on_cpu, fp8=hyper.fp8 is not None)
         self.done = 0  # steps
         self.chunks = build_model(model, layout, hyper, on_cpu, recompute)
         self.saved: Path | None = None
@@ -166,7 +166,7 @@ class Training:
         """Take up another job that `fits`; weights, adapters and moments stay as they are."""
         self.parent, self.hyper, self.method = parent, hyper, method
         self.asked_to_stop = asked_to_stop
-        self.ranks = Ranks(self.layout, self.on_cpu)
+        self.ranks = Ranks(self.layout, self.on_cpu, fp8=hyper.fp8 is not None)
         unfold_adapters(self._folded)
         self._folded = []
         for group in self.optimizer.param_groups:  # a client's commands may have changed them

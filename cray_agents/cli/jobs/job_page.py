@@ -14,7 +14,15 @@ from cray_agents.training_jobs import JobSpec
 Event = dict[str, Any]
 
 USUAL = ("loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds", "mfu", "memory_gib")
-_DIMENSIONS = ("data", "tensor", "pipeline", "interleave", "context", "expert")
+_DIMENSIONS = (
+    "data",
+    "tensor",
+    "pipeline",
+    "interleave",
+    "context",
+    "expert",
+    "optimizer_instances",
+)
 
 
 def sentence(event: Event, steps: int) -> str:
@@ -45,7 +53,11 @@ def step_line(event: Event, steps: int) -> str:
 
 def layout_text(layout: dict[str, Any]) -> str:
     """Describe a layout by its dimensions greater than one."""
-    split = [f"{name} {layout[name]}" for name in _DIMENSIONS if layout.get(name, 1) > 1]
+    split = [
+        f"{name.replace('_', ' ')} {layout[name]}"
+        for name in _DIMENSIONS
+        if layout.get(name, 1) > 1
+    ]
     if layout.get("sequence_parallel"):
         split.append("sequence parallel")
     return ", ".join(split) or "one rank"

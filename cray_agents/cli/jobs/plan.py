@@ -18,7 +18,7 @@ from cray_agents.cli.screen import HomeOption, JsonOption, console, show
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.training_jobs import Hyperparameters, Lora, MethodName
+from cray_agents.training_jobs import Fp8, Hyperparameters, Lora, MethodName, check_recompute
 
 if TYPE_CHECKING:
     from cray_agents.trainers.models.architecture import Architecture
@@ -40,7 +40,6 @@ COLUMNS = [
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH = 4096  # default tokens of a sequence
-RECOMPUTE = ("auto", "none", "selective", "full")
 
 _amount = options_under("How much (one of)")
 _cluster = options_under("Where")
@@ -66,7 +65,9 @@ class ClusterOptions:
     gpus: Annotated[int | None, _cluster(min=1)] = None
     nodes: Annotated[int | None, _cluster(min=1)] = None
     gpus_per_node: Annotated[int, _cluster(min=1)] = 8
-    mfu: Annotated[float, _cluster("Of peak, of a GPU that never waits.")] = 0.4
+    mfu: Annotated[
+        float | None, _cluster("Of peak, of a GPU that never waits; default as published runs.")
+    ] = None
     price: Annotated[float | None, _cluster("Dollars per GPU and hour.", min=0)] = None
 
 
@@ -81,7 +82,10 @@ class MethodOptions:
     dtype: Annotated[str, _method()] = "bfloat16"
     batch_size: Annotated[int, _method("Sequences of a step.", min=1)] = 128
     microbatch_tokens: Annotated[int | None, _method("Default: as many as fit.", min=1)] = None
-    recompute: Annotated[str, _method("auto, none, selective, full.")] = "auto"
+    fp8: Annotated[str | None, _method("tensorwise, delayed, blockwise, mxfp8.")] = None
+    recompute: Annotated[
+        str, _method("auto, none, full, or modules: layernorm, mlp, moe_act, moe, core_attn.")
+    ] = "auto"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -107,7 +111,9 @@ def plan(
 
     root = load_config({"home": home}).root
     _check("method", how.method, get_args(MethodName))
-    _check("recompute", how.recompute, RECOMPUTE)
+    policy = None if how.recompute == "auto" else _recompute(how.recompute)
+    if how.fp8 is not None:
+        _check("fp8", how.fp8, get_args(Fp8))
     _check("dtype", how.dtype, ("bfloat16", "float32"))
     known = _size(model) or _architecture(root, model)
     length = how.sequence_length or _usual_length(root, amount.dataset, known)
@@ -122,11 +128,11 @@ def plan(
     if isinstance(known, float):
         estimate = plan_by_size(known, workload, cluster, lora=how.lora_rank is not None)
     else:
-        policy: Any = None if how.recompute == "auto" else how.recompute
         hyper = Hyperparameters(
             steps=1,
             batch_size=how.batch_size,
             dtype=how.dtype,
+            fp8=cast("Fp8 | None", how.fp8),
             lora=Lora(rank=how.lora_rank) if how.lora_rank else None,
         )
         at_once = how.microbatch_tokens or _microbatch(known, hyper, cluster, length, policy)
@@ -143,6 +149,13 @@ def plan(
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise BadInput(f"--{name} {value!r}: choose one of {', '.join(allowed)}", param=name)
+
+
+def _recompute(text: str) -> str:
+    try:
+        return check_recompute(text)
+    except ValueError as error:
+        raise BadInput(f"--{error}", param="recompute") from error
 
 
 def _positive(name: str, value: float, most: float = sys.float_info.max) -> float:
@@ -214,7 +227,7 @@ def _chosen_cluster(options: ClusterOptions) -> "Cluster":
             " of them out",
             param="gpus",
         )
-    mfu = _positive("mfu", options.mfu, 1.0)
+    mfu = None if options.mfu is None else _positive("mfu", options.mfu, 1.0)
     return Cluster(find_gpu(options.gpu), all_gpus, each, mfu, options.price)
 
 
@@ -267,7 +280,8 @@ def _print_plan(estimate: "Plan", limit: int) -> None:
 def _lines(estimate: "Plan") -> list[tuple[str, str]]:
     work, cluster = estimate.workload, estimate.cluster
     cost = cluster.dollars(estimate.seconds)
-    slower = f", {estimate.slowdown:.2f} times that for the layout" if estimate.slowdown > 1 else ""
+    slow = estimate.slowdown
+    slower = "" if slow is None else f", {slow:.2f} times that for the layout"
     lines = [
         (
             "model",
@@ -282,7 +296,7 @@ def _lines(estimate: "Plan") -> list[tuple[str, str]]:
         (
             "time",
             f"{_duration(estimate.seconds)} on {cluster.gpus} x {cluster.gpu.name}, at"
-            f" {cluster.mfu:.0%} of {cluster.gpu.teraflops:g} TFLOP/s{slower}:"
+            f" {cluster.share(slow):.0%} of {cluster.gpu.teraflops:g} TFLOP/s{slower}:"
             f" {estimate.seconds * cluster.gpus / 3600:,.2f} GPU-hours",
         ),
         ("cost", "no price is known: give --price" if cost is None else f"${cost:,.2f}"),

@@ -25,6 +25,12 @@ LLAMA_31_8B = LLAMA_2_7B | {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
+LLAMA_31_405B = LLAMA_31_8B | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+}
 LLAMA_2_70B = LLAMA_2_7B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -70,6 +76,13 @@ QWEN3_30B_A3B = QWEN3_06B | {
     "num_key_value_heads": 4,
     "num_hidden_layers": 48,
     "tie_word_embeddings": False,
+}
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
 }
 
 
