@@ -9,6 +9,7 @@ processes.
 
 import hashlib
 import importlib.metadata
+import os
 import sys
 import threading
 from pathlib import Path
@@ -65,7 +66,8 @@ def code_version() -> str:
 class MegatronTrainer:
     """A ports.Trainer: each job is one command, named after the job, on a scheduler.
 
-    `turns`: jobs use GPUs by turns with replicas.
+    `turns`: jobs use GPUs by turns with replicas. `weight_transfer`: how sessions offer what they
+    publish to replicas of this host and others, beside files.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class MegatronTrainer:
         session_idle_seconds: float = 600.0,
         *,
         turns: bool = False,
+        weight_transfer: str = "files",
     ) -> None:
-        self.turns = turns
+        self.turns, self.weight_transfer = turns, weight_transfer
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
         self.session_idle_seconds = session_idle_seconds
@@ -314,6 +317,8 @@ class MegatronTrainer:
                 layout=spec.layout,
                 idle_seconds=self.session_idle_seconds,
                 turns=self.turns,
+                weight_transfer=self.weight_transfer,
+                platform_host=os.uname().nodename,
             )
             session = SessionJournal(self.home, session_spec.id)
             session.write_spec(session_spec)

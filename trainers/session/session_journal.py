@@ -7,6 +7,7 @@
     end             asks an idle session to end; a session that takes a job removes it
     turn            on GPUs that replicas use too: the session may use them, until it removes this
     offloaded       the seconds in which it left the GPUs, written before `turn` is removed
+    offers/         where its latest weights can be fetched: see runtime/registry/weight_offers.py
     log.txt, logs/  the output of the launcher and of the ranks
 
 The trainer that submits and the session's processes share this module. Nothing here decides a
@@ -31,12 +32,16 @@ class SessionSpec(Record):
     """A session's name and ranks. It ends after `idle_seconds` without a job.
 
     `turns`: it waits for its turn on the GPUs before each job, and leaves them after it.
+    `weight_transfer`: how its ranks send published weights to replicas; "files": they do not.
+    `platform_host`: the host from which these are asked for.
     """
 
     name: str
     layout: Layout = Field(default_factory=Layout)
     idle_seconds: float = Field(600.0, gt=0)
     turns: bool = False
+    weight_transfer: str = "files"
+    platform_host: str = ""
 
     @property
     def id(self) -> str:

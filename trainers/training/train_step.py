@@ -112,6 +112,7 @@ class Training:
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = next((chunk.head for chunk in self.chunks if chunk.post_process), None)
         self._folded: Folded = []
+        self.sender: Any = None  # a WeightSender, if published weights are sent to replicas
 
     def fits(
         self, model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str
