@@ -165,7 +165,7 @@ class VllmEngine:
         """Fetch the weights from a training session that offers them; return False for files.
 
         They are fetched once, until `resume`: if they are not proven, the next load reads files.
-        Raises EngineTimeout, and SwapError with the code STUCK, if vLLM itself hangs.
+        Raises SwapError, code STUCK, if vLLM itself hangs.
         """
         self.load_note = ""
         weights = weights_of(checkpoint)
@@ -180,8 +180,8 @@ class VllmEngine:
                 if await fetch_weights(checkpoint, weights, self._transfer, self._control):
                     self._transferred = weights
                     return True
-        except EngineTimeout:
-            raise
+        except EngineTimeout as error:
+            raise SwapError(f"a transfer of weights hangs: {error}", code=STUCK) from error
         except (CrayError, OSError, ValueError, KeyError) as error:
             if isinstance(error, CrayError) and error.code == STUCK:
                 raise

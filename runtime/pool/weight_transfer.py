@@ -24,7 +24,8 @@ from cray_agents.runtime.registry.weight_offers import WeightOffer, find_offers
 
 FILES = "files"
 STUCK = "engine_stuck"  # the code of a SwapError after which only a new process helps
-CONNECT, GRACE = 5.0, 10.0  # seconds to reach a rank; for vLLM to see that a rank is gone
+CONNECT = 5.0  # seconds to reach a rank
+GRACE, REASON = 10.0, 1.0  # seconds for vLLM to see that a rank is gone; for a rank to say why
 CHUNK = 1 << 30  # bytes that a rank sends at a time, or one larger tensor
 _LONGEST = 256 << 20  # bytes of a message, which may list all tensors of a model
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -115,6 +116,7 @@ async def fetch_weights(
         try:
             for number, sender in enumerate(senders):
                 if sender.init is not None:
+                    sender.say({"join": True})
                     init = control("/init_weight_transfer_engine", {"init_info": sender.init})
                     await sender.during(init)
                     if settings.backend == "nccl":
@@ -235,9 +237,13 @@ class _Sender:
             for name, dtype, shape in self._offered
         ]
 
+    def say(self, message: dict[str, Any]) -> None:
+        """Send a message that has no answer."""
+        self._writer.write(orjson.dumps(message) + b"\n")
+
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a message, and return the answer. Raises SwapError, TimeoutError, OSError."""
-        self._writer.write(orjson.dumps(message) + b"\n")
+        self.say(message)
         async with asyncio.timeout(self._timeout):
             await self._writer.drain()
             return self._parse(await self._next_line())
@@ -245,25 +251,29 @@ class _Sender:
     async def during(self, work: Awaitable[Any]) -> None:
         """Await the server's part while the rank does its own.
 
-        The rank has nothing to say meanwhile, but that it failed. Raises SwapError then.
+        The rank has nothing to say meanwhile, but that it failed. Raises SwapError then, with the
+        code STUCK if the server waits for it all the same.
         """
-        task = asyncio.ensure_future(work)
+        task, line = asyncio.ensure_future(work), self._next_line()
         try:
-            await asyncio.wait({task, self._next_line()}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                try:
-                    self._parse(await self._next_line())
-                    why = f"{self._place} broke the protocol"
-                except (CrayError, OSError, ValueError) as error:
-                    why = str(error)
-                await asyncio.wait({task}, timeout=GRACE)
-                code = None if task.done() else STUCK
-                if task.done() and not task.cancelled():
-                    task.exception()  # follows from the rank's own
-                raise SwapError(why, code=code)
-            await task
+            await asyncio.wait({task, line}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and task.exception() is None:
+                return
+            await asyncio.wait({line}, timeout=REASON)  # the rank knows more than the server
+            if not line.done():
+                await task
+            await asyncio.wait({task}, timeout=GRACE)
+            stuck = not task.done() or isinstance(task.exception(), EngineTimeout)
+            raise SwapError(self._why(line), code=STUCK if stuck else None)
         finally:
             task.cancel()
+
+    def _why(self, line: "asyncio.Task[bytes]") -> str:
+        try:
+            self._parse(line.result())
+        except (CrayError, OSError, ValueError) as error:
+            return str(error)
+        return f"{self._place} broke the protocol"
 
     def _next_line(self) -> "asyncio.Task[bytes]":
         if self._coming is None:

@@ -10,6 +10,7 @@ messages are lines of JSON:
     platform                                    rank
     {"token", "weights", "gpus"}             ->
                                              <- {"tensors": [[name, dtype, shape]], "init": {...}}
+    {"join": true}                           ->
     vLLM's init route, while the rank joins
     {"send": [names]}                        ->
                                              <- {"update": {...}}

@@ -150,6 +150,8 @@ class WeightSender:
             return
         with closing(self._link(gpus)) as link:
             _write(lines, {"tensors": described, "init": link.init})
+            if _read(lines) is None:  # another rank could not be had
+                return
             link.join()
             while (request := _read(lines)) is not None:
                 batch = [(str(name), offered.tensors[name]) for name in request["send"]]

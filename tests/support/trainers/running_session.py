@@ -14,13 +14,26 @@ class RunningSession:
     """A session's process, forked from this one: Megatron is loaded already."""
 
     def __init__(
-        self, home: Home, layout: Layout, idle_seconds: float = 600.0, *, turns: bool = False
+        self,
+        home: Home,
+        layout: Layout,
+        idle_seconds: float = 600.0,
+        *,
+        turns: bool = False,
+        weight_transfer: str = "files",
     ) -> None:
         from cray_agents.trainers.models.cpu_megatron import load_megatron
         from cray_agents.trainers.session import resident, session_process  # noqa: F401
 
         load_megatron()
-        spec = SessionSpec(name="loop", layout=layout, idle_seconds=idle_seconds, turns=turns)
+        spec = SessionSpec(
+            name="loop",
+            layout=layout,
+            idle_seconds=idle_seconds,
+            turns=turns,
+            weight_transfer=weight_transfer,
+            platform_host=os.uname().nodename,
+        )
         self.journal = SessionJournal(home, spec.id)
         self.journal.write_spec(spec)
         self.pid = os.fork()
