@@ -1,6 +1,7 @@
 """Weights from the trainer's ranks to a replica: whole, proven, and from files if that fails."""
 
 import hashlib
+import inspect
 import json
 import socket
 from collections.abc import Collection, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from cray_agents.errors import EngineError, SetupError
 from cray_agents.paths import Home
@@ -27,6 +29,7 @@ from cray_agents.runtime.pool.weight_transfer import (
 )
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
+from cray_agents.runtime.vllm_plugins.worker import Extension
 from cray_agents.trainers.checkpointing.weight_links import NcclLink
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from tests.support.scripted_vllm import (
@@ -322,3 +325,61 @@ def test_vllm_is_started_with_the_engine() -> None:
     line = command(Path("/m"), ("m",), 1, settings)
     assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "ipc"}
     assert "--weight-transfer-config" not in command(Path("/m"), ("m",), 1, EngineSettings())
+
+
+# ---- inside vLLM
+def test_handles_are_plain_numbers_until_they_are_in_the_replica() -> None:
+    """In the order in which torch takes them; it was read from torch, and not run on a GPU."""
+    updates: list[dict[str, Any]] = []
+    worker = Extension()
+    worker.update_weights = updates.append
+    numbers = {"size": 96, "offset": 0, "storage_bytes": 512, "storage_offset": 64}
+    numbers |= {"counter_offset": 3, "event_sync": True}
+    handle = numbers | {"handle": "00ff", "counter": "0102", "event": "03"}
+    update = {"names": ["x"], "ipc_handles": {"GPU-1": handle}, "tensor_sizes": [96]}
+    worker.load_handles(json.loads(json.dumps(update)))
+    (given,) = updates
+    assert given["names"] == ["x"] and given["tensor_sizes"] == [96]
+    bound = inspect.signature(rebuild_cuda_tensor).bind(*given["ipc_handles"]["GPU-1"])
+    assert bound.arguments == {
+        "tensor_cls": torch.Tensor,
+        "tensor_size": (96,),
+        "tensor_stride": (1,),
+        "tensor_offset": 0,
+        "storage_cls": type(torch.empty(1)._typed_storage()),
+        "dtype": torch.uint8,
+        "storage_device": 0,
+        "storage_handle": b"\x00\xff",
+        "storage_size_bytes": 512,
+        "storage_offset_bytes": 64,
+        "requires_grad": False,
+        "ref_counter_handle": b"\x01\x02",
+        "ref_counter_offset": 3,
+        "event_handle": b"\x03",
+        "event_sync_required": True,
+    }
+
+
+def test_the_groups_of_several_ranks_are_used_in_turn() -> None:
+    worker = Extension()
+    left: list[str] = []
+
+    class Engine:
+        model_update_group: str | None = None
+
+        def shutdown(self) -> None:
+            left.append(str(self.model_update_group))
+            self.model_update_group = None
+
+    engine = worker.weight_transfer_engine = Engine()
+    for number, group in enumerate("ab"):
+        engine.model_update_group = group
+        worker.hold_sender(number)
+        assert engine.model_update_group is None
+    for number, group in ((1, "b"), (0, "a")):
+        worker.use_sender(number)
+        assert engine.model_update_group == group
+    worker.release_senders()
+    assert left == ["a", "b"]
+    worker.release_senders()
+    assert left == ["a", "b"]

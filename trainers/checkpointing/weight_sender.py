@@ -23,7 +23,7 @@ from cray_agents.errors import CrayError, NotFound
 from cray_agents.runtime.registry.weight_offers import WeightOffer, drop_offers, write_offer
 from cray_agents.trainers.checkpointing.weight_links import WeightLink
 
-BUSY = 60.0  # seconds that a replica waits while another one is sent to
+BUSY = 120.0  # seconds that a replica waits while another one is sent to
 SILENCE = 600.0  # seconds without a word from the platform
 _LONGEST = 256 << 20  # bytes of a message
 
@@ -101,6 +101,7 @@ class WeightSender:
     def close(self) -> None:
         """Offer nothing any more."""
         self.begin()
+        self._listener.shutdown(socket.SHUT_RDWR)  # `accept` would outlive `close`
         self._listener.close()
 
     # ---- the threads
