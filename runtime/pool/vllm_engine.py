@@ -65,7 +65,8 @@ class VllmEngine:
         self.model = model
         self.load_note = ""
         self._transfer = transfer
-        self._transferred = ""  # the hash of weights that came directly, until they are proven
+        # the hash of weights that were fetched, until they are proven, and whether they came
+        self._fetched = ("", False)
         self._http = Http(url, secret, timeout)
         self._load_timeout = load_timeout
         self._weights = ""  # the hash of those that the server holds; "": unknown
@@ -151,9 +152,9 @@ class VllmEngine:
             with timed(seconds, "pause"):
                 await self._control(f"/pause?mode={mode}&clear_cache=true")
             with timed(seconds, "load"):
-                if not await self._patch_weights(checkpoint) and not await self._fetch_weights(
-                    checkpoint, seconds
-                ):
+                if await self._patch_weights(checkpoint):
+                    self.load_note = ""
+                elif not await self._fetch_weights(checkpoint, seconds):
                     await self._replace_weights(checkpoint)
                 await self._reset_prefix_cache()
                 await self._name_weights(checkpoint, version)
@@ -164,21 +165,22 @@ class VllmEngine:
     async def _fetch_weights(self, checkpoint: Path, seconds: dict[str, float]) -> bool:
         """Fetch the weights from a training session that offers them; return False for files.
 
-        They are fetched once, until `resume`: if they are not proven, the next load reads files.
+        Until `resume` that is tried once: if they are not proven, the next load reads files.
         Raises SwapError, code STUCK, if vLLM itself hangs.
         """
-        self.load_note = ""
-        weights = weights_of(checkpoint)
         if self._transfer is None:
             return False
-        backend = self._transfer.backend
-        if weights == self._transferred:
-            self.load_note = f"weights that came by {backend} were not proven"
+        backend, weights = self._transfer.backend, weights_of(checkpoint)
+        before, came = self._fetched
+        if weights == before:
+            if came:
+                self.load_note = f"weights that came by {backend} were not proven"
             return False
+        self._fetched, self.load_note = (weights, False), ""
         try:
             with timed(seconds, "transfer"):
                 if await fetch_weights(checkpoint, weights, self._transfer, self._control):
-                    self._transferred = weights
+                    self._fetched = (weights, True)
                     return True
         except EngineTimeout as error:
             raise SwapError(f"a transfer of weights hangs: {error}", code=STUCK) from error
@@ -231,7 +233,7 @@ class VllmEngine:
 
     async def resume(self) -> None:
         """Answer requests again: see `Engine.resume`."""
-        self._transferred = ""
+        self._fetched = ("", False)
         await self._control("/resume")
 
     async def sleep(self, level: int) -> None:

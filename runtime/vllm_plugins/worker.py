@@ -170,7 +170,7 @@ class Extension:
     def abandon_update(self, begun: bool) -> None:
         """Make the model whole in form after half an update, and leave all groups.
 
-        Without this vLLM would count the tensors that came towards those of the next load.
+        Without this vLLM's loader still waits for the rest, and the next load of files fails.
         """
         from vllm.config import set_current_vllm_config
 

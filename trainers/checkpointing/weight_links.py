@@ -58,7 +58,8 @@ class NcclGroup:
 
         device = torch.cuda.current_device()
         self._communicator = uid_init_process_group(identity, 0, world, device)
-        self._stream = torch.cuda.Stream()  # training goes on in the others
+        # training goes on in the others
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Broadcast one after the other; return when all have left."""
@@ -154,7 +155,7 @@ class IpcLink:
             self._buffers, self._size = {}, sum(sizes)
             self._buffers = {gpu: _shared_buffer(self._size, d) for gpu, d in self._devices.items()}
         for buffer, _ in self._buffers.values():
-            for one, room in zip(flat, buffer[: sum(sizes)].split(sizes), strict=True):
+            for one, room in zip(flat, torch.split(buffer[: sum(sizes)], sizes), strict=True):
                 room.copy_(one)
             torch.cuda.synchronize(buffer.device)
         handles = {gpu: handle for gpu, (_, handle) in self._buffers.items()}
@@ -166,7 +167,7 @@ class IpcLink:
     def close(self) -> None:
         """Free the buffers."""
         self._buffers = {}
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 def _shared_buffer(size: int, device: int) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -174,7 +175,7 @@ def _shared_buffer(size: int, device: int) -> tuple[torch.Tensor, dict[str, Any]
     from torch.multiprocessing.reductions import reduce_tensor
 
     buffer = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
-    _, fields = reduce_tensor(buffer)
+    _, fields = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
     (_, _, _, offset, _, _, _, handle, storage_bytes, storage_offset, _, counter, counter_offset,
      event, event_sync) = fields  # fmt: skip
     return buffer, {

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -125,7 +126,7 @@ class WeightSender:
                 except (OSError, ValueError):  # the platform is gone
                     return
 
-    def _transfer(self, lines: BinaryIO) -> None:
+    def _transfer(self, lines: BufferedRWPair) -> None:
         """Send to one replica. Raises CrayError, OSError, and what CUDA raises."""
         hello = _read(lines) or {}
         offered = self._offered
@@ -141,7 +142,7 @@ class WeightSender:
         finally:
             self._busy.release()
 
-    def _serve(self, lines: BinaryIO, offered: _Offered, gpus: Sequence[str]) -> None:
+    def _serve(self, lines: BufferedRWPair, offered: _Offered, gpus: Sequence[str]) -> None:
         described = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             for name, tensor in offered.tensors.items()
@@ -160,12 +161,12 @@ class WeightSender:
                 link.push(batch)
 
 
-def _read(lines: BinaryIO) -> dict[str, Any] | None:
+def _read(lines: BufferedRWPair) -> dict[str, Any] | None:
     """Return the next message; None at the end."""
     line = lines.readline(_LONGEST)
     return dict(json.loads(line)) if line.endswith(b"\n") else None
 
 
-def _write(lines: BinaryIO, message: dict[str, Any]) -> None:
+def _write(lines: BufferedRWPair, message: dict[str, Any]) -> None:
     lines.write(json.dumps(message).encode() + b"\n")
     lines.flush()
