@@ -57,17 +57,22 @@ def check_transfer(wanted: str, *, gpu: bool, turns: bool, here: bool) -> None:
     if wanted == FILES:
         return
     if not gpu:
-        why = "sends weights from GPU to GPU, and the installed vLLM computes on the CPU"
+        why = (
+            "sends weights from GPU to GPU, and the installed vLLM computes on the CPU: set 'files'"
+        )
     elif wanted == "ipc" and not (turns and here):
         why = (
             "shares the memory of one GPU, and here trainer and replicas have GPUs of their own:"
-            " set 'nccl'"
+            " set 'nccl' or 'files'"
         )
     elif wanted == "nccl" and turns:
-        why = "needs two GPUs, and here trainer and replicas use the same by turns: set 'ipc'"
+        why = (
+            "needs two GPUs, and here trainer and replicas use the same by turns: set 'ipc' or"
+            " 'files'"
+        )
     else:
         return
-    raise SetupError(f"weight_transfer = {wanted!r} {why}, or leave it at 'files'")
+    raise SetupError(f"weight_transfer = {wanted!r} {why}")
 
 
 @dataclass(frozen=True)

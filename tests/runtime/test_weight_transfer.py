@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from cray_agents.cli.platform.compose import serve
+from cray_agents.config import Config
 from cray_agents.errors import EngineError, SetupError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport
@@ -32,6 +34,7 @@ from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.runtime.vllm_plugins.worker import Extension
 from cray_agents.trainers.checkpointing.weight_links import NcclLink
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
+from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.scripted_vllm import (
     ScriptedVllm,
     Tensors,
@@ -319,6 +322,13 @@ def test_an_engine_that_cannot_work_here_is_refused(
     else:
         with pytest.raises(SetupError, match=why):
             check_transfer(wanted, **place)
+
+
+def test_up_refuses_to_send_weights_between_cpus(tmp_path: Path) -> None:
+    make_seed_model(tmp_path / "model", seed=1, corpus=["one and two"])
+    config = Config(home=tmp_path / "home", scheduler="local", port=0, weight_transfer="nccl")
+    with pytest.raises(SetupError, match=r"computes on the CPU: set 'files'$"):
+        serve(config, tmp_path / "model", "m", 1)
 
 
 def test_vllm_is_started_with_the_engine() -> None:
