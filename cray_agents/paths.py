@@ -8,7 +8,7 @@
       jobs/<id>/                       spec.json, events.jsonl, status.json, log.txt,
                                        attempts/<n>, megatron/step-<n>/ (resume points)
       sessions/<id>/                   a training session: spec.json, attempts/<n>, queue/<job>,
-                                       log.txt; its jobs are in jobs/
+                                       offers/, log.txt; its jobs are in jobs/
       checkpoints/<id>/                immutable: a Hugging Face directory, manifest.json (last)
       checkpoints/<id>/delta/          what changed in its parent: the weights may be made of it
       checkpoints/<id>.pruned          the record of one that `models prune` deleted

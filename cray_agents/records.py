@@ -475,7 +475,8 @@ class ModelVersion(Record):
 class ProbeReport(Record):
     """The distance of a replica's logprobs on the golden probe from the trainer's.
 
-    `tolerance` limits the maximum in float32, and the 99th percentile in 16 bits.
+    `tolerance` limits the maximum in float32, and the 99th percentile in 16 bits. `load_note` says
+    why weights that were to come from the trainer directly were read from files.
     """
 
     version: str
@@ -487,7 +488,9 @@ class ProbeReport(Record):
     equal_argmax: float | None = None  # see LogprobDistance
     tolerance: float
     passed: bool
-    seconds: dict[str, float] = Field(default_factory=dict)  # pause, load, prove, resume
+    # pause, load, prove, resume; transfer: the part of load in which weights came directly
+    seconds: dict[str, float] = Field(default_factory=dict)
+    load_note: str = ""
 
 
 #: Prefix of the entries of a loop's journal that name held-out inputs; see loop/holdout_journal.py.

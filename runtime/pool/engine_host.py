@@ -31,6 +31,11 @@ class EngineHost(Protocol):
         """The largest rank of an adapter that the engine can load; 0: it loads none."""
         ...
 
+    @property
+    def load_note(self) -> str:
+        """Say why the last load read files, where weights were to come directly; "": no reason."""
+        ...
+
     async def start(self, checkpoint: Path, version: str) -> None:
         """Serve a checkpoint from scratch, whatever ran before. Raises EngineError, SetupError."""
         ...
@@ -76,6 +81,7 @@ class InProcessEngine:
 
     pid: int | None = None
     port: int | None = None
+    load_note = ""
 
     def __init__(self, engine: Engine, lora_rank: int = 0) -> None:
         self.engine = engine

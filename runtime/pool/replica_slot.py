@@ -30,6 +30,7 @@ from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
 from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.phase_seconds import timed
+from cray_agents.runtime.pool.weight_transfer import STUCK
 
 log = logging.getLogger(__name__)
 
@@ -439,16 +440,20 @@ class ReplicaSlot:
     ) -> ProbeReport:
         reload, start = self._reload, self._start_fresh
         tries = [reload, reload, start] if in_place else [start, start]
-        failures = []
+        failures, stuck = [], False
         for attempt in tries:
-            if attempt == start and self.in_flight and old is not None:
+            if stuck and attempt == reload:
+                continue
+            if attempt == start and self.in_flight and old is not None and not stuck:
                 await self._drain_under_old(old, new)
             try:
                 return self._accept(new, await attempt(new))
             except (CrayError, OSError) as error:
                 failures.append(str(error))
+                stuck = isinstance(error, CrayError) and error.code == STUCK
         why = (
-            f"{new.version} could not be proven in {len(tries)} tries: {'. Then: '.join(failures)}"
+            f"{new.version} could not be proven in {len(failures)} tries: "
+            f"{'. Then: '.join(failures)}"
         )
         if old is None or not go_back:
             await self._take_out_of_service(new, why)
@@ -512,7 +517,8 @@ class ReplicaSlot:
         keep = self.in_flight > 0
         await self._adapters.unload()
         seconds = await self._engine_host.engine.load(new.checkpoint, new.version, keep=keep)
-        return await self._prove_and_resume(new, seconds)
+        report = await self._prove_and_resume(new, seconds)
+        return report.model_copy(update={"load_note": self._engine_host.load_note})
 
     async def _start_fresh(self, new: LoadedVersion) -> ProbeReport:
         """Start a fresh process on the new weights, and prove them."""

@@ -23,6 +23,7 @@ from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
 from cray_agents.runtime.pool.phase_seconds import timed
 from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
+from cray_agents.runtime.pool.weight_transfer import STUCK, TransferSettings, fetch_weights
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import changes_from
 
@@ -46,7 +47,9 @@ class VllmEngine:
 
     `secret`: the value that the server requires in a header (vllm_plugins/lock.py).
     `timeout`: seconds without a byte from the server before EngineTimeout. `load_timeout`: the
-    same for a control request, such as one that reads a checkpoint.
+    same for a control request, such as one that reads a checkpoint. `transfer`: how weights come
+    from a training session; None: from files alone. `load_note` says why the last load took the
+    files all the same; "": it did not have to.
     """
 
     def __init__(
@@ -57,8 +60,13 @@ class VllmEngine:
         *,
         timeout: float = 600.0,
         load_timeout: float = 300.0,
+        transfer: TransferSettings | None = None,
     ) -> None:
         self.model = model
+        self.load_note = ""
+        self._transfer = transfer
+        # the hash of weights that were fetched, until they are proven, and whether they came
+        self._fetched = ("", False)
         self._http = Http(url, secret, timeout)
         self._load_timeout = load_timeout
         self._weights = ""  # the hash of those that the server holds; "": unknown
@@ -144,13 +152,46 @@ class VllmEngine:
             with timed(seconds, "pause"):
                 await self._control(f"/pause?mode={mode}&clear_cache=true")
             with timed(seconds, "load"):
-                if not await self._patch_weights(checkpoint):
+                if await self._patch_weights(checkpoint):
+                    self.load_note = ""
+                elif not await self._fetch_weights(checkpoint, seconds):
                     await self._replace_weights(checkpoint)
                 await self._reset_prefix_cache()
                 await self._name_weights(checkpoint, version)
         except EngineError as error:
             raise SwapError(f"{self.url} did not load {checkpoint}: {error}") from error
         return seconds
+
+    async def _fetch_weights(self, checkpoint: Path, seconds: dict[str, float]) -> bool:
+        """Fetch the weights from a training session that offers them; return False for files.
+
+        Until `resume` that is tried once: if they are not proven, the next load reads files.
+        Raises SwapError, code STUCK, if vLLM itself hangs.
+        """
+        if self._transfer is None:
+            return False
+        backend, weights = self._transfer.backend, weights_of(checkpoint)
+        before, came = self._fetched
+        if weights == before:
+            if came:
+                self.load_note = f"weights that came by {backend} were not proven"
+            return False
+        self._fetched, self.load_note = (weights, False), ""
+        try:
+            with timed(seconds, "transfer"):
+                if await fetch_weights(checkpoint, weights, self._transfer, self._control):
+                    self._fetched = (weights, True)
+                    return True
+        except EngineTimeout as error:
+            raise SwapError(f"a transfer of weights hangs: {error}", code=STUCK) from error
+        except (CrayError, OSError, ValueError, KeyError) as error:
+            if isinstance(error, CrayError) and error.code == STUCK:
+                raise
+            self.load_note = f"weights did not come by {backend}: {error}"
+            log.warning("%s is loaded from its files: %s", checkpoint, self.load_note)
+        if not self.load_note:  # nobody offers them
+            seconds.pop("transfer")
+        return False
 
     async def _patch_weights(self, checkpoint: Path) -> bool:
         """Change the weights in place, where a delta checkpoint says what changed in them.
@@ -192,6 +233,7 @@ class VllmEngine:
 
     async def resume(self) -> None:
         """Answer requests again: see `Engine.resume`."""
+        self._fetched = ("", False)
         await self._control("/resume")
 
     async def sleep(self, level: int) -> None:

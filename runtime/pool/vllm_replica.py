@@ -9,6 +9,7 @@ source and not run.
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -26,6 +27,7 @@ from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
 from cray_agents.runtime.pool.load_format import AUTO
 from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
@@ -53,7 +55,8 @@ class EngineSettings:
     CPU; None leaves one core to the API server. `answer_timeout`: seconds without a byte of an
     answer. `load_format`: as load_format.py chose. `kv_cache_gib`: on CPU only. `max_lora_rank`:
     largest rank of an adapter beside the weights; 0: no adapters. `sleeps`: jobs train on the same
-    GPU by turns.
+    GPU by turns. `transfer`: how weights come from a training session; None: in
+    files.
     """
 
     max_model_len: int = 1024
@@ -69,6 +72,7 @@ class EngineSettings:
     threads: int | None = None
     max_lora_rank: int = 0
     sleeps: bool = False
+    transfer: TransferSettings | None = None
 
     @property
     def probe_limits(self) -> LogprobLimits:
@@ -115,6 +119,11 @@ class Replica:
         if self._engine is None:
             raise EngineUnavailable(f"the replica of {self.model} is not running")
         return self._engine
+
+    @property
+    def load_note(self) -> str:
+        """Say why the last load read files: see `EngineHost.load_note`."""
+        return "" if self._engine is None else self._engine.load_note
 
     @property
     def lora_rank(self) -> int:
@@ -223,6 +232,7 @@ class Replica:
             secret,
             timeout=self.settings.answer_timeout,
             load_timeout=self.settings.load_timeout,
+            transfer=self.settings.transfer,
         )
         self._watcher = asyncio.create_task(self._watch(self._process))
 
@@ -277,11 +287,18 @@ def command(
         # vLLM for CPUs refuses the flag; it has the routes all the same
         *(("--enable-sleep-mode",) if settings.sleeps and has_gpu_build() else ()),
         *_lora_arguments(settings.max_lora_rank),
+        *_transfer_arguments(settings.transfer),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
         *settings.engine_args,
         # the last middleware is the outermost: it sees a request first
         *("--middleware", "cray_agents.runtime.vllm_plugins.lock.Locked"),
     ]
+
+
+def _transfer_arguments(transfer: TransferSettings | None) -> tuple[str, ...]:
+    if transfer is None:
+        return ()
+    return ("--weight-transfer-config", json.dumps({"backend": transfer.backend}))
 
 
 def _lora_arguments(rank: int) -> tuple[str, ...]:

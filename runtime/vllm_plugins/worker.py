@@ -35,9 +35,13 @@ def read_patches(folder: Path, files: dict[str, str], patch: Callable[..., Any])
 
 
 class Extension:
-    """A mixin of vLLM's worker, whose `model_runner` it uses."""
+    """A mixin of vLLM's worker, whose fields and `update_weights` it uses."""
 
     model_runner: Any
+    vllm_config: Any
+    device: Any
+    weight_transfer_engine: Any
+    update_weights: Callable[[dict[str, Any]], None]
 
     def patch_sampling(self) -> None:
         """Patch the model runner and its sampler. vllm_engine.py calls this before any request."""
@@ -115,6 +119,68 @@ class Extension:
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             getattr(runner, reset, lambda: None)()
         return {"patched": True}
+
+    # ---- weights from the trainer's ranks; see runtime/pool/weight_transfer.py
+    def gpu_uuid(self) -> str:
+        """Return the name of this worker's GPU; "" without one."""
+        import torch
+
+        if self.device.type != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def hold_sender(self, number: int) -> None:
+        """Keep the group that was just joined: vLLM's engine has room for one."""
+        engine = self.weight_transfer_engine
+        self._groups = {**getattr(self, "_groups", {}), number: engine.model_update_group}
+        engine.model_update_group = None
+
+    def use_sender(self, number: int) -> None:
+        """Receive from the rank of this number next."""
+        self.weight_transfer_engine.model_update_group = self._groups[number]
+
+    def release_senders(self) -> None:
+        """Leave all groups."""
+        engine = self.weight_transfer_engine
+        for group in getattr(self, "_groups", {}).values():
+            engine.model_update_group = group
+            engine.shutdown()
+        self._groups = {}
+
+    def load_handles(self, update: dict[str, Any]) -> None:
+        """Load tensors out of another process's buffers on this GPU, given as plain numbers.
+
+        vLLM's route for them takes a pickle, which could run code here, and refuses it by default.
+        """
+        import torch
+        from torch.storage import TypedStorage
+
+        handles = {
+            uuid: (
+                *(torch.Tensor, torch.Size([one["size"]]), (1,), one["offset"]),
+                *(TypedStorage, torch.uint8, 0, bytes.fromhex(one["handle"])),
+                *(one["storage_bytes"], one["storage_offset"], False),
+                *(bytes.fromhex(one["counter"]), one["counter_offset"]),
+                *(bytes.fromhex(one["event"]), one["event_sync"]),
+            )
+            for uuid, one in update["ipc_handles"].items()
+        }
+        self.update_weights({**update, "ipc_handles": handles})
+
+    def abandon_update(self, begun: bool) -> None:
+        """Make the model whole in form after half an update, and leave all groups.
+
+        Without this vLLM's loader still waits for the rest, and the next load of files fails.
+        """
+        from vllm.config import set_current_vllm_config
+
+        if begun:
+            engine = self.weight_transfer_engine
+            with set_current_vllm_config(self.vllm_config):
+                engine.finish_weight_update()
+                engine.reset_weight_update_target()
+            self._weight_update_active = False
+        self.release_senders()
 
     def repack_kept_weights(self) -> dict[str, int]:
         """Pack the weights again of layers that keep both the original and a packed copy.

@@ -1,5 +1,6 @@
 """Training sessions: jobs trained one after the other in memory end as jobs trained alone."""
 
+import asyncio
 import os
 import re
 import signal
@@ -8,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
+from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
+from cray_agents.trainers.checkpointing.weight_links import LINKS
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout
+from tests.support.scripted_vllm import gloo_link, scripted_host
 from tests.support.trainers.running_session import RunningSession
 
 pytestmark = pytest.mark.megatron
@@ -201,3 +207,41 @@ def test_jobs_that_leave_the_gpu_between_them_end_as_jobs_of_their_own(
 
 def test_an_idle_session_ends(lab: Any) -> None:
     assert RunningSession(lab.home, Layout(), idle_seconds=0.2).wait() == 0
+
+
+async def test_a_sessions_ranks_send_what_they_published(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs, of two tensor ranks; each checkpoint's files could be made of what arrived."""
+    monkeypatch.setitem(LINKS, "gloo", gloo_link)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    lab.dataset()
+    parent = lab.models("qwen3")
+    session = RunningSession(lab.home, Layout(tensor=2), weight_transfer="gloo")
+    async with scripted_host(lab.home.sessions) as host:
+        await host.start(parent, "m@0")
+        for number in range(2):
+            spec = lab.spec(parent, layout={"tensor": 2}, hyper={"steps": 2, "seed": number})
+            job = await asyncio.to_thread(session.train, spec)
+            assert job.status().state == "succeeded", session.log
+            parent = lab.home.checkpoint(spec.id)
+            host.vllm.came.clear()
+            await host.engine.load(parent, f"m@{number + 1}")
+            assert host.load_note == "" and host.vllm.calls.count("reload_weights") == 0
+            assert len(host.vllm.came) == len(set(host.vllm.came)) == len(host.vllm.weights)
+            assert_hashes(host.vllm.weights, parent, tmp_path / str(number))
+    assert session.end() == 0, session.log
+    assert list(session.journal.folder.glob("offers/*")) == []
+
+
+def assert_hashes(weights: dict[str, torch.Tensor], checkpoint: Path, scratch: Path) -> None:
+    """Files made of these tensors have the hashes of the manifest."""
+    scratch.mkdir()
+    manifest = checksums.read_record(Manifest, checkpoint / "manifest.json")
+    for file in checkpoint.glob("*.safetensors"):
+        shapes = {name: tuple(weights[name].shape) for name in load_file(file)}
+        dtypes = {name: weights[name].dtype for name in shapes}
+        names = in_file_order(dtypes)
+        tensors = ((name, weights[name]) for name in names)
+        hashes = write_files(scratch, {file.name: names}, shapes, dtypes, tensors)
+        assert hashes == {file.name: manifest.files[file.name]}

@@ -37,7 +37,11 @@ from cray_agents.trainers.models.weights import (
     round_weights,
     weight_source,
 )
-from cray_agents.trainers.training.parallel_groups import gather_from_ranks, write_together
+from cray_agents.trainers.training.parallel_groups import (
+    broadcast_from_rank0,
+    gather_from_ranks,
+    write_together,
+)
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
 
@@ -122,7 +126,8 @@ def export(
     packed: dict[str, str] = {}
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        return export_tensors(plan, model)
+        exported = export_tensors(plan, model)
+        return exported if training.sender is None else training.sender.keep(exported, dtypes)
 
     if changes:
         hashes, packed, size = write_together(
@@ -221,6 +226,8 @@ def publish(
     Raises StoreError on every rank if one of them cannot write.
     """
     main = torch.distributed.get_rank() == 0
+    if training.sender is not None:
+        training.sender.begin()
     if main:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -234,7 +241,7 @@ def publish(
     hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes)
     scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
-    def finish() -> None:
+    def finish() -> str:
         copy_settings(training.parent, draft, tied=training.model.tied)
         files = hash_files(draft, hashes)
         files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
@@ -259,8 +266,11 @@ def publish(
         durable.replace_file(draft / "manifest.json", text)
         if not publish_folder(draft, final):
             shutil.rmtree(draft)
+        return manifest.weights_sha256
 
-    write_together("the checkpoint", finish if main else lambda: None)
+    sha256 = write_together("the checkpoint", finish if main else lambda: "")
+    if training.sender is not None:
+        training.sender.offer(broadcast_from_rank0(sha256))
 
 
 PROBE_PROMPTS = 8

@@ -9,6 +9,7 @@ processes.
 
 import hashlib
 import importlib.metadata
+import os
 import sys
 import threading
 from pathlib import Path
@@ -68,6 +69,8 @@ class MegatronTrainer:
 
     `turns`: jobs use GPUs by turns with replicas. `parked_gib`: see SessionSpec; None: a quarter of
     this host's memory if it runs all jobs, else none.
+    `turns`: jobs use GPUs by turns with replicas. `weight_transfer`: how sessions offer what they
+    publish to replicas of this host and others, beside files.
     """
 
     def __init__(
@@ -79,8 +82,9 @@ class MegatronTrainer:
         *,
         turns: bool = False,
         parked_gib: float | None = None,
+        weight_transfer: str = "files",
     ) -> None:
-        self.turns = turns
+        self.turns, self.weight_transfer = turns, weight_transfer
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
         self.session_idle_seconds = session_idle_seconds
@@ -322,6 +326,8 @@ class MegatronTrainer:
                 idle_seconds=self.session_idle_seconds,
                 turns=self.turns,
                 parked_gib=self.parked_gib,
+                weight_transfer=self.weight_transfer,
+                platform_host=os.uname().nodename,
             )
             session = SessionJournal(self.home, session_spec.id)
             session.write_spec(session_spec)

@@ -13,6 +13,7 @@ Read next: job/rank.py, whose `execute` trains a job.
 import contextlib
 import gc
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from cray_agents.errors import Corrupt, CrayError, SetupError, StoreError
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.checkpointing import resume
+from cray_agents.trainers.checkpointing.weight_links import LINKS
+from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from cray_agents.trainers.job import rank as job_rank
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
@@ -62,7 +65,8 @@ def run(
     """Train the session's jobs until it has been idle for too long, or is asked to stop."""
     spec = session.spec()
     job_rank.join(spec.layout, rank, store, on_cpu)
-    resident = Resident(session, attempt, on_cpu, stop)
+    sender = make_sender(session, rank)
+    resident = Resident(session, attempt, on_cpu, stop, sender)
     orders = Orders(session, attempt, stop)
     while (order := orders.next()).job is not None:
         if spec.turns:
@@ -70,9 +74,21 @@ def run(
         resident.train(JobJournal(session.home, order.job), order.attempt)
         if spec.turns:
             resident.leave_gpu()
+    if sender is not None:
+        sender.close()
     torch.distributed.barrier()  # rank 0 holds the store that the others read the order from
     torch.distributed.destroy_process_group()
     return order.code
+
+
+def make_sender(session: SessionJournal, rank: int) -> WeightSender | None:
+    """Return what offers a rank's published weights to replicas; None if they read files."""
+    spec = session.spec()
+    if spec.weight_transfer == "files":
+        return None
+    host = os.uname().nodename
+    place = "127.0.0.1" if host == spec.platform_host else host
+    return WeightSender(session.folder, rank, spec.layout.world, LINKS[spec.weight_transfer], place)
 
 
 class Orders:
@@ -118,8 +134,16 @@ class Orders:
 class Resident:
     """Model and optimizer of one rank, from job to job. Methods are collective."""
 
-    def __init__(self, session: SessionJournal, attempt: int, on_cpu: bool, stop: StopFlag) -> None:
+    def __init__(
+        self,
+        session: SessionJournal,
+        attempt: int,
+        on_cpu: bool,
+        stop: StopFlag,
+        sender: WeightSender | None = None,
+    ) -> None:
         self._session, self._attempt, self._on_cpu, self._stop = session, attempt, on_cpu, stop
+        self._sender = sender
         self._training: Training | None = None
         self._origin: StateOrigin | None = None  # by `_training`
         self._parked = ParkedStates()
@@ -309,6 +333,7 @@ class Resident:
             if not self._on_cpu:
                 torch.cuda.empty_cache()
             self._training = job_rank.build(work, self._on_cpu, self._stop, loaded=not complete)
+            self._training.sender = self._sender
         for parked in (base, state):
             if parked is not None:
                 put_back(self._training, parked)

@@ -7,6 +7,7 @@
     end             asks an idle session to end; a session that takes a job removes it
     turn            on GPUs that replicas use too: the session may use them, until it removes this
     offloaded       the seconds in which it left the GPUs, written before `turn` is removed
+    offers/         where its latest weights can be fetched: see runtime/registry/weight_offers.py
     log.txt, logs/  the output of the launcher and of the ranks
 
 The trainer that submits and the session's processes share this module. Nothing here decides a
@@ -32,6 +33,8 @@ class SessionSpec(Record):
 
     `turns`: it waits for its turn on the GPUs before each job, and leaves them after it.
     `parked_gib`: the host memory of all its ranks together for the trainings that it left.
+    `weight_transfer`: how its ranks send published weights to replicas; "files": they do not.
+    `platform_host`: the host from which these are asked for.
     """
 
     name: str
@@ -39,6 +42,8 @@ class SessionSpec(Record):
     idle_seconds: float = Field(600.0, gt=0)
     turns: bool = False
     parked_gib: float = Field(0.0, ge=0)
+    weight_transfer: str = "files"
+    platform_host: str = ""
 
     @property
     def id(self) -> str:

@@ -125,6 +125,7 @@ class Training:
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = _head_of(self.chunks)
         self._folded: Folded = []
+        self.sender: Any = None  # a WeightSender, if published weights are sent to replicas
 
     def fits(
         self, model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str

@@ -43,6 +43,7 @@ from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
+from cray_agents.runtime.pool.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
@@ -92,6 +93,9 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
             if placement.turns and isinstance(scheduler, LocalProcesses):
                 check_serving(config, version, placement, resources)
                 training = TrainingSide(home, scheduler)
+            check_transfer(
+                config.weight_transfer, gpu=has_gpu_build(), turns=placement.turns, here=here
+            )
             idle = 60 * config.train_session_idle_minutes
             trainer = MegatronTrainer(
                 home,
@@ -100,6 +104,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
                 idle,
                 turns=training is not None,
                 parked_gib=config.train_session_parked_gib,
+                weight_transfer=config.weight_transfer,
             )
             platform = describe_platform(config, scheduler, resources)
             pool = make_pool(config, version.name, replicas, placement)
@@ -206,6 +211,11 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
         answer_timeout=config.engine_timeout,
         load_timeout=config.load_timeout,
         load_format=load_format(config.load_format, gpu=has_gpu_build()),
+        transfer=None
+        if config.weight_transfer == FILES
+        else TransferSettings(
+            config.weight_transfer, config.root.sessions, timeout=config.load_timeout
+        ),
     )
     logs = config.root.logs
     devices: list[str | None] = [None] * (replicas + config.spare_replicas)

@@ -21,6 +21,7 @@ class RunningSession:
         *,
         turns: bool = False,
         parked_gib: float = 0.0,
+        weight_transfer: str = "files",
     ) -> None:
         from cray_agents.trainers.models.cpu_megatron import load_megatron
         from cray_agents.trainers.session import resident, session_process  # noqa: F401
@@ -32,6 +33,8 @@ class RunningSession:
             idle_seconds=idle_seconds,
             turns=turns,
             parked_gib=parked_gib,
+            weight_transfer=weight_transfer,
+            platform_host=os.uname().nodename,
         )
         self.journal = SessionJournal(home, spec.id)
         self.journal.write_spec(spec)

@@ -1,0 +1,172 @@
+"""Weight sender: one rank's share of the latest published weights, sent to replicas that ask.
+
+A rank of a training session keeps a copy in host memory of the tensors that it wrote of the last
+checkpoint, and offers them (runtime/registry/weight_offers.py has the protocol). A thread sends
+them while the rank goes on to its next job. The checkpoint is on disk before it is offered, so a
+rank may die at any moment: replicas then read files. Called by session/resident.py and
+hf_export.py. Read next: weight_links.py.
+"""
+
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cray_agents.errors import CrayError, NotFound
+from cray_agents.runtime.registry.weight_offers import WeightOffer, drop_offers, write_offer
+from cray_agents.trainers.checkpointing.weight_links import WeightLink
+
+BUSY = 120.0  # seconds that a replica waits while another one is sent to
+SILENCE = 600.0  # seconds without a word from the platform
+_LONGEST = 256 << 20  # bytes of a message
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """The tensors of one checkpoint, and the token that a replica's platform must know."""
+
+    weights_sha256: str
+    token: str
+    tensors: Mapping[str, torch.Tensor]
+
+
+class WeightSender:
+    """The offers of one rank. `session` is its folder.
+
+    `link`: makes the link to a replica with these GPUs. `host`: the address to offer; this machine
+    alone can reach "127.0.0.1".
+    """
+
+    def __init__(
+        self,
+        session: Path,
+        rank: int,
+        world: int,
+        link: Callable[[Sequence[str]], WeightLink],
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._session, self._rank, self._world = session, rank, world
+        self._link, self._host = link, host
+        self._kept: dict[str, torch.Tensor] = {}
+        self._offered: _Offered | None = None
+        self._busy = threading.Lock()
+        # a thread begins on GPU 0, wherever its process is
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        drop_offers(session, rank)
+        everywhere = "" if host != "127.0.0.1" else host
+        self._listener = socket.create_server((everywhere, 0))
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def begin(self) -> None:
+        """Take the present offer back, before the next checkpoint is written."""
+        self._offered = None
+        self._kept = {}
+        drop_offers(self._session, self._rank)
+
+    def keep(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], dtypes: Mapping[str, torch.dtype]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on, as stored in host memory, and keep them for the next `offer`."""
+        for name, tensor in tensors:
+            copy = torch.empty(tensor.shape, dtype=dtypes[name])
+            copy.copy_(tensor)
+            self._kept[name] = copy
+            yield name, copy
+
+    def offer(self, weights_sha256: str) -> None:
+        """Offer what was kept: it is this rank's share of a published checkpoint."""
+        token = secrets.token_urlsafe(32)
+        self._offered = _Offered(weights_sha256, token, self._kept)
+        port = self._listener.getsockname()[1]
+        offer = WeightOffer(
+            weights_sha256=weights_sha256,
+            rank=self._rank,
+            world=self._world,
+            host=self._host,
+            port=port,
+            token=token,
+        )
+        try:
+            write_offer(self._session, offer)
+        except OSError as error:  # such as a full disk: replicas read files
+            print(f"weights are not offered: {error}", flush=True)
+
+    def close(self) -> None:
+        """Offer nothing any more."""
+        self.begin()
+        self._listener.shutdown(socket.SHUT_RDWR)  # `accept` would outlive `close`
+        self._listener.close()
+
+    # ---- the threads
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(SILENCE)
+        with connection, connection.makefile("rwb") as lines:
+            try:
+                self._transfer(lines)
+            except (CrayError, OSError, RuntimeError, ValueError, LookupError) as error:
+                print(f"a transfer of weights ended: {type(error).__name__}: {error}", flush=True)
+                try:
+                    _write(lines, {"error": f"{type(error).__name__}: {error}"})
+                except (OSError, ValueError):  # the platform is gone
+                    return
+
+    def _transfer(self, lines: BufferedRWPair) -> None:
+        """Send to one replica. Raises CrayError, OSError, and what CUDA raises."""
+        hello = _read(lines) or {}
+        offered = self._offered
+        token = str(hello.get("token", ""))
+        if offered is None or not secrets.compare_digest(token.encode(), offered.token.encode()):
+            raise NotFound("these weights are not offered, or not any more")
+        if not self._busy.acquire(timeout=BUSY):
+            raise CrayError(f"another transfer has not ended in {BUSY:g} s")
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            self._serve(lines, offered, [str(gpu) for gpu in hello["gpus"]])
+        finally:
+            self._busy.release()
+
+    def _serve(self, lines: BufferedRWPair, offered: _Offered, gpus: Sequence[str]) -> None:
+        described = [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in offered.tensors.items()
+        ]
+        if not described:
+            _write(lines, {"tensors": [], "init": None})
+            return
+        with closing(self._link(gpus)) as link:
+            _write(lines, {"tensors": described, "init": link.init})
+            if _read(lines) is None:  # another rank could not be had
+                return
+            link.join()
+            while (request := _read(lines)) is not None:
+                batch = [(str(name), offered.tensors[name]) for name in request["send"]]
+                _write(lines, {"update": link.describe(batch)})
+                link.push(batch)
+
+
+def _read(lines: BufferedRWPair) -> dict[str, Any] | None:
+    """Return the next message; None at the end."""
+    line = lines.readline(_LONGEST)
+    return dict(json.loads(line)) if line.endswith(b"\n") else None
+
+
+def _write(lines: BufferedRWPair, message: dict[str, Any]) -> None:
+    lines.write(json.dumps(message).encode() + b"\n")
+    lines.flush()
