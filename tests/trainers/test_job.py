@@ -224,6 +224,8 @@ def test_other_bad_inputs_say_what_to_do(lab: Any, tmp_path: Path) -> None:
         lab.spec("qwen3", parent_sha256="0" * 64)
     )
     assert "no dataset at" in lab.fail(lab.spec("qwen3", dataset="none"))
+    fp8 = lab.spec("qwen3", hyper={"fp8": "tensorwise"}, recompute="mlp")
+    assert "fp8=tensorwise needs Transformer Engine on a GPU" in lab.fail(fp8)
 
     folder = Path(shutil.copytree(lab.models("qwen3"), tmp_path / "parent"))
     tensors = load_file(folder / "model.safetensors")
