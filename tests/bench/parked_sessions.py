@@ -5,6 +5,7 @@ its own. The first time that a client is taken up does not count.
 """
 
 import os
+import signal
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from tests.support.trainers.running_session import RunningSession
 
 SHAPE = ModelShape(hidden=768, layers=6, heads=12, kv_heads=12, head_size=64, feed_forward=3072)
 KINDS: dict[str, dict[str, Any]] = {
-    "two adapters of rank 16": {"lora": {"rank": 16}},
-    "two trainings of all weights": {},
+    "two adapters of rank 16": {"steps": 1, "lora": {"rank": 16}},
+    "two trainings of all weights": {"steps": 1},
 }
 PARKED_GIB = {"parked": 4.0, "files": 0.0}
 
@@ -43,12 +44,16 @@ def seconds_of_changes(home: Path, model: Path, specs: Specs, hyper: Any, gib: f
     """Return the median seconds in which a session takes up one of two clients."""
     session = RunningSession(Home(home), Layout(), parked_gib=gib)
     clients: list[Client] = []
-    for name in "ab":
-        clients.append(Client(specs, session, model, hyper=hyper, commands=name))
-        clients[-1].trained(data_of(1))
-    for step in range(ROUNDS):
-        for client in clients:
-            client.trained(data_of(step))
+    try:
+        for name in "ab":
+            clients.append(Client(specs, session, model, hyper=hyper, commands=name))
+            clients[-1].trained(data_of(1))
+        for step in range(ROUNDS):
+            for client in clients:
+                client.trained(data_of(step))
+    except BaseException:
+        os.kill(session.pid, signal.SIGTERM)
+        raise
     if session.end() != 0:
         raise RuntimeError(session.log)
     events = [e for c in clients for e in c.job.events() if e["event"] == "taken_up"]
