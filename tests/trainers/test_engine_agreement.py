@@ -298,7 +298,9 @@ def test_a_job_in_bfloat16_judges_the_distribution(lab: Any) -> None:
     assert 1e-3 < found["mean_difference"] < 0.04 and found["p99_difference"] < 0.2
     assert (found["limit"], found["mean_limit"]) == (0.5, 0.1)
     checkpoint = lab.home.checkpoint(job.journal.job_id)
-    agreement = read_manifest(checkpoint).agreement
+    manifest = read_manifest(checkpoint)
+    assert all(len(prompt.top) == len(prompt.logprobs) > 0 for prompt in manifest.probe)
+    agreement = manifest.agreement
     assert agreement is not None and agreement.mean == found["mean_difference"]
     assert read_inputs(job.journal, lab.spec(checkpoint, hyper=half), 1).parent_agreement == (
         agreement
