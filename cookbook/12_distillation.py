@@ -32,6 +32,7 @@ async def teach(platform: Platform, seed: int, quick: bool) -> ModelVersion:
     """Train a teacher on demonstrations, register it, and print how well it answers."""
     shown = book.questions(seed, "train", 60 if quick else 3000)
     recipe = DatasetRecipe(
+        loop="teacher",  # the student's loop, and what it holds out, then changes nothing here
         demonstrations=[book.demonstration(task) for task in shown],
         tools=book.agent.tool_schemas,
         tokenizer=NAME,

@@ -84,8 +84,8 @@ def test_distill_trains_on_its_own_generation_by_a_teacher(tmp_path: Path) -> No
     big, manifest = Registry(home).import_checkpoint(bare_model(tmp_path / "big", b"big"))
     stages = [Stage("distill", 2), Stage("rft", 1), Stage("distill", teacher="m@1")]
     with platform(tmp_path / "home", ScriptedEngine(echo)) as where:
-        loop = site_loop(method=stages, teacher=str(home.checkpoint(big)), temperature=0.7, hyperparameters=hyper,
-                         platform=where)  # fmt: skip
+        loop = site_loop(method=stages, teacher=str(home.checkpoint(big)), temperature=0.7,
+                         hyperparameters=hyper, platform=where)  # fmt: skip
         done = list(loop.run(4))
     root = home.root
     jobs = specs(root, done)

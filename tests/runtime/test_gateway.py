@@ -298,8 +298,8 @@ async def test_a_job_can_be_asked_for_whole(gateway: Gateway) -> None:
 async def test_a_teacher_is_resolved_and_its_hash_decides(gateway: Gateway) -> None:
     trainer, version = gateway.services.trainer, gateway.services.registry.resolve("calc@1")
     gateway.services.home.dataset("ds-1").mkdir(parents=True)
-    request = {"method": "distill", "dataset": "ds-1", "parent": "calc@1", "teacher": "calc@1"}
-    request |= {"hyperparameters": {"steps": 1}}
+    request: dict[str, Any] = {"method": "distill", "parent": "calc@1", "teacher": "calc@1"}
+    request |= {"dataset": "ds-1", "hyperparameters": {"steps": 1}}
     status, answer = await gateway.call("POST", "/v1/jobs", json=request)
     assert status == 200 and isinstance(trainer, ScriptedTrainer)
     spec = trainer.submitted[-1]
