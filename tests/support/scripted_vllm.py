@@ -174,7 +174,7 @@ class ScriptedVllm:
 
     async def _v1_completions(self, prompt: list[list[int]], **_: Any) -> Any:
         return {"choices": [{"index": number, "prompt_logprobs": [None, *(
-            {str(token): {"logprob": value}}
+            {str(token): {"logprob": value, "rank": 1}}
             for token, value in zip(ids[1:], logprobs(self.weights, ids), strict=True)
         )]} for number, ids in enumerate(prompt)]}  # fmt: skip
 
