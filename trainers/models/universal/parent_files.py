@@ -172,8 +172,8 @@ class ParentFiles:
                 yield name, self._read(name)
             return
         own = _tensors(module)
-        for conversion in {id(c): c for c in map(self._conversion_of.get, unit.tensors)}.values():
-            assert conversion is not None  # noqa: S101
+        chosen = {id(c): c for c in (self._conversion_of[name] for name in unit.tensors)}
+        for conversion in chosen.values():
             made = conversion.save(
                 lambda name: own[self._own_name(name)].detach().cpu(), self._names, self._shapes
             )
@@ -222,7 +222,7 @@ class ParentFiles:
         """Raise BadInput for tensors inside of the text model that the config does not imply."""
         ignored = [re.compile(p) for p in text._keys_to_ignore_on_load_unexpected or ()]
         further = int(getattr(text.config, "num_nextn_predict_layers", 0) or 0)
-        layers = {str(self._text.layers + n) for n in range(max(further, 1) if further else 0)}
+        layers = {str(self._text.layers + n) for n in range(further)}
         within = {name for name, _ in text.named_modules()}
         unknown = []
         for name, target in left.items():
