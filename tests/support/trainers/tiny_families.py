@@ -262,7 +262,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "longcat_flash",
         _LATENT
         | {
-            "num_layers": 2,
+            "num_hidden_layers": 4,  # two layers of two blocks
             "head_dim": 8,
             "ffn_hidden_size": 128,
             "expert_ffn_hidden_size": 32,
@@ -274,9 +274,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"use_bias": True}),
     "minimax": (
         "minimax",
-        _HEAD
-        | _LOCAL
-        | {"block_size": 16, "layer_types": ["linear_attention", "full_attention"]},
+        _HEAD | _LOCAL | {"block_size": 16, "layer_types": ["linear_attention", "full_attention"]},
     ),
     "zaya": ("zaya", _HEAD | _EXPERTS | {"num_experts_per_tok": 1, "router_hidden_size": 16}),
     "laguna": ("laguna", _HEAD | _EXPERTS | _SHARED | _WINDOW | _DENSE_SPARSE),
@@ -319,9 +317,7 @@ def _config(family: str) -> Any:
     if kind in _NESTED:
         text, vision = _NESTED[kind]
         return config_of(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    unused = {"num_hidden_layers"} & ({"num_layers", "layers_block_type"} & fields.keys() and {1})
-    sizes = {name: value for name, value in _SIZES.items() if name not in unused}
-    return config_of(**(sizes | fields))
+    return config_of(**(_SIZES | fields))
 
 
 def _factory(family: str) -> Callable[[], Any]:

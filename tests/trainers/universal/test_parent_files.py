@@ -171,7 +171,7 @@ def test_a_text_without_a_class_of_its_own_is_trained_without_eyes(tmp_path: Pat
 
 
 def test_experts_that_the_hub_has_transposed_come_back_so(tmp_path: Path) -> None:
-    # Qwen3-VL-MoE lies on the hub as [experts, in, out], transformers' module has [experts, out, in]
+    # Qwen3-VL-MoE's are [experts, in, out] on the hub, [experts, out, in] in transformers' module
     write_parent(tmp_path, FAMILIES["qwen3_vl_moe"]())
     tensors = stored(tmp_path)
     mine = ParentFiles(tmp_path).build(torch.float32).state_dict()
@@ -196,7 +196,7 @@ def test_layers_that_guess_further_tokens_are_copied(tmp_path: Path) -> None:
     folder = write(tmp_path / "hub", hub, config | {"num_nextn_predict_layers": 1})
     parent = ParentFiles(folder)
     assert_same(exported(parent, parent.build(torch.float32)), hub)
-    with pytest.raises(BadInput, match=r"model\.safetensors has tensors that config\.json does not"):
+    with pytest.raises(BadInput, match=r"model\.safetensors has tensors that config\.json"):
         ParentFiles(write(tmp_path / "lie", hub, config | {"num_nextn_predict_layers": 0}))
 
 
@@ -310,7 +310,10 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 def int4(weight: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
     """Numbers and zero points [in, out], scales [groups of 32, out], and the weight [out, in]."""
     outputs, inputs = weight.shape
-    numbers, zeros = draws(seed, inputs, outputs, below=16), draws(seed + 1, inputs // 32, outputs, below=15)
+    numbers, zeros = (
+        draws(seed, inputs, outputs, below=16),
+        draws(seed + 1, inputs // 32, outputs, below=15),
+    )
     scales = (draws(seed + 2, inputs // 32, outputs, below=50).half() + 1) / 2048
     group = torch.arange(inputs) // 32
     wanted = ((numbers - 1 - zeros[group]) * scales[group].float()).T
@@ -423,9 +426,7 @@ def test_a_quantised_parent_is_dequantised_on_reading(method: str, tmp_path: Pat
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
     ],
 )
-def test_other_formats_are_refused_by_name(
-    settings: dict, reason: str, tmp_path: Path
-) -> None:
+def test_other_formats_are_refused_by_name(settings: dict, reason: str, tmp_path: Path) -> None:
     tensors, config = plain("llama", tmp_path / "plain")
     folder = write(tmp_path / "hub", tensors, config | {"quantization_config": settings})
     with pytest.raises(BadInput, match=f"{reason}.*unquantised checkpoint"):
@@ -445,7 +446,7 @@ def test_fp8_without_a_config_of_it_is_refused(tmp_path: Path) -> None:
     folder, _ = quantised("fp8", tmp_path)
     config = config_of(folder)
     del config["quantization_config"]
-    with pytest.raises(BadInput, match="stored as F8_E4M3.*quantization_config"):
+    with pytest.raises(BadInput, match=r"stored as F8_E4M3.*quantization_config"):
         ParentFiles(write(folder, stored(folder), config))
 
 
@@ -478,7 +479,7 @@ DAMAGES = {
     "missing": rf"lacks the weights of {NAME}",
     "shape": rf"model\.safetensors: '{NAME}' has the shape \[64, 127\].*different models",
     "nan": rf"model\.safetensors: '{NAME}' has infinite numbers or NaN",
-    "layers": r"model\.safetensors has tensors that config\.json does not imply.*model\.layers\.1\.",
+    "layers": r"model\.safetensors has tensors that config\.json does not.*model\.layers\.1\.",
     "more layers": "speaks of 1000000000 layers, and there are",
     "heads": "config.json",
     "bias": r"does not imply.*self_attn\.q_proj\.bias",
@@ -510,5 +511,5 @@ def test_files_are_read_from_the_directory_alone(tmp_path: Path) -> None:
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     write_parent(tmp_path, FAMILIES["olmo2"]())
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(NotFound, match="holds no model.safetensors; other formats are not read"):
+    with pytest.raises(NotFound, match="other formats are not read"):
         ParentFiles(tmp_path)

@@ -194,9 +194,7 @@ class ParentFiles:
                 self._copied += conversion.files
                 continue
             try:
-                self._conversions.append(
-                    tried(conversion, self._names, self._dtypes, self._shapes)
-                )
+                self._conversions.append(tried(conversion, self._names, self._dtypes, self._shapes))
             except BadInput as error:
                 raise BadInput(f"{self._place(conversion.files[0])}: {error}") from error
         self._conversion_of = {name: c for c in self._conversions for name in c.files}
@@ -221,7 +219,8 @@ class ParentFiles:
     def _refuse_unknown(self, text: Any, left: dict[str, str]) -> None:
         """Raise BadInput for tensors inside of the text model that the config does not imply."""
         ignored = [re.compile(p) for p in text._keys_to_ignore_on_load_unexpected or ()]
-        further = int(getattr(text.config, "num_nextn_predict_layers", 0) or 0)
+        fields = self._raw | (self._raw.get("text_config") or {})
+        further = fields.get("num_nextn_predict_layers") or fields.get("num_mtp_layers") or 0
         layers = {str(self._text.layers + n) for n in range(further)}
         within = {name for name, _ in text.named_modules()}
         unknown = []
