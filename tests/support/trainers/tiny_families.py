@@ -25,6 +25,7 @@ _SIZES = {
 _HEAD = {"head_dim": 16}
 _WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_WIDER = _EXPERTS | {"moe_intermediate_size": 48}  # gate and up together are no square
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED = {
     "n_routed_experts": 4,
@@ -63,6 +64,14 @@ _MAMBA = {
 }
 _GEMMA3 = _HEAD | _WINDOW | {"query_pre_attn_scalar": 16}
 _GEMMA4 = _HEAD | _WINDOW | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 500}
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
 _VISION |= {"patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
 
@@ -78,7 +87,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", _HEAD | _DELTA | _EXPERTS | _SHARED),
     "qwen3_5_text": ("qwen3_5_text", _HEAD | _DELTA),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", _HEAD | _DELTA | _EXPERTS | _SHARED),
-    "gpt_oss": ("gpt_oss", _HEAD | _LOCAL | _WINDOW | {"intermediate_size": 32}),
+    "gpt_oss": ("gpt_oss", _HEAD | _LOCAL | _WINDOW | _YARN | {"intermediate_size": 32}),
     "gemma2": ("gemma2", _HEAD | _WINDOW | {"query_pre_attn_scalar": 16}),
     "gemma3_text": ("gemma3_text", _GEMMA3),
     "gemma3n_text": (
@@ -89,7 +98,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "num_kv_shared_layers": 2,
             "laurel_rank": 8,
-            "activation_sparsity_pattern": 0.0,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
         },
     ),
     "gemma4_text": ("gemma4_text", _GEMMA4),
@@ -160,6 +169,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _ROUTED
         | _LATENT
         | {
+            "qk_nope_head_dim": 8,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
@@ -169,7 +179,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.1,
                 "partial_rotary_factor": 0.5,
-            }
+            },
         },
     ),
     "olmo2": ("olmo2", {}),
@@ -285,7 +295,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _NESTED = {  # kinds whose text is a part: its fields, and the vision's
     "qwen3_vl": (_SIZES | _HEAD, _VISION | {"deepstack_visual_indexes": [0]}),
-    "qwen3_vl_moe": (_SIZES | _HEAD | _EXPERTS, _VISION | {"deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": (_SIZES | _HEAD | _WIDER, _VISION | {"deepstack_visual_indexes": [0]}),
 }
 #: Families whose layers remember what went before: mixers, not attention alone.
 RECURRENT = frozenset(
