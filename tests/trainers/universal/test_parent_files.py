@@ -71,11 +71,11 @@ def test_a_family_comes_back_to_the_bit(family: str, tmp_path: Path) -> None:
     mine, own = module.state_dict(), model.state_dict()
     assert mine.keys() <= own.keys()
     assert [n for n in mine if not torch.equal(mine[n], own[n].to(mine[n].dtype))] == []
-    plain = type(model)._from_config(FAMILIES[family](), dtype=torch.float32).eval()
-    plain.load_state_dict(own)
-    mine, own = dict(module.named_buffers()), dict(plain.named_buffers())
+    fresh = type(model)._from_config(FAMILIES[family](), dtype=torch.float32).eval()
+    fresh.load_state_dict(own)
+    mine, own = dict(module.named_buffers()), dict(fresh.named_buffers())
     assert [name for name in mine if not torch.equal(mine[name], own[name])] == []
-    torch.testing.assert_close(logits(module), logits(plain), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(module), logits(fresh), atol=1e-5, rtol=1e-5)
 
 
 # ---- parents as they lie on the hub: published names and layouts
@@ -250,6 +250,29 @@ def test_fill_brings_the_weights_back_in_place(tmp_path: Path) -> None:
             parameter.zero_()
     parent.fill(module)
     assert {name: p.data_ptr() for name, p in module.named_parameters()} == places
+    assert_same(exported(parent, module), stored(tmp_path))
+
+
+def test_numbers_that_are_stored_more_exactly_stay_so(tmp_path: Path) -> None:
+    tensors, config = plain("qwen3_next", tmp_path / "plain")
+    decays = [name for name in tensors if name.endswith("A_log")]
+    assert decays
+    for name in decays:
+        tensors[name] = torch.rand(4) + 0.1  # float32 among bfloat16, as on the hub
+    parent = ParentFiles(write(tmp_path / "hub", tensors, config))
+    assert_same(exported(parent, parent.build(torch.float32)), tensors)
+
+
+def test_a_module_in_bfloat16_has_the_types_that_transformers_gives_it(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_parent(tmp_path, FAMILIES["ernie4_5_moe"]())
+    parent = ParentFiles(tmp_path)
+    module = parent.build(torch.bfloat16)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    types = {name: p.dtype for name, p in module.named_parameters()}
+    assert types == {name: p.dtype for name, p in own.named_parameters()}
+    assert set(types.values()) == {torch.bfloat16, torch.float32}
     assert_same(exported(parent, module), stored(tmp_path))
 
 
