@@ -87,6 +87,26 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", _HEAD | _DELTA | _EXPERTS | _SHARED),
     "qwen3_5_text": ("qwen3_5_text", _HEAD | _DELTA),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", _HEAD | _DELTA | _EXPERTS | _SHARED),
+    "qwen4_exp_text": (
+        "qwen4_exp_text",
+        _HEAD
+        | _DELTA
+        | _EXPERTS
+        | _SHARED
+        | {
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "hc_lowrank": 8,
+            "ple_layer_ids": [1],
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 40,
+            "split_ngram_parts": 4,  # of one embedding, in files
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+        },
+    ),
     "gpt_oss": ("gpt_oss", _HEAD | _LOCAL | _WINDOW | _YARN | {"intermediate_size": 32}),
     "gemma2": ("gemma2", _HEAD | _WINDOW | {"query_pre_attn_scalar": 16}),
     "gemma3_text": ("gemma3_text", _GEMMA3),
@@ -303,6 +323,7 @@ RECURRENT = frozenset(
         "qwen3_next",
         "qwen3_5_text",
         "qwen3_5_moe_text",
+        "qwen4_exp_text",
         "olmo_hybrid",
         "granitemoehybrid",
         "nemotron_h",

@@ -140,7 +140,7 @@ def tried(
 ) -> Conversion:
     """Try a conversion both ways on tensors without memory, and return it with all its targets.
 
-    `own`: the module's tensors. `dtypes`, `shapes`: those of the file tensors. Raises BadInput where
+    `own`: the module's tensors. `dtypes`, `shapes`: the file tensors'. Raises BadInput where
     the shapes do not fit the module, and where there is no way back.
     """
     first = conversion.files[0]
