@@ -1,6 +1,7 @@
 """Parent files: each family's module has the parent's weights, and gives its files back."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ def stored(folder: Path) -> Files:
 
 def exported(parent: ParentFiles, module: Any) -> Files:
     tensors: Files = {}
-    for unit in parent.units(module):
+    units = parent.units(module)
+    parameters = [name for unit in units for name in unit.parameters]
+    assert len(parameters) == len(set(parameters))
+    for unit in units:
         made = dict(parent.export(module, unit))
         assert {n: (t.dtype, tuple(t.shape)) for n, t in made.items()} == unit.tensors
         assert not made.keys() & tensors.keys()
@@ -319,39 +323,33 @@ def mxfp4(weight: torch.Tensor, seed: int) -> tuple[Files, torch.Tensor]:
     return {"_blocks": blocks, "_scales": powers.to(torch.uint8)}, wanted.transpose(1, 2)
 
 
-def words(numbers: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Pack columns, eight a word: 4 bits of column order[k] at bit 4 k."""
-    packed = torch.zeros(numbers.shape[0], numbers.shape[1] // 8, dtype=torch.int64)
+def words(numbers: torch.Tensor, bits: int = 4, order: list[int] | None = None) -> torch.Tensor:
+    """Pack columns into words of 32 bits; column order[k] of a word lies at bit k * bits."""
+    each = 32 // bits
+    packed = torch.zeros(numbers.shape[0], numbers.shape[1] // each, dtype=torch.int64)
     for word in range(packed.shape[1]):
-        for place, column in enumerate(order):
-            packed[:, word] += numbers[:, 8 * word + column] << 4 * place
+        for place, column in enumerate(order or range(each)):
+            packed[:, word] += numbers[:, each * word + column] << bits * place
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-IN_ORDER = list(range(8))
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-
-
-def int4(weight: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
-    """Numbers and zero points [in, out], scales [groups of 32, out], and the weight [out, in]."""
+def grouped(weight: torch.Tensor, seed: int, bits: int = 4) -> tuple[torch.Tensor, ...]:
+    """Numbers [in, out], zero points and scales [groups of 32, out], and the weight [out, in]."""
     outputs, inputs = weight.shape
-    numbers, zeros = (
-        draws(seed, inputs, outputs, below=16),
-        draws(seed + 1, inputs // 32, outputs, below=15),
-    )
+    numbers = draws(seed, inputs, outputs, below=2**bits)
+    zeros = draws(seed + 1, inputs // 32, outputs, below=2**bits - 1) + 1
     scales = (draws(seed + 2, inputs // 32, outputs, below=50).half() + 1) / 2048
     group = torch.arange(inputs) // 32
-    wanted = ((numbers - 1 - zeros[group]) * scales[group].float()).T
-    return numbers, zeros, scales, wanted
+    return numbers, zeros, scales, ((numbers - zeros[group]) * scales[group].float()).T
 
 
-def gptq(weight: torch.Tensor, seed: int) -> tuple[Files, torch.Tensor]:
-    """AutoGPTQ: words of eight inputs; zero points are stored minus one; any order of groups."""
-    numbers, zeros, scales, wanted = int4(weight, seed)
+def gptq(weight: torch.Tensor, seed: int, bits: int = 4) -> tuple[Files, torch.Tensor]:
+    """AutoGPTQ: words of inputs; zero points are stored minus one; any order of the groups."""
+    numbers, zeros, scales, wanted = grouped(weight, seed, bits)
     shuffled = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
     return {
-        "qweight": words(numbers[shuffled].T, IN_ORDER).T,
-        "qzeros": words(zeros, IN_ORDER),
+        "qweight": words(numbers[shuffled].T, bits).T,
+        "qzeros": words(zeros - 1, bits),
         "scales": scales,
         "g_idx": (shuffled // 32).to(torch.int32),
     }, wanted[:, shuffled]
@@ -359,48 +357,58 @@ def gptq(weight: torch.Tensor, seed: int) -> tuple[Files, torch.Tensor]:
 
 def awq(weight: torch.Tensor, seed: int) -> tuple[Files, torch.Tensor]:
     """AutoAWQ, gemm: words of eight outputs in an order of their own; zero points as they are."""
-    numbers, zeros, scales, wanted = int4(weight, seed)
+    numbers, zeros, scales, wanted = grouped(weight, seed)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
     return {
-        "qweight": words(numbers, AWQ_ORDER),
-        "qzeros": words(zeros + 1, AWQ_ORDER),
+        "qweight": words(numbers, order=order),
+        "qzeros": words(zeros, order=order),
         "scales": scales,
     }, wanted
 
 
-def compressed(weight: torch.Tensor, seed: int) -> tuple[Files, torch.Tensor]:
-    """compressed-tensors, pack-quantized: words of eight inputs, numbers from -8 on as 0 to 15."""
-    numbers = draws(seed, *weight.shape, below=16)
+def compressed(weight: torch.Tensor, seed: int, bits: int = 4) -> tuple[Files, torch.Tensor]:
+    """compressed-tensors, pack-quantized: words of inputs; half the range is a zero."""
+    numbers = draws(seed, *weight.shape, below=2**bits)
     scales = (draws(seed, weight.shape[0], weight.shape[1] // 32, below=50).bfloat16() + 1) / 512
-    wanted = (numbers - 8) * scales.float().repeat_interleave(32, 1)
+    wanted = (numbers - 2 ** (bits - 1)) * scales.float().repeat_interleave(32, 1)
     return {
-        "_packed": words(numbers, IN_ORDER),
+        "_packed": words(numbers, bits),
         "_scale": scales,
         "_shape": torch.tensor(weight.shape),
     }, wanted
 
 
-def channels(weight: torch.Tensor, seed: int) -> tuple[Files, torch.Tensor]:
-    """compressed-tensors, float-quantized: FP8 with a scale a row."""
-    numbers = (draws(seed, *weight.shape, below=97) - 48).float().to(torch.float8_e4m3fn)
+def rows(weight: torch.Tensor, seed: int, kind: torch.dtype) -> tuple[Files, torch.Tensor]:
+    """compressed-tensors, float-quantized and int-quantized: a scale a row."""
+    numbers = (draws(seed, *weight.shape, below=97) - 48).float().to(kind)
     scale = (draws(seed, weight.shape[0], 1, below=9).bfloat16() + 1) / 4096
     return {"": numbers, "_scale": scale}, numbers.float() * scale.float()
 
 
-GROUPS = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": True}}}
+def compressed_settings(layout: str, bits: int) -> dict[str, Any]:
+    weights = {"num_bits": bits, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
 QUANTISED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "fp8": ("deepseek_v3", fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "mxfp4": ("gpt_oss", mxfp4, {"quant_method": "mxfp4"}),
     "gptq": ("qwen3_moe", gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "gptq 2": ("llama", partial(gptq, bits=2), {"quant_method": "gptq", "bits": 2}),
+    "gptq 8": ("llama", partial(gptq, bits=8), {"quant_method": "gptq", "bits": 8}),
     "awq": ("llama", awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
-    "compressed": (
-        "deepseek_v3",
-        compressed,
-        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": GROUPS},
-    ),
-    "channels": (
+    "packed": ("deepseek_v3", compressed, compressed_settings("pack-quantized", 4)),
+    "packed 8": ("llama", partial(compressed, bits=8), compressed_settings("pack-quantized", 8)),
+    "rows of FP8": (
         "llama",
-        channels,
-        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        partial(rows, kind=torch.float8_e4m3fn),
+        compressed_settings("float-quantized", 8),
+    ),
+    "rows of int8": (
+        "llama",
+        partial(rows, kind=torch.int8),
+        compressed_settings("int-quantized", 8),
     ),
 }
 
