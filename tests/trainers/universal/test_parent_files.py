@@ -497,7 +497,9 @@ def damaged(damage: str, tensors: Files, config: dict[str, Any]) -> None:
     elif damage == "layers":
         config["num_hidden_layers"] = 1
     elif damage == "more layers":
-        config["num_hidden_layers"] = 10**9
+        config["num_hidden_layers"] = 100
+    elif damage == "deep eyes":
+        config["vision_config"] = {"depth": 10**9}
     elif damage == "heads":
         config["num_attention_heads"] = 0
     elif damage == "bias":
@@ -513,7 +515,8 @@ DAMAGES = {
     "shape": rf"model\.safetensors: '{NAME}' has the shape \[64, 127\].*different models",
     "nan": rf"model\.safetensors: '{NAME}' has infinite numbers or NaN",
     "layers": r"model\.safetensors has tensors that config\.json does not.*model\.layers\.1\.",
-    "more layers": "speaks of 1000000000 layers, and there are",
+    "more layers": "speaks of 100 layers, and there are",
+    "deep eyes": "depth = 1000000000, which must be at most",
     "heads": "config.json",
     "bias": r"does not imply.*self_attn\.q_proj\.bias",
     "kind": "'novel'.*does not know this kind.*never run",

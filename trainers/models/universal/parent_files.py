@@ -97,7 +97,8 @@ class ParentFiles:
         """The config.json of an export: the parent's, without a quantisation that it has not."""
         if not self._packed:
             return dict(self._raw)
-        return _unquantised(self._raw)
+        config: dict[str, Any] = _unquantised(self._raw)
+        return config if "torch_dtype" in config else config | {"dtype": "bfloat16"}
 
     def build(self, dtype: torch.dtype) -> torch.nn.Module:
         """Return transformers' module with the parent's weights, on the CPU, in eval mode.

@@ -6,6 +6,7 @@ parent_files.py. Read next: conversions.py.
 """
 
 import importlib.metadata
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,8 +23,10 @@ _SAME_AS = {"kimi_k2": "deepseek_v3"}
 # settings that are not the model's: they choose kernels, which may be fetched, or say how it is
 # stored
 _FOREIGN = {"auto_map", "quantization_config", "use_kernels"}
-_FOREIGN |= {f"{_}{part}_implementation" for _ in ("", "_") for part in ("attn", "experts")}
+_FOREIGN |= {f"{start}{part}_implementation" for start in ("", "_") for part in ("attn", "experts")}
 _FOREIGN |= {"_attn_implementation_internal", "_experts_implementation_internal"}
+_COUNT = re.compile(r"(layers|depth|experts)$")  # fields that number a model's parts
+_MOST = 1 << 14  # more than in any known model
 
 
 class TextModel:
@@ -143,9 +146,23 @@ def _parse(raw: dict[str, Any], folder: Path) -> Any:
             " directory of a kind that it knows",
             param="parent",
         )
+    _refuse_damaged(raw, folder)
     config_class: Any = CONFIG_MAPPING[known]
     fields = _without_foreign(config_class._decode_special_floats(raw))  # its JSON has no infinity
     return config_class.from_dict(fields | {"model_type": known})
+
+
+def _refuse_damaged(fields: dict[str, Any], folder: Path) -> None:
+    """Raise BadInput for a number of parts that no model has; to build them would never end."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _refuse_damaged(value, folder)
+        elif type(value) is int and _COUNT.search(name) and value > _MOST:
+            raise BadInput(
+                f"{folder}/config.json has {name} = {value}, which must be at most {_MOST}: the"
+                " file was damaged; download it again",
+                param="parent",
+            )
 
 
 def _without_foreign(value: Any) -> Any:
