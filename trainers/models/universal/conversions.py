@@ -56,7 +56,7 @@ class Conversion:
         back = deepcopy(self.rule).reverse_transform()
         patterns = list(back.source_patterns)
         tensors = [read(name) for name in self.targets]
-        collected = (
+        collected: dict[str, Any] = (
             {patterns[0]: tensors}
             if len(patterns) == 1
             else {pattern: [tensor] for pattern, tensor in zip(patterns, tensors, strict=True)}
@@ -73,11 +73,11 @@ class Conversion:
             )
         if len(collected) == 1 and len(self.files) == 1:
             collected = {back.target_patterns[0]: next(iter(collected.values()))}
-        made = {}
+        made: Tensors = {}
         for pattern, target in zip(self.rule.source_patterns, back.target_patterns, strict=True):
             for number, name in enumerate(self.sources.get(pattern, ())):
-                tensor = collected[target.replace("*", str(number))]
-                tensor = tensor[0] if isinstance(tensor, list) else tensor
+                part = collected[target.replace("*", str(number))]
+                tensor = part[0] if isinstance(part, list) else part
                 # transformers squeezes experts, and with them axes of one
                 same = [n for n in tensor.shape if n != 1] == [n for n in shapes[name] if n != 1]
                 made[name] = tensor.reshape(shapes[name]) if same else tensor

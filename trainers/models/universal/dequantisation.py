@@ -193,7 +193,7 @@ def _unpack_awq(parts: _Parts) -> torch.Tensor:
     place = torch.tensor(_AWQ_ORDER).argsort()
 
     def split(words: torch.Tensor) -> torch.Tensor:
-        return _split(words, 4).unflatten(1, (-1, 8))[..., place].flatten(1)
+        return _split(words, 4).reshape(len(words), -1, 8)[..., place].flatten(1)
 
     numbers, zeros = split(parts["words"]), split(parts["qzeros"])
     scales = parts["scales"].to(torch.float32)
@@ -232,7 +232,7 @@ def _compressed(
             continue
         names = {"words": _role(stored, scale, f"{name}_packed"), "scale": scale}
         rows, columns = stored[names["words"]].shape
-        width = bits.copy().pop()
+        width = int(next(iter(bits)) or 0)
         if f"{name}_shape" in stored:
             names["shape"] = f"{name}_shape"
 
