@@ -475,6 +475,20 @@ def test_a_quantised_weight_without_its_scale_is_refused(tmp_path: Path) -> None
         ParentFiles(write(folder, tensors, config_of(folder)))
 
 
+@pytest.mark.parametrize("shape", [(64,), (7, 64), (0, 64)])
+def test_a_quantised_weight_that_does_not_fit_is_refused(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder, _ = quantised("awq", tmp_path)
+    tensors = stored(folder)
+    name = next(name for name in tensors if name.endswith("q_proj.scales"))
+    words = name.replace("scales", "qweight")
+    wrong = words if len(shape) == 1 else name
+    tensors[wrong] = torch.zeros(shape, dtype=tensors[wrong].dtype)
+    with pytest.raises(BadInput, match=r"download the checkpoint again"):
+        ParentFiles(write(folder, tensors, config_of(folder))).build(torch.float32)
+
+
 def test_fp8_without_a_config_of_it_is_refused(tmp_path: Path) -> None:
     folder, _ = quantised("fp8", tmp_path)
     config = config_of(folder)

@@ -19,7 +19,7 @@ DTYPE = torch.bfloat16  # of every dequantised tensor
 READABLE = "FP8 with weight_scale_inv, MXFP4, GPTQ, AWQ and compressed-tensors"
 # int4 values of an AWQ word, from its lowest bits up, belong to these of 8 neighbouring columns
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_Parts = dict[str, torch.Tensor]
+_Packing = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PackedTensor:
 
     names: dict[str, str]
     shape: tuple[int, ...]  # of the weight itself
-    unpack: Callable[[_Parts], torch.Tensor]  # float32 or bfloat16 of that shape
+    unpack: Callable[[_Packing], torch.Tensor]  # float32 or bfloat16 of that shape
 
 
 def packed_tensors(
@@ -85,8 +85,8 @@ def _fp8(settings: dict[str, Any], stored: dict[str, Tensor]) -> Iterator[tuple[
     for scale in [name for name in stored if name.endswith("_scale_inv")]:
         name = _role(stored, scale, scale.removesuffix("_scale_inv"))
 
-        def unpack(parts: _Parts) -> torch.Tensor:
-            return _scaled_blocks(parts["weight"], parts["scale"], rows, columns)
+        def unpack(packing: _Packing) -> torch.Tensor:
+            return _scaled_blocks(packing["weight"], packing["scale"], rows, columns)
 
         yield name, PackedTensor({"weight": name, "scale": scale}, stored[name].shape, unpack)
 
@@ -121,7 +121,7 @@ def _mxfp4(
         yield name, PackedTensor(names, (*outer, groups * width * 2, out), _unpack_mxfp4)
 
 
-def _unpack_mxfp4(parts: _Parts) -> torch.Tensor:
+def _unpack_mxfp4(packing: _Packing) -> torch.Tensor:
     """Unpack experts [experts, out, in / 32, 16] of two E2M1 values a byte to [experts, in, out].
 
     A block of 32 values has one power of two, stored plus 127. Source: OCP Microscaling Formats
@@ -130,7 +130,7 @@ def _unpack_mxfp4(parts: _Parts) -> torch.Tensor:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     unpacked: torch.Tensor = convert_moe_packed_tensors(
-        parts["blocks"], parts["scales"], dtype=DTYPE
+        packing["blocks"], packing["scales"], dtype=DTYPE
     )
     return unpacked
 
@@ -152,21 +152,21 @@ def _gptq(
             names["groups"] = prefix + "g_idx"
         rows, out = stored[words].shape
 
-        def unpack(parts: _Parts) -> torch.Tensor:
-            return _unpack_gptq(parts, bits, offset)
+        def unpack(packing: _Packing) -> torch.Tensor:
+            return _unpack_gptq(packing, bits, offset)
 
         yield f"{prefix}weight", PackedTensor(names, (out, rows * 32 // bits), unpack)
 
 
-def _unpack_gptq(parts: _Parts, bits: int, offset: int) -> torch.Tensor:
+def _unpack_gptq(packing: _Packing, bits: int, offset: int) -> torch.Tensor:
     """Return (q - zero) * scale as [out, in]: a word holds neighbouring inputs, lowest bits first.
 
     Source: AutoGPTQ, `pack` of nn_modules/qlinear/qlinear_cuda.py; `g_idx` is each input's group.
     """
-    numbers = _split(parts["words"].T, bits).T  # [in, out]
-    zeros = _split(parts["qzeros"], bits) + offset  # [groups, out]
-    scales = parts["scales"].to(torch.float32)
-    group = parts.get("groups")
+    numbers = _split(packing["words"].T, bits).T  # [in, out]
+    zeros = _split(packing["qzeros"], bits) + offset  # [groups, out]
+    scales = packing["scales"].to(torch.float32)
+    group = packing.get("groups")
     if group is None:
         group = torch.arange(len(numbers)) // (len(numbers) // len(scales))
     group = group.long()
@@ -185,7 +185,7 @@ def _awq(settings: dict[str, Any], stored: dict[str, Tensor]) -> Iterator[tuple[
         yield f"{prefix}weight", PackedTensor(names, (columns * 8, inputs), _unpack_awq)
 
 
-def _unpack_awq(parts: _Parts) -> torch.Tensor:
+def _unpack_awq(packing: _Packing) -> torch.Tensor:
     """Return (q - zero) * scale as [out, in]: a word holds 8 outputs in the order of _AWQ_ORDER.
 
     Source: AutoAWQ, `WQLinear_GEMM.from_linear` in awq/modules/linear/gemm.py.
@@ -195,8 +195,8 @@ def _unpack_awq(parts: _Parts) -> torch.Tensor:
     def split(words: torch.Tensor) -> torch.Tensor:
         return _split(words, 4).reshape(len(words), -1, 8)[..., place].flatten(1)
 
-    numbers, zeros = split(parts["words"]), split(parts["qzeros"])
-    scales = parts["scales"].to(torch.float32)
+    numbers, zeros = split(packing["words"]), split(packing["qzeros"])
+    scales = packing["scales"].to(torch.float32)
     group = torch.arange(len(numbers)) // (len(numbers) // len(scales))
     return ((numbers - zeros[group]) * scales[group]).T
 
@@ -236,27 +236,27 @@ def _compressed(
         if f"{name}_shape" in stored:
             names["shape"] = f"{name}_shape"
 
-        def unpack(parts: _Parts, width: int = width) -> torch.Tensor:
-            return _unpack_compressed(parts, width)
+        def unpack(packing: _Packing, width: int = width) -> torch.Tensor:
+            return _unpack_compressed(packing, width)
 
         yield name, PackedTensor(names, (rows, columns * 32 // width), unpack)
 
 
-def _unpack_scaled(parts: _Parts) -> torch.Tensor:
+def _unpack_scaled(packing: _Packing) -> torch.Tensor:
     """Multiply a weight [out, in] with its scales [1] or [out, groups]."""
-    weight, scale = parts["weight"].to(torch.float32), parts["scale"].to(torch.float32)
+    weight, scale = packing["weight"].to(torch.float32), packing["scale"].to(torch.float32)
     return weight * _per_column(scale, weight.shape[-1])
 
 
-def _unpack_compressed(parts: _Parts, bits: int) -> torch.Tensor:
+def _unpack_compressed(packing: _Packing, bits: int) -> torch.Tensor:
     """Return (q - half the range) * scale as [out, in]: a word holds neighbouring inputs.
 
     Source: compressed-tensors, `pack_to_int32` in compressors/quantized_compressors/.
     """
-    numbers = _split(parts["words"], bits) - (1 << (bits - 1))
-    if "shape" in parts and parts["shape"].tolist() != list(numbers.shape):
+    numbers = _split(packing["words"], bits) - (1 << (bits - 1))
+    if "shape" in packing and packing["shape"].tolist() != list(numbers.shape):
         raise _refusal("compressed-tensors' padding of a row to whole words")
-    return numbers * _per_column(parts["scale"].to(torch.float32), numbers.shape[1])
+    return numbers * _per_column(packing["scale"].to(torch.float32), numbers.shape[1])
 
 
 def _per_column(scale: torch.Tensor, columns: int) -> torch.Tensor:

@@ -70,6 +70,12 @@ class ParentFiles:
             self._packed, used = packed_tensors(self._raw, stored)
         except BadInput as error:
             raise BadInput(f"{folder}: {error}", param="parent") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise BadInput(
+                f"{folder}: the tensors do not fit config.json's quantization_config: {error};"
+                " download the checkpoint again",
+                param="parent",
+            ) from error
         self._files = {f: safe_open(folder / f, "pt") for f in {t.file for t in stored.values()}}
         plain = {name: t for name, t in stored.items() if name not in used}
         for name, tensor in plain.items():
@@ -269,10 +275,10 @@ class ParentFiles:
         packed = self._packed.get(name)
         if packed is None:
             return self._read_stored(name)
-        parts = {role: self._read_stored(part) for role, part in packed.names.items()}
+        packing = {role: self._read_stored(part) for role, part in packed.names.items()}
         try:
-            tensor = packed.unpack(parts)
-        except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+            tensor = packed.unpack(packing)
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
             shapes = ", ".join(f"{n} {list(self._stored[n].shape)}" for n in packed.names.values())
             raise self._unusable(
                 packed.names[next(iter(packed.names))],

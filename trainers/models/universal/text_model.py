@@ -172,8 +172,8 @@ def _without_foreign(value: Any) -> Any:
 
 
 def _class_for(auto: Any, config: Any) -> Any:
-    found = auto._model_mapping.get(type(config), None)
-    return found[0] if isinstance(found, tuple | list) else found
+    named = auto._model_mapping.get(type(config), None)
+    return named[0] if isinstance(named, tuple | list) else named
 
 
 @contextmanager
