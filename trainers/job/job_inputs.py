@@ -74,7 +74,7 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
 
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
-    model = read_parent(parent, hyper.init)
+    model = read_parent(parent, hyper.init, hyper.way)
     check_layout(model, spec.layout)
     if hyper.lora is not None:
         choose_targets(model, hyper.lora)
@@ -113,7 +113,7 @@ def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> 
     if spec.reference is None or spec.reference_sha256 is None:
         return None
     reference = home.root / spec.reference
-    other = read_parent(reference)
+    other = read_parent(reference, way=model.way)
     if replace(other, dtype=model.dtype, init_std=model.init_std) != model:
         raise BadInput(
             f"the reference {reference} is another kind of model than {parent}", param="reference"
@@ -161,7 +161,7 @@ def choose_start(
     NotFound, Corrupt.
     """
     from cray_agents.trainers.checkpointing import resume
-    from cray_agents.trainers.models.model import layers_of
+    from cray_agents.trainers.models.ways import choose_layers_of
 
     resume.sweep(work.megatron)
     final = work.journal.home.checkpoint(work.spec.id)
@@ -185,7 +185,7 @@ def choose_start(
         from_step=step,
         left_out=work.samples.left_out,
         layout=spec.layout.model_dump(),
-        layers=layers_of(work.model, spec.layout, spec.hyperparameters.dtype, on_cpu).text,
+        layers=choose_layers_of(work.model, spec.layout, spec.hyperparameters.dtype, on_cpu).text,
         spawned=spawned,
     )
     print(f"attempt {work.attempt} starts at step {step}", flush=True)

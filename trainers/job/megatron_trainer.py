@@ -115,12 +115,13 @@ class MegatronTrainer:
 
     def _check(self, spec: JobSpec) -> None:
         """Raise BadInput or NotFound for a parent or reference that the job could never read."""
-        places = {"parent": (spec.parent, spec.hyperparameters.init)}
+        hyper = spec.hyperparameters
+        places = {"parent": (spec.parent, hyper.init)}
         if spec.reference is not None:
             places["reference"] = (spec.reference, "parent")
         for param, (place, init) in places.items():
             try:
-                read_parent(self.home.root / place, init)
+                read_parent(self.home.root / place, init, hyper.way)
             except (BadInput, NotFound) as error:
                 raise type(error)(str(error), param=param) from error
         if self.turns and spec.commands is not None and spec.session is None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.errors import BadInput
 from cray_agents.records import digest
-from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.training_jobs import Lora
 
 Target = Literal["qkv", "proj", "fc1", "fc2"]
@@ -145,6 +145,13 @@ def choose_targets(model: Architecture, lora: Lora) -> list[Target]:
 
     Raises BadInput if there are none, or if the rank is larger than a matrix.
     """
+    if model.way == "universal":
+        native = ", or way=native" if model.kind in SUPPORTED else ""
+        raise BadInput(
+            f"lora has no adapters yet for transformers' own {model.network}, which is trained the"
+            f" universal way: train all weights (lora left out){native}",
+            param="lora",
+        )
     heads, groups = model.heads * model.head_size, model.kv_heads * model.head_size
     sizes: dict[Target, tuple[int, int]] = {
         "qkv": (heads + 2 * groups, model.hidden),

@@ -91,6 +91,9 @@ def in_flight(layout: Layout, count: int) -> float:
 
 def weight_share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
     """Return the weights of a rank in a pipeline stage, with the vocabulary padded."""
+    if model.way == "universal":
+        weights, experts = model.counted
+        return WeightShare(weights - experts, experts)
     layers, tensor = model.layers // layout.pipeline, layout.tensor
     whole = 2 * model.hidden + (2 * model.head_size if model.qk_norm else 0)  # norms
     split = attention_weights(model) - (2 * model.head_size if model.qk_norm else 0)

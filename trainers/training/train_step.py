@@ -32,15 +32,16 @@ from cray_agents.trainers.models.lora import (
     fold_adapters,
     unfold_adapters,
 )
-from cray_agents.trainers.models.model import build_model
-from cray_agents.trainers.models.weights import (
-    SafeTensors,
-    Source,
-    load_weights,
-    weight_source,
+from cray_agents.trainers.models.universal.packing import Packing
+from cray_agents.trainers.models.ways import (
+    AnySource,
+    build_chunks,
+    fill_chunks,
+    first_source,
+    source_of,
 )
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
-from cray_agents.trainers.training.parallel_groups import Ranks
+from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
 from cray_agents.training_jobs import Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
@@ -96,15 +97,17 @@ class Training:
         recompute: str = "none",
         overlap: bool | None = None,
         asked_to_stop: Callable[[], bool] = _never,
-        source: Source | None = None,
+        source: AnySource | None = None,
     ) -> None:
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
         self.on_cpu, self.method, self.asked_to_stop = on_cpu, method, asked_to_stop
         self.recompute = recompute
         self.ranks = Ranks(layout, on_cpu)
         self.done = 0  # steps
-        self.chunks = build_model(model, layout, hyper, on_cpu, recompute)
-        load_weights(self.chunks, model, source or weight_source(parent, model, hyper))
+        source = source or first_source(parent, model, hyper)
+        self.chunks = build_chunks(
+            model, layout, hyper, on_cpu, recompute, source, broadcast_from_rank0
+        )
         if hyper.lora is not None:
             add_lora(self.chunks, model, hyper.lora, hyper.seed)
         overlap = not on_cpu if overlap is None else overlap
@@ -112,6 +115,11 @@ class Training:
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = next((chunk.head for chunk in self.chunks if chunk.post_process), None)
         self._folded: Folded = []
+
+    @property
+    def packing(self) -> Packing | None:
+        """How sequences are computed together the universal way; None for the native one."""
+        return getattr(self.chunks[0], "packing", None)
 
     def fits(
         self, model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str
@@ -146,9 +154,11 @@ class Training:
 
     def take_weights(self, checkpoint: Path | None = None) -> None:
         """Load a checkpoint's weights; with None, the weights that the job starts from."""
-        first = weight_source(self.parent, self.model, self.hyper)
-        source = first if checkpoint is None else SafeTensors(checkpoint, tied=self.model.tied)
-        load_weights(self.chunks, self.model, source)
+        if checkpoint is None:
+            source = first_source(self.parent, self.model, self.hyper)
+        else:
+            source = source_of(checkpoint, self.model)
+        fill_chunks(self.chunks, self.model, source)
         self._start_from_weights()
 
     def _start_from_weights(self) -> None:
