@@ -76,7 +76,7 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
     parent = home.root / spec.parent
     model = read_parent(parent, hyper.init, hyper.way)
     check_layout(model, spec.layout)
-    if hyper.lora is not None:
+    if hyper.lora is not None and model.way == "native":
         choose_targets(model, hyper.lora)
     if hyper.init == "random" and (sha256 := config_sha256(parent)) != spec.parent_sha256:
         message = other_weights(parent, sha256, spec.parent_sha256)

@@ -16,9 +16,11 @@ import torch
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.models.layer_choice import LayerChoice
+from cray_agents.trainers.models.lora import adapters, add_lora
 from cray_agents.trainers.models.model import build_model, layers_of
 from cray_agents.trainers.models.tensors import tensor_shapes
 from cray_agents.trainers.models.universal.causal_model import Agree, build_universal
+from cray_agents.trainers.models.universal.linear_adapter import add_adapters
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.universal.stored_units import check_types, plan_units, round_units
 from cray_agents.trainers.models.weights import (
@@ -31,7 +33,7 @@ from cray_agents.trainers.models.weights import (
     round_weights,
     weight_source,
 )
-from cray_agents.training_jobs import Hyperparameters, Layout
+from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 
 AnySource = Source | ParentFiles
 
@@ -85,10 +87,29 @@ def build_chunks(
 
 def fill_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> None:
     """Fill chunks that are built with other weights of the same model. Raises BadInput."""
-    if isinstance(source, ParentFiles):
-        source.fill(chunks[0].network)
-    else:
+    if not isinstance(source, ParentFiles):
         load_weights(chunks, model, source)
+        return
+    around = list(adapters(chunks))
+    for chunk, name, adapter in around:  # the files know the layers without them
+        _replace(chunk, name, adapter.base)
+    source.fill(chunks[0].network)
+    for chunk, name, adapter in around:
+        _replace(chunk, name, adapter)
+
+
+def _replace(chunk: Any, name: str, module: torch.nn.Module) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(chunk.get_submodule(path), last, module)
+
+
+def adapt_chunks(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> None:
+    """Freeze a model's chunks and add adapters to its linear layers. Raises BadInput."""
+    if model.way == "universal":
+        add_adapters(chunks[0].network, lora, seed)
+        chunks[0].train()
+    else:
+        add_lora(chunks, model, lora, seed)
 
 
 def round_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> None:

@@ -28,13 +28,13 @@ from cray_agents.trainers.models.attention import send
 from cray_agents.trainers.models.lora import (
     Folded,
     adapters,
-    add_lora,
     fold_adapters,
     unfold_adapters,
 )
 from cray_agents.trainers.models.universal.packing import Packing
 from cray_agents.trainers.models.ways import (
     AnySource,
+    adapt_chunks,
     build_chunks,
     fill_chunks,
     first_source,
@@ -109,7 +109,7 @@ class Training:
             model, layout, hyper, on_cpu, recompute, source, broadcast_from_rank0
         )
         if hyper.lora is not None:
-            add_lora(self.chunks, model, hyper.lora, hyper.seed)
+            adapt_chunks(self.chunks, model, hyper.lora, hyper.seed)
         overlap = not on_cpu if overlap is None else overlap
         self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.models.architecture import read_architecture
-from cray_agents.trainers.models.lora import choose_targets
 from cray_agents.trainers.models.tensors import read_parent
+from cray_agents.trainers.models.universal.linear_adapter import add_adapters
 from cray_agents.trainers.planning.layouts import check_layout
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
@@ -65,6 +66,25 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(lab: Any, sinks: Path) 
     assert all(bool((resumed[name] == weights[name]).all()) for name in weights)
 
 
+def test_lora_of_the_universal_way_is_what_peft_loads(lab: Any, sinks: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    lab.dataset()
+    hyper = {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4}}
+    spec = lab.spec(sinks, hyper=hyper, layout={"data": 2})
+    lab.run(spec)
+    child = lab.home.checkpoint(spec.id)
+    networks = [
+        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (child, sinks, sinks)
+    ]
+    networks[1] = PeftModel.from_pretrained(networks[1], child / checkpoints.ADAPTER)
+    ids = torch.arange(40)[None]
+    merged, adapted, before = (network.eval()(ids).logits for network in networks)
+    step = (merged - before).abs().max()
+    assert step > 0.1 and (merged - adapted).abs().max() < 0.05 * step  # stored in bfloat16
+
+
 def test_what_the_universal_way_cannot_do_is_refused_by_name(sinks: Path, models: Any) -> None:
     model = read_architecture(sinks)
     assert (model.way, model.kind, model.vocab, model.max_tokens) == (
@@ -78,8 +98,8 @@ def test_what_the_universal_way_cannot_do_is_refused_by_name(sinks: Path, models
     assert (asked.way, asked.network) == ("universal", "Qwen3ForCausalLM")
     with pytest.raises(BadInput, match=r"tensor=2.*way=native splits it"):
         check_layout(asked, Layout(tensor=2))
-    with pytest.raises(BadInput, match=r"GptOssForCausalLM.*train all weights"):
-        choose_targets(model, Lora())
+    with pytest.raises(BadInput, match=r"no linear layer of these names.*train all weights"):
+        add_adapters(torch.nn.Module(), Lora(), 0)
     with pytest.raises(BadInput, match="init=random"):
         read_parent(sinks, "random")
     with pytest.raises(BadInput, match=r"'gpt_oss'.*native way.*llama.*way=universal"):

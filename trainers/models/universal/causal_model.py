@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
 from cray_agents.trainers.models.universal.packing import (
     LENGTHS,
     Packing,
@@ -91,11 +92,13 @@ class UniversalModel(torch.nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> "UniversalModel":
-        """Switch recomputation on or off; the network itself stays in evaluation mode."""
+        """Switch recomputation and adapters' dropout; the network stays in evaluation mode."""
         super().train(mode)
         self.network.eval()
         for module in self.network.modules():
-            if getattr(module, "gradient_checkpointing", False):
+            if isinstance(module, LinearAdapter) or getattr(
+                module, "gradient_checkpointing", False
+            ):
                 module.training = mode
         return self
 
