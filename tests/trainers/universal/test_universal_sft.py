@@ -40,6 +40,7 @@ def trained(
     import torch
 
     from cray_agents.trainers.checkpointing.hf_export import export_weights
+    from cray_agents.trainers.checkpointing.state import allocate_moments
     from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
@@ -57,6 +58,7 @@ def trained(
         (out / name).mkdir(exist_ok=True)
         export_weights(training, out / name, file_bytes=60_000, share=60_000)
         training.begin(parent, HYPER, "sft", lambda: False, in_memory=False)
+        allocate_moments(training, 0)  # a session keeps them
         losses = [training.step(known).loss for _ in range(STEPS)]
         assert training.packing is not None
         found[name] = {"losses": losses, "packing": training.packing.text}
@@ -92,7 +94,7 @@ def plain(parent: Path) -> list[float]:
             logits = network(row[None, :-1], use_cache=False).logits[0].float()
             loss = torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum") / count
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(list(named.values()), HYPER.clip_grad)
         adam.step()
         losses.append(total)

@@ -75,7 +75,10 @@ class UniversalModel(torch.nn.Module):
         always_reached: bool,
         recompute: bool,
     ) -> None:
+        from megatron.core.enums import ModelType
+
         super().__init__()
+        self.model_type = ModelType.encoder_or_decoder
         self.network, self.config, self.packing = network, config, packing
         self.always_reached = always_reached
         self.head = LogitsHead(temperature)
@@ -183,6 +186,5 @@ def _megatron_config(model: Architecture, hyper: Hyperparameters, device: torch.
         pipeline_dtype=precision,
         autocast_dtype=precision,
         use_cpu_initialization=device.type == "cpu",
-        variable_seq_lengths=True,
         calculate_per_token_loss=True,
     )
