@@ -101,7 +101,8 @@ def max_tokens(config: dict[str, Any]) -> int:
         if isinstance(one, dict) and one.get("rope_type", one.get("type")) == "longrope":
             name = "original_max_position_embeddings"
             limits.append(config.get(name) or one.get(name))
-    return min([positions, *filter(None, limits)])
+    most: int = min([positions, *filter(None, limits)])
+    return most
 
 
 class Pruned(Record):

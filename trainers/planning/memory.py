@@ -18,6 +18,7 @@ from cray_agents.trainers.planning.arithmetic import (
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 GIB = 2**30
+UNFUSED = 2  # times as much is kept by transformers' modules, from above: they fuse few operations
 Recompute = Literal["none", "selective", "full"]  # as in JobSpec
 
 
@@ -174,4 +175,5 @@ def layer_activations(model: Architecture, layout: Layout, size: int) -> float:
         feed = model.experts_per_token * (2 * hidden + 3 * model.expert_ffn / layout.tensor)
         routing = 8.0 * model.experts  # logits and probabilities, float32
     around = 4 * hidden / (layout.tensor if layout.sequence_parallel else 1)
-    return size * (around + attention / layout.tensor + feed) + routing
+    kept = size * (around + attention / layout.tensor + feed) + routing
+    return UNFUSED * kept if model.way == "universal" else kept

@@ -31,7 +31,7 @@ from cray_agents.trainers.models.lora import (
     fold_adapters,
     unfold_adapters,
 )
-from cray_agents.trainers.models.universal.packing import Packing
+from cray_agents.trainers.models.universal.passes import Packing
 from cray_agents.trainers.models.ways import (
     AnySource,
     adapt_chunks,
@@ -118,7 +118,7 @@ class Training:
 
     @property
     def packing(self) -> Packing | None:
-        """How sequences are computed together the universal way; None for the native one."""
+        """The way to compute several sequences at once; None for the native way."""
         return getattr(self.chunks[0], "packing", None)
 
     def fits(

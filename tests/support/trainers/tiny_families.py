@@ -25,6 +25,7 @@ _SIZES = {
 _HEAD = {"head_dim": 16}
 _WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_WIDER = _EXPERTS | {"moe_intermediate_size": 48}  # gate and up together are no square
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED = {
     "n_routed_experts": 4,
@@ -63,6 +64,14 @@ _MAMBA = {
 }
 _GEMMA3 = _HEAD | _WINDOW | {"query_pre_attn_scalar": 16}
 _GEMMA4 = _HEAD | _WINDOW | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 500}
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
 _VISION |= {"patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
 
@@ -78,7 +87,27 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", _HEAD | _DELTA | _EXPERTS | _SHARED),
     "qwen3_5_text": ("qwen3_5_text", _HEAD | _DELTA),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", _HEAD | _DELTA | _EXPERTS | _SHARED),
-    "gpt_oss": ("gpt_oss", _HEAD | _LOCAL | _WINDOW | {"intermediate_size": 32}),
+    "qwen4_exp_text": (
+        "qwen4_exp_text",
+        _HEAD
+        | _DELTA
+        | _EXPERTS
+        | _SHARED
+        | {
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "hc_lowrank": 8,
+            "ple_layer_ids": [1],
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 40,
+            "split_ngram_parts": 4,  # of one embedding, in files
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+    "gpt_oss": ("gpt_oss", _HEAD | _LOCAL | _WINDOW | _YARN | {"intermediate_size": 32}),
     "gemma2": ("gemma2", _HEAD | _WINDOW | {"query_pre_attn_scalar": 16}),
     "gemma3_text": ("gemma3_text", _GEMMA3),
     "gemma3n_text": (
@@ -89,7 +118,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "num_kv_shared_layers": 2,
             "laurel_rank": 8,
-            "activation_sparsity_pattern": 0.0,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
         },
     ),
     "gemma4_text": ("gemma4_text", _GEMMA4),
@@ -160,6 +189,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _ROUTED
         | _LATENT
         | {
+            "qk_nope_head_dim": 8,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
@@ -169,7 +199,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.1,
                 "partial_rotary_factor": 0.5,
-            }
+            },
         },
     ),
     "olmo2": ("olmo2", {}),
@@ -262,7 +292,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "longcat_flash",
         _LATENT
         | {
-            "num_layers": 2,
+            "num_hidden_layers": 4,  # two layers of two blocks
             "head_dim": 8,
             "ffn_hidden_size": 128,
             "expert_ffn_hidden_size": 32,
@@ -285,7 +315,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _NESTED = {  # kinds whose text is a part: its fields, and the vision's
     "qwen3_vl": (_SIZES | _HEAD, _VISION | {"deepstack_visual_indexes": [0]}),
-    "qwen3_vl_moe": (_SIZES | _HEAD | _EXPERTS, _VISION | {"deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": (_SIZES | _HEAD | _WIDER, _VISION | {"deepstack_visual_indexes": [0]}),
 }
 #: Families whose layers remember what went before: mixers, not attention alone.
 RECURRENT = frozenset(
@@ -293,6 +323,7 @@ RECURRENT = frozenset(
         "qwen3_next",
         "qwen3_5_text",
         "qwen3_5_moe_text",
+        "qwen4_exp_text",
         "olmo_hybrid",
         "granitemoehybrid",
         "nemotron_h",
@@ -317,9 +348,7 @@ def _config(family: str) -> Any:
     if kind in _NESTED:
         text, vision = _NESTED[kind]
         return config_of(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    unused = {"num_hidden_layers"} & ({"num_layers", "layers_block_type"} & fields.keys() and {1})
-    sizes = {name: value for name, value in _SIZES.items() if name not in unused}
-    return config_of(**(sizes | fields))
+    return config_of(**(_SIZES | fields))
 
 
 def _factory(family: str) -> Callable[[], Any]:

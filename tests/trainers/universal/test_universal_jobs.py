@@ -121,6 +121,32 @@ def test_weights_are_counted_as_transformers_has_them(sinks: Path) -> None:
     assert weights_per_token(model) == count_weights(model).total - idle - table
 
 
+def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from cray_agents.trainers.planning.memory import layer_activations
+
+    write_parent(tmp_path, FAMILIES["gemma3_text"]())
+    model = read_architecture(tmp_path)
+    network = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    own = {parameter.data_ptr() for parameter in network.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = 8  # so few that the scores, which fused attention does not keep, hardly count
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = network.base_model(torch.arange(tokens)[None], use_cache=False)
+    real = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+    assert out.last_hidden_state.shape[1] == tokens
+    planned = tokens * model.layers * layer_activations(model, Layout(), 4)
+    assert planned / 2 < real < planned
+
+
 def test_a_config_of_more_layers_than_tensors_is_refused_before_it_is_built(tmp_path: Path) -> None:
     write_parent(tmp_path, FAMILIES["llama"]())
     config = json.loads((tmp_path / "config.json").read_text())

@@ -2,7 +2,7 @@
 
 training/train_step.py builds it through models/ways.py. Megatron's data parallelism and optimizer
 take any module; they read `config` of it. Rank 0 alone tests the network's packing, with float32
-weights on the CPU, and tells the others. Read next: packing.py for the passes, parent_files.py for
+weights on the CPU, and tells the others. Read next: passes.py for them, parent_files.py for
 the weights.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
-from cray_agents.trainers.models.universal.packing import (
+from cray_agents.trainers.models.universal.passes import (
     LENGTHS,
     Packing,
     Passes,
@@ -31,7 +31,7 @@ Agree = Callable[[Any], Any]  # rank 0's value, which JSON can hold, on every ra
 
 
 class LogitsHead:
-    """What becomes of the logits; the fields are those of Head (models/head.py)."""
+    """The loss of logits; its fields are those of Head (models/head.py)."""
 
     def __init__(self, temperature: float) -> None:
         self.rows: torch.Tensor | None = None
@@ -51,8 +51,8 @@ class LogitsHead:
 def _entropies(logits: torch.Tensor) -> torch.Tensor:
     """Return entropies [n] of the distributions of logits [n, vocabulary]."""
     size = max(1, _ENTROPY_NUMBERS // logits.shape[1])
-    parts = (torch.special.entr(rows.softmax(-1)).sum(-1) for rows in logits.split(size))
-    return torch.cat(list(parts))
+    entropies = (torch.special.entr(rows.softmax(-1)).sum(-1) for rows in torch.split(logits, size))
+    return torch.cat(list(entropies))
 
 
 class UniversalModel(torch.nn.Module):

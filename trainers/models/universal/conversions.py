@@ -16,6 +16,7 @@ import torch
 from cray_agents.errors import BadInput
 
 Read = Callable[[str], torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 _NO_WAY = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -37,7 +38,7 @@ class Conversion:
         """The names of the file tensors."""
         return [name for names in self.sources.values() for name in names]
 
-    def load(self, read: Read, module: Any) -> dict[str, torch.Tensor]:
+    def load(self, read: Read, module: Any) -> Tensors:
         """Return the parameters by name. Holds the file tensors and what they make at once."""
         if self.rule is None:
             return {self.targets[0]: read(self.files[0])}
@@ -48,7 +49,7 @@ class Conversion:
         made = rule.convert(self.targets[0], model=module, config=module.config)
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
-    def save(self, read: Read, module: Any, shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def save(self, read: Read, module: Any, shapes: dict[str, Any]) -> Tensors:
         """Return the file tensors by name; `read` gives parameters, `shapes` those of the files."""
         if self.rule is None:
             return {self.files[0]: read(self.targets[0])}
@@ -134,18 +135,19 @@ def match_names(names: Iterable[str], module: Any) -> tuple[list[Conversion], di
     return [Conversion(s, (target,), rule) for target, (rule, s) in made.items()], left
 
 
-def tried(conversion: Conversion, module: Any, dtypes: Any, shapes: dict[str, Any]) -> Conversion:
+def tried(
+    conversion: Conversion, module: Any, own: Tensors, dtypes: Any, shapes: dict[str, Any]
+) -> Conversion:
     """Try a conversion both ways on tensors without memory, and return it with all its targets.
 
-    `dtypes`, `shapes`: those of the file tensors. Raises BadInput where the shapes do not fit the
-    module, and where there is no way back.
+    `own`: the module's tensors. `dtypes`, `shapes`: the file tensors'. Raises BadInput where
+    the shapes do not fit the module, and where there is no way back.
     """
     first = conversion.files[0]
 
     def empty(name: str) -> torch.Tensor:
         return torch.empty(shapes[name], dtype=dtypes[name], device="meta")
 
-    own = module.state_dict(keep_vars=True)
     try:
         made = conversion.load(empty, module)
     except _NO_WAY as error:

@@ -212,7 +212,7 @@ def _compressed(
     settings: dict[str, Any], stored: dict[str, Tensor]
 ) -> Iterator[tuple[str, PackedTensor]]:
     layout = settings.get("format")
-    if layout not in ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"):
+    if layout not in ("pack-quantized", "float-quantized", "int-quantized"):
         raise _refusal(f"compressed-tensors' format {layout!r}")
     groups = settings.get("config_groups") or {}
     weights = [g.get("weights") or {} for g in groups.values() if isinstance(g, dict)]

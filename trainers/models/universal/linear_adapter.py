@@ -76,14 +76,14 @@ def add_adapters(network: Any, lora: Lora, seed: int) -> None:
     Names of adapters' parameters end in `.a` and `.b`; the layer's `weight` becomes `base.weight`.
     """
     names = {name for target in lora.targets for name in NAMES[target]}
-    found = [
+    chosen = [
         name
         for name, module in network.named_modules()
         if type(module) is torch.nn.Linear
         and name.rpartition(".")[2] in names
         and ".experts." not in name
     ]
-    if not found:
+    if not chosen:
         raise BadInput(
             f"lora targets {lora.targets}, and {type(network).__name__} of transformers has no"
             f" linear layer of these names: {', '.join(sorted(names))}; train all weights (lora"
@@ -91,7 +91,7 @@ def add_adapters(network: Any, lora: Lora, seed: int) -> None:
             param="lora",
         )
     network.requires_grad_(False)
-    for name in found:
+    for name in chosen:
         path, _, last = name.rpartition(".")
         owner, base = network.get_submodule(path), network.get_submodule(name)
         if lora.rank > min(base.weight.shape):

@@ -4,7 +4,7 @@ transformers asks the function that is registered under `PACKED` for its masks, 
 the one that attends. The masks are those of the family itself (causal, sliding, in chunks), each
 computed for one sequence, from position 0. So a sequence cannot see its neighbours, and meets the
 same borders as alone. Plain causal attention uses torch's fused kernel without a mask. Used by
-packing.py, which tests that it is right for a model.
+passes.py, which tests that it is right for a model.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -77,7 +77,7 @@ class ParentFiles:
                 raise self._unusable(
                     name,
                     f"is stored as {tensor.dtype}, and config.json has no quantization_config that"
-                    " says how to read it; add it, or save the model unquantised",
+                    " says how to read it; save the model unquantised",
                 )
         self._shapes = {n: t.shape for n, t in plain.items()}
         self._shapes |= {n: t.shape for n, t in self._packed.items()}
@@ -165,6 +165,7 @@ class ParentFiles:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in the files, tensor in its stored type) of a unit, on the CPU.
 
+        The tensor may share memory with the module or with the parent's file: do not change it.
         Peak memory: the unit's tensors, and once more where experts are taken apart.
         """
         if not unit.parameters:
@@ -188,13 +189,16 @@ class ParentFiles:
         self._prefix, self._base = _place_of(text, self._names)
         own = text.state_dict()
         conversions, left = match_names(self._shapes, self._names)
+        whole_own = self._names.state_dict()
         self._conversions, self._copied = [], list(left)
         for conversion in conversions:
             if self._own_name(conversion.targets[0]) not in own:  # of another part than the text
                 self._copied += conversion.files
                 continue
             try:
-                self._conversions.append(tried(conversion, self._names, self._dtypes, self._shapes))
+                self._conversions.append(
+                    tried(conversion, self._names, whole_own, self._dtypes, self._shapes)
+                )
             except BadInput as error:
                 raise BadInput(f"{self._place(conversion.files[0])}: {error}") from error
         self._conversion_of = {name: c for c in self._conversions for name in c.files}
@@ -219,7 +223,8 @@ class ParentFiles:
     def _refuse_unknown(self, text: Any, left: dict[str, str]) -> None:
         """Raise BadInput for tensors inside of the text model that the config does not imply."""
         ignored = [re.compile(p) for p in text._keys_to_ignore_on_load_unexpected or ()]
-        further = int(getattr(text.config, "num_nextn_predict_layers", 0) or 0)
+        fields = self._raw | (self._raw.get("text_config") or {})
+        further = fields.get("num_nextn_predict_layers") or fields.get("num_mtp_layers") or 0
         layers = {str(self._text.layers + n) for n in range(further)}
         within = {name for name, _ in text.named_modules()}
         unknown = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, SetupError
 from cray_agents.runtime.registry.model_config import TIED
 
 # kinds of the hub whose code is that of another kind, and what transformers calls it
@@ -64,8 +64,15 @@ class TextModel:
         return int(getattr(self.config.get_text_config(), "num_hidden_layers", 0) or 0)
 
     def build(self, dtype: torch.dtype, device: str) -> Any:
-        """Return the module with buffers computed, and memory for parameters but no values."""
-        module = self._construct(self._class, self.config, dtype, device)
+        """Return the module with buffers computed, and memory for parameters but no values.
+
+        Raises SetupError where it needs a package that is not installed.
+        """
+        try:
+            module = self._construct(self._class, self.config, dtype, device)
+        except ImportError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise SetupError(f"{self._class.__name__} of transformers needs: {reason}") from error
         if self.config is self.whole_config and self.nested:
             _cut_off_other_parts(module)
         plan = module._get_dtype_plan(dtype)
@@ -136,7 +143,9 @@ def _parse(raw: dict[str, Any], folder: Path) -> Any:
             " directory of a kind that it knows",
             param="parent",
         )
-    return CONFIG_MAPPING[known].from_dict(_without_foreign(raw) | {"model_type": known})
+    config_class: Any = CONFIG_MAPPING[known]
+    fields = _without_foreign(config_class._decode_special_floats(raw))  # its JSON has no infinity
+    return config_class.from_dict(fields | {"model_type": known})
 
 
 def _without_foreign(value: Any) -> Any:

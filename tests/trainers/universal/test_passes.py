@@ -1,4 +1,4 @@
-"""How sequences are packed, family by family: each must equal itself alone, whatever the choice."""
+"""Packing, family by family: each sequence must equal itself alone, whatever the choice."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cray_agents.trainers.models.universal.packed_attention import PACKED
-from cray_agents.trainers.models.universal.packing import (
+from cray_agents.trainers.models.universal.passes import (
     Packing,
     Passes,
     _difference,

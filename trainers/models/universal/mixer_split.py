@@ -1,8 +1,8 @@
-"""Segments: run a module that mixes tokens once for each of several packed sequences.
+"""Mixer split: run a module that mixes tokens once for each of several packed sequences.
 
 Recurrent and convolutional mixers of transformers carry their state from one packed sequence into
 the next. `split` lets a module see one sequence at a time, and puts its results together. Used by
-packing.py, which finds the modules that need it.
+passes.py, which finds the modules that need it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ import torch
 from cray_agents.trainers.models.universal.packed_attention import PackedMask
 
 
-class Segments:
+class MixerSplit:
     """The lengths of the packed sequences of the pass in progress. Empty: nothing is split."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Segments:
                 return whole(*args, **kwargs)
             return self._run(whole, args, kwargs)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
     def _run(self, whole: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tokens, results, start = sum(self.lengths), [], 0

@@ -1,7 +1,7 @@
-"""Packing: how a network of transformers computes several sequences at once, each as if alone.
+"""Passes: how a network of transformers computes several sequences at once, each as if alone.
 
     packed   one row of all sequences; attention within each (packed_attention.py), or transformers'
-             own with positions that begin anew; recurrent mixers once per sequence (segments.py)
+             own with positions that begin anew; recurrent mixers once per sequence (mixer_split.py)
     rows     a row for each sequence, filled up on the right to the longest
     alone    one sequence after the other
 
@@ -19,9 +19,8 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.universal.packed_attention import PACKED, packed, register
-from cray_agents.trainers.models.universal.segments import Segments, unsplit
+from cray_agents.trainers.models.universal.mixer_split import MixerSplit, unsplit
 
-Attention = Literal["cray_agents_packed", "sdpa", "eager"]
 Shape = Literal["packed", "rows", "alone"]
 LENGTHS = (13, 29, 22)  # of the sequences that the test packs
 LONGEST_WINDOW = 1024  # the test's second sequence is longer than windows up to this
@@ -44,7 +43,7 @@ class Packing:
     """
 
     shape: Shape
-    attention: Attention | None  # None: the network has an attention that cannot be chosen
+    attention: str | None  # None: the network has an attention that cannot be chosen
     split: tuple[str, ...] = ()
     difference: float = 0.0
     rejected: list[str] = field(default_factory=list)
@@ -66,7 +65,7 @@ class Passes:
 
     def __init__(self, network: Any) -> None:
         register()
-        self.network, self._segments = network, Segments()
+        self.network, self._mixers = network, MixerSplit()
         self._accepts = frozenset(inspect.signature(network.forward).parameters)
         self._usual = _attention_of(network)
         self.packing = Packing("alone", self._usual)
@@ -76,7 +75,7 @@ class Passes:
         for name in self.packing.split:
             unsplit(self.network.get_submodule(name))
         for name in packing.split:
-            self._segments.split(self.network.get_submodule(name))
+            self._mixers.split(self.network.get_submodule(name))
         self.packing = packing
         if packing.attention is not None and _attention_of(self.network) != packing.attention:
             self.network.set_attn_implementation(packing.attention)
@@ -98,7 +97,7 @@ class Passes:
             if positions is None:
                 positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
             own = self.packing.attention == PACKED
-            with packed(lengths), self._segments.of(lengths):
+            with packed(lengths), self._mixers.of(lengths):
                 # a mask of ones tells transformers that positions are no matter of its masks
                 mask = torch.ones_like(tokens)[None] if own else None
                 return self._call(tokens[None], positions[None], mask, rows)[0]
@@ -109,7 +108,7 @@ class Passes:
         """Return the logits of all tokens, computed in rows of no more tokens than there are."""
         sequences = torch.split(tokens, list(lengths))
         order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        found: dict[int, torch.Tensor] = {}
+        logits_of: dict[int, torch.Tensor] = {}
         while order:
             longest = lengths[order[0]]
             most = len(tokens) // longest if self.packing.shape == "rows" else 1
@@ -117,8 +116,8 @@ class Passes:
             row = torch.nn.utils.rnn.pad_sequence([sequences[i] for i in batch], batch_first=True)
             places = torch.arange(longest, device=tokens.device).expand(len(batch), -1)
             logits = self._call(row, places, None, None)
-            found |= {i: logits[n, : lengths[i]] for n, i in enumerate(batch)}
-        return torch.cat([found[i] for i in range(len(lengths))])
+            logits_of |= {i: logits[n, : lengths[i]] for n, i in enumerate(batch)}
+        return torch.cat([logits_of[i] for i in range(len(lengths))])
 
     def _call(
         self,
@@ -149,7 +148,7 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
     Raises BadInput if not even a sequence alone gives finite logits.
     """
     passes = Passes(network)
-    tokens, others, lengths = _sequences(network.config, vocabulary)
+    tokens, changed, lengths = _sequences(network.config, vocabulary)
     alone = _usable(passes, ["eager", "sdpa"], "alone")
     if alone is None:
         raise BadInput(f"transformers cannot compute its {type(network).__name__} here")
@@ -164,7 +163,7 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
     for attention in ("sdpa", "eager", alone.attention):
         padded = _usable(passes, [attention], "rows")
         if padded is not None:
-            noise = _difference(passes, tokens, others, lengths, truth) / scale
+            noise = _difference(passes, tokens, changed, lengths, truth) / scale
             if noise < LEAK:
                 limit = max(limit, NOISE * noise)
                 padded = Packing("rows", padded.attention, (), noise)
@@ -179,7 +178,7 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
         candidate = Packing("packed", attention or passes._usual, mixers)
         try:
             passes.use(candidate)
-            difference = _difference(passes, tokens, others, lengths, truth) / scale
+            difference = _difference(passes, tokens, changed, lengths, truth) / scale
         except (BadInput, *_REFUSALS) as error:
             rejected.append(f"{candidate.text}: {type(error).__name__}: {str(error)[:100]}")
             continue
@@ -200,10 +199,10 @@ def _sequences(config: Any, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor
     lengths[1] = max([LENGTHS[1], *(size + 5 for size in sizes)])
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (sum(lengths),), generator=random)
-    others = tokens.clone()
+    changed = tokens.clone()
     second = slice(lengths[0], lengths[0] + lengths[1])
-    others[second] = torch.randint(vocabulary, (lengths[1],), generator=random)
-    return tokens, others, lengths
+    changed[second] = torch.randint(vocabulary, (lengths[1],), generator=random)
+    return tokens, changed, lengths
 
 
 def _usable(passes: Passes, attentions: Sequence[Any], shape: Shape) -> Packing | None:
@@ -222,15 +221,15 @@ def _usable(passes: Passes, attentions: Sequence[Any], shape: Shape) -> Packing 
 def _difference(
     passes: Passes,
     tokens: torch.Tensor,
-    others: torch.Tensor,
+    changed: torch.Tensor,
     lengths: Sequence[int],
     truth: torch.Tensor,
 ) -> float:
     """Return the largest difference to each sequence alone, or that a neighbour's change makes."""
     together = passes.logits(tokens, lengths)
-    changed = passes.logits(others, lengths)
+    neighbours = passes.logits(changed, lengths)
     second = slice(lengths[0], lengths[0] + lengths[1])
-    moved = (changed - together).abs()
+    moved = (neighbours - together).abs()
     moved[second] = 0
     return float(torch.maximum((together - truth).abs(), moved).nan_to_num(torch.inf).max())
 
@@ -240,7 +239,7 @@ def _mixers(passes: Passes, tokens: torch.Tensor, lengths: Sequence[int]) -> tup
     seen: dict[tuple[type, str], Any] = {}
     places: dict[tuple[type, str], list[str]] = {}
     hooks = []
-    for name, kind, module in _parts(passes.network):
+    for name, kind, module in _layer_modules(passes.network):
         places.setdefault(kind, []).append(name)
 
         def note(module: Any, args: Any, kwargs: Any, kind: Any = kind) -> None:
@@ -254,7 +253,8 @@ def _mixers(passes: Passes, tokens: torch.Tensor, lengths: Sequence[int]) -> tup
     for hook in hooks:
         hook.remove()
     with packed(lengths):
-        leaks = [kind for kind, call in seen.items() if _leaks(*call, lengths)]
+        leaks = [kind for kind, (part, args, kwargs) in seen.items()
+                 if _leaks(part, args, kwargs, lengths)]  # fmt: skip
     return tuple(sorted(name for kind in leaks for name in places[kind]))
 
 
@@ -267,7 +267,7 @@ def _runs(passes: Passes, attention: Any, tokens: torch.Tensor, lengths: Sequenc
     return True
 
 
-def _parts(network: Any) -> Iterator[tuple[str, tuple[type, str], Any]]:
+def _layer_modules(network: Any) -> Iterator[tuple[str, tuple[type, str], Any]]:
     """Yield the name, kind and module of each part of the network's layers."""
     lists = [(n, m) for n, m in network.named_modules() if isinstance(m, torch.nn.ModuleList)]
     count = getattr(network.config, "num_hidden_layers", None)
@@ -306,8 +306,8 @@ def _leaks(module: Any, args: Any, kwargs: Any, lengths: Sequence[int]) -> bool:
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
-    found = value[0] if isinstance(value, tuple) else value
-    return found if isinstance(found, torch.Tensor) else None
+    first = value[0] if isinstance(value, tuple) else value
+    return first if isinstance(first, torch.Tensor) else None
 
 
 def untrained(network: Any, loss: Callable[[], torch.Tensor]) -> tuple[list[str], list[str]]:
