@@ -18,7 +18,7 @@ from cray_agents.trainers.planning.arithmetic import (
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 GIB = 2**30
-UNFUSED = 2  # times as much is kept by transformers' modules, from above: they fuse few operations
+UNFUSED = 3  # times as much is kept by transformers' modules, from above: they fuse little
 Recompute = Literal["none", "selective", "full"]  # as in JobSpec
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
+from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.universal.passes import (
     LENGTHS,
     Packing,
@@ -22,7 +23,6 @@ from cray_agents.trainers.models.universal.passes import (
     choose_packing,
     untrained,
 )
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.training_jobs import Hyperparameters
 
 _ENTROPY_NUMBERS = 1 << 24  # probabilities at a time

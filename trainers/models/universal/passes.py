@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.models.universal.packed_attention import PACKED, packed, register
 from cray_agents.trainers.models.universal.mixer_split import MixerSplit, unsplit
+from cray_agents.trainers.models.universal.packed_attention import PACKED, packed, register
 
 Shape = Literal["packed", "rows", "alone"]
 LENGTHS = (13, 29, 22)  # of the sequences that the test packs
