@@ -231,7 +231,8 @@ def _difference(
     second = slice(lengths[0], lengths[0] + lengths[1])
     moved = (neighbours - together).abs()
     moved[second] = 0
-    return float(torch.maximum((together - truth).abs(), moved).nan_to_num(torch.inf).max())
+    worst = torch.maximum((together - truth).abs(), moved).detach()
+    return float(worst.nan_to_num(torch.inf).max())
 
 
 def _mixers(passes: Passes, tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[str, ...]:
