@@ -8,7 +8,7 @@ only decide how the job is run stay out of the id. Read next: `trainers/job.py`.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
@@ -38,6 +38,7 @@ def check_recompute(text: str) -> str:
 
 
 Recompute = Annotated[str, AfterValidator(check_recompute)]
+Way = Literal["native", "universal"]
 
 
 class Lora(StrictRecord):
@@ -138,6 +139,10 @@ class Hyperparameters(StrictRecord):
 
     `fp8` multiplies matrices in eight bits, with Transformer Engine's scaling of that name, and
     keeps weights and sums as `dtype` `bfloat16` has them. Other layers refuse it.
+
+    `way` `native` trains Megatron's layers, in every layout, for the kinds of model that have them.
+    `universal` trains transformers' own module, for every causal language model that it has, with
+    data parallelism alone. None: native for the kinds that have native layers, else universal.
     """
 
     steps: int = Field(gt=0)
@@ -159,9 +164,20 @@ class Hyperparameters(StrictRecord):
     dtype: Dtype = "float32"
     fp8: Fp8 | None = None
     init: Literal["parent", "random"] = "parent"
+    way: Way | None = None
     lora: Lora | None = None
     preference: Preference = Field(default_factory=Preference)
     policy: Policy = Field(default_factory=Policy)
+
+    @field_validator("way", mode="before")
+    @classmethod
+    def _refuse_bridge(cls, way: Any) -> Any:
+        if way == "bridge":
+            raise ValueError(
+                "training by Megatron-Bridge is not built in yet: leave way out, or ask for"
+                " 'universal', which trains the same models with data parallelism alone"
+            )
+        return way
 
 
 def as_hyperparameters(given: Any) -> Hyperparameters:
@@ -312,6 +328,8 @@ class JobSpec(StrictRecord):
             del decisive["hyperparameters"]["policy"]["dual_clip"]
         if self.hyperparameters.fp8 is None:  # likewise
             del decisive["hyperparameters"]["fp8"]
+        if self.hyperparameters.way is None:  # likewise
+            del decisive["hyperparameters"]["way"]
         return f"job-{digest(decisive)}"
 
 

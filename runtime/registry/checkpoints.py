@@ -31,7 +31,7 @@ from cray_agents.records import Manifest, Record, digest
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.disk.durable import OLD, remove
 from cray_agents.runtime.registry import model_files
-from cray_agents.runtime.registry.model_config import TIED, is_tied, read_config
+from cray_agents.runtime.registry.model_config import KINDS, TIED, is_tied, read_config
 from cray_agents.runtime.registry.model_files import CONFIG, WEIGHTS
 
 MANIFEST = "manifest.json"
@@ -84,20 +84,25 @@ def _is_setting(name: str) -> bool:
 def max_tokens(config: dict[str, Any]) -> int:
     """Return the longest sequence to train a model on, by its config.json. Raises BadInput.
 
-    It is within the positions, the sliding window, and the length up to which RoPE's frequencies
-    are constant. longrope changes them beyond the original length, dynamic beyond the positions.
+    It is within the positions, the sliding window of a kind with native layers, and the length up
+    to which RoPE's frequencies are constant. longrope changes them beyond the original length,
+    dynamic beyond the positions. Of a model with a `text_config`, that decides.
     """
+    native, text = config.get("model_type") in KINDS, config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
         message = "the model's config.json has no max_position_embeddings: it cannot be trained"
         raise BadInput(message, param="model")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    original = None
-    if rope.get("rope_type", rope.get("type")) == "longrope":
-        name = "original_max_position_embeddings"
-        original = config.get(name) or rope.get(name)
-    return min(positions, window or positions, original or positions)
+    limits = [window] if native else []
+    for one in (rope, *rope.values()):  # some have one for each type of layer
+        if isinstance(one, dict) and one.get("rope_type", one.get("type")) == "longrope":
+            name = "original_max_position_embeddings"
+            limits.append(config.get(name) or one.get(name))
+    most: int = min([positions, *filter(None, limits)])
+    return most
 
 
 class Pruned(Record):

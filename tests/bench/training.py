@@ -26,7 +26,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Way
 from tests.bench.rounds import ROUNDS, Measure, row, side_by_side
 
 VOCAB, TOKENS, BATCH = 4096, 256, 8  # the vocabulary; of a sequence, in the mean; sequences a step
@@ -45,6 +45,17 @@ async def main(home: Path) -> None:
         with Side(f"trainer-{shape}", home) as ours, Side(f"transformers-{shape}", home) as theirs:
             sides = {"trainer, packed": ours.speed, "transformers, padded": theirs.speed}
             await side_by_side(f"the same, {lengths} tokens a sequence", "tokens/s", sides)
+    with (
+        Side("universal-chats", home) as ours,
+        Side("trainer-chats", home) as native,
+        Side("transformers-chats", home) as theirs,
+    ):
+        sides = {
+            "way=universal, packed": ours.speed,
+            "native, packed": native.speed,
+            "transformers, padded": theirs.speed,
+        }
+        await side_by_side("the same, chats, both ways", "tokens/s", sides)
     with Side("trainer-two", home) as ours, Side("trainer", home) as theirs:
         sides = {"two data ranks": ours.speed, "one": theirs.speed}
         await side_by_side("the same, equal", "tokens/s", sides)
@@ -69,7 +80,9 @@ def write_model(folder: Path) -> int:
         tie_word_embeddings=True,
     )
     config.save_pretrained(folder)
-    return int(AutoModelForCausalLM.from_config(config).num_parameters())
+    network = AutoModelForCausalLM.from_config(config)
+    network.save_pretrained(folder)
+    return int(network.num_parameters())
 
 
 def sequences(shape: str) -> list[list[int]]:
@@ -135,19 +148,26 @@ def serve(
         timed(STEPS)
 
 
-def trainer(home: Path, ranks: int, shape: str) -> None:
+def trainer(home: Path, ranks: int, shape: str, way: Way = "native") -> None:
     """Our side: ranks forked as a job forks them."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.cpu_megatron import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
-    work = partial(trainer_rank, home / "model", Layout(data=ranks), shape, os.dup(1))
+    work = partial(trainer_rank, home / "model", Layout(data=ranks), shape, way, os.dup(1))
     run_ranks(find_placement(ranks, "bench"), home / "logs", work)
 
 
 def trainer_rank(
-    parent: Path, layout: Layout, shape: str, out: int, rank: int, store: Any, stop: Any
+    parent: Path,
+    layout: Layout,
+    shape: str,
+    way: Way,
+    out: int,
+    rank: int,
+    store: Any,
+    stop: Any,
 ) -> int:
     """One of them."""
     import torch
@@ -160,7 +180,8 @@ def trainer_rank(
 
     torch.set_num_threads(1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    training = Training(read_architecture(parent), layout, HYPER, parent, on_cpu=True)
+    hyper = HYPER if way == "native" else HYPER.model_copy(update={"init": "parent"})
+    training = Training(read_architecture(parent, way), layout, hyper, parent, on_cpu=True)
     known = BaselineLogprobs(Samples.of(sequences(shape)))
     serve(lambda: training.step(known).tokens, out, broadcast_from_rank0)
     return 0
@@ -244,6 +265,7 @@ def write_job(home: Home, parent: Path) -> JobJournal:
 SIDES: dict[str, Callable[[Path], None]] = {
     "trainer": partial(trainer, ranks=1, shape="equal"),
     "trainer-two": partial(trainer, ranks=2, shape="equal"),
+    "universal-chats": partial(trainer, ranks=1, shape="chats", way="universal"),
     "transformers": partial(transformers, shape="equal"),
     **{
         f"trainer-{shape}": partial(trainer, ranks=1, shape=shape) for shape in ("uniform", "chats")

@@ -267,8 +267,8 @@ def test_ranks_without_gpus_share_the_batch(home: Home, tmp_path: Path) -> None:
 def test_nothing_is_started_that_no_layout_can_be_chosen_for(home: Home, llama70: Path) -> None:
     scheduler = WaitingScheduler()
     trainer = MegatronTrainer(home, scheduler, Resources(8, 1, Gpus("H100", 79, 8)))
-    (llama70 / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(BadInput, match="cannot train a 'gpt2' model"):
+    (llama70 / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(BadInput, match="cannot train a 'unheard_of' model"):
         trainer.submit(open_spec(llama70))
     (llama70 / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(NotFound, match="no dataset"):

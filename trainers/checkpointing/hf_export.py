@@ -11,7 +11,6 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,8 @@ from cray_agents.trainers.checkpointing.delta_export import LARGEST_SHARE, Delta
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
 from cray_agents.trainers.data.samples import Samples
-from cray_agents.trainers.models.tensors import tensor_shapes
-from cray_agents.trainers.models.weights import (
-    SHARE_BYTES,
-    export_tensors,
-    plan_export,
-    round_weights,
-    weight_source,
-)
+from cray_agents.trainers.models.ways import config_of, first_source, plan_files, round_chunks
+from cray_agents.trainers.models.weights import SHARE_BYTES
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,
@@ -109,14 +102,11 @@ def export(
     more than half the space of the full files, which are then written instead.
     """
     chunks, model = training.chunks, training.model
-    source = weight_source(training.parent, model, training.hyper)
-    round_weights(chunks, model, source)
-    shapes = tensor_shapes(model)
-    dtypes = {name: source.dtype(name) for name in shapes}
-    sizes = {n: prod(shapes[n]) * dtypes[n].itemsize for n in in_file_order(dtypes)}
-    plan = plan_export(chunks, model, sizes, share)
-    mine = in_file_order({n: dtypes[n] for one in plan if one.mine for n in one.origin.names})
-    each = [json.loads(names) for names in gather_from_ranks(json.dumps(mine).encode())]
+    source = first_source(training.parent, model, training.hyper)
+    round_chunks(chunks, model, source)
+    plan = plan_files(chunks, model, source, in_file_order, share)
+    shapes, dtypes, sizes = plan.shapes, plan.dtypes, plan.sizes
+    each = [json.loads(names) for names in gather_from_ranks(json.dumps(plan.mine).encode())]
     groups = [cut(names, sizes, file_bytes) for names in each]
     files = name_files(list(chain.from_iterable(groups)))
     rank = torch.distributed.get_rank()
@@ -126,7 +116,7 @@ def export(
     packed: dict[str, str] = {}
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        exported = export_tensors(plan, model)
+        exported = plan.tensors()
         return exported if training.sender is None else training.sender.keep(exported, dtypes)
 
     if changes:
@@ -173,16 +163,24 @@ def _write_changes(
     return hashes, {name: file.packed_sha256 for name, file in opened.items()}, size
 
 
-def copy_settings(parent: Path, folder: Path, *, tied: bool) -> None:
-    """Copy config, tokenizer and chat template; correct the config's word on tied embeddings."""
+def copy_settings(
+    parent: Path, folder: Path, *, tied: bool, config: dict[str, Any] | None = None
+) -> None:
+    """Copy config, tokenizer and chat template; correct the config's word on tied embeddings.
+
+    `config` takes the place of the parent's, if it is given.
+    """
     parent = parent.resolve()
     for name in model_files.names_in(parent, _COPIED):
         if name not in _OURS:
             with model_files.open_file(parent, name) as old, (folder / name).open("wb") as new:
                 shutil.copyfileobj(old, new)
-    config = read_config(parent)
-    if bool(config.get(TIED)) != tied:
-        durable.write_file(folder / CONFIG, json.dumps({**config, TIED: tied}, indent=2).encode())
+    own = read_config(parent)
+    content = own if config is None else config
+    if bool(content.get(TIED)) != tied:
+        content = {**content, TIED: tied}
+    if content != own:
+        durable.write_file(folder / CONFIG, json.dumps(content, indent=2).encode())
 
 
 def cut(names: Sequence[str], sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -237,12 +235,15 @@ def publish(
         write_adapter(training.chunks, training.model, lora, spec.parent, adapter)
         training.fold_adapters()
     ours = training.parent.resolve().parent == final.parent.resolve()
-    changes = spec.changes_only and ours and training.hyper.init != "random"
+    config = config_of(training.parent, training.model)
+    # a parent that was dequantised has no such tensors
+    same = training.hyper.init != "random" and config == read_config(training.parent)
+    changes = spec.changes_only and ours and same
     hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes)
     scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
     def finish() -> str:
-        copy_settings(training.parent, draft, tied=training.model.tied)
+        copy_settings(training.parent, draft, tied=training.model.tied, config=config)
         files = hash_files(draft, hashes)
         files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
         parent, sha256 = training.parent.name, spec.parent_sha256

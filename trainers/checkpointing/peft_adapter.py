@@ -14,6 +14,7 @@ from safetensors.torch import load, save, save_file
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.lora import LoraLinear, adapters
+from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
 from cray_agents.trainers.models.weights import Origin, unpack
 from cray_agents.trainers.training.parallel_groups import gather_from_ranks, is_rank0
 from cray_agents.training_jobs import Lora
@@ -52,6 +53,11 @@ def peft_tensors(chunks: list[Any], model: Architecture) -> dict[str, torch.Tens
     """
     tensors = {}
     for chunk, name, adapter in adapters(chunks):
+        if isinstance(adapter, LinearAdapter):
+            stem = f"base_model.model.{adapter.place}"
+            tensors[f"{stem}.lora_A.weight"] = adapter.a.to("cpu", copy=True)
+            tensors[f"{stem}.lora_B.weight"] = adapter.b.to("cpu", copy=True)
+            continue
         origin = Origin(chunk, f"{name}.weight", model)
         a, bs = _whole(adapter, origin.how, model)
         for weight, b in zip(origin.names, bs, strict=True):

@@ -71,6 +71,13 @@ def local_ranges(training: Training) -> dict[torch.Tensor, list[TensorRange]]:
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
     }
     ranges: dict[torch.Tensor, list[TensorRange]] = {}
+    if training.model.way == "universal":  # every data rank has whole weights
+        for name, parameter in training.chunks[0].network.named_parameters():
+            if parameter.requires_grad:
+                shape = tuple(parameter.shape) or (1,)
+                whole = TensorSlice(name, shape, (0,) * len(shape), shape)
+                ranges[parameter] = [TensorRange(whole, 0, padded=False, copy=False)]
+        return ranges
     for chunk in training.chunks:
         for place in chunk.sharded_state_dict(metadata=metadata).values():
             parameter = getattr(place, "data", None)

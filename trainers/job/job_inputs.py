@@ -80,9 +80,9 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
 
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
-    model = read_parent(parent, hyper.init)
+    model = read_parent(parent, hyper.init, hyper.way)
     check_layout(model, spec.layout)
-    if hyper.lora is not None:
+    if hyper.lora is not None and model.way == "native":
         choose_targets(model, hyper.lora)
     if hyper.init == "random" and (sha256 := config_sha256(parent)) != spec.parent_sha256:
         message = other_weights(parent, sha256, spec.parent_sha256)
@@ -123,7 +123,7 @@ def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> 
     if spec.reference is None or spec.reference_sha256 is None:
         return None
     reference = home.root / spec.reference
-    other = read_parent(reference)
+    other = read_parent(reference, way=model.way)
     if replace(other, dtype=model.dtype, init_std=model.init_std) != model:
         raise BadInput(
             f"the reference {reference} is another kind of model than {parent}", param="reference"
@@ -178,10 +178,10 @@ def choose_start(
     """
     from cray_agents.trainers.checkpointing import resume
     from cray_agents.trainers.models.layer_choice import check_layers
-    from cray_agents.trainers.models.model import layers_of
+    from cray_agents.trainers.models.ways import choose_layers_of
 
     spec, hyper = work.spec, work.spec.hyperparameters
-    layers = layers_of(work.model, spec.layout, hyper.dtype, on_cpu)
+    layers = choose_layers_of(work.model, spec.layout, hyper.dtype, on_cpu)
     check_layers(layers, hyper, spec.recompute, mixture=bool(work.model.experts))
     resume.sweep(work.megatron)
     final = work.journal.home.checkpoint(work.spec.id)

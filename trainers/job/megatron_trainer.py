@@ -125,13 +125,14 @@ class MegatronTrainer:
 
     def _check(self, spec: JobSpec) -> None:
         """Raise BadInput or NotFound for a model that the job could never read."""
-        places = {"parent": (spec.parent, spec.hyperparameters.init)}
+        hyper = spec.hyperparameters
+        places = {"parent": (spec.parent, hyper.init)}
         for role, place in (("reference", spec.reference), ("teacher", spec.teacher)):
             if place is not None:
                 places[role] = (place, "parent")
         for param, (place, init) in places.items():
             try:
-                read_parent(self.home.root / place, init)
+                read_parent(self.home.root / place, init, hyper.way)
             except (BadInput, NotFound) as error:
                 raise type(error)(str(error), param=param) from error
         if self.turns and spec.commands is not None and spec.session is None:

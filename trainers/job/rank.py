@@ -169,6 +169,15 @@ def execute(
     `training` holds the parent's weights, and with `optimizer_in_memory` the moments that
     `spec.optimizer_from` left. `restored`, `leave`: see command_run.py.
     """
+    if training.packing is not None and is_rank0():
+        packing = training.packing
+        work.journal.event(
+            "packing",
+            how=packing.text,
+            difference=packing.difference,
+            split=list(packing.split),
+            rejected=packing.rejected,
+        )
     if work.spec.commands is not None:
         return run_commands(training, work, leave, restored)
     spec, home = work.spec, work.journal.home

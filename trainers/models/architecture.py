@@ -1,7 +1,8 @@
 """Architecture: the few numbers of a Hugging Face `config.json` that training needs.
 
-The config is read before Megatron is imported, so that an unsupported model is refused at once.
-Read next: tensors.py, which checks the weights; model.py, which builds the Megatron model.
+The config is read before Megatron is imported, so that an unsupported model is refused at once. A
+kind without native layers is trained the universal way, by transformers' own module. Read next:
+tensors.py, which checks the weights; model.py, which builds the Megatron model; universal/.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.registry.checkpoints import max_tokens
 from cray_agents.runtime.registry.model_config import KINDS, MIXTURES, TIED, read_config
 from cray_agents.trainers.models.rope import Rope, check_rope, read_rope
+from cray_agents.trainers.models.universal.model_sizes import read_sizes
+from cray_agents.training_jobs import Way
 
 SUPPORTED = KINDS
 _REQUIRED = (
@@ -32,7 +35,11 @@ _QWEN3_HEAD = 128  # transformers' default for a qwen3 config without head_dim
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and SwiGLU."""
+    """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and SwiGLU.
+
+    Of a model that is trained the universal way only kind, vocabulary, limit of tokens and number
+    of weights are exact. The other numbers are what its config has of them, for estimates.
+    """
 
     kind: str
     layers: int
@@ -52,6 +59,10 @@ class Architecture:
     norm_topk: bool = True  # the chosen experts' weights sum to 1
     init_std: float = 0.02  # of matrices, if the model starts at random
     dtype: str = "float32"  # stored type, if the model starts at random
+    way: Way = "native"
+    network: str = ""  # universal: the class in transformers
+    counted: tuple[int, int] = (0, 0)  # universal: all weights, and those of experts
+    config: str = ""  # universal: a hash of what decides the network
 
     @property
     def qkv_bias(self) -> bool:
@@ -64,13 +75,20 @@ class Architecture:
         return self.kind.startswith("qwen3")
 
 
-def read_architecture(checkpoint: Path) -> Architecture:
-    """Read a checkpoint directory's config. Raises NotFound, or BadInput naming the obstacle."""
+def read_architecture(checkpoint: Path, way: Way | None = None) -> Architecture:
+    """Read a checkpoint directory's config. Raises NotFound, or BadInput naming the obstacle.
+
+    `way` None: native for the kinds that have native layers, else universal.
+    """
     config = read_config(checkpoint)
     kind = config.get("model_type", "")
+    if way == "universal" or (way is None and kind not in SUPPORTED):
+        return _of_transformers(config, checkpoint)
     if kind not in SUPPORTED:
         raise BadInput(
-            f"cannot train a {kind!r} model ({checkpoint}); supported: {', '.join(SUPPORTED)}"
+            f"cannot train a {kind!r} model ({checkpoint}) the native way, which has layers for:"
+            f" {', '.join(SUPPORTED)}. Leave way out, or ask for way=universal",
+            param="way",
         )
     required = _REQUIRED + _REQUIRED_OF_MIXTURES.get(kind, ())
     missing = [name for name in required if config.get(name) is None]
@@ -106,6 +124,31 @@ def read_architecture(checkpoint: Path) -> Architecture:
     )
 
 
+def _of_transformers(config: dict[str, Any], checkpoint: Path) -> Architecture:
+    sizes = read_sizes(checkpoint, config)
+    return Architecture(
+        kind=config.get("model_type", ""),
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        ffn=sizes.ffn,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_size=sizes.head_size,
+        vocab=sizes.vocab,
+        max_tokens=max_tokens({"max_position_embeddings": 1 << 31, **sizes.limits}),
+        norm_eps=0.0,
+        tied=bool(config.get(TIED)),
+        rope=Rope({"rope_type": "default"}, 1),
+        experts=sizes.experts or None,
+        experts_per_token=sizes.experts_per_token,
+        expert_ffn=sizes.expert_ffn,
+        way="universal",
+        network=sizes.network,
+        counted=sizes.counted,
+        config=sizes.digest,
+    )
+
+
 def _refuse_variants(config: dict[str, Any], checkpoint: Path) -> None:
     """Raise BadInput for options that the Megatron model would silently ignore."""
     expected = {
@@ -121,5 +164,6 @@ def _refuse_variants(config: dict[str, Any], checkpoint: Path) -> None:
         if actual not in (None, value):
             raise BadInput(
                 f"cannot train {checkpoint}: its config has {name}={actual!r}, and only {value!r}"
-                " is supported"
+                " is supported by the native layers; way=universal trains transformers' own, with"
+                " data parallelism alone"
             )

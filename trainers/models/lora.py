@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 from cray_agents.errors import BadInput
 from cray_agents.records import digest
 from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
 from cray_agents.training_jobs import Lora
 
 Target = Literal["qkv", "proj", "fc1", "fc2"]
@@ -191,15 +192,15 @@ def add_lora(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> N
             chunk.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
 
 
-def adapters(chunks: list[Any]) -> Iterator[tuple[Any, str, LoraLinear]]:
+def adapters(chunks: list[Any]) -> Iterator[tuple[Any, str, LoraLinear | LinearAdapter]]:
     """Yield (chunk, name, adapter) of every adapted linear of this rank, in the model's order."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
-            if isinstance(module, LoraLinear):
+            if isinstance(module, LoraLinear | LinearAdapter):
                 yield chunk, name, module
 
 
-Folded = list[tuple[Any, str, LoraLinear]]  # (owner, attribute, adapter)
+Folded = list[tuple[Any, str, LoraLinear | LinearAdapter]]  # (owner, attribute, adapter)
 
 
 @torch.no_grad()

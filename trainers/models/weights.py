@@ -272,6 +272,21 @@ class ExportedParameter:
         return self.origin.ranks()[0] == self.writer
 
 
+@dataclass(frozen=True)
+class FilePlan:
+    """The tensors of a checkpoint, and this rank's share of them.
+
+    `sizes`: bytes by name, in the order of writing. `mine` are the names that this rank writes,
+    `tensors` yields them nearly in that order; all ranks must iterate together, to the end.
+    """
+
+    dtypes: dict[str, torch.dtype]
+    shapes: dict[str, tuple[int, ...]]
+    sizes: dict[str, int]
+    mine: list[str]
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
 SHARE_BYTES = 256 << 20  # at least, before another rank writes too
 
 
@@ -307,15 +322,22 @@ def _divide(
     origin = parameters[0][2]
     replica, replicas = origin.replicas()
     size_of = [sum(sizes[name] for name in one.names) for _, _, one in parameters]
-    writers = min(replicas * origin.ranks()[1], max(1, -(-sum(size_of) // share)))
-    loads = [(0, writer) for writer in range(writers)]
-    plan = []
-    for number in sorted(range(len(parameters)), key=lambda n: (-size_of[n], n)):
-        load, writer = loads[0]
-        heapq.heapreplace(loads, (load + size_of[number], writer))
-        if writer % replicas == replica:
-            plan.append(ExportedParameter(*parameters[number], writer // replicas))
-    return plan
+    writers = choose_writers(size_of, replicas * origin.ranks()[1], share)
+    return [
+        ExportedParameter(*one, writer // replicas)
+        for one, writer in zip(parameters, writers, strict=True)
+        if writer % replicas == replica
+    ]
+
+
+def choose_writers(sizes: Sequence[int], holders: int, share: int) -> list[int]:
+    """Return each part's writer, of so many holders; see `plan_export`. `sizes` are in bytes."""
+    loads = [(0, writer) for writer in range(min(holders, max(1, -(-sum(sizes) // share))))]
+    chosen = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        load, chosen[number] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[number], chosen[number]))
+    return chosen
 
 
 @torch.no_grad()

@@ -28,8 +28,12 @@ class Parameters:
 
 
 def count_weights(model: Architecture) -> Parameters:
-    """Count the weights of a model."""
+    """Count the weights of a model. All but experts count as `mlp` if transformers built it."""
     table = model.vocab * model.hidden
+    if model.way == "universal":
+        weights, experts = model.counted
+        rest = max(0, weights - experts - table)
+        return Parameters(weights - experts - rest, 0, rest, experts, 0, 0)
     return Parameters(
         embedding=table,
         attention=model.layers * attention_weights(model),

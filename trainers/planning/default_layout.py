@@ -46,12 +46,13 @@ def _on_cpus(spec: JobSpec, ranks: int) -> tuple[Layout, list[str]]:
 def _on_gpus(
     spec: JobSpec, home: Home, resources: Resources, gpus: Gpus
 ) -> tuple[JobSpec, list[str]]:
+    hyper = spec.hyperparameters
     choice = choose_layout(
-        read_parent(home.root / spec.parent, spec.hyperparameters.init),
+        read_parent(home.root / spec.parent, hyper.init, hyper.way),
         resources.ranks,
         memory_gib_per_rank=gpus.gib,
         ranks_per_node=resources.ranks_per_node,
-        hyper=spec.hyperparameters,
+        hyper=hyper,
         sequence_length=usual_length(spec, home),
         recompute=spec.recompute if "recompute" in spec.model_fields_set else None,
     )

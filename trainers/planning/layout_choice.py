@@ -60,8 +60,8 @@ def choose_layout(
     `sequence_length`: tokens of a usual sequence. `recompute` None lets the choice decide. `gpu`
     for its speed and links; None: an H100.
     """
-    feed = "moe" if model.experts else "mlp"
-    ways = ["none", feed, "full"] if recompute is None else [recompute]
+    feed = [] if model.way == "universal" else ["moe" if model.experts else "mlp"]
+    ways = ["none", *feed, "full"] if recompute is None else [recompute]
     ranking = rank_layouts(
         model,
         ranks,

@@ -60,7 +60,7 @@ def _check_ranks(spec: JobSpec, host: HostResources, resources: Resources) -> No
 
 def _check_gpu_memory(spec: JobSpec, home: Home, gpus: Gpus) -> None:
     need = estimate_memory(
-        read_architecture(home.root / spec.parent),
+        read_architecture(home.root / spec.parent, spec.hyperparameters.way),
         spec.layout,
         spec.hyperparameters,
         sequence_length=usual_length(spec, home),
@@ -85,7 +85,7 @@ def _check_host_memory(spec: JobSpec, home: Home, host: HostResources) -> None:
     tokens = max(1, ceil(hyper.batch_size / spec.layout.data) * length)
     usual = min(hyper.max_tokens_per_microbatch, tokens)
     each = estimate_memory(
-        read_architecture(home.root / spec.parent),
+        read_architecture(home.root / spec.parent, spec.hyperparameters.way),
         spec.layout,
         hyper.model_copy(update={"max_tokens_per_microbatch": usual}),
         sequence_length=length,

@@ -9,7 +9,7 @@ from itertools import product
 from math import log2
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.training_jobs import Layout
 
 PROPOSED = 6  # layouts that an error names at most
@@ -28,6 +28,8 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
         layout.interleave,
         layout.expert,
     )
+    if model.way == "universal":
+        return _why_not_data_alone(model, layout)
     for name, size in _split_by_tensor(model):
         if size % tensor:
             return f"tensor={tensor} does not divide its {size} {name}"
@@ -68,6 +70,19 @@ def _why_not_so_many_optimizers(model: Architecture, layout: Layout) -> str | No
                 f" ranks {of}that share an optimizer"
             )
     return None
+
+
+def _why_not_data_alone(model: Architecture, layout: Layout) -> str | None:
+    """Return why a model that is trained the universal way does not support a layout."""
+    named = layout.model_dump(exclude_defaults=True, exclude={"data"})
+    if not named:
+        return None
+    native = "; way=native splits it" if model.kind in SUPPORTED else ""
+    fields = ", ".join(f"{name}={value}" for name, value in named.items())
+    return (
+        f"{fields}, but transformers' own module is trained whole on each rank (way=universal):"
+        f" only data parallelism divides its work{native}"
+    )
 
 
 def _split_by_tensor(model: Architecture) -> list[tuple[str, int]]:

@@ -18,6 +18,7 @@ from cray_agents.training_jobs import Hyperparameters, Layout
 
 GIB = 2**30
 MOST_LOGITS = 1 << 28  # of a rank at a time, on GPUs: 1 GiB in float32 (models/head.py)
+UNFUSED = 3  # times as much is kept by transformers' modules, from above: they fuse little
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ def in_flight(layout: Layout, count: int, stage: int = 0) -> float:
 
 def weight_share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
     """Return the weights of a rank in a pipeline stage, with the vocabulary padded."""
+    if model.way == "universal":
+        weights, experts = model.counted
+        return WeightShare(weights - experts, experts)
     layers, tensor = layout.stage_layers(model.layers)[stage], layout.tensor
     whole = 2 * model.hidden + (2 * model.head_size if model.qk_norm else 0)  # norms
     split = attention_weights(model) - (2 * model.head_size if model.qk_norm else 0)
@@ -208,4 +212,5 @@ def layer_activations(
     around = 2 * hidden * size / split  # the norms' inputs, and their outputs
     if "layernorm" not in modules:
         around += 2 * hidden * of_linear / split
-    return around + attention / layout.tensor + feed + routing
+    kept = around + attention / layout.tensor + feed + routing
+    return UNFUSED * kept if model.way == "universal" else kept

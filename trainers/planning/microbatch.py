@@ -37,7 +37,7 @@ def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> J
         if (home.job(one.id) / "spec.json").exists():
             return one
     try:
-        model = read_architecture(home.root / spec.parent)
+        model = read_architecture(home.root / spec.parent, hyper.way)
         length = usual_length(spec, home)
     except (BadInput, NotFound):
         return spec

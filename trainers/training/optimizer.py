@@ -26,6 +26,10 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
 
     config = get_model_config(chunks[0])
     overlap = overlap and layout.data * layout.context > 1
+    # a gradient that never comes would be waited for
+    overlap = overlap and all(getattr(chunk, "always_reached", True) for chunk in chunks)
+    # the universal way's networks have their types already, and keep some numbers in float32
+    convert = hyper.dtype == "bfloat16" and not hasattr(chunks[0], "network")
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -38,7 +42,7 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
         DistributedDataParallel(
             config,
             ddp,
-            Float16Module(config, chunk) if hyper.dtype == "bfloat16" else chunk,
+            Float16Module(config, chunk) if convert else chunk,
             disable_bucketing=number > 0,
         )
         for number, chunk in enumerate(chunks)

@@ -29,19 +29,20 @@ from cray_agents.trainers.models.attention import send
 from cray_agents.trainers.models.lora import (
     Folded,
     adapters,
-    add_lora,
     fold_adapters,
     unfold_adapters,
 )
-from cray_agents.trainers.models.model import build_model
-from cray_agents.trainers.models.weights import (
-    SafeTensors,
-    Source,
-    load_weights,
-    weight_source,
+from cray_agents.trainers.models.universal.passes import Packing
+from cray_agents.trainers.models.ways import (
+    AnySource,
+    adapt_chunks,
+    build_chunks,
+    fill_chunks,
+    first_source,
+    source_of,
 )
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
-from cray_agents.trainers.training.parallel_groups import Ranks
+from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
 from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
@@ -106,7 +107,7 @@ class Training:
         recompute: str = "none",
         overlap: bool | None = None,
         asked_to_stop: Callable[[], bool] = _never,
-        source: Source | None = None,
+        source: AnySource | None = None,
         loaded: bool = True,
     ) -> None:
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
@@ -114,18 +115,24 @@ class Training:
         self.recompute = recompute
         self.ranks = Ranks(layout, on_cpu, fp8=hyper.fp8 is not None)
         self.done = 0  # steps
-        self.chunks = build_model(model, layout, hyper, on_cpu, recompute)
         self.saved: Path | None = None
-        if loaded:
-            load_weights(self.chunks, model, source or weight_source(parent, model, hyper))
+        source = source or first_source(parent, model, hyper)
+        self.chunks = build_chunks(
+            model, layout, hyper, on_cpu, recompute, source, broadcast_from_rank0, loaded=loaded
+        )
         if hyper.lora is not None:
-            add_lora(self.chunks, model, hyper.lora, hyper.seed)
+            adapt_chunks(self.chunks, model, hyper.lora, hyper.seed)
         overlap = not on_cpu if overlap is None else overlap
         self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = _head_of(self.chunks)
         self._folded: Folded = []
         self.sender: Any = None  # a WeightSender, if published weights are sent to replicas
+
+    @property
+    def packing(self) -> Packing | None:
+        """The way to compute several sequences at once; None for the native way."""
+        return getattr(self.chunks[0], "packing", None)
 
     def fits(
         self, model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str
@@ -177,9 +184,11 @@ class Training:
 
     def take_weights(self, checkpoint: Path | None = None) -> None:
         """Load a checkpoint's weights; with None, the weights that the job starts from."""
-        first = weight_source(self.parent, self.model, self.hyper)
-        source = first if checkpoint is None else SafeTensors(checkpoint, tied=self.model.tied)
-        load_weights(self.chunks, self.model, source)
+        if checkpoint is None:
+            source = first_source(self.parent, self.model, self.hyper)
+        else:
+            source = source_of(checkpoint, self.model)
+        fill_chunks(self.chunks, self.model, source)
         self.start_from_weights()
 
     def start_from_weights(self) -> None:
@@ -192,8 +201,15 @@ class Training:
         """Build another model beside this one, on the same ranks, that can only `score`."""
         other = copy.copy(self)
         other.model, other.parent = model, checkpoint
-        other.chunks = build_model(model, self.layout, self.hyper, self.on_cpu)
-        load_weights(other.chunks, model, SafeTensors(checkpoint, tied=model.tied))
+        other.chunks = build_chunks(
+            model,
+            self.layout,
+            self.hyper,
+            self.on_cpu,
+            "none",
+            source_of(checkpoint, model),
+            broadcast_from_rank0,
+        )
         other.wrapped_chunks, other.head = other.chunks, _head_of(other.chunks)
         return other
 

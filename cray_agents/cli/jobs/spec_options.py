@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import StrictRecord
-from cray_agents.training_jobs import Hyperparameters, JobSpec
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Way
 
 HYPER = "hyperparameters"
 COMPARED = ("reference", "teacher")  # models that a job reads beside its parent
@@ -112,11 +112,11 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
         steps = steps_of_epochs(dataset, spec, 1.0 if epochs is None else epochs)
         spec = spec.model_copy(update={HYPER: spec.hyperparameters.model_copy(update=steps)})
     registry = Registry(home)
-    init = spec.hyperparameters.init
-    model = _trainable(_directory(registry, spec.parent), "parent", init)
+    init, way = spec.hyperparameters.init, spec.hyperparameters.way
+    model = _trainable(_directory(registry, spec.parent), "parent", init, way)
     compared = [role for role in COMPARED if getattr(spec, role) is not None]
     for role in compared:
-        _trainable(_directory(registry, getattr(spec, role)), role, "parent")
+        _trainable(_directory(registry, getattr(spec, role)), role, "parent", way)
     if "layout" in spec.model_fields_set:
         check_layout(model, spec.layout)
     places = _checkpoint(registry, spec, "parent", afresh=spec.hyperparameters.init == "random")
@@ -146,12 +146,12 @@ def _directory(registry: Any, model: str) -> Path:
     return materialize(registry.home, directory)
 
 
-def _trainable(directory: Path, param: str, init: str) -> Any:
+def _trainable(directory: Path, param: str, init: str, way: Way | None) -> Any:
     """Read the model in a directory, before its files are copied. Raises BadInput, NotFound."""
     from cray_agents.trainers.models.tensors import read_parent
 
     try:
-        return read_parent(directory, init)
+        return read_parent(directory, init, way)
     except (BadInput, NotFound) as error:
         raise type(error)(str(error), param=param) from error
 

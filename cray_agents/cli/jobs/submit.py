@@ -145,7 +145,7 @@ def _print_spec(spec: JobSpec) -> None:
     say(f"{hyper.steps} steps of {hyper.batch_size}, {rate}")
     if (
         "learning_rate" not in hyper.model_fields_set
-        and read_architecture(Path(spec.parent)).hidden >= WIDE
+        and read_architecture(Path(spec.parent), hyper.way).hidden >= WIDE
     ):
         say(f"warning: a learning rate of {hyper.learning_rate:g} suits models of a few million"
             " parameters; for this one --set learning_rate=1e-5 is usual, ten times that for LoRA,"

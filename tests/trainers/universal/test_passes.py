@@ -1,0 +1,103 @@
+"""Packing, family by family: each sequence must equal itself alone, whatever the choice."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cray_agents.trainers.models.universal.packed_attention import PACKED
+from cray_agents.trainers.models.universal.passes import (
+    Packing,
+    Passes,
+    _difference,
+    _sequences,
+    choose_packing,
+    untrained,
+)
+from tests.support.trainers.tiny_families import FAMILIES
+
+VOCAB = 500
+OWN = "packed: attention within each sequence"
+SPLIT = f"{OWN}, mixers once per sequence"
+#: what each family needs: nothing, its masks by layer, sinks, softcaps, chunks, mixers apart
+CHOICES = {
+    "llama": OWN,
+    "qwen3": OWN,
+    "qwen3_moe": OWN,
+    "gemma2": OWN,
+    "gemma3_text": OWN,
+    "gpt_oss": OWN,
+    "llama4_text": OWN,
+    "afmoe": OWN,
+    "deepseek_v3": OWN,
+    "qwen3_next": SPLIT,
+    "lfm2": SPLIT,
+    "falcon_h1": SPLIT,
+    "deepseek_v4": "rows padded on the right",
+}
+
+
+def network(family: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", CHOICES)
+def test_the_fastest_way_that_is_right_is_chosen(family: str) -> None:
+    packing = choose_packing(network(family), VOCAB)
+    assert packing.text == CHOICES[family], packing
+    assert packing.difference < 1e-4
+    assert bool(packing.rejected) == (packing.shape == "rows")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_mixers_that_run_over_all_sequences_are_noticed(family: str) -> None:
+    """A first sequence's state reaches the second: what the test is there to find."""
+    made = network(family)
+    passes = Passes(made)
+    passes.use(Packing("alone", "eager"))
+    tokens, others, lengths = _sequences(made.config, VOCAB)
+    truth = passes.logits(tokens, lengths)
+    passes.use(Packing("packed", PACKED))
+    leak = _difference(passes, tokens, others, lengths, truth) / float(truth.abs().max())
+    assert leak > 1e-3
+
+
+def test_gradients_are_those_of_the_sequences_alone() -> None:
+    made = network("gpt_oss")
+    tokens, _, lengths = _sequences(made.config, VOCAB)
+    passes, found = Passes(made), []
+    rows = torch.arange(0, len(tokens), 3)
+    for packing in (Packing("alone", "eager"), Packing("packed", PACKED), Packing("rows", "eager")):
+        passes.use(packing)
+        made.zero_grad()
+        logits = passes.logits(tokens, lengths, rows)
+        torch.nn.functional.cross_entropy(logits, tokens[rows]).backward()
+        found.append(torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None]))
+    for other in found[1:]:
+        assert (other - found[0]).abs().max() < 1e-4 * found[0].abs().max()
+
+
+def test_weights_that_no_batch_reaches_are_named_and_idle_experts_are_not() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+            self.indexer = torch.nn.Linear(2, 2)
+
+    made = Two()
+    never, sometimes = untrained(made, lambda: made.experts[1](torch.ones(1, 2)).sum())
+    assert never == ["indexer.weight", "indexer.bias"]
+    assert sometimes == [f"experts.{n}.{kind}" for n in (0, 2) for kind in ("weight", "bias")]

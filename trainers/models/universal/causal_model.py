@@ -1,0 +1,197 @@
+"""Causal model: a network of transformers in the form that a training step and Megatron expect.
+
+training/train_step.py builds it through models/ways.py. Megatron's data parallelism and optimizer
+take any module; they read `config` of it. Rank 0 alone tests the network's packing, with float32
+weights on the CPU, and tells the others. Read next: passes.py for them, parent_files.py for
+the weights.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
+
+from cray_agents.errors import BadInput
+from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
+from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.universal.passes import (
+    LENGTHS,
+    Packing,
+    Passes,
+    choose_packing,
+    untrained,
+)
+from cray_agents.training_jobs import Hyperparameters
+
+_ENTROPY_NUMBERS = 1 << 24  # probabilities at a time
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Agree = Callable[[Any], Any]  # rank 0's value, which JSON can hold, on every rank
+
+
+class LogitsHead:
+    """The loss of logits; its fields are those of Head (models/head.py)."""
+
+    def __init__(self, temperature: float) -> None:
+        self.rows: torch.Tensor | None = None
+        self.want_entropy = False
+        self.entropy: torch.Tensor | None = None
+        self.temperature = temperature
+
+    def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return -log p [n] of labels [n] under logits [n, vocabulary]."""
+        logits = logits.float()
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        self.entropy = _entropies(logits.detach()) if self.want_entropy else None
+        return F.cross_entropy(logits, labels, reduction="none")
+
+
+def _entropies(logits: torch.Tensor) -> torch.Tensor:
+    """Return entropies [n] of the distributions of logits [n, vocabulary]."""
+    size = max(1, _ENTROPY_NUMBERS // logits.shape[1])
+    entropies = (torch.special.entr(rows.softmax(-1)).sum(-1) for rows in torch.split(logits, size))
+    return torch.cat(list(entropies))
+
+
+class UniversalModel(torch.nn.Module):
+    """A network of transformers, called as Megatron's GPTModel is.
+
+    `packing` says how it computes several sequences. `always_reached`: every trained parameter gets
+    a gradient from each batch, so that gradients may travel during the backward pass. The network
+    stays in evaluation mode: nothing is dropped at random, whatever its config says.
+    """
+
+    pre_process = post_process = True
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        config: Any,
+        packing: Packing,
+        temperature: float,
+        *,
+        always_reached: bool,
+        recompute: bool,
+    ) -> None:
+        from megatron.core.enums import ModelType
+
+        super().__init__()
+        self.model_type = ModelType.encoder_or_decoder
+        self.network, self.config, self.packing = network, config, packing
+        self.always_reached = always_reached
+        self.head = LogitsHead(temperature)
+        self._passes = Passes(network)
+        self._passes.use(packing)
+        if recompute:
+            if not getattr(network, "supports_gradient_checkpointing", False):
+                raise BadInput(
+                    f"recompute=full is not built into transformers' {type(network).__name__}: ask"
+                    " for recompute=none, and fewer max_tokens_per_microbatch",
+                    param="recompute",
+                )
+            network.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self.train()
+
+    def train(self, mode: bool = True) -> "UniversalModel":
+        """Switch recomputation and adapters' dropout; the network stays in evaluation mode."""
+        super().train(mode)
+        self.network.eval()
+        for module in self.network.modules():
+            if isinstance(module, LinearAdapter) or getattr(
+                module, "gradient_checkpointing", False
+            ):
+                module.training = mode
+        return self
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """Do nothing: there are no pipeline stages before this one."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention_mask: None = None,
+        *,
+        labels: torch.Tensor,
+        packed_seq_params: Any,
+    ) -> torch.Tensor:
+        """Return -log p [1, rows] of labels [1, rows] after the packed tokens [1, tokens]."""
+        lengths = packed_seq_params.lengths.tolist()
+        logits = self._passes.logits(tokens[0], lengths, self.head.rows, positions[0])
+        return self.head.losses(logits, labels[0])[None]
+
+
+def build_universal(
+    model: Architecture,
+    hyper: Hyperparameters,
+    source: ParentFiles,
+    device: torch.device,
+    recompute: str,
+    agree: Agree,
+) -> UniversalModel:
+    """Build the network with its weights, and choose its packing. Collective.
+
+    The host needs room for the weights, on rank 0 in float32 with their largest gradient. Raises
+    BadInput for modules to recompute.
+    """
+    if recompute not in ("none", "full"):
+        raise BadInput(
+            f"recompute={recompute}, but transformers' own module is computed again whole layers at"
+            " a time (way=universal): ask for recompute=full, or none",
+            param="recompute",
+        )
+    network: Any = None
+    tested = None
+    if torch.distributed.get_rank() == 0:
+        network = source.build(torch.float32)
+        tested = _test(network, model.vocab)
+    packing, never, sometimes = agree(tested)
+    if network is None or hyper.dtype != "float32":
+        network = None  # before the next one takes as much memory
+        network = source.build(DTYPES[hyper.dtype])
+    for name in never:
+        network.get_parameter(name).requires_grad_(False)
+    return UniversalModel(
+        network.to(device),
+        _megatron_config(model, hyper, device),
+        Packing(**{**packing, "split": tuple(packing["split"])}),
+        hyper.policy.temperature,
+        always_reached=not sometimes,
+        recompute=recompute == "full",
+    )
+
+
+def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the network's packing as JSON can hold it, and what `untrained` returns."""
+    network.eval()
+    packing = choose_packing(network, vocabulary)
+    passes = Passes(network)
+    passes.use(packing)
+    tokens = torch.arange(sum(LENGTHS)) * 7919 % vocabulary
+
+    def loss() -> torch.Tensor:
+        return F.cross_entropy(passes.logits(tokens, LENGTHS), tokens.roll(-1))
+
+    never, sometimes = untrained(network, loss)
+    passes.use(Packing("alone", packing.attention))
+    return vars(packing), never, sometimes
+
+
+def _megatron_config(model: Architecture, hyper: Hyperparameters, device: torch.device) -> Any:
+    """Return what Megatron's data parallelism, schedule and optimizer read of a model."""
+    from megatron.core.transformer import TransformerConfig
+
+    precision = DTYPES[hyper.dtype]
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=1,
+        bf16=hyper.dtype == "bfloat16",
+        params_dtype=precision,
+        pipeline_dtype=precision,
+        autocast_dtype=precision,
+        use_cpu_initialization=device.type == "cpu",
+        calculate_per_token_loss=True,
+    )

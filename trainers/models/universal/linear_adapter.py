@@ -1,0 +1,105 @@
+"""Linear adapter: LoRA (arXiv 2106.09685) around a linear layer of transformers' modules.
+
+W x + alpha / rank * B A x, where only A and B are trained. A job names its targets as for
+Megatron's layers (qkv, proj, fc1, fc2); `NAMES` has what the families call them. Experts get no
+adapters. Called by models/ways.py. Read next: models/lora.py, which folds these as its own.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
+
+from cray_agents.errors import BadInput
+from cray_agents.records import digest
+from cray_agents.training_jobs import Lora, LoraTarget
+
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+NAMES: dict[LoraTarget, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", *_LATENT),
+    "proj": ("o_proj", "out_proj", "dense"),
+    "fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "input_linear", "fc1"),
+    "fc2": ("down_proj", "w2", "output_linear", "fc2"),
+}
+
+
+class LinearAdapter(torch.nn.Module):
+    """A frozen linear layer `base` with its adapter: `a` [rank, in] and `b` [out, rank].
+
+    `place` is the layer's name in the network. The attributes of a linear layer are those of its
+    base, for families whose code reads them.
+    """
+
+    def __init__(self, base: torch.nn.Linear, lora: Lora, place: str) -> None:
+        super().__init__()
+        self.base, self.place = base, place
+        self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+        self.a = torch.nn.Parameter(base.weight.new_empty(lora.rank, base.in_features))
+        self.b = torch.nn.Parameter(base.weight.new_empty(base.out_features, lora.rank))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's weight, as families ask for its type."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The base's bias."""
+        return self.base.bias
+
+    @torch.no_grad()
+    def start(self, seed: int) -> None:
+        """Draw A from PEFT's distribution, and set B to zero."""
+        random = torch.Generator().manual_seed(int(digest([seed, self.place], 15), 16))
+        whole = torch.empty(self.a.shape)
+        torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=random)
+        self.a.copy_(whole)
+        self.b.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., in] to [..., out]."""
+        out: torch.Tensor = self.base(x)
+        given = F.dropout(x, self.dropout) if self.training and self.dropout else x
+        return out + F.linear(F.linear(given, self.a) * self.scale, self.b)
+
+    @torch.no_grad()
+    def merged(self) -> torch.Tensor:
+        """Return the weight [out, in] with the adapter added, in base's type."""
+        update = self.b.float() @ self.a.float() * self.scale
+        return (self.base.weight.float() + update).to(self.base.weight.dtype)
+
+
+def add_adapters(network: Any, lora: Lora, seed: int) -> None:
+    """Freeze a network and add adapters to its linear layers. Raises BadInput if it has none.
+
+    Names of adapters' parameters end in `.a` and `.b`; the layer's `weight` becomes `base.weight`.
+    """
+    names = {name for target in lora.targets for name in NAMES[target]}
+    chosen = [
+        name
+        for name, module in network.named_modules()
+        if type(module) is torch.nn.Linear
+        and name.rpartition(".")[2] in names
+        and ".experts." not in name
+    ]
+    if not chosen:
+        raise BadInput(
+            f"lora targets {lora.targets}, and {type(network).__name__} of transformers has no"
+            f" linear layer of these names: {', '.join(sorted(names))}; train all weights (lora"
+            " left out)",
+            param="lora",
+        )
+    network.requires_grad_(False)
+    for name in chosen:
+        path, _, last = name.rpartition(".")
+        owner, base = network.get_submodule(path), network.get_submodule(name)
+        if lora.rank > min(base.weight.shape):
+            raise BadInput(
+                f"lora has rank {lora.rank}, and {name} is a matrix of {tuple(base.weight.shape)}:"
+                f" the rank can be {min(base.weight.shape)} at most",
+                param="lora",
+            )
+        adapter = LinearAdapter(base, lora, name)
+        adapter.start(seed)
+        setattr(owner, last, adapter)

@@ -1,0 +1,147 @@
+"""Ways: build, fill and export a model the way that its Architecture names.
+
+    native      Megatron's layers (model.py), whose weights weights.py converts
+    universal   transformers' own module (universal/), in Megatron's data parallelism alone
+
+training/train_step.py and checkpointing/hf_export.py call these; they know no difference.
+"""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cray_agents.runtime.registry.model_config import read_config
+from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
+from cray_agents.trainers.models.layer_choice import LayerChoice
+from cray_agents.trainers.models.lora import adapters, add_lora
+from cray_agents.trainers.models.model import build_model, layers_of
+from cray_agents.trainers.models.tensors import tensor_shapes
+from cray_agents.trainers.models.universal.causal_model import Agree, build_universal
+from cray_agents.trainers.models.universal.linear_adapter import add_adapters
+from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.universal.stored_units import check_types, plan_units, round_units
+from cray_agents.trainers.models.weights import (
+    FilePlan,
+    SafeTensors,
+    Source,
+    export_tensors,
+    load_weights,
+    plan_export,
+    round_weights,
+    weight_source,
+)
+from cray_agents.training_jobs import Hyperparameters, Layout, Lora
+
+AnySource = Source | ParentFiles
+
+
+def choose_layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bool) -> LayerChoice:
+    """Return the layers that `build_chunks` makes. Megatron must be loaded."""
+    if model.way == "native":
+        return layers_of(model, layout, dtype, on_cpu)
+    why = f"there are no native layers for {model.kind}"
+    if model.kind in SUPPORTED:
+        why = "way=universal was asked for"
+    return LayerChoice(False, False, False, f"transformers' {model.network}: {why}")
+
+
+def first_source(parent: Path, model: Architecture, hyper: Hyperparameters) -> AnySource:
+    """Return the source of a job's first weights. Raises BadInput, NotFound."""
+    if model.way == "universal":
+        return ParentFiles(parent)
+    return weight_source(parent, model, hyper)
+
+
+def source_of(checkpoint: Path, model: Architecture) -> AnySource:
+    """Return a checkpoint's weights. Raises BadInput, NotFound."""
+    if model.way == "universal":
+        return ParentFiles(checkpoint)
+    return SafeTensors(checkpoint, tied=model.tied)
+
+
+def build_chunks(
+    model: Architecture,
+    layout: Layout,
+    hyper: Hyperparameters,
+    on_cpu: bool,
+    recompute: str,
+    source: AnySource,
+    agree: Agree,
+    *,
+    loaded: bool = True,
+) -> list[Any]:
+    """Build this rank's chunks of a model with their weights. Collective.
+
+    `agree` returns rank 0's value, which JSON can hold, on every rank. Without `loaded` the caller
+    puts the weights in place; the universal way loads them in any case.
+    """
+    if isinstance(source, ParentFiles):
+        device = torch.device("cpu" if on_cpu else "cuda")
+        chunk = build_universal(model, hyper, source, device, recompute, agree)
+        check_types(chunk.network, source)
+        return [chunk]
+    chunks = build_model(model, layout, hyper, on_cpu, recompute)
+    if loaded:
+        load_weights(chunks, model, source)
+    return chunks
+
+
+def fill_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> None:
+    """Fill chunks that are built with other weights of the same model. Raises BadInput."""
+    if not isinstance(source, ParentFiles):
+        load_weights(chunks, model, source)
+        return
+    around = list(adapters(chunks))
+    for chunk, name, adapter in around:  # the files know the layers without them
+        _replace(chunk, name, adapter.base)
+    source.fill(chunks[0].network)
+    for chunk, name, adapter in around:
+        _replace(chunk, name, adapter)
+
+
+def _replace(chunk: Any, name: str, module: torch.nn.Module) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(chunk.get_submodule(path), last, module)
+
+
+def adapt_chunks(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> None:
+    """Freeze a model's chunks and add adapters to its linear layers. Raises BadInput."""
+    if model.way == "universal":
+        add_adapters(chunks[0].network, lora, seed)
+        chunks[0].train()
+    else:
+        add_lora(chunks, model, lora, seed)
+
+
+def round_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> None:
+    """Round this rank's weights to the stored types of their tensors."""
+    if isinstance(source, ParentFiles):
+        round_units(chunks[0].network, source)
+    else:
+        round_weights(chunks, model, source)
+
+
+def plan_files(
+    chunks: list[Any],
+    model: Architecture,
+    source: AnySource,
+    order: Callable[[Mapping[str, torch.dtype]], list[str]],
+    share: int,
+) -> FilePlan:
+    """Divide a checkpoint's tensors among the ranks; `order` sorts names for the files."""
+    if isinstance(source, ParentFiles):
+        return plan_units(chunks[0].network, source, order, share)
+    shapes = tensor_shapes(model)
+    dtypes = {name: source.dtype(name) for name in shapes}
+    sizes = {n: prod(shapes[n]) * dtypes[n].itemsize for n in order(dtypes)}
+    plan = plan_export(chunks, model, sizes, share)
+    mine = order({n: dtypes[n] for one in plan if one.mine for n in one.origin.names})
+    return FilePlan(dtypes, shapes, sizes, mine, lambda: export_tensors(plan, model))
+
+
+def config_of(parent: Path, model: Architecture) -> dict[str, Any]:
+    """Return the config.json of an export: the parent's, or that of its dequantised weights."""
+    return ParentFiles(parent).config if model.way == "universal" else read_config(parent)
