@@ -37,6 +37,8 @@ class LogitsHead:
         self.rows: torch.Tensor | None = None
         self.want_entropy = False
         self.entropy: torch.Tensor | None = None
+        self.want_top = False
+        self.top: torch.Tensor | None = None
         self.temperature = temperature
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -45,6 +47,7 @@ class LogitsHead:
         if self.temperature != 1.0:
             logits = logits / self.temperature
         self.entropy = _entropies(logits.detach()) if self.want_entropy else None
+        self.top = logits.argmax(-1) if self.want_top else None
         return F.cross_entropy(logits, labels, reduction="none")
 
 
