@@ -150,9 +150,9 @@ def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:
 def test_a_config_of_more_layers_than_tensors_is_refused_before_it_is_built(tmp_path: Path) -> None:
     write_parent(tmp_path, FAMILIES["llama"]())
     config = json.loads((tmp_path / "config.json").read_text())
-    says = config | {"num_hidden_layers": 5_000_000}
+    says = config | {"num_hidden_layers": 16_000}
     (tmp_path / "config.json").write_text(json.dumps(says | {"model_type": "olmo2"}))
-    with pytest.raises(BadInput, match="5000000 layers"):
+    with pytest.raises(BadInput, match="16000 layers"):
         read_architecture(tmp_path)
 
 
