@@ -31,7 +31,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.megatron]
 
 GENERATIONS = 2
 TASKS = 32  # a generation
-CLOCKS = {"seconds", "wall", "idle_share", "trainer_seconds", "job_id", "probe_max_logprob_diff"}
+CLOCKS = {
+    "seconds", "wall", "idle_share", "trainer_seconds", "job_id", "probe_max_logprob_diff",
+    "taken_up",
+}  # fmt: skip
 JOBS = GENERATIONS + 1  # and the warm-up's
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))  # at most: a run may end before
 KEYS = {
