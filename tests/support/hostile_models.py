@@ -315,7 +315,9 @@ CASES: dict[str, Case] = {
     "fp8": Case(weighs(stored("F8_E4M3", 1)), "is stored as F8_E4M3", True),
     "whole numbers": Case(weighs(stored("I8", 1)), "is stored as I8", True),
     "quantized": Case(says(quantization_config={"bits": 8}), "quantization_config", True),
-    "an unknown kind": Case(says(model_type="unheard_of"), "cannot train a 'unheard_of' model", True),
+    "an unknown kind": Case(
+        says(model_type="unheard_of"), "cannot train a 'unheard_of' model", True
+    ),
     "a third layer": Case(weighs(adds(**LAYER)), "model.layers.2.input_layernorm.weight", True),
     "an extra bias": Case(
         weighs(adds(model__layers__0__self_attn__q_proj__bias=(16,))),
