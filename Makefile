@@ -45,6 +45,7 @@ soak: setup
 	@CRAY_TEST_KILLS=200 $(PY) -m pytest -s --timeout 3600 tests/trainers/test_job_kills.py
 	@CRAY_TEST_KILLS=100 $(PY) -m pytest -s --timeout 3600 tests/test_session_kills.py
 	@CRAY_TEST_KILLS=100 CRAY_TEST_RANKS=2 CRAY_TEST_SEED=2 $(PY) -m pytest -s --timeout 3600 tests/test_session_kills.py
+	@CRAY_TEST_TENSOR=1 $(PY) -m pytest tests/trainers/test_parked_states.py
 	@CRAY_TEST_FLIPS=1000 $(PY) -m pytest -s --timeout 3600 tests/test_bit_flips.py
 	@CRAY_TEST_TRIES=20 $(PY) -m pytest -s --timeout 3600 tests/test_damaged_candidates.py
 	@CRAY_TEST_KILLS=100 $(PY) -m pytest -s --timeout 3600 tests/test_loop_kills.py
