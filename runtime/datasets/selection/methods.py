@@ -253,53 +253,50 @@ class Dpo:
         self._limit.count(best.facts.task)
 
 
-class Kto:
+class SingleRuns:
+    """Runs without groups, at most so many of a task."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._limit = Limit(selection.recipe.max_per_task)
+
+    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
+        """Return the run, unless it was refused or its task has enough runs."""
+        return [] if self._limit.is_reached(group[0].facts.task) else _rank(group)
+
+    def settle(self, group: Group) -> Group:
+        """Accept the run, if it can be trained on."""
+        [candidate] = group
+        task = candidate.facts.task
+        if candidate.reason is not None:
+            return group
+        if self._limit.is_reached(task):
+            candidate.refuse("over_max_per_task")
+        elif self._accept(candidate):
+            self._limit.count(task)
+        return group
+
+    def _accept(self, candidate: CandidateRun) -> bool:
+        """Add the run's samples, and return True; or refuse it."""
+        raise NotImplementedError
+
+
+class Kto(SingleRuns):
     """Scored runs without groups: desirable if the reward reaches `least`, else undesirable."""
 
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
-        self._limit = Limit(selection.recipe.max_per_task)
-
-    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
-        """Return the run, unless it was refused or its task has enough runs."""
-        return [] if self._limit.is_reached(group[0].facts.task) else _rank(group)
-
-    def settle(self, group: Group) -> Group:
-        """Accept the run as desirable or undesirable."""
-        [candidate] = group
-        task = candidate.facts.task
-        if candidate.reason is not None:
-            return group
-        if self._limit.is_reached(task):
-            candidate.refuse("over_max_per_task")
-        elif self._selection.keep(candidate, chosen=candidate.value >= self._selection.least):
-            self._limit.count(task)
-        return group
+    def _accept(self, candidate: CandidateRun) -> bool:
+        chosen = candidate.value >= self._selection.least
+        return self._selection.keep(candidate, chosen=chosen)
 
 
-class Distill:
+class Distill(SingleRuns):
     """All runs with their tokens, whatever came of them. Equal samples stay: they are draws."""
 
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
-        self._limit = Limit(selection.recipe.max_per_task)
-
-    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
-        """Return the run, unless it was refused or its task has enough runs."""
-        return [] if self._limit.is_reached(group[0].facts.task) else _rank(group)
-
-    def settle(self, group: Group) -> Group:
-        """Accept the run, if it has tokens to train on."""
-        [candidate] = group
-        task = candidate.facts.task
-        if candidate.reason is not None:
-            return group
-        if self._limit.is_reached(task):
-            candidate.refuse("over_max_per_task")
-        elif samples := self._selection.samples(candidate):
+    def _accept(self, candidate: CandidateRun) -> bool:
+        samples = self._selection.samples(candidate)
+        if samples:
             self._selection.add_rows(candidate, samples)
-            self._limit.count(task)
-        return group
+        return bool(samples)
 
 
 METHODS: dict[str, Callable[[Selection], GroupMethod]] = {
