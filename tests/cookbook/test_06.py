@@ -1,6 +1,5 @@
 """06_database.py: its shop, turn by turn; and the whole of it, small, as its docstring says."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +81,6 @@ def test_a_seed_is_another_model_other_tasks_and_other_data() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.megatron
-@pytest.mark.skipif("CRAY_TEST_RECIPES" not in os.environ, reason="make soak runs it")
 def test_quick(tmp_path: Path) -> None:
     argv = [sys.executable, str(FILE), "--quick"]
     done = subprocess.run(

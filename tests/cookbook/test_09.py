@@ -1,6 +1,5 @@
 """09_feedback.py: its questions; and the whole of it, small, as its docstring says."""
 
-import os
 import re
 import subprocess
 import sys
@@ -43,7 +42,6 @@ def test_how_the_hotel_was_taught_depends_on_the_city() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.megatron
-@pytest.mark.skipif("CRAY_TEST_RECIPES" not in os.environ, reason="make soak runs it")
 def test_quick(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, FILE, "--quick"], cwd=tmp_path, capture_output=True, text=True, timeout=300

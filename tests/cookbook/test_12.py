@@ -1,6 +1,5 @@
 """12_distillation.py: its loop; and the whole of it, small."""
 
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +23,6 @@ def test_the_student_has_a_teacher_and_no_demonstrations() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.megatron
-@pytest.mark.skipif("CRAY_TEST_RECIPES" not in os.environ, reason="make soak runs it")
 def test_quick(tmp_path: Path) -> None:
     argv = [sys.executable, str(FILE), "--quick"]
     done = subprocess.run(

@@ -70,10 +70,7 @@ def alone(lab: Any, kinds: list[dict[str, Any]], layout: Layout = LAYOUT) -> Any
         (ADAPTERS, {}, {64: ["files memory", "parked parked"], 0: ["files memory", "files files"]}),
         (PARENTS, {}, {64: ["files files", "parked parked"], 0: ["files files", "files files"]}),
         ([BFLOAT16, LORA], {"data": 2}, {64: ["files files", "parked parked"]}),
-        pytest.param(
-            *([LORA, LORA_OF_ITS_OWN], {"tensor": 2}, {64: ["files parked", "parked parked"]}),
-            marks=pytest.mark.skipif("CRAY_TEST_TENSOR" not in os.environ, reason="in make soak"),
-        ),
+        ([LORA, LORA_OF_ITS_OWN], {"tensor": 2}, {64: ["files parked", "parked parked"]}),
     ],
     ids=["adapters", "parents", "parent and adapter, bfloat16", "adapters of two ranks"],
 )
