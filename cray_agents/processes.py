@@ -44,12 +44,15 @@ def alive(pid: int) -> bool:
 
 @contextmanager
 def importing_much() -> Iterator[None]:
-    """Import large packages without garbage collection: a quarter less processor time.
+    """Import large packages without garbage collection, and keep what they made out of it for good.
 
-    The collector would look through all that was imported again and again, and it all stays.
+    All that was imported stays. The collector would look through it again and again: a quarter of
+    the import's own time, and 0.8 s in every full collection of a process that imported vLLM.
+    Forked processes share the frozen objects' memory, too.
     """
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()

@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: no collection looks through it
     gc.enable()
 
 

@@ -343,6 +343,8 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
             # forked, with the worker in the engine core's process: saves importing vLLM twice
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+            # models run eagerly, and compiling one helper of the sampler takes longer than a probe
+            "TORCHDYNAMO_DISABLE": "1",
         }
     )
 
